@@ -17,14 +17,13 @@ from functools import partial
 
 import numpy as np
 
-from autopar.errors import InfeasibleError
 from autopar.planner.bounds.chain_program import ChainProof, chain_bound
 from autopar.planner.bounds.columns import Columns
 from autopar.planner.bounds.feasibility import PRECISION, feasible_bounds
 from autopar.planner.bounds.instance import PipelineInstance
 from autopar.planner.bounds.instances import InstanceMaker
-from autopar.planner.context import SearchContext, load_of
-from autopar.planner.layouts.types import LayoutKey, Load, TypedLayout, layout_key_of
+from autopar.planner.context import SearchContext
+from autopar.planner.layouts.types import TypedLayout
 from autopar.planner.space.candidates import Candidate
 
 LEVELS = 3
@@ -56,7 +55,6 @@ class Cascade:
         if level < LEVELS - 1:
             keys = [(level, c) for c in candidates]
             return self._bounds_s(keys, [partial(self.maker.perfect_split, c) for c in candidates], goal_s, COARSE)
-        self._solve_ahead(candidates)
         every = [self.context.known_layouts(c) for c in candidates]
         return [min(found, default=0.0) for found in self._of_layouts_s(candidates, every, goal_s)]
 
@@ -162,14 +160,3 @@ class Cascade:
         found = feasible_bounds([made[i]() for i in asked], goal_s, precision=precision).tolist()
         self._known.update((keys[i], (bound_s, goal_s)) for i, bound_s in zip(asked, found, strict=True))
         return [min(self._known[key][0], goal_s) if math.isfinite(self._known[key][0]) else math.inf for key in keys]
-
-    def _solve_ahead(self, candidates: Sequence[Candidate]) -> None:
-        """The layouts that these have in common are solved together."""
-        loads: dict[LayoutKey, list[Load]] = {}
-        for candidate in candidates:
-            loads.setdefault(layout_key_of(candidate), []).append(load_of(candidate))
-        for key, own in loads.items():
-            try:
-                self.context.layouts.typings.solve_ahead(key, [load.order for load in own])
-            except InfeasibleError:  # told with its reason when the candidate is evaluated
-                continue

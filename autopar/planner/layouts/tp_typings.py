@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.errors import InfeasibleError
@@ -80,33 +80,17 @@ class TpTypings:
         Raises:
             InfeasibleError: the pins allow none.
         """
-        self._solve(key, kind, [order])
-        return self._solutions[key, kind, order]
-
-    def solve_ahead(self, key: LayoutKey, orders: Iterable[Order]) -> None:
-        """Solve for all of these at once, which is quicker than one after the other.
-
-        Raises:
-            InfeasibleError: the pins allow none.
-        """
-        for kind in self.graphs.kinds(key) if key.tp > 1 else ():
-            self._solve(key, kind, orders)
-
-    def _solve(self, key: LayoutKey, kind: str, orders: Iterable[Order]) -> None:
-        missing = [order for order in dict.fromkeys(orders) if (key, kind, order) not in self._solutions]
-        if not missing:
-            return
-        least_s = min(self.solver(key, kind).quickest.value for kind in self.graphs.kinds(key))
-        weights = []
-        for num_micro_batches, in_flight in missing:
-            for ratio in self.price_ratios:
-                price = ratio * least_s / self.graphs.model.device.memory_bytes
-                weights.append(
+        if (key, kind, order) not in self._solutions:
+            least_s = min(self.solver(key, own).quickest.value for own in self.graphs.kinds(key))
+            num_micro_batches, in_flight = order
+            prices = [ratio * least_s / self.graphs.model.device.memory_bytes for ratio in self.price_ratios]
+            self._solutions[key, kind, order] = self.solver(key, kind).solve_all(
+                [
                     Weights(per_step_s=1 / num_micro_batches, saved_byte=price * in_flight, state_byte=price)
-                )
-        solutions, step = self.solver(key, kind).solve_all(weights), len(self.price_ratios)
-        for i, order in enumerate(missing):
-            self._solutions[key, kind, order] = solutions[i * step : (i + 1) * step]
+                    for price in prices
+                ]
+            )
+        return self._solutions[key, kind, order]
 
     def solver(self, key: LayoutKey, kind: str) -> AxisSolver:
         """The solver of all typings of a key and kind of attention.
