@@ -12,9 +12,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
-from numpy.typing import NDArray
-
 from autopar.cluster import Cluster
 from autopar.cost.blocks.block_cost import BlockCost
 from autopar.cost.blocks.block_work import BlockWork, block_work, price_block
@@ -25,7 +22,7 @@ from autopar.cost.operators.roofline import OperatorTimes, OpTime, op_time
 from autopar.cost.step.optimizer import optimizer_cost
 from autopar.cost.step.pipeline_step import PipelineStep
 from autopar.cost.step.runtime import Runtime
-from autopar.cost.step.simulation import Chain, chains_of, compiled, durations_of, finishes_s, sends_of
+from autopar.cost.step.simulation import Chain, chains_of, compiled, durations_of, sends_of, simulate
 from autopar.cost.step.step import StageCost, Step
 from autopar.cost.step.step_model import Ranks, StepModel
 from autopar.graph.ir import Block, Graph, Op, TensorSpec
@@ -258,17 +255,11 @@ class CostModel:
         actions = compiled(step.schedule, pp, len(stages) // pp, step.num_micro_batches)
         return chains_of(actions, durations_of(times), sends_of(times), [0.0] * pp, pp)
 
-    def finishes_s(
-        self, every: Sequence[Sequence[StageCost]], step: Step, num_micro_batches: int
-    ) -> NDArray[np.float64]:
-        """When ranks are done with the first so many micro-batches, if they were all, in each of several cuts into as many stages.
-
-        Returns:
-            Seconds [cuts, ranks], without what follows once a step.
-        """
-        pipelines = [self._pipeline(stages, step) for stages in every]
-        times = [pipeline.times(pipeline.sums()) for pipeline in pipelines]
-        return finishes_s(step.schedule, step.mesh.pp, num_micro_batches, times)
+    def begun_s(self, stages: Sequence[StageCost], step: Step, num_micro_batches: int) -> float:
+        """When all ranks are done with the first so many micro-batches, if they were all; without what follows once a step."""
+        pipeline = self._pipeline(stages, step)
+        times = pipeline.times(pipeline.sums())
+        return max(simulate(step.schedule, step.mesh.pp, num_micro_batches, times).finish_s)
 
 
 def shared_step_s(models: Sequence[CostModel], stages: Sequence[StageCost], steps: Sequence[Step]) -> float:

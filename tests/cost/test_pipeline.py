@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +13,6 @@ from autopar.cost.step.simulation import (
     StageTimes,
     _continued,
     compiled,
-    finishes_s,
     simulate,
     whole,
 )
@@ -112,23 +110,6 @@ def test_simulation_is_the_longest_path(case: tuple[str, int, int, list[StageTim
         own = sum(stage.forward_s + stage.backward_s for stage in stages[rank::pp])
         assert found.busy_s[rank] == pytest.approx(m * own)
         assert found.busy_s[rank] + found.exposed_send_s[rank] <= found.finish_s[rank] + 1e-9
-
-
-@settings(max_examples=50, deadline=None)
-@given(cases(), st.lists(st.randoms(use_true_random=False), max_size=3))
-def test_pipelines_side_by_side_take_what_each_takes_alone(
-    case: tuple[str, int, int, list[StageTimes]], others: list[Random]
-) -> None:
-    name, pp, m, stages = case
-    every = [stages, *(other.sample(stages, len(stages)) for other in others)]
-    wanted = [list(simulate(name, pp, m, own).finish_s) for own in every]
-    assert finishes_s(name, pp, m, every).tolist() == wanted
-
-
-def test_pipelines_of_short_rounds_are_simulated_one_by_one() -> None:
-    stages = equal(12)
-    wanted = list(whole("Interleaved1F1B", 4, 2, stages).finish_s)
-    assert finishes_s("Interleaved1F1B", 4, 2, [stages, stages[::-1]]).tolist() == [wanted] * 2
 
 
 @settings(max_examples=30, deadline=None)

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -254,39 +253,6 @@ def simulate(name: str, pp: int, num_micro_batches: int, stages: Sequence[StageT
         busy = num_micro_batches * (stages[0].forward_s + stages[0].backward_s) + stages[0].first_forward_s
         return PipelineTimes(finish_s=(busy,), busy_s=(busy,), exposed_send_s=(0.0,))
     return _simulated(name, pp, num_micro_batches, tuple(stages))
-
-
-@lru_cache(maxsize=16)
-def _side_by_side(name: str, pp: int, virtual_stages: int, num_micro_batches: int) -> tuple[int, ...]:
-    """Where actions of a later moment begin among those of :func:`compiled`, and where the last ones end; none if that is not known."""
-    moments = schedule_moments(name, pp, virtual_stages, num_micro_batches)
-    if moments is None:
-        return ()
-    ends = np.flatnonzero(np.diff(np.sort(moments, axis=None))) + 1
-    return (0, *ends.tolist(), moments.size)
-
-
-def finishes_s(name: str, pp: int, num_micro_batches: int, every: Sequence[Sequence[StageTimes]]) -> Array:
-    """When ranks have finished [pipelines, ranks], as :func:`simulate` says, of pipelines that differ in the times of their stages.
-
-    Actions of one moment (:func:`autopar.schedule.schedule_moments`) depend on none of each other: they are simulated side by side,
-    of all pipelines at once.
-    """
-    degrees = name, pp, len(every[0]) // pp, num_micro_batches
-    stops = _side_by_side(*degrees)
-    if not stops:
-        return np.array([simulate(name, pp, num_micro_batches, stages).finish_s for stages in every])
-    actions = compiled(*degrees)
-    _, needs, lengths, messages, befores = actions.columns
-    durations = np.array([durations_of(stages) for stages in every]).T[lengths]
-    sends = np.array([sends_of(stages) for stages in every]).T[messages]
-    # the last one, which -1 says too, is what actions need that need nothing
-    ends = np.zeros((len(needs) + 1, len(every)))
-    for start, stop in pairwise(stops):
-        here = ends[needs[start:stop]] + sends[start:stop]
-        ends[start:stop] = np.maximum(here, ends[befores[start:stop]]) + durations[start:stop]
-    found: Array = ends[list(actions.last)].T
-    return found
 
 
 def durations_of(stages: Sequence[StageTimes]) -> list[float]:

@@ -72,7 +72,7 @@ def refined(problem: CutProblem, found: Fitting) -> Fitting:
     choices = [own for own in cover.choices() if own != found.modes]
     every = [found.made, *(problem.stages_of(found.stops, modes) for modes in choices)]
     count = min(problem.candidate.num_micro_batches, BEGUN * problem.pp)
-    ends_s = problem.model.finishes_s(every, problem.step, count).max(axis=1)
+    ends_s = [problem.model.begun_s(made, problem.step, count) for made in every]
     for place in np.argsort(ends_s, kind="stable").tolist():
         if place == 0:
             break
