@@ -34,7 +34,7 @@ from autopar.planner.bounds.columns import same_kinds
 from autopar.planner.bounds.instance import FIELDS, MODES, Array, PipelineInstance, forwards_done
 from autopar.planner.space.candidates import Candidate
 
-ROUNDS = 40
+ROUNDS = 60
 """Programs that are solved for an instance at most."""
 
 MOST_ACTIONS = 60_000
