@@ -18,9 +18,9 @@ from autopar.graph.trace import LossFunction
 from autopar.plan import FP32, Plan
 from autopar.plan_io import load_plan
 from autopar.planner.branch_and_bound.process_group import cores
-from autopar.planner.outcome import Limits, Progress
 from autopar.planner.planner import Planner
 from autopar.planner.studies.workers import shared
+from autopar.planner.task import Limits, Progress
 from autopar.tracing import samples_of, trace_model
 from autopar.wish import PRECISIONS, PrecisionName, Wish, planner_of, task_of, texts_of
 
@@ -191,7 +191,7 @@ def operator_calls(  # noqa: PLR0913  keywords of the public call
     Returns:
         Calls as :class:`autopar.measured.OperatorTime` has them.
     """
-    from autopar.planner.operator_calls import operator_calls as calls_of
+    from autopar.planner.planner import operator_calls as calls_of
 
     where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     samples = global_batch_size or SAMPLES_PER_RANK * where.world_size

@@ -15,7 +15,7 @@ from typing import Literal, get_args
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError, UsageError
 from autopar.plan import Plan
-from autopar.planner.outcome import Limits, peak_bytes
+from autopar.planner.task import Limits, peak_bytes
 from autopar.questions import Ask, prices_of, sizes_of
 from autopar.scaling import scaled
 from autopar.table import closest

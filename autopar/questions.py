@@ -19,12 +19,13 @@ from autopar.graph.ir import Graph
 from autopar.plan import Plan
 from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.layouts.types import LayoutKey
-from autopar.planner.outcome import Limits, Progress
 from autopar.planner.planner import Planner, Task
 from autopar.planner.space.candidates import divisors
-from autopar.planner.space.pins import NumberPin, Pins
+from autopar.planner.space.pin_syntax import NumberPin
+from autopar.planner.space.pins import Pins
 from autopar.planner.space.preferences import leanness
 from autopar.planner.space.space import load_space
+from autopar.planner.task import Limits, Progress
 from autopar.scaling import scaled
 from autopar.table import closest
 

@@ -19,7 +19,7 @@ from autopar.table import Table, closest
 
 if TYPE_CHECKING:
     from autopar.graph.ir import Graph
-    from autopar.planner.outcome import Progress
+    from autopar.planner.task import Progress
     from autopar.validate.families import Sizes
 
 

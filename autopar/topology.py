@@ -1,7 +1,7 @@
 """The topology of a cluster as a graph: what hangs on what, and what lies between some of its devices.
 
 :func:`topology` has every device, card and switch, for people and their tools. :class:`Fabric` is the tree of switches above the
-nodes, from which tiers and the bottlenecks of groups of ranks are derived (:mod:`autopar.cost.network.group_shape`). Both are
+nodes, from which tiers and the bottlenecks of groups of ranks are derived (:mod:`autopar.cost.network.placement`). Both are
 graphs of networkx, which is imported when they are asked for: a cluster of one node has no fabric to look at.
 
 A link's delay is that of a message which goes up through it and down through its like on the other side. So an edge of the graph for

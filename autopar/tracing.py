@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,12 +13,15 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils import _pytree as pytree
 
-from autopar.errors import UsageError
-from autopar.graph.failures import FAILURES, not_copied
+from autopar.errors import RuleError, TraceError, UsageError
+from autopar.graph.compact import compact
+from autopar.graph.counts import CountError
+from autopar.graph.failures import EXPORTS, FAILURES, not_copied
 from autopar.graph.ir import Graph
 from autopar.graph.trace import LossFunction, trace
 from autopar.plan import Precision
-from autopar.planner.sharding.batch_axis import for_batch
+from autopar.planner.sharding.batch_axis import solve_batch
+from autopar.rules.missing import complete
 
 _PARALLEL = (DataParallel, DistributedDataParallel, FSDPModule, FullyShardedDataParallel)
 
@@ -103,6 +107,56 @@ def trace_model(
         return trace(model, tuple(inputs), {}, **options)
 
     return trace_at(None) if global_batch_size is None else for_batch(trace_at, global_batch_size)
+
+
+def for_batch(trace_at: Callable[[int | None], Graph], global_batch_size: int) -> Graph:
+    """A traced model, whether its samples are apart or not.
+
+    Args:
+        trace_at: traces it: at the given number of samples, exactly, or at any (None).
+        global_batch_size: at which it is traced again where samples meet, because shapes such as [B, B] and numbers
+            such as B - 1 hold for one batch size alone.
+
+    Raises:
+        TraceError: of ``trace_at``.
+    """
+    try:
+        graph = _at_any_size(trace_at, global_batch_size)
+        complete(graph)
+        solve_batch(compact(graph))
+    except (CountError, RuleError):
+        if global_batch_size == 1:
+            raise
+    else:
+        return graph
+    graph = trace_at(global_batch_size)
+    complete(graph)
+    try:
+        solve_batch(compact(graph))
+    except RuleError as error:
+        note = (
+            f"samples meet in {error.place}: each data rank takes all its samples in one micro-batch, and where they "
+            "meet they are gathered from all data ranks"
+        )
+        return replace(graph, mixing=error.place, notes=(*graph.notes, note))
+    return graph
+
+
+def _at_any_size(trace_at: Callable[[int | None], Graph], global_batch_size: int) -> Graph:
+    """A trace at two samples; at the global batch where operators do not run on as few (the ten largest losses, say).
+
+    Raises:
+        TraceError: of the first one, where no batch can be traced.
+    """
+    try:
+        return trace_at(None)
+    except TraceError as error:
+        if global_batch_size <= 2 or EXPORTS not in error.law:
+            raise
+        try:
+            return trace_at(global_batch_size)
+        except TraceError:
+            raise error from None
 
 
 def _check_plain(model: torch.nn.Module) -> None:

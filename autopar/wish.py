@@ -14,10 +14,10 @@ from autopar.errors import UsageError
 from autopar.graph.ir import Graph
 from autopar.graph.trace import LossFunction
 from autopar.plan import BF16, FP8, FP16, FP32, FP64, TF32, Precision
-from autopar.planner.outcome import Progress
 from autopar.planner.planner import Planner, Task
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space, with_sampler
+from autopar.planner.task import Progress
 from autopar.table import closest
 from autopar.tracing import trace_model
 

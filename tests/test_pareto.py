@@ -15,7 +15,7 @@ from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError, UsageError
 from autopar.pareto import MEMORY_STEP, Point, front, parse_objectives, undominated
 from autopar.planner.evaluate.evaluation import Evaluation
-from autopar.planner.outcome import peak_bytes
+from autopar.planner.task import peak_bytes
 from autopar.questions import Ask, sizes_of
 from autopar.scaling import scaled
 from tests.cli_runner import Run, run_fixture

@@ -9,7 +9,8 @@ import pytest
 
 from autopar.cluster import Cluster
 from autopar.errors import UsageError
-from autopar.planner.space.candidates import Problem, candidates
+from autopar.planner.space.candidates import candidates
+from autopar.planner.space.constraints import Problem
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
 from autopar.scaling import scaled

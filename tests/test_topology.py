@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.cluster import NETWORK, Cluster, Tier
-from autopar.cost.network.group_shape import shapes_of
+from autopar.cost.network.placement import shapes_of
 from autopar.errors import UsageError
 from autopar.links import Link
 from autopar.topology import Fabric

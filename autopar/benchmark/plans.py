@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from autopar.errors import InfeasibleError
 from autopar.plan import Plan
 from autopar.plan_io import plan_to_dict
-from autopar.planner.outcome import Limits
 from autopar.planner.planner import Planner, Task
+from autopar.planner.task import Limits
 from autopar.report.units import micro_batch_text
 
 Advance = Callable[[str, int, int], None]

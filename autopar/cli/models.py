@@ -166,7 +166,7 @@ class VerifiedModel:
         from autopar.graph import trace as trace_model
         from autopar.graph.random import draws_random
         from autopar.models import without_dropout
-        from autopar.planner.sharding.batch_axis import for_batch
+        from autopar.tracing import for_batch
 
         model = self.source.model
 

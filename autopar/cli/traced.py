@@ -79,7 +79,7 @@ def _folder() -> Path:
 
 
 def _file(described: str) -> Path:
-    from autopar.planner.studies.study_identity import sources
+    from autopar.planner.studies.workers import sources
 
     parts = [described, sources(), version("torch"), *_of_transformers(described)]
     return _folder() / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.pickle"

@@ -1,26 +1,31 @@
-"""The cost model: from blocks of one rank's graph to the step time and memory of a plan."""
+"""The cost model: from blocks of one rank's graph to the step time and memory of a plan.
+
+Where data ranks take different numbers of samples (``Plan.data_shares``), each node group is priced alone. All ranks run as many
+micro-batches and meet in the same collectives. What a group does between them are its own devices' times for its own micro-batch;
+gathers, sums of gradients and scalars are those of all ranks. A step ends with the group that takes longest: others wait for it,
+which the parts of its time do not show.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cluster import Cluster
 from autopar.cost.blocks.block_cost import BlockCost
-from autopar.cost.blocks.block_price import price_block
-from autopar.cost.blocks.block_work import BlockWork, block_work
+from autopar.cost.blocks.block_work import BlockWork, block_work, price_block
 from autopar.cost.network.collectives import CollectiveModel
 from autopar.cost.network.placement import check_kinds, peak_flops, places_of, slowest
 from autopar.cost.operators.measured import Measured
 from autopar.cost.operators.roofline import OperatorTimes, OpTime, op_time
-from autopar.cost.step.critical_path import Chain, longest_chains
 from autopar.cost.step.optimizer import optimizer_cost
 from autopar.cost.step.pipeline_step import PipelineStep
 from autopar.cost.step.runtime import Runtime
-from autopar.cost.step.simulation import finishes_s
+from autopar.cost.step.simulation import Chain, chains_of, compiled, durations_of, finishes_s, sends_of
 from autopar.cost.step.step import StageCost, Step
 from autopar.cost.step.step_model import Ranks, StepModel
 from autopar.graph.ir import Block, Graph, Op, TensorSpec
@@ -167,7 +172,7 @@ class CostModel:
         return self._orders[order]
 
     def alone(self) -> tuple[CostModel, ...]:
-        """For each node group a model of its devices, with the collectives of all ranks: see :mod:`autopar.cost.step.unequal_shares`."""
+        """For each node group a model of its devices, with the collectives of all ranks: see :mod:`autopar.cost.model`."""
         groups = range(len(self.cluster.groups))
         return tuple(self._like(self.cluster, self.collectives, frozenset({place})) for place in groups)
 
@@ -202,7 +207,7 @@ class CostModel:
     def sums_in_buckets(self, stages: Sequence[StageCost], step: Step) -> bool:
         """Whether the size of buckets can matter: some gradients are summed in them."""
         summed = self.of(step).summed
-        return any(summed.in_buckets(block.parameters) for stage in stages for (block, _), _ in stage.runs)
+        return any(summed.of(block.parameters, late=False) for stage in stages for (block, _), _ in stage.runs)
 
     def predict(
         self, stages: Sequence[StageCost], step: Step, *, memory: tuple[Memory, ...] | None = None
@@ -246,11 +251,12 @@ class CostModel:
         pipeline = self._pipeline(stages, step)
         return pipeline.breakdown(pipeline.sums())
 
-    def longest_chains(self, stages: Sequence[StageCost], step: Step, most: int = 1) -> list[Chain]:
-        """The longest chains of actions of a step; see :func:`autopar.cost.step.critical_path.longest_chains`."""
-        pipeline = self._pipeline(stages, step)
-        times, after_s = pipeline.times(pipeline.sums()), [0.0] * step.mesh.pp
-        return longest_chains(step.schedule, step.mesh.pp, step.num_micro_batches, times, after_s, most)
+    def longest_chains(self, stages: Sequence[StageCost], step: Step) -> list[Chain]:
+        """Up to the end of each rank the longest chain of actions of a step; the longest of all first."""
+        pipeline, pp = self._pipeline(stages, step), step.mesh.pp
+        times = pipeline.times(pipeline.sums())
+        actions = compiled(step.schedule, pp, len(stages) // pp, step.num_micro_batches)
+        return chains_of(actions, durations_of(times), sends_of(times), [0.0] * pp, pp)
 
     def finishes_s(
         self, every: Sequence[Sequence[StageCost]], step: Step, num_micro_batches: int
@@ -263,3 +269,44 @@ class CostModel:
         pipelines = [self._pipeline(stages, step) for stages in every]
         times = [pipeline.times(pipeline.sums()) for pipeline in pipelines]
         return finishes_s(step.schedule, step.mesh.pp, num_micro_batches, times)
+
+
+def shared_step_s(models: Sequence[CostModel], stages: Sequence[StageCost], steps: Sequence[Step]) -> float:
+    """Seconds of the step; arguments as in :func:`predict_shares`."""
+    groups = zip(models, stages, steps, strict=True)
+    return max(model.breakdown([stage], step).total_s for model, stage, step in groups)
+
+
+def shared_memory(models: Sequence[CostModel], stages: Sequence[StageCost], steps: Sequence[Step]) -> list[Memory]:
+    """Peak memory of a rank of each node group; arguments as in :func:`predict_shares`."""
+    groups = zip(models, stages, steps, strict=True)
+    return [model.memory([stage], step)[0] for model, stage, step in groups]
+
+
+def predict_shares(models: Sequence[CostModel], stages: Sequence[StageCost], steps: Sequence[Step]) -> Prediction:
+    """Step time and memory of a plan without a pipeline whose node groups take different numbers of samples.
+
+    Args:
+        models: of each node group alone (:meth:`CostModel.alone`).
+        stages: for each group all blocks at its own micro-batch, as its devices run them.
+        steps: how they are run; they differ in the prelude alone.
+
+    Returns:
+        The time of the slowest group with its parts; the memory of each group, and the largest peak with the limit there.
+    """
+    found = [model.predict([stage], step) for model, stage, step in zip(models, stages, steps, strict=True)]
+    slowest = max(found, key=lambda p: p.step_time_s)
+    fullest = max(found, key=lambda p: p.peak_memory_bytes)
+    time_s, peak = slowest.step_time_s, fullest.peak_memory_bytes
+    width = max(p.step_time_interval_s[1] / p.step_time_s for p in found)
+    spread = max(model.memory_spread for model in models)
+    return replace(
+        slowest,
+        step_time_interval_s=(time_s / width, time_s * width),
+        peak_memory_bytes=peak,
+        peak_memory_interval_bytes=(round(peak / spread), round(peak * spread)),
+        memory_limit_bytes=fullest.memory_limit_bytes,
+        memory=tuple(replace(p.memory[0], group=i) for i, p in enumerate(found)),
+        memory_limits_bytes=tuple(p.memory_limit_bytes for p in found),
+        host_memory_limit_bytes=max(p.host_memory_limit_bytes for p in found),
+    )

@@ -11,7 +11,7 @@ from scipy.optimize import minimize
 
 from autopar.cluster import Cluster, NodeGroup
 from autopar.cost.network.collectives import CollectiveModel, volume_factor
-from autopar.cost.network.group_shape import shapes_of
+from autopar.cost.network.placement import shapes_of
 from autopar.device import Device
 from autopar.errors import AutoparError
 from autopar.links import CollectiveLibrary, Link

@@ -6,17 +6,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from autopar.errors import InfeasibleError
-from autopar.planner.evaluate.evaluation import Misfit
-from autopar.planner.evaluate.evaluator import memory_of_devices
-from autopar.planner.evaluate.families import Evaluator
-from autopar.planner.model_stats import readable
-from autopar.planner.outcome import Limits, Outcome
-from autopar.planner.space.candidates import Candidate, Problem
+from autopar.planner.context import readable
+from autopar.planner.evaluate.evaluation import Misfit, memory_of_devices
+from autopar.planner.evaluate.evaluator import Evaluator
+from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.conflict import conflict, remedies
+from autopar.planner.space.constraints import Problem
 from autopar.planner.space.data_shares import against
-from autopar.planner.space.host_offload import offloaded
-from autopar.planner.space.pins import ParameterPin, Pins, StagePin
-from autopar.planner.task import Task
+from autopar.planner.space.pin_syntax import ParameterPin, StagePin
+from autopar.planner.space.pins import Pins
+from autopar.planner.space.variants import offloaded
+from autopar.planner.task import Limits, Outcome, Task
 
 MAX_CONFLICT_TRIALS = 24
 """Candidates tried, leanest first, before a set of pins counts as too large for the memory."""

@@ -10,18 +10,21 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from math import inf, nextafter
 from typing import TypeVar
 
 from autopar.cost.model import CostModel
+from autopar.cost.operators.measured import Recorder
 from autopar.cost.step.data_parallel import is_mixed
+from autopar.graph.attention import attention_heads, attention_sequences, has_written_attention
 from autopar.graph.ir import Graph, Op
 from autopar.graph.padding import vocabulary_sizes
 from autopar.plan import Plan
@@ -31,28 +34,45 @@ from autopar.planner.branch_and_bound.branch_and_bound import ROUNDING, BranchAn
 from autopar.planner.branch_and_bound.ledger import Ledger
 from autopar.planner.branch_and_bound.process_group import LostProcessError, ProcessGroup
 from autopar.planner.branch_and_bound.sampling import Sampling, front
-from autopar.planner.collector import objects_set_aside
 from autopar.planner.evaluate.evaluation import Evaluation, Misfit
-from autopar.planner.evaluate.families import Evaluator
+from autopar.planner.evaluate.evaluator import Evaluator
 from autopar.planner.explain.alternatives import Alternative, compare
 from autopar.planner.explain.plan_writer import notes_of, plan_of, record_of
-from autopar.planner.outcome import Limits, Outcome, Progress, peak_bytes
+from autopar.planner.layouts.catalogue import Layouts
+from autopar.planner.layouts.types import layout_key_of
 from autopar.planner.sharding.batch_axis import mixes_samples
-from autopar.planner.sharding.sequence_axis import attention_heads, attention_sequences, has_written_attention
-from autopar.planner.space.candidates import Candidate, Problem, candidates
+from autopar.planner.space.candidates import Candidate, candidates
+from autopar.planner.space.constraints import Problem
 from autopar.planner.space.data_shares import equally_shared, shared
-from autopar.planner.space.host_offload import offloaded
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.preferences import leanness, seeds, usual
-from autopar.planner.space.rank_orders import in_orders
+from autopar.planner.space.variants import in_orders, offloaded
 from autopar.planner.studies.workers import Sharing, helpers
-from autopar.planner.task import Task, checked
+from autopar.planner.task import Limits, Outcome, Progress, Task, checked, peak_bytes
 from autopar.rules.missing import complete
 from autopar.rules.spread import expert_counts
 
 __all__ = ["Planner", "Task"]
 
 Found = TypeVar("Found")
+
+
+@contextmanager
+def objects_set_aside() -> Iterator[None]:
+    """What there is already is not looked through for cycles while a search makes its own objects.
+
+    A search keeps most of what it makes, for which the collector goes through all objects of the process again and again: those of
+    torch and of the traced model are many more. Without this, searches take 1.0 to 2.7 times as long
+    (``docs/adr/0023-planner.md``). Where a caller has set objects aside by itself, that stays as it is.
+    """
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 class Planner:
@@ -100,12 +120,7 @@ class Planner:
 
     @objects_set_aside()
     def search(
-        self,
-        *,
-        limits: Limits,
-        sharing: Sharing | None = None,
-        progress: Progress | None = None,
-        processes: int = 1,
+        self, *, limits: Limits, sharing: Sharing | None = None, progress: Progress | None = None, processes: int = 1
     ) -> Plan:
         """The fastest plan that fits.
 
@@ -131,11 +146,11 @@ class Planner:
         return _together(1 if sharing is not None else processes, search)
 
     @objects_set_aside()
-    def fastest(self, limits: Limits, *, progress: Progress | None = None, processes: int = 1) -> Plan | None:
+    def fastest(self, limits: Limits, *, processes: int = 1) -> Plan | None:
         """As :meth:`search`, but None instead of a reason where there is no plan."""
 
         def search(group: ProcessGroup) -> Plan | None:
-            outcome = self._outcome(limits, progress=progress, group=group)
+            outcome = self._outcome(limits, group=group)
             return None if outcome.best is None else self._improved(outcome.best, outcome, group)
 
         return _together(processes, search)
@@ -308,3 +323,32 @@ def _together(processes: int, search: Callable[[ProcessGroup], Found]) -> Found:
     except LostProcessError as error:
         logging.getLogger("autopar").warning("a process of the search ended early, one alone searches again: %s", error)
         return search(ProcessGroup())
+
+
+def operator_calls(planner: Planner, *, progress: Progress | None = None) -> tuple[str, ...]:
+    """Every call at every local shape that the planner can price, each once, as :func:`autopar.cost.operators.measured.encode` writes it.
+
+    The planner lays out each micro-batch size with each degree of ``cp``, ``tp`` and expert spreading of its candidates,
+    as it does in a search, while a recorder stands where measured times would: all strategies of all operators on ``tp``,
+    those of the best typing on ``cp``.
+
+    Args:
+        planner: of a task; its cost model must not be used for anything else afterwards.
+    """
+    recorder = Recorder()
+    planner.model.measured = recorder
+    task = planner.task  # layouts of its own: those that shares of samples were chosen by are known already
+    layouts = Layouts(
+        task.graph, planner.model, global_batch_size=task.global_batch_size, pins=task.pins, space=task.space
+    )
+    keys = dict.fromkeys(
+        replace(layout_key_of(c), micro_batch_size=size)
+        for c in planner.pool
+        for size in c.shares or (c.micro_batch_size,)
+    )
+    for done, key in enumerate(keys):
+        if progress is not None:
+            progress("laying out", done, len(keys))
+        layouts.unsplit(key.unsplit)
+        layouts.quickest_s(key)
+    return tuple(recorder.calls.values())

@@ -14,8 +14,7 @@ from functools import partial
 from autopar.cluster import Cluster
 from autopar.cost.blocks.block_collectives import Message
 from autopar.cost.blocks.block_cost import BlockCost
-from autopar.cost.blocks.block_price import price_block
-from autopar.cost.blocks.block_work import BlockWork, block_work
+from autopar.cost.blocks.block_work import BlockWork, block_work, price_block
 from autopar.cost.model import CostModel, StageCost, Step
 from autopar.cost.network.collectives import CollectiveModel
 from autopar.device import KernelKind
@@ -23,9 +22,9 @@ from autopar.graph.ir import Graph, Op
 from autopar.graph.trace import trace
 from autopar.mesh import Mesh
 from autopar.plan import Precision, Prediction, Recompute
+from autopar.planner.context import flops_of_block
 from autopar.planner.layouts.catalogue import Layouts
 from autopar.planner.layouts.types import LayoutKey, Load, PricedLayout
-from autopar.planner.model_stats import flops_of_block
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
 from autopar.validate.families import Sizes, build
@@ -103,11 +102,10 @@ class Expressed:
     def _solved(self, run: Run) -> Sequence[Structure]:
         layouts = self._layouts_of(run)
         split = LayoutKey(micro_batch_size=run.micro_batch, cp=run.cp, tp=run.tp)
-        mesh = layouts.graphs.mesh(split)
         kind = layouts.model.device.kernel_kind
         found = {}
-        for option in layouts.front(run.micro_batch, mesh, Load(num_micro_batches=8, in_flight=1)):
-            found[option.kind] = option
+        for typed in layouts.typed(split, Load(num_micro_batches=8, in_flight=1)):
+            found[typed.kind] = layouts.price(typed)
         site = self.site_of(run)
         return [_structure(layouts, split, option, run, kind, site) for option in found.values()]
 
@@ -329,7 +327,8 @@ def exposed(message: Message, *, site: Site, mesh: Mesh, interference: float) ->
     """
     if site.overlapped_tensor_parallel:
         return 1.0 / mesh.size((message.axis,))
-    is_beside = site.overlapped_gradients and message.sums_gradient and message.axis == "tp"
+    sums_gradient = message.backward and message.kind in ("all_reduce", "reduce_scatter")
+    is_beside = site.overlapped_gradients and sums_gradient and message.axis == "tp"
     return interference if is_beside else 1.0
 
 

@@ -25,11 +25,11 @@ from autopar.errors import InfeasibleError
 from autopar.graph.ir import Graph
 from autopar.graph.trace import trace
 from autopar.planner.evaluate.evaluation import Evaluation
-from autopar.planner.outcome import Limits
 from autopar.planner.planner import Planner, Task
 from autopar.planner.space import preferences as experts
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
+from autopar.planner.task import Limits
 from autopar.profile.files import write_text
 from autopar.validate.families import Sizes, build
 from tests.benchmarks.tpe import Sampler

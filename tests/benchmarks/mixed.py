@@ -34,11 +34,10 @@ from autopar.errors import InfeasibleError, UsageError
 from autopar.graph.ir import Graph
 from autopar.models import resolve_model
 from autopar.plan import FP32, Plan, Precision
-from autopar.planner.outcome import Limits
 from autopar.planner.planner import Planner
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
-from autopar.planner.task import Task
+from autopar.planner.task import Limits, Task
 from autopar.profile.detect import machine_profile
 from autopar.profile.files import write_text
 from autopar.profile.store import load_library

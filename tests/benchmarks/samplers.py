@@ -21,10 +21,10 @@ from autopar.cluster import Cluster
 from autopar.graph.ir import Graph
 from autopar.planner.branch_and_bound.branch_and_bound import BranchAndBound
 from autopar.planner.branch_and_bound.sampling import BY_BOUNDS, BY_SAMPLER, Sampling
-from autopar.planner.outcome import Limits
 from autopar.planner.planner import Planner, Task
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import SamplerName, load_space
+from autopar.planner.task import Limits
 from tests.benchmarks import baselines
 
 ROUND = BY_BOUNDS + BY_SAMPLER

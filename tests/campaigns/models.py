@@ -20,10 +20,11 @@ from autopar import api, rules
 from autopar.cli.models import DEFAULT_SAMPLES, VerifiedModel, with_free_links
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError
+from autopar.graph.attention import is_attention, is_scores
 from autopar.graph.ir import Graph, Op
 from autopar.models import USER_FAILURES, resolve_model
 from autopar.plan import Plan
-from autopar.planner.sharding.sequence_axis import KINDS, is_attention, is_scores
+from autopar.planner.space.space import ATTENTION_KINDS
 from autopar.runtime.verify import (
     LOSS_TOLERANCE,
     PRELOAD,
@@ -46,7 +47,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
 EXPERT_LAYOUTS: dict[str, tuple[str, ...]] = {f"ep{n}": (f"ep={n}", "pp=1") for n in (2, 4)}
 """For models with mixtures of experts."""
 SEQUENCE_LAYOUTS: dict[str, tuple[str, ...]] = {
-    f"cp{n} {kind}": (f"cp={n}", f"cp_attention={kind}", "pp=1") for kind in KINDS for n in (2, 4)
+    f"cp{n} {kind}": (f"cp={n}", f"cp_attention={kind}", "pp=1") for kind in ATTENTION_KINDS for n in (2, 4)
 }
 """For models with attention."""
 

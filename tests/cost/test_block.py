@@ -13,8 +13,7 @@ from torch.nn import functional
 from autopar.cluster import Cluster
 from autopar.cost.blocks.block_collectives import Message, messages
 from autopar.cost.model import CostModel
-from autopar.cost.operators import experts
-from autopar.cost.operators.roofline import op_time
+from autopar.cost.operators.roofline import EXPERT_TARGETS, experts_as_run, experts_wait_s, op_time
 from autopar.cost.operators.work import work
 from autopar.graph import trace
 from autopar.graph.ir import Argument, Block, Graph, Input, Op, Parameter, Ref, TensorSpec
@@ -191,23 +190,23 @@ def test_the_host_waits_once_for_experts_but_of_one_rank_in_grouped_products() -
         specs = [replace(spec, dtype=dtype) if spec.dtype == torch.float32 else spec for spec in operands]
         return replace(op, outputs=(replace(op.spec, dtype=dtype),)), specs
 
-    for target in experts.TARGETS:
+    for target in EXPERT_TARGETS:
         for device in (h100, a100):
             unread = replace(device, blocking_launch_s=0.0, launch_s=0.0)
             for dtype in (torch.bfloat16, torch.float32):
                 op, operands = op_of(target, dtype)
                 is_grouped = device is h100 and dtype == torch.bfloat16
                 waits = 0 if is_grouped and target == "autopar.experts" else 1
-                assert experts.waiting_s(op, device) == waits * device.blocking_launch_s
+                assert experts_wait_s(op, device) == waits * device.blocking_launch_s
                 work_s = op_time(op, operands, replace(unread, blocking_launch_s=1.0))
                 without = op_time(op, operands, unread)
                 assert work_s.forward_s - without.forward_s == pytest.approx(waits)
                 assert work_s.backward_s == without.backward_s
                 done = work(op, operands, "cuda")
-                launches = experts.as_run(done, op, device).launches
+                launches = experts_as_run(done, op, device).launches
                 assert launches == (12 + 3 + 2 if is_grouped else done.launches)
-    assert experts.waiting_s(op_of("autopar.experts")[0], replace(h100, kind="cpu")) == 0
-    assert experts.waiting_s(op_of("autopar.experts")[0], replace(a100, blocking_launch_s=0.0)) == a100.launch_s
+    assert experts_wait_s(op_of("autopar.experts")[0], replace(h100, kind="cpu")) == 0
+    assert experts_wait_s(op_of("autopar.experts")[0], replace(a100, blocking_launch_s=0.0)) == a100.launch_s
 
 
 @pytest.mark.parametrize(
@@ -222,7 +221,7 @@ def test_gpus_with_grouped_products_are_known_by_name(name: str, is_grouped: boo
     device = replace(Cluster.parse("a100-sxm4-80gb:1x1").devices[0], name=name)
     _, op = experts_graph("autopar.experts")
     op = replace(op, outputs=(replace(op.spec, dtype=torch.bfloat16),))
-    assert (experts.waiting_s(op, device) == 0) == is_grouped
+    assert (experts_wait_s(op, device) == 0) == is_grouped
 
 
 def test_experts_cost_what_even_routing_gives() -> None:

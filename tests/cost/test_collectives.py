@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.cluster import Cluster, Tier
-from autopar.cost.network.collectives import KINDS, CollectiveModel, collective_time_s, volume_factor
-from autopar.cost.network.group_shape import GroupShape, group_place, group_shape
+from autopar.cost.network.collectives import KINDS, CollectiveModel, volume_factor
+from autopar.cost.network.placement import GroupShape, group_place, group_shape
 from autopar.errors import UsageError
 from autopar.links import Link
 from autopar.mesh import Mesh
@@ -143,7 +143,7 @@ def test_one_card_for_each_rank_is_eight_times_slower_than_whole_nodes() -> None
 
 def test_a_group_shape_alone_can_be_priced() -> None:
     shape = GroupShape(size=8, num_nodes=1, ranks_per_node=8, intra_node=H100.groups[0].intra_node)
-    assert collective_time_s("all_gather", 2**30, shape, H100) > 0
+    assert CollectiveModel(H100).shape_time_s("all_gather", 2**30, shape) > 0
 
 
 DEVICES = {

@@ -27,7 +27,7 @@ from autopar.plan import (
 from autopar.planner.sharding.axis_costs import AxisCosts
 from autopar.planner.sharding.batch_axis import solve_batch
 from autopar.planner.sharding.block_chain import AxisSolver, owners_of
-from autopar.planner.sharding.tables import Cost, Weights
+from autopar.planner.sharding.energy import Cost, Weights
 from autopar.rules.apply import shard
 
 UNPRICED = Prediction(

@@ -14,7 +14,8 @@ from autopar.graph import Graph, trace
 from autopar.graph.compact import compact
 from autopar.graph.evaluate import evaluate
 from autopar.layout import P
-from autopar.planner.sharding.batch_axis import for_batch, mixes_samples, solve_batch
+from autopar.planner.sharding.batch_axis import mixes_samples, solve_batch
+from autopar.tracing import for_batch
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 

@@ -10,7 +10,7 @@ import tomli_w
 
 from autopar.cluster import Cluster
 from autopar.cost.network.collectives import CollectiveModel
-from autopar.cost.network.group_shape import shapes_of
+from autopar.cost.network.placement import shapes_of
 from autopar.errors import AutoparError, UsageError
 from autopar.measure.link_fit import links_of
 from autopar.mesh import Mesh

@@ -10,9 +10,9 @@ from autopar.planner.branch_and_bound.process_group import ProcessGroup, availab
 from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.explain.alternatives import compare
 from autopar.planner.layouts.types import layout_key_of
-from autopar.planner.outcome import Limits, Outcome
 from autopar.planner.planner import Planner
 from autopar.planner.space.pins import Pins
+from autopar.planner.task import Limits, Outcome
 from tests.planner.graphs import mlp
 from tests.planner.test_study import task_of
 

@@ -16,7 +16,7 @@ from autopar.graph.trace import trace
 from autopar.layout import I, P, R, S
 from autopar.planner.sharding import batch_axis as batch
 from autopar.planner.sharding.batch_axis import solve_batch
-from autopar.planner.sharding.tables import Cost
+from autopar.planner.sharding.energy import Cost
 from autopar.rules import default_table
 from autopar.rules.apply import shard
 from autopar.rules.table import Rule

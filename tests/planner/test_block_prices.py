@@ -15,7 +15,7 @@ from autopar.plan import BF16
 from autopar.planner.layouts import block_pricing as block_prices
 from autopar.planner.layouts.catalogue import Layouts
 from autopar.planner.layouts.types import LayoutKey, PricedLayout, TypedLayout
-from autopar.planner.sharding.tables import Weights
+from autopar.planner.sharding.energy import Weights
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
 

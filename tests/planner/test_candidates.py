@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.planner.space.candidates import Candidate, Problem, candidates, num_micro_batches, strict
+from autopar.planner.space.candidates import Candidate, candidates, num_micro_batches, strict
 from autopar.planner.space.conflict import _open, conflict, remedies
-from autopar.planner.space.constraints import practice
+from autopar.planner.space.constraints import Problem, practice
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
 from autopar.schedule import check_schedule

@@ -6,9 +6,8 @@ import gc
 
 import pytest
 
-from autopar.planner.collector import objects_set_aside
-from autopar.planner.outcome import Limits
-from autopar.planner.planner import Planner
+from autopar.planner.planner import Planner, objects_set_aside
+from autopar.planner.task import Limits
 from tests.planner.graphs import mlp
 from tests.planner.test_study import task_of
 

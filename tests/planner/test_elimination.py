@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 
 import numpy as np
@@ -10,9 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from autopar.planner.sharding import elimination_order as orders
-from autopar.planner.sharding.elimination import Energy, Entry, Factor, Minimum, marginalise, minimise
+from autopar.planner.sharding.elimination import MAX_TABLE_ENTRIES, Entry, marginalise, minimise_by_milp
 from autopar.planner.sharding.elimination_order import elimination_order
-from autopar.planner.sharding.milp import minimise_by_milp
+from autopar.planner.sharding.energy import Energy, Factor, Minimum, Table
 
 
 @st.composite
@@ -34,6 +35,13 @@ def brute_force(energy: Energy) -> float:
     return min(energy.value(a) for a in product(*(range(n) for n in energy.sizes)))
 
 
+def pairwise(unary: Sequence[Table], pairs: dict[tuple[int, int], Table]) -> Energy:
+    """An energy from one table a variable and one a pair."""
+    factors = [Factor(scope=(i,), table=table) for i, table in enumerate(unary)]
+    factors += [Factor(scope=pair, table=table) for pair, table in pairs.items()]
+    return Energy(sizes=tuple(map(len, unary)), factors=tuple(factors))
+
+
 class SolverLaws:
     """What every exact solver keeps."""
 
@@ -52,12 +60,19 @@ class SolverLaws:
             assert energy.value(found.assignment) == pytest.approx(best, abs=1e-9)
 
     def test_forbidden_everywhere_is_none(self) -> None:
-        assert self.solve(Energy.pairwise([np.zeros(2), np.zeros(2)], {(0, 1): np.full((2, 2), np.inf)})) is None
+        assert self.solve(pairwise([np.zeros(2), np.zeros(2)], {(0, 1): np.full((2, 2), np.inf)})) is None
 
     def test_tiny_costs_are_still_told_apart(self) -> None:
-        found = self.solve(Energy.pairwise([np.array([3e-9, 1e-9, 2e-9])], {}))
+        found = self.solve(pairwise([np.array([3e-9, 1e-9, 2e-9])], {}))
         assert found is not None
         assert found.assignment == (1,)
+
+
+def minimise(energy: Energy, *, max_entries: int = MAX_TABLE_ENTRIES) -> Minimum | None:
+    """The exact minimum; None when every assignment is forbidden."""
+    marginals = marginalise(energy, (), max_entries=max_entries)
+    value = float(marginals.tables[0])
+    return None if np.isinf(value) else Minimum(assignment=marginals.decode([Entry(0, ())])[0], value=value)
 
 
 class TestElimination(SolverLaws):
@@ -107,7 +122,7 @@ def test_a_wide_energy_gets_a_better_order_and_the_same_minimum(seed: int, monke
     sizes = noise.integers(2, 6, 30)
     edges = [(i, j) for i in range(30) for j in range(i + 1, 30)]
     pairs = {(i, j): noise.random((sizes[i], sizes[j])) for i, j in edges if noise.random() < 0.12}
-    wide = Energy.pairwise([noise.random(n) for n in sizes], pairs)
+    wide = pairwise([noise.random(n) for n in sizes], pairs)
     _, before = elimination_order(wide.sizes, [factor.scope for factor in wide.factors])
     least = minimise(wide)
     monkeypatch.setattr(orders, "MANY_ENTRIES", 1 << 9)

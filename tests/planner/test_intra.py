@@ -20,8 +20,8 @@ from autopar.planner.sharding import block_table as intra
 from autopar.planner.sharding.axis_costs import AxisCosts
 from autopar.planner.sharding.block_chain import AxisSolution, AxisSolver, owners_of
 from autopar.planner.sharding.block_table import repeated
+from autopar.planner.sharding.energy import Weights
 from autopar.planner.sharding.strategy_energy import Problem, rests_of
-from autopar.planner.sharding.tables import Weights
 from autopar.rules.apply import shard
 from autopar.rules.conversions import conversion
 from autopar.rules.types import Strategy

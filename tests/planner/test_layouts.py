@@ -15,10 +15,10 @@ from autopar.models import resolve_model
 from autopar.plan import BF16
 from autopar.planner.layouts.catalogue import Layouts
 from autopar.planner.layouts.types import LayoutKey, Load
-from autopar.planner.outcome import Limits
 from autopar.planner.planner import Planner, Task
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
+from autopar.planner.task import Limits
 
 ROUNDING = 1e-9
 CLUSTER = "h100-sxm5-80gb:1x8"
@@ -33,7 +33,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_no_priced_layout_is_quicker_than_its_typing_or_the_quickest_block(name: str) -> None:
+def test_no_priced_layout_is_quicker_than_its_typing_or_the_quickest_layout(name: str) -> None:
     text, length = MODELS[name]
     source = resolve_model(text, sequence_length=length, batch_size=2)
     graph = api.trace_model(source.model, source.example_inputs, BF16, name=name)
@@ -42,14 +42,13 @@ def test_no_priced_layout_is_quicker_than_its_typing_or_the_quickest_block(name:
     share = compared = 0.0
     for size, tp, cp in ((1, 2, 1), (4, 4, 1), (4, 2, 2)):
         key = LayoutKey(micro_batch_size=size, tp=tp, cp=cp)
-        least_s, quickest_s = layouts.least_s(key), layouts.quickest_s(key)
+        quickest_s = layouts.quickest_s(key)
         for typed in layouts.typed(key, Load(num_micro_batches=8, in_flight=2)):
             total_s = 0.0
-            for members, cost, least in zip(layouts.compact.members, layouts.price(typed).costs, least_s, strict=True):
+            for members, cost in zip(layouts.compact.members, layouts.price(typed).costs, strict=True):
                 block_s = (
                     cost.forward_s + cost.backward_s + cost.communication_forward_s + cost.communication_backward_s
                 )
-                assert least <= block_s * (1 + ROUNDING)
                 total_s += len(members) * block_s
             assert max(quickest_s, typed.time_s) <= total_s * (1 + ROUNDING)
             share, compared = share + typed.time_s / total_s, compared + 1

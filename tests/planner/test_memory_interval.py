@@ -11,8 +11,9 @@ from autopar.cost.model import CostModel
 from autopar.graph.ir import Graph
 from autopar.plan import FP32, Memory
 from autopar.planner.evaluate.evaluation import Evaluation, Misfit
-from autopar.planner.evaluate.families import Evaluator
-from autopar.planner.space.candidates import Problem, candidates
+from autopar.planner.evaluate.evaluator import Evaluator
+from autopar.planner.space.candidates import candidates
+from autopar.planner.space.constraints import Problem
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
 

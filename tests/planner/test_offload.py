@@ -20,15 +20,16 @@ from autopar.plan_io import plan_from_dict, plan_to_dict
 from autopar.planner.bounds.cascade import LEVELS
 from autopar.planner.branch_and_bound.branch_and_bound import BranchAndBound
 from autopar.planner.evaluate.evaluation import Evaluation
-from autopar.planner.evaluate.families import Evaluator
-from autopar.planner.outcome import Limits
-from autopar.planner.space.candidates import Problem, candidates
-from autopar.planner.space.host_offload import offloaded
+from autopar.planner.evaluate.evaluator import Evaluator
+from autopar.planner.space.candidates import candidates
+from autopar.planner.space.constraints import Problem
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import Hosted, load_space
+from autopar.planner.space.variants import offloaded
 from autopar.planner.stages.activation_modes import MOVED, BlockOption, CutBlock
 from autopar.planner.stages.stage_cut import Cut, CutBlocks, cut, stage_masks
 from autopar.planner.studies.study import params
+from autopar.planner.task import Limits
 
 from .graphs import mlp
 

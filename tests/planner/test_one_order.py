@@ -17,9 +17,9 @@ from autopar.planner.bounds.cascade import LEVELS
 from autopar.planner.branch_and_bound.branch_and_bound import PATIENCE, BranchAndBound
 from autopar.planner.branch_and_bound.ledger import Result
 from autopar.planner.evaluate.evaluation import SLOW, Evaluation, Misfit
-from autopar.planner.evaluate.families import Evaluator
-from autopar.planner.outcome import Limits
+from autopar.planner.evaluate.evaluator import Evaluator
 from autopar.planner.space.candidates import Candidate
+from autopar.planner.task import Limits
 from tests.planner.interleaved import Turns
 
 

@@ -7,7 +7,8 @@ import pytest
 from autopar.errors import UsageError
 from autopar.layout import S
 from autopar.plan import BUCKET_BYTES
-from autopar.planner.space.pins import NumberPin, ParameterPin, Pins, RecomputePin, StagePin, parse_pin
+from autopar.planner.space.pin_syntax import NumberPin, ParameterPin, RecomputePin, StagePin, parse_pin
+from autopar.planner.space.pins import Pins
 
 from .graphs import mlp
 

@@ -19,10 +19,10 @@ from autopar.plan import Plan
 from autopar.planner import planner as planning
 from autopar.planner.branch_and_bound.branch_and_bound import BranchAndBound
 from autopar.planner.branch_and_bound.process_group import LostProcessError, ProcessGroup, available
-from autopar.planner.evaluate.families import Evaluator
-from autopar.planner.outcome import Limits
+from autopar.planner.evaluate.evaluator import Evaluator
 from autopar.planner.planner import Planner
 from autopar.planner.space.space import load_space
+from autopar.planner.task import Limits
 from tests.planner.graphs import mlp
 from tests.planner.test_one_order import Known, candidate
 from tests.planner.test_study import task_of

@@ -18,9 +18,9 @@ from autopar.planner.bounds.cascade import LEVELS
 from autopar.planner.branch_and_bound.process_group import ProcessGroup, available
 from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.explain.alternatives import compare
-from autopar.planner.outcome import Limits
 from autopar.planner.planner import Planner
 from autopar.planner.space.space import load_space
+from autopar.planner.task import Limits
 from tests.mixed_clusters import two_kinds
 from tests.planner.graphs import mlp
 from tests.planner.test_study import task_of

@@ -20,14 +20,14 @@ from autopar.plan import FP32, FP64, Plan, SearchRecord
 from autopar.planner.bounds.cascade import LEVELS
 from autopar.planner.branch_and_bound.branch_and_bound import BranchAndBound
 from autopar.planner.evaluate.evaluation import Evaluation, Misfit
-from autopar.planner.evaluate.families import Evaluator
+from autopar.planner.evaluate.evaluator import Evaluator
 from autopar.planner.layouts.types import LayoutKey
-from autopar.planner.outcome import Limits
 from autopar.planner.planner import Planner
-from autopar.planner.space.candidates import Problem, candidates
+from autopar.planner.space.candidates import candidates
+from autopar.planner.space.constraints import Problem
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import Space, load_space
-from autopar.planner.task import Task
+from autopar.planner.task import Limits, Task
 from autopar.runtime.verify import in_dtype
 
 from .graphs import llama_block, mlp

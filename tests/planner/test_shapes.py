@@ -14,11 +14,10 @@ from autopar.measured import OperatorTable, OperatorTime
 from autopar.models import resolve_model
 from autopar.plan import FP32
 from autopar.planner.evaluate.evaluation import Evaluation
-from autopar.planner.operator_calls import operator_calls
-from autopar.planner.outcome import Limits
-from autopar.planner.planner import Planner, Task
+from autopar.planner.planner import Planner, Task, operator_calls
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
+from autopar.planner.task import Limits
 from tests.mixed_clusters import two_kinds
 
 CLUSTER = Cluster.parse("cpu:1x4")

@@ -27,14 +27,13 @@ from autopar.errors import UsageError
 from autopar.graph.ir import Graph
 from autopar.plan import FP32, Plan, SearchRecord
 from autopar.planner.branch_and_bound.ledger import Result
-from autopar.planner.outcome import Limits
 from autopar.planner.planner import Planner, Task
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space, with_sampler
 from autopar.planner.studies import workers
 from autopar.planner.studies.study import Study
-from autopar.planner.studies.study_identity import identity, study_name
-from autopar.planner.studies.workers import Job
+from autopar.planner.studies.workers import Job, identity, study_name
+from autopar.planner.task import Limits
 from tests.cli_runner import Run, run_fixture
 
 from .graphs import mlp
@@ -244,6 +243,25 @@ def test_the_name_of_a_study_says_all_that_its_times_depend_on(graph: Graph) -> 
     assert len({study_name(task) for task in (base, *others)}) == 1 + len(others)
     moved = replace(graph, ops=tuple(replace(op, source="/elsewhere/model.py:3") for op in graph.ops))
     assert study_name(task_of(moved)) == study_name(base)
+
+
+def test_the_version_of_a_study_is_that_of_all_code_that_prices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = tmp_path / "autopar"
+    shutil.copytree(workers.PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    shipped = workers.sources()
+    monkeypatch.setattr(workers, "PACKAGE", copy)
+    assert workers.sources() == shipped
+    for name, counts in (
+        ("cost/model.py", True),
+        ("graph/ir.py", True),
+        ("planner/planner.py", True),
+        ("cli/app.py", False),
+    ):
+        before, path = workers.sources(), copy / name
+        path.write_text(path.read_text() + "# changed\n")
+        assert (workers.sources() != before) == counts
 
 
 def test_a_named_study_of_something_else_is_refused(graph: Graph, tmp_path: Path) -> None:

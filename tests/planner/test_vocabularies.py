@@ -19,7 +19,8 @@ from autopar.models import resolve_model
 from autopar.plan_io import plan_from_dict, plan_to_dict
 from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.planner import Planner
-from autopar.planner.space.candidates import Problem, candidates
+from autopar.planner.space.candidates import candidates
+from autopar.planner.space.constraints import Problem
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
 from autopar.planner.task import Task

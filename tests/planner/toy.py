@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 
 from autopar.graph.ir import Op, Ref, TensorSpec
-from autopar.planner.sharding.tables import FREE, Cost
+from autopar.planner.sharding.energy import FREE, Cost
 
 SAVES_INPUTS = ("linear", "mul", "silu", "scaled_dot", "pow", "cross_entropy", "embedding", "div", "gelu", "layer_norm")
 FREE_TARGETS = ("view", "transpose", "autopar")

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from autopar.cluster import Cluster
-from autopar.cost.blocks.block_price import price_block
-from autopar.cost.blocks.block_work import block_work
+from autopar.cost.blocks.block_work import block_work, price_block
 from autopar.cost.network.collectives import CollectiveModel
 from autopar.errors import RuleError
 from autopar.graph.compact import compact

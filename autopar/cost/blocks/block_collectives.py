@@ -29,11 +29,6 @@ class Message:
     backward: bool
     repeated: bool = True
 
-    @property
-    def sums_gradient(self) -> bool:
-        """Whether it adds up parts of a gradient in backward."""
-        return self.backward and self.kind in ("all_reduce", "reduce_scatter")
-
 
 SENDING = COLLECTIVES | {
     "autopar.cross_entropy_vocabulary",

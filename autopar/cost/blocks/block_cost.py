@@ -49,9 +49,7 @@ class ParameterCost:
 
     def shard_numel(self, ranks: int) -> int:
         """Elements of the largest shard when dim 0 (FSDP2's choice) is split, the last ranks' parts being smaller."""
-        if not self.shape or ranks == 1 or self.spread:
-            return self.numel
-        return -(-self.shape[0] // ranks) * (self.numel // self.shape[0] if self.shape[0] else 0)
+        return prod(self.shard_shape(ranks))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from autopar.cluster import Cluster
-from autopar.cost.network.group_shape import GroupShape, group_place, group_shape, hop_shape, send_shape
+from autopar.cost.network.placement import GroupShape, group_place, group_shape, hop_shape, send_shape
 from autopar.errors import UsageError
 from autopar.links import Algorithm
 from autopar.measured import CollectiveTime
@@ -78,23 +78,22 @@ class CollectiveModel:
 
     def hop_time_s(self, num_bytes: float, mesh: Mesh, here: int) -> float:
         """Time of the slowest message between the ranks of pipeline rank ``here`` and those of the next one."""
+        return max(self.shape_time_s("send", num_bytes, shape) for shape in self._neighbours(mesh, here))
+
+    def pair_time_s(self, kind: str, num_bytes: float, mesh: Mesh) -> float:
+        """Time of a collective of two neighbouring pipeline ranks, the first and the last counted as such."""
+        return max((self.shape_time_s(kind, num_bytes, shape) for shape in self._neighbours(mesh)), default=0.0)
+
+    def _neighbours(self, mesh: Mesh, here: int | None = None) -> tuple[GroupShape, ...]:
+        """Shapes of pairs of ranks of neighbouring pipeline ranks; ``here``: of those of one of these and the next one alone."""
         key = (mesh, ("send", str(here)))
         if key not in self._groups:
             place = ("send", mesh.pp, mesh.world_size, here)
             if place not in self._placed:
-                self._placed[place] = hop_shape(mesh, self._fabric, here)
+                fabric = self._fabric
+                self._placed[place] = send_shape(mesh, fabric) if here is None else hop_shape(mesh, fabric, here)
             self._groups[key] = self._placed[place]
-        return max(self.shape_time_s("send", num_bytes, shape) for shape in self._groups[key])
-
-    def pair_time_s(self, kind: str, num_bytes: float, mesh: Mesh) -> float:
-        """Time of a collective of two neighbouring pipeline ranks, the first and the last counted as such."""
-        key = (mesh, ("send",))
-        if key not in self._groups:
-            place = ("send", mesh.pp, mesh.world_size)
-            if place not in self._placed:
-                self._placed[place] = send_shape(mesh, self._fabric)
-            self._groups[key] = self._placed[place]
-        return max((self.shape_time_s(kind, num_bytes, shape) for shape in self._groups[key]), default=0.0)
+        return self._groups[key]
 
     def shape_time_s(self, kind: str, num_bytes: float, shape: GroupShape) -> float:
         """Time of a collective of one group."""
@@ -133,11 +132,7 @@ class CollectiveModel:
     def _switch(self, kind: str, shape: GroupShape) -> float | None:
         """Bus bandwidth of in-switch reduction for the group's devices of one node."""
         for entry in self.cluster.library.switch_bandwidths:
-            if (entry.link, entry.collective, entry.num_devices) == (
-                shape.intra_node.name,
-                kind,
-                shape.ranks_per_node,
-            ):
+            if (entry.link, entry.collective, entry.num_devices) == (shape.intra_node.name, kind, shape.ranks_per_node):
                 return entry.bandwidth_bytes_per_s
         return None
 
@@ -160,11 +155,6 @@ def _measured_on(cluster: Cluster) -> dict[tuple[str, int, int, int], Collective
         for entry in cluster.library.measured
         if entry.devices_per_node == cluster.devices_per_node and (entry.num_nodes == 1 or not cluster.tiers)
     }
-
-
-def collective_time_s(kind: str, num_bytes: float, shape: GroupShape, cluster: Cluster) -> float:
-    """Time of one collective of one group; :class:`CollectiveModel` where many are asked for."""
-    return CollectiveModel(cluster).shape_time_s(kind, num_bytes, shape)
 
 
 def volume_factor(kind: str, size: int) -> float:

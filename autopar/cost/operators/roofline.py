@@ -1,15 +1,29 @@
-"""Time of one operator on one device: the roofline of its profile."""
+"""Time of one operator on one device: the roofline of its profile.
+
+Mixtures of experts (``autopar.expert_ops``) run in grouped products or in a loop, and the host waits for their routing.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from autopar.cost.operators import experts
-from autopar.cost.operators.work import LINEAR, VIEWS, Product, Specs, Work, work
+import torch
+
+from autopar.cost.operators.work import LINEAR, VIEWS, Product, Specs, work
+from autopar.cost.operators.work_record import Work
 from autopar.device import Device
 from autopar.graph.ir import Op
 from autopar.rates import MatmulRate
+
+ONE_RANK = "autopar.experts"
+EXPERT_TARGETS = frozenset((ONE_RANK, *(f"{ONE_RANK}_{name}" for name in ("split", "dispatch", "dispatch_split"))))
+
+_GROUPED = re.compile(r"(?<![a-z0-9])(g?h(20|100|200|800)|g?b(100|200|300))(?![a-z0-9])")
+"""Names of GPUs of compute capability 9 and 10; any other one is priced as reading and looping, which all can do."""
+
+_ALIGNMENT = 8  # elements of bfloat16 in 16 bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +42,7 @@ class OperatorTimes(Protocol):
 
 
 def op_time(
-    op: Op,
-    operands: Specs,
-    device: Device,
-    measured: OperatorTimes | None = None,
-    *,
-    quantized: str | None = None,
+    op: Op, operands: Specs, device: Device, measured: OperatorTimes | None = None, *, quantized: str | None = None
 ) -> OpTime:
     """``max(flops / rate, bytes / bandwidth) + launches``, forward and backward, unless it was measured.
 
@@ -58,8 +67,8 @@ def time_of_work(done: Work, op: Op, device: Device, *, quantized: str | None = 
         quantized: dtype in which products of activations and weights multiply where it is not the operator's own
             (fp8 recipes); each of their operands is then cast once more.
     """
-    has_experts = op.target in experts.TARGETS
-    done = experts.as_run(done, op, device) if has_experts else done
+    has_experts = op.target in EXPERT_TARGETS
+    done = experts_as_run(done, op, device) if has_experts else done
     bandwidth = device.memory_bandwidth_bytes_per_s * device.kernel_fraction
     forward, backward = done.num_bytes / bandwidth, done.backward_bytes / bandwidth
     function = device.function(done.function) if done.function else None
@@ -82,7 +91,7 @@ def time_of_work(done: Work, op: Op, device: Device, *, quantized: str | None = 
         backward += device.overheads.view_s * op.spec.requires_grad
     forward += done.launches * device.launch_s + done.matmuls * device.overheads.product_s
     backward += done.backward_launches * device.gradient_s + done.backward_matmuls * device.overheads.product_gradient_s
-    forward += experts.waiting_s(op, device) if has_experts else 0.0
+    forward += experts_wait_s(op, device) if has_experts else 0.0
     return OpTime(forward, backward)
 
 
@@ -92,3 +101,36 @@ def _products_s(flops: float, products: tuple[Product, ...], done: Work, rate: M
     if not products or not rate.num_units:
         return flops / rate.flops_per_s(done.smallest_dim, backward=backward)
     return sum([p.flops / rate.product_flops_per_s(p.count, p.rows, p.columns, p.depth) for p in products])
+
+
+# --- mixtures of experts
+
+
+def experts_as_run(done: Work, op: Op, device: Device) -> Work:
+    """The work with the launches of grouped products, where these are used: one for all experts instead of one each."""
+    if not _is_grouped(op, device):
+        return done
+    held = 3 if op.args[3] is not None else 2
+    spared = done.matmuls // held - 1
+    return replace(
+        done,
+        launches=done.launches - (held + 2) * spared,
+        backward_launches=max(done.backward_launches - (2 * held + 2) * spared, 0),
+    )
+
+
+def experts_wait_s(op: Op, device: Device) -> float:
+    """Seconds of a forward, in backward too where that recomputes it, in which the host waits: ``reads * time_of_one``.
+
+    ``reads`` is 1, or 0 on a CPU and for all experts of one rank in grouped products. A read drains the queue, so what
+    is launched next is exposed; ``time_of_one`` is the profile's time of a launch that the host waits for
+    (``blocking_launch_s``, with the provenance of its launches; where it has none, that of a launch).
+    """
+    if device.kind == "cpu" or (op.target == ONE_RANK and _is_grouped(op, device)):
+        return 0.0
+    return device.blocking_launch_s or device.launch_s
+
+
+def _is_grouped(op: Op, device: Device) -> bool:
+    is_fitting = op.spec.dtype == torch.bfloat16 and op.spec.shape[-1] % _ALIGNMENT == 0
+    return device.kind == "cuda" and is_fitting and _GROUPED.search(device.name.lower()) is not None

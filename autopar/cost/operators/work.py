@@ -59,19 +59,12 @@ LINEAR = frozenset(("aten.linear.default", "autopar.linear_t"))
 FUNCTIONS = {
     "aten.tanh.default": "tanh",
     "aten.gelu.default": "gelu",
-    "aten.silu.default": "silu",
-    "aten.sigmoid.default": "silu",
+    **dict.fromkeys(_aten("silu.default sigmoid.default"), "silu"),
     "aten.exp.default": "exp",
-    "aten.softmax.int": "softmax",
-    "aten._softmax.default": "softmax",
-    "aten.log_softmax.int": "softmax",
-    "aten._log_softmax.default": "softmax",
-    "autopar.cross_entropy_sum": "softmax",
-    "autopar.cross_entropy_vocabulary": "softmax",
+    **dict.fromkeys(_aten("softmax.int _softmax.default log_softmax.int _log_softmax.default"), "softmax"),
+    **dict.fromkeys(("autopar.cross_entropy_sum", "autopar.cross_entropy_vocabulary"), "softmax"),
     "aten.cross_entropy_loss.default": "softmax",
-    "aten.layer_norm.default": "norm",
-    "aten.native_layer_norm.default": "norm",
-    "aten.rms_norm.default": "norm",
+    **dict.fromkeys(_aten("layer_norm.default native_layer_norm.default rms_norm.default"), "norm"),
     "aten.pow.Tensor_Scalar": "pow",
 }
 """Operators that compute a function which may take longer than its bytes; profiles measure these names."""
@@ -84,15 +77,7 @@ _SAVE_CONDITION |= {"aten.gather.default": (1,), "aten.index_select.default": (1
 
 _NOTHING = Work(launches=0)
 
-_FACTORIES = (
-    "aten.zeros",
-    "aten.ones",
-    "aten.full",
-    "aten.empty",
-    "aten.arange",
-    "aten.new_",
-    "aten.rand",
-)
+_FACTORIES = ("aten.zeros", "aten.ones", "aten.full", "aten.empty", "aten.arange", "aten.new_", "aten.rand")
 
 
 def work(op: Op, operands: Specs, kind: KernelKind = "cuda") -> Work:
@@ -359,10 +344,7 @@ def _power(op: Op, operands: Specs, kind: KernelKind) -> Work:
         return found
     size = op.spec.num_bytes
     return replace(
-        found,
-        backward_bytes=found.backward_bytes + 4 * size,
-        backward_launches=3,
-        backward_workspace_bytes=size,
+        found, backward_bytes=found.backward_bytes + 4 * size, backward_launches=3, backward_workspace_bytes=size
     )
 
 

@@ -12,13 +12,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from autopar.cost.blocks.block_cost import BlockCost, ParameterCost
 from autopar.cost.step.data_parallel import DataParallel
 from autopar.cost.step.data_parallel import itemsize as itemsize_of
-from autopar.cost.step.stage_time import own_times
-from autopar.cost.step.step import StageCost
+from autopar.cost.step.step import StageCost, own_times
 from autopar.mesh import DATA_AXES, MESH_AXES, Mesh
 from autopar.plan import BUCKET_BYTES
 
@@ -29,10 +28,8 @@ Sum: TypeAlias = tuple[ParameterCost, tuple[str, ...]]
 """A parameter, and the axes over which its gradient is summed."""
 
 
-class SumSeconds(Protocol):
-    """Seconds of one all-reduce of gradients, of which some bytes are copied into its buffer and back."""
-
-    def __call__(self, axes: tuple[str, ...], num_bytes: int, *, copied_bytes: int) -> float: ...
+SumSeconds: TypeAlias = Callable[[tuple[str, ...], int, int], float]
+"""Seconds of one all-reduce of gradients, of axes and bytes, of which some bytes are copied into its buffer and back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +107,7 @@ def buckets(
     """
     done: list[Bucket] = []
     filling: dict[tuple[str, ...], Bucket] = {}
-    for stage, block, parameter, axes in reversed(list(_in_order(stages, summed.in_buckets))):
+    for stage, block, parameter, axes in reversed(list(_in_order(stages, summed, late=False))):
         before = filling.get(axes)
         last = (stage, block) if before is None else min((before.stage, before.block), (stage, block))
         size = parameter.numel * itemsize + (before.num_bytes if before is not None else 0)
@@ -125,7 +122,7 @@ def late_sums(stages: Sequence[Sequence[BlockCost]], summed: Summed, itemsize: i
     """Bytes that are summed over each set of axes after the last backward: gradients' shards of what FSDP holds."""
     found: dict[tuple[str, ...], int] = {}
     shards = summed.mesh.dp_shard
-    for _, _, parameter, axes in _in_order(stages, summed.late):
+    for _, _, parameter, axes in _in_order(stages, summed, late=True):
         found[axes] = found.get(axes, 0) + parameter.shard_numel(shards) * itemsize
     return found
 
@@ -142,37 +139,26 @@ class Summed:
         self.mesh, self.uses_fsdp = mesh, uses_fsdp
         self._known: dict[tuple[tuple[ParameterCost, ...], bool], list[Sum]] = {}
 
-    def in_buckets(self, parameters: tuple[ParameterCost, ...]) -> list[Sum]:
-        """Those that FSDP does not hold, with their axes."""
-        return self._of(parameters, is_late=False)
-
-    def late(self, parameters: tuple[ParameterCost, ...]) -> list[Sum]:
-        """Those that it holds."""
-        return self._of(parameters, is_late=True)
-
-    def _of(self, parameters: tuple[ParameterCost, ...], *, is_late: bool) -> list[Sum]:
-        key = parameters, is_late
+    def of(self, parameters: tuple[ParameterCost, ...], *, late: bool) -> list[Sum]:
+        """Those that FSDP does not hold, with their axes, which are summed in buckets; ``late``: those that it holds."""
+        key = parameters, late
         if key not in self._known:
-            some = [p for p in parameters if p.trained and is_fsdps(p, self.uses_fsdp) == is_late]
+            some = [p for p in parameters if p.trained and is_fsdps(p, self.uses_fsdp) == late]
             self._known[key] = [(p, axes) for p in some if (axes := sum_axes(p, self.mesh, self.uses_fsdp))]
         return self._known[key]
 
 
 def _in_order(
-    stages: Sequence[Sequence[BlockCost]],
-    wanted: Callable[[tuple[ParameterCost, ...]], list[Sum]],
+    stages: Sequence[Sequence[BlockCost]], summed: Summed, *, late: bool
 ) -> Iterator[tuple[int, int, ParameterCost, tuple[str, ...]]]:
     """Wanted parameters in the order in which the runtime holds them; shared ones when their first reader is done."""
     for turn, blocks in enumerate(stages):
         own, shared = stage_parameters(blocks)
         for i, parameters in enumerate(own):
-            for p, axes in wanted(parameters):
+            for p, axes in summed.of(parameters, late=late):
                 yield turn, i, p, axes
-        for p, axes in wanted(shared) if shared else ():
-            first = next(
-                i for i, block in enumerate(blocks) if any(q.shared and q.name == p.name for q in block.parameters)
-            )
-            yield turn, first, p, axes
+        for p, axes in summed.of(shared, late=late) if shared else ():
+            yield turn, next(i for i, block in enumerate(blocks) if p.name in block.shared_names), p, axes
 
 
 def exposed_sums_s(
@@ -204,14 +190,14 @@ def exposed_sums_s(
     for turn, some in leaving.items():
         stage = own[turn]
         times = [own_times(b, mode)[1] for b, mode in zip(stage.blocks, stage.recompute, strict=True)]
-        costs = [sum_s(b.axes, b.num_bytes, copied_bytes=b.copied_bytes) for b in some]
+        costs = [sum_s(b.axes, b.num_bytes, b.copied_bytes) for b in some]
         total = sum(costs)
         after = beside_backward([(b.block, s) for b, s in zip(some, costs, strict=True)], times)
         rest = late_share * after + interference * (total - after)
         for bucket, cost in zip(some, costs, strict=True):
             seconds[_owner(bucket.axes)] += rest * cost / total if total else 0.0
     for axes, num_bytes in late_sums(blocks, summed, itemsize).items():
-        seconds[_owner(axes)] += sum_s(axes, num_bytes, copied_bytes=num_bytes)
+        seconds[_owner(axes)] += sum_s(axes, num_bytes, num_bytes)
     return seconds
 
 

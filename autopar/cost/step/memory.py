@@ -71,17 +71,6 @@ def gathered_bytes(unit: Unit, data: DataParallel) -> int:
     return unit.numel * itemsize(data.precision.compute) if stays else 0
 
 
-def least_state_bytes(data: DataParallel, optimizer_bytes: float, num_micro_batches: int) -> float:
-    """Bytes for an element of a large trained parameter, whose shards are all equal: state, and what stays gathered."""
-    storage, share = itemsize(data.precision.storage), 1 / data.mesh.dp_shard
-    total = (storage + optimizer_bytes) * share
-    if data.uses_fsdp and (data.zero_stage < 3 or data.is_pipelined):  # and what stays gathered
-        total += itemsize(data.precision.compute)
-    if not data.uses_fsdp:
-        return total + storage
-    return total + (itemsize(data.precision.reduce) if data.accumulates(num_micro_batches) else storage * share)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMemory:
     """Bytes of one stage, of which those of its rank are put together.
@@ -115,11 +104,7 @@ class StageMemory:
 
 
 def stage_memory(
-    stage: StageCost,
-    units: Sequence[Unit],
-    states: Sequence[State],
-    data: DataParallel,
-    num_micro_batches: int,
+    stage: StageCost, units: Sequence[Unit], states: Sequence[State], data: DataParallel, num_micro_batches: int
 ) -> StageMemory:
     """The bytes of one stage.
 

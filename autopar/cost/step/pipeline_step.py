@@ -10,8 +10,7 @@ from autopar.cost.step.memory import rank_memory
 from autopar.cost.step.optimizer import launched_s
 from autopar.cost.step.runtime import StageMessages
 from autopar.cost.step.simulation import PipelineTimes, StageTimes, simulate
-from autopar.cost.step.stage_time import StageSums, gathering_share
-from autopar.cost.step.step import Runs, StageCost, Step
+from autopar.cost.step.step import Runs, StageCost, StageSums, Step, gathering_share
 from autopar.cost.step.step_model import StepModel
 from autopar.device import Overheads
 from autopar.errors import UsageError
@@ -33,12 +32,7 @@ class PipelineStep:
     """
 
     def __init__(
-        self,
-        stages: Sequence[StageCost],
-        parts: Sequence[StepModel],
-        collectives: CollectiveModel,
-        *,
-        by_hop: bool,
+        self, stages: Sequence[StageCost], parts: Sequence[StepModel], collectives: CollectiveModel, *, by_hop: bool
     ) -> None:
         self.stages, self.parts, self.collectives, self.by_hop = stages, parts, collectives, by_hop
         self.step, self.data = parts[0].step, parts[0].data

@@ -14,8 +14,7 @@ from autopar.cost.blocks.block_cost import ParameterCost
 from autopar.cost.network.collectives import CollectiveModel
 from autopar.cost.step.data_parallel import DataParallel, Unit, itemsize
 from autopar.cost.step.simulation import StageTimes
-from autopar.cost.step.stage_time import StageSums
-from autopar.cost.step.step import Step
+from autopar.cost.step.step import StageSums, Step
 from autopar.device import Device
 from autopar.mesh import Mesh
 from autopar.plan import Precision

@@ -3,6 +3,8 @@
 Sends do not occupy the sender; a receiver waits for them. The schedule's dependencies are worked out once for each
 (schedule, ranks, virtual stages, micro-batches); a simulation is then one pass over the actions. Once all ranks repeat what they
 did a round before, by so much later, they go on so until the pipeline drains: what is between is not simulated.
+
+The longest chains of actions of a simulated step say what its time is made of, as numbers of actions of each stage.
 """
 
 from __future__ import annotations
@@ -59,17 +61,6 @@ class PipelineTimes:
     finish_s: tuple[float, ...]
     busy_s: tuple[float, ...]
     exposed_send_s: tuple[float, ...]
-
-    @property
-    def time_s(self) -> float:
-        """When the last rank has finished."""
-        return max(self.finish_s)
-
-    @property
-    def bubble_s(self) -> tuple[float, ...]:
-        """Idle time of each rank until the last has finished, waiting for messages aside."""
-        parts = zip(self.busy_s, self.exposed_send_s, strict=True)
-        return tuple(max(self.time_s - busy - send, 0.0) for busy, send in parts)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -180,7 +171,16 @@ def _rounds(name: str, pp: int, virtual_stages: int, num_micro_batches: int) -> 
 def _run(actions: Compiled, stages: Sequence[StageTimes]) -> tuple[Array, Array, Array]:
     """When each action ends, what it takes, and how long its rank is idle while a message to it is under way."""
     durations, sends = durations_of(stages), sends_of(stages)
-    ends = [0.0] * (len(actions.rank) + 1)  # the last one, which -1 says too, for what actions need that need nothing
+    every = np.array(_ends(actions, durations, sends)[0])
+    _, needs, lengths, messages, befores = actions.columns
+    idle, made, sent = every[befores], every[needs], np.array(sends)[messages]
+    exposed = np.where(made + sent > idle, made + sent - np.maximum(made, idle), 0.0)
+    return every[:-1], np.array(durations)[lengths], exposed
+
+
+def _ends(actions: Compiled, durations: Sequence[float], sends: Sequence[float]) -> tuple[list[float], list[float]]:
+    """When each action ends, with one of no seconds behind them (-1), which those need that need nothing; and each rank."""
+    ends = [0.0] * (len(actions.rank) + 1)
     free = [0.0] * (max(actions.rank) + 1)
     columns = zip(actions.rank, actions.need, actions.duration, actions.message, strict=True)
     for i, (rank, need, duration, message) in enumerate(columns):
@@ -188,11 +188,7 @@ def _run(actions: Compiled, stages: Sequence[StageTimes]) -> tuple[Array, Array,
         if (arrives := ends[need] + sends[message]) > end:
             end = arrives
         free[rank] = ends[i] = end + durations[duration]
-    every = np.array(ends)
-    _, needs, lengths, messages, befores = actions.columns
-    idle, made, sent = every[befores], every[needs], np.array(sends)[messages]
-    exposed = np.where(made + sent > idle, made + sent - np.maximum(made, idle), 0.0)
-    return every[:-1], np.array(durations)[lengths], exposed
+    return ends, free
 
 
 def _continued(
@@ -305,3 +301,64 @@ def durations_of(stages: Sequence[StageTimes]) -> list[float]:
 def sends_of(stages: Sequence[StageTimes]) -> list[float]:
     """Of the messages of each stage, to the next one and back; one more for the message -1 that nobody sends."""
     return [*(time for stage in stages for time in (stage.send_forward_s, stage.send_backward_s)), 0.0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Chain:
+    """Actions that follow each other up to the end of a rank: with any stage times the rank ends no sooner than they take.
+
+    Attributes:
+        rank: at whose end it ends.
+        time_s: what they take with the messages between them, and what follows on the rank.
+        sends_s: of the messages.
+        forwards, backwards, firsts: actions of each stage; the first forward of a step is among both ``forwards`` and ``firsts``.
+        actions: as :class:`autopar.cost.step.simulation.Compiled` numbers them, the last one first.
+    """
+
+    rank: int
+    time_s: float
+    sends_s: float
+    forwards: NDArray[np.int64]
+    backwards: NDArray[np.int64]
+    firsts: NDArray[np.int64]
+    actions: tuple[int, ...] = ()
+
+
+def chains_of(
+    actions: Compiled, durations: Sequence[float], sends: Sequence[float], after_s: Sequence[float], most: int
+) -> list[Chain]:
+    """The longest chain up to the end of each rank, of the ``most`` ranks that end last; the longest of all first.
+
+    Args:
+        actions: of which stages' times and messages are given as :class:`Compiled` numbers them.
+        durations: of each stage's forward, backward and first forward.
+        sends: of each stage's message to the next one and of that back; one more, of no seconds, for the message -1.
+        after_s: what follows on each rank.
+    """
+    pp, num_stages = len(after_s), len(sends) // 2
+    ends, free = _ends(actions, durations, sends)
+    found = []
+    for rank in sorted(range(pp), key=lambda r: -free[r] - after_s[r])[:most]:
+        own, path, sent_on, i = [], [], [], actions.last[rank]
+        while i >= 0:
+            own.append(actions.duration[i])
+            path.append(i)
+            before, need, message = actions.before[i], actions.need[i], actions.message[i]
+            if need >= 0 and ends[need] + sends[message] > (ends[before] if before >= 0 else 0.0):
+                sent_on.append(message)
+                i = need
+            else:
+                i = before
+        count = np.bincount(own, minlength=3 * num_stages).reshape(-1, 3)
+        found.append(
+            Chain(
+                rank=rank,
+                time_s=free[rank] + after_s[rank],
+                sends_s=sum(sends[message] for message in sent_on if message >= 0),
+                forwards=count[:, 0] + count[:, 2],
+                backwards=count[:, 1],
+                firsts=count[:, 2],
+                actions=tuple(path),
+            )
+        )
+    return found

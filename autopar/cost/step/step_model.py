@@ -18,15 +18,13 @@ from autopar.cost.step.memory import (
     State,
     copied_bytes_of,
     gathered_bytes,
-    least_state_bytes,
     stage_memory,
     state_bytes,
     unit_passing_bytes,
 )
 from autopar.cost.step.optimizer import OptimizerCost, stepped_s
 from autopar.cost.step.runtime import Runtime
-from autopar.cost.step.stage_time import StageSums, moving, own_times, stage_sums
-from autopar.cost.step.step import Runs, StageCost, Step
+from autopar.cost.step.step import Runs, StageCost, StageSums, Step, moving, own_times, stage_sums
 from autopar.device import Device
 from autopar.host import HostLink
 from autopar.mesh import Mesh
@@ -174,12 +172,6 @@ class StepModel:
         """Gathering a block's parameters in a step's first forward, where they stay gathered from then on."""
         return self.unit(block).gather_s if self.data.uses_fsdp and not self.data.gathers_always else 0.0
 
-    def state_bytes_per_element(self) -> float:
-        """The least that a trained element (not of experts over data ranks) takes of each rank that holds its parameter."""
-        storage = itemsize(self.ranks.precision.storage)
-        kept = 0.0 if self.step.offloads_optimizer else self.ranks.optimizer.bytes_per_element(storage)
-        return least_state_bytes(self.data, kept, self.step.num_micro_batches)
-
     # --- a stage
 
     def units(self, stage: StageCost, runs: Runs) -> list[Unit]:
@@ -236,7 +228,7 @@ class StepModel:
             self._scalars_s = sum([time_s("all_reduce", num_bytes, mesh, axes) for axes, num_bytes in found])
         return self._scalars_s
 
-    def sum_s(self, axes: tuple[str, ...], num_bytes: int, *, copied_bytes: int) -> float:
+    def sum_s(self, axes: tuple[str, ...], num_bytes: int, copied_bytes: int) -> float:
         """One all-reduce of gradients, of which some are read into its buffer and written there."""
         copies = 2 * copied_bytes / self.ranks.device.memory_bandwidth_bytes_per_s
         return self.ranks.collectives.time_s("all_reduce", num_bytes, self.step.mesh, axes) + copies

@@ -28,8 +28,7 @@ from functools import lru_cache
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 
-from autopar.cost.step.critical_path import chains_of
-from autopar.cost.step.simulation import compiled
+from autopar.cost.step.simulation import chains_of, compiled
 from autopar.planner.bounds.columns import same_kinds
 from autopar.planner.bounds.instance import FIELDS, MODES, Array, PipelineInstance, forwards_done
 from autopar.planner.space.candidates import Candidate

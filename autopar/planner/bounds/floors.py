@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from autopar.cost.blocks.block_cost import ParameterCost
 from autopar.cost.model import BlockCost, CostModel, Step
-from autopar.cost.step.stage_time import own_times
+from autopar.cost.step.step import own_times
 from autopar.cost.step.step_model import Beside
 from autopar.plan import Recompute
 from autopar.planner.bounds.gradient_sums import at_both_ends, least_sums_s

@@ -14,7 +14,7 @@ from autopar.planner.bounds.instance import FloorTable, PipelineInstance, runs_o
 from autopar.planner.context import SearchContext
 from autopar.planner.layouts.types import PricedLayout
 from autopar.planner.space.candidates import Candidate
-from autopar.planner.space.rank_orders import origins
+from autopar.planner.space.variants import origins
 from autopar.planner.stages.equal_blocks import EqualBlocks
 
 Places = frozenset[int] | None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autopar.cost.model import CostModel
 from autopar.plan import BUCKET_BYTES, Prediction
+from autopar.planner.context import readable
 from autopar.planner.layouts.types import PricedLayout
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.stages.activation_modes import Way
@@ -45,3 +47,14 @@ class Misfit:
     candidate: Candidate
     reason: str
     needs_bytes: int = 0
+
+
+def needs_text(model: CostModel, predicted_bytes: int) -> str:
+    """The upper end of a predicted peak, which has to fit, and what there is."""
+    return f"{readable(predicted_bytes * model.memory_spread)} of {memory_of_devices(model)}"
+
+
+def memory_of_devices(model: CostModel) -> str:
+    """What a device has, for people; from the smallest to the largest where they differ."""
+    sizes = {device.memory_bytes for device in model.devices}
+    return " to ".join(readable(size) for size in sorted({min(sizes), max(sizes)}))

@@ -11,15 +11,13 @@ from autopar.planner.context import SearchContext
 from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.layouts.types import PricedLayout
 from autopar.planner.space.candidates import Candidate
-from autopar.planner.stages.block_options import BlockOptions
+from autopar.planner.stages.block_options import BlockOptions, Placed
 from autopar.planner.stages.cut_problem import CutProblem, Failure, Fitting, Stops
-from autopar.planner.stages.enumerate_cuts import every_cut
 from autopar.planner.stages.equal_blocks import EqualBlocks
 from autopar.planner.stages.fit import fitted, leanest_bytes
 from autopar.planner.stages.local_search import improved
-from autopar.planner.stages.per_device import Placed
 from autopar.planner.stages.refinement import refined
-from autopar.planner.stages.stage_cut import Mask
+from autopar.planner.stages.stage_cut import Mask, every_cut
 
 ROUNDING = 1e-9
 """Part of a plan's time up to which a bound may be above it."""

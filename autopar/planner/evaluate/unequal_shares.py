@@ -11,19 +11,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from autopar.cost.model import CostModel, StageCost, Step
-from autopar.cost.step.unequal_shares import predict_shares, shared_memory, shared_step_s
+from autopar.cost.model import CostModel, StageCost, Step, predict_shares, shared_memory, shared_step_s
 from autopar.plan import RECOMPUTES, Memory, Recompute
 from autopar.planner.context import SearchContext
-from autopar.planner.evaluate.evaluation import SLOW, Evaluation, Misfit
-from autopar.planner.evaluate.evaluator import needs_text
+from autopar.planner.evaluate.evaluation import SLOW, Evaluation, Misfit, needs_text
 from autopar.planner.evaluate.layout_plans import ROUNDING
 from autopar.planner.layouts.types import LayoutKey, PricedLayout, layout_key_of
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.stages.activation_modes import none_if_moved
-from autopar.planner.stages.block_options import BlockOptions
+from autopar.planner.stages.block_options import BlockOptions, Placed
 from autopar.planner.stages.fit import MAX_CUTS, MORE
-from autopar.planner.stages.per_device import Placed
 from autopar.planner.stages.stage_cut import cut, stage_masks
 
 Modes = tuple[Recompute, ...]
@@ -100,11 +97,7 @@ class SharesEvaluator:
         for modes in self._modes(parts):
             made = self._stages(parts, modes)
             for size in self.context.buckets:
-                steps = (
-                    tuple(replace(step, bucket_bytes=size) for step in parts.steps)
-                    if size != self.context.buckets[0]
-                    else parts.steps
-                )
+                steps = tuple(replace(step, bucket_bytes=size) for step in parts.steps)
                 memory = shared_memory(parts.models, made, steps)
                 if not self._all_fit(parts, memory):
                     needs = memory
@@ -119,7 +112,7 @@ class SharesEvaluator:
                         prediction=prediction,
                         bucket_bytes=size,
                     )
-                if not self._in_buckets(parts, made):
+                if not parts.models[0].sums_in_buckets(made[:1], parts.steps[0]):
                     break
         if best is not None:
             return best
@@ -163,9 +156,6 @@ class SharesEvaluator:
                 return tuple(map(none_if_moved, found.modes))
             limit += MORE * spare
         return tuple(none_if_moved(min(block.options, key=lambda o: o.held_bytes).mode) for block in options.blocks)
-
-    def _in_buckets(self, parts: _Shared, made: Sequence[StageCost]) -> bool:
-        return parts.models[0].sums_in_buckets(made[:1], parts.steps[0])
 
     def _limit(self, model: CostModel) -> int:
         return math.floor(model.memory_limit_bytes / self.model.memory_spread)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -11,14 +11,14 @@ from autopar.cluster import Cluster
 from autopar.cost.operators.measured import Measured, Source, measurement_note
 from autopar.cost.operators.roofline import op_time
 from autopar.cost.operators.work import operand_specs
-from autopar.graph.ir import Op
+from autopar.graph.ir import Graph, Op
+from autopar.planner.context import readable
 from autopar.planner.evaluate.evaluation import Evaluation
-from autopar.planner.evaluate.families import Evaluator
-from autopar.planner.model_stats import readable
-from autopar.planner.outcome import Outcome
+from autopar.planner.evaluate.evaluator import Evaluator
+from autopar.planner.layouts.catalogue import Layouts
 from autopar.planner.space.candidates import Candidate
-from autopar.planner.space.rank_orders import origins
-from autopar.planner.task import Task
+from autopar.planner.space.variants import origins
+from autopar.planner.task import Outcome, Task
 
 BOUND_ROUNDING = 1e-6
 """Part of a plan's time by which a bound may be above it for rounding alone."""
@@ -122,6 +122,13 @@ def mixed_note(candidate: Candidate, cluster: Cluster) -> tuple[str, ...]:
     return (f"{who}: data ranks take equal shares of the samples, so that the slowest device sets the pace",)
 
 
+def calls(graph: Graph, layouts: Layouts) -> Iterator[tuple[Op, int]]:
+    """The operators of the blocks of a compact graph, and how many blocks of the model each stands for."""
+    for block, members in zip(graph.blocks, layouts.compact.members, strict=True):
+        for op in graph.block_ops(block):
+            yield op, len(members)
+
+
 def unaligned_note(evaluator: Evaluator, best: Evaluation) -> tuple[str, ...]:
     """What rows that are no multiple of 16 bytes cost a plan, where that is a percent of its computation; see the profile."""
     model, layouts, option = evaluator.model, evaluator.layouts, best.option
@@ -129,13 +136,12 @@ def unaligned_note(evaluator: Evaluator, best: Evaluation) -> tuple[str, ...]:
     device, ideal = model.device, model.device.at_best()
     lost: dict[Op, float] = {}
     total_s = 0.0
-    for block, members in zip(graph.blocks, layouts.compact.members, strict=True):
-        for op in graph.block_ops(block):
-            operands = operand_specs(op, graph.spec)
-            own, least = (op_time(op, operands, d, quantized=model.quantized) for d in (device, ideal))
-            own_s = own.forward_s + own.backward_s
-            total_s += len(members) * own_s
-            lost[op] = len(members) * (own_s - least.forward_s - least.backward_s)
+    for op, count in calls(graph, layouts):
+        operands = operand_specs(op, graph.spec)
+        own, least = (op_time(op, operands, d, quantized=model.quantized) for d in (device, ideal))
+        own_s = own.forward_s + own.backward_s
+        total_s += count * own_s
+        lost[op] = count * (own_s - least.forward_s - least.backward_s)
     if device is ideal or model.measured is not None or sum(lost.values()) < NOTED * total_s:
         return ()
     most, rate = max(lost, key=lambda op: lost[op]), device.rate(model.precision.compute)
@@ -157,16 +163,9 @@ def measured_note(evaluator: Evaluator, best: Evaluation) -> tuple[str, ...]:
         return ()
     graph = layouts.local_graph(option)
     counts: Counter[Source] = Counter()
-
-    def count(op: Op, times: int) -> None:
+    for op, count in (*((op, 1) for op in graph.prelude), *calls(graph, layouts)):
         operands = operand_specs(op, graph.spec)
         roofline = op_time(op, operands, model.device, quantized=model.quantized)
         if roofline.forward_s + roofline.backward_s > 0:
-            counts[measured.find(op, operands, roofline)[1]] += times
-
-    for op in graph.prelude:
-        count(op, 1)
-    for block, members in zip(graph.blocks, layouts.compact.members, strict=True):
-        for op in graph.block_ops(block):
-            count(op, len(members))
+            counts[measured.find(op, operands, roofline)[1]] += count
     return (measurement_note(counts),)

@@ -12,8 +12,9 @@ from autopar.graph.ir import Graph, Op
 from autopar.layout import I, S
 from autopar.plan import AxisTyping, BlockLayout, BlockPlan, ModelInfo, Plan, SearchRecord, StagePlan
 from autopar.planner.evaluate.evaluation import Evaluation
-from autopar.planner.evaluate.families import Evaluator
+from autopar.planner.evaluate.evaluator import Evaluator
 from autopar.planner.explain.notes import (
+    calls,
     certificate_note,
     host_note,
     interrupted_note,
@@ -26,16 +27,15 @@ from autopar.planner.explain.notes import (
     unaligned_note,
 )
 from autopar.planner.layouts.catalogue import Layouts
-from autopar.planner.layouts.padding import padding_notes
+from autopar.planner.layouts.rank_graphs import padding_notes
 from autopar.planner.layouts.tp_typings import TP
 from autopar.planner.layouts.types import PricedLayout, expert_degree
-from autopar.planner.outcome import Outcome
 from autopar.planner.sharding.batch_axis import BATCH
 from autopar.planner.sharding.block_chain import AxisSolution
 from autopar.planner.sharding.sequence_axis import CP
-from autopar.planner.space.rank_orders import rank_groups
+from autopar.planner.space.variants import rank_groups
 from autopar.planner.stages.activation_modes import MOVED, none_if_moved
-from autopar.planner.task import Task
+from autopar.planner.task import Outcome, Task
 from autopar.rules.missing import Found, key_of
 from autopar.rules.spread import AXIS as SPREAD
 from autopar.rules.spread import DISPATCH, EXPERTS, spread_parameters, strategy_names
@@ -169,16 +169,15 @@ def block_layouts(layouts: Layouts, option: PricedLayout) -> tuple[tuple[BlockLa
 def mixtures(layouts: Layouts, option: PricedLayout) -> tuple[str, ...]:
     """A note for each way in which mixtures of experts are run, beginning with :data:`MIXTURE_NOTE`."""
     graph, ways = layouts.compact.graph, Counter[str]()
-    for block, members in zip(graph.blocks, layouts.compact.members, strict=True):
-        for op in graph.block_ops(block):
-            if op.target != EXPERTS:
-                continue
-            spread_here = option.ep_data > 1 and DISPATCH in strategy_names(graph, (op,))
-            parts = [f"experts spread and tokens sent over {option.ep_data} data ranks"] if spread_here else []
-            for axis, found in ((CP, option.sequence), (TP, option.solution)):
-                if found is not None:
-                    parts.append(f"{axis}={found.typing.size} '{found.typing.strategies[op.name].name}'")
-            ways[", ".join(parts) or "whole, on each rank's samples"] += len(members)
+    for op, count in calls(graph, layouts):
+        if op.target != EXPERTS:
+            continue
+        spread_here = option.ep_data > 1 and DISPATCH in strategy_names(graph, (op,))
+        parts = [f"experts spread and tokens sent over {option.ep_data} data ranks"] if spread_here else []
+        for axis, found in ((CP, option.sequence), (TP, option.solution)):
+            if found is not None:
+                parts.append(f"{axis}={found.typing.size} '{found.typing.strategies[op.name].name}'")
+        ways[", ".join(parts) or "whole, on each rank's samples"] += count
     return tuple(f"{MIXTURE_NOTE}{count}): {way}" for way, count in ways.items())
 
 
@@ -189,13 +188,12 @@ def repeated(layouts: Layouts, option: PricedLayout) -> tuple[str, ...]:
         if found is None or found.typing.size == 1:
             continue
         whole, everything = dict[str, float](), 0.0
-        for block, members in zip(graph.blocks, layouts.compact.members, strict=True):
-            for op in graph.block_ops(block):
-                flops = work(op, operand_specs(op, graph.spec)).flops * len(members)
-                everything += flops
-                if found.typing.strategies[op.name].work == 1:
-                    name = op.module or op.source or op.name
-                    whole[name] = whole.get(name, 0.0) + flops
+        for op, count in calls(graph, layouts):
+            flops = work(op, operand_specs(op, graph.spec)).flops * count
+            everything += flops
+            if found.typing.strategies[op.name].work == 1:
+                name = op.module or op.source or op.name
+                whole[name] = whole.get(name, 0.0) + flops
         share = sum(whole.values()) / everything if everything else 0.0
         if share >= LEAST_REPEATED:
             names = sorted((name for name, flops in whole.items() if flops), key=lambda name: -whole[name])
@@ -210,11 +208,10 @@ def repeated(layouts: Layouts, option: PricedLayout) -> tuple[str, ...]:
 def _batch_layout(layouts: Layouts, index: int) -> AxisTyping:
     graph = layouts.compact.graph
     block = graph.blocks[index]
-    strategies = [layouts.batch.strategies[op.name] for op in graph.block_ops(block)]
-    made = {op.name: s for op, s in zip(graph.block_ops(block), strategies, strict=True)}
+    made = layouts.batch.strategies
     return AxisTyping(
         axis=BATCH,
-        strategies=tuple(s.name for s in strategies),
+        strategies=tuple(made[op.name].name for op in graph.block_ops(block)),
         parameters=tuple(I for _ in graph.block_parameters(block)),
         parameter_names=_names(layouts, index),
         boundary=tuple(made[ref.name].outputs[ref.index] for ref in graph.block_outputs(block)),

@@ -16,7 +16,6 @@ from autopar.layout import Type
 from autopar.mesh import Mesh
 from autopar.planner.sharding.block_chain import AxisSolution
 from autopar.rules.apply import shard
-from autopar.rules.types import Typing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -97,7 +96,10 @@ class BlockPricing:
         if self._typed is None:
             self._typed = _TypedBlocks(graph=self.graph, owners=self.owners)
         typed = self._typed
-        keys, reads = typed.block_keys(solution), typed.prelude_key(solution.typing)
+        keys, strategies = typed.block_keys(solution), solution.typing.strategies
+        reads = tuple(
+            [strategies[name].inputs[i] for name, i in typed.prelude_reads]
+        )  # equal for equal changes of type
         missing = {key: i for i, key in reversed(list(enumerate(keys))) if key not in typed.priced}
         if missing or reads not in typed.preludes:
             local = shard(self.graph, solution.typing, only=frozenset(missing.values()))
@@ -148,7 +150,7 @@ class _TypedBlocks:
     priced: dict[_TypedBlockKey, _PricedBlock] = field(default_factory=dict)
     preludes: dict[tuple[Type, ...], tuple[Graph, float]] = field(default_factory=dict)
     _blocks: tuple[_Surroundings, ...] = ()
-    _prelude_reads: tuple[tuple[str, int], ...] = ()
+    prelude_reads: tuple[tuple[str, int], ...] = ()
     _uses: Mapping[str, Sequence[tuple[str, int]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -162,11 +164,7 @@ class _TypedBlocks:
                     reads.append((op.name, i))
                 elif self.owners.get(ref.name, 1) > 1 and graph.is_parameter(ref):
                     uses.setdefault(ref.name, []).append((op.name, i))
-        self._prelude_reads, self._uses = tuple(reads), uses
-
-    def prelude_key(self, typing: Typing) -> tuple[Type, ...]:
-        """Equal for typings with equal changes of type in the prelude."""
-        return tuple([typing.strategies[name].inputs[i] for name, i in self._prelude_reads])
+        self.prelude_reads, self._uses = tuple(reads), uses
 
     def block_keys(self, solution: AxisSolution) -> list[_TypedBlockKey]:
         """For each block a key, equal for blocks of equal cost."""

@@ -5,23 +5,20 @@ Everything happens on the compact graph and is kept: many candidates of a search
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.cost.blocks.block_cost import ParameterCost
 from autopar.cost.model import BlockCost, CostModel
-from autopar.cost.step.stage_time import own_times
+from autopar.cost.step.step import own_times
 from autopar.errors import InfeasibleError
 from autopar.graph.compact import compact
 from autopar.graph.ir import Graph
-from autopar.mesh import Mesh
-from autopar.planner.layouts.padding import padding_of
-from autopar.planner.layouts.rank_graphs import RankGraphs
+from autopar.planner.layouts.rank_graphs import RankGraphs, padding_of
 from autopar.planner.layouts.tp_typings import Order, TpTypings, pinned_types
 from autopar.planner.layouts.types import LayoutKey, Load, PricedLayout, TypedLayout
 from autopar.planner.sharding.axis_costs import Narrow
-from autopar.planner.sharding.block_chain import AxisSolution
-from autopar.planner.sharding.every_typing import every_typing
+from autopar.planner.sharding.block_chain import AxisSolution, every_typing
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import Space
 from autopar.rules.apply import shard
@@ -36,14 +33,13 @@ class LayoutMemo:
         typed: by the orders of magnitude of their loads.
         priced: by their identities.
         at_best: see :meth:`Layouts.unsplit`; None: nobody asked.
-        quickest_s, least_s: see :class:`Layouts`; likewise.
+        quickest_s: see :class:`Layouts`; likewise.
     """
 
     typed: dict[Order, tuple[TypedLayout, ...]] = field(default_factory=dict)
     priced: dict[str, PricedLayout] = field(default_factory=dict)
     at_best: PricedLayout | None = None
     quickest_s: float | None = None
-    least_s: tuple[float, ...] | None = None
 
     def learn(self, other: LayoutMemo) -> None:
         """What another process has worked out; what is known already stays."""
@@ -51,7 +47,6 @@ class LayoutMemo:
         self.priced = other.priced | self.priced
         self.at_best = other.at_best if self.at_best is None else self.at_best
         self.quickest_s = other.quickest_s if self.quickest_s is None else self.quickest_s
-        self.least_s = other.least_s if self.least_s is None else self.least_s
 
 
 class Layouts:
@@ -110,9 +105,9 @@ class Layouts:
         """What is known of the layouts of a key."""
         return self._memos.setdefault(key, LayoutMemo())
 
-    def memos(self, keys: Iterable[LayoutKey] | None = None) -> dict[LayoutKey, LayoutMemo]:
-        """What is known of the layouts of these keys, of all of them where None, for another process."""
-        return dict(self._memos) if keys is None else {key: self.memo(key) for key in keys}
+    def memos(self) -> dict[LayoutKey, LayoutMemo]:
+        """What is known of the layouts of all keys, for another process."""
+        return dict(self._memos)
 
     def learn(self, memos: Mapping[LayoutKey, LayoutMemo]) -> None:
         """What another process has worked out."""
@@ -121,21 +116,15 @@ class Layouts:
 
     # --- typed
 
-    def front(self, micro_batch_size: int, mesh: Mesh, load: Load) -> Iterator[PricedLayout]:
-        """The layouts that some price of memory makes best, from lean to fast, each priced when it is asked for.
+    def typed(self, key: LayoutKey, load: Load) -> tuple[TypedLayout, ...]:
+        """The layouts that some price of memory makes best, from lean to fast, before anything is priced.
 
         Args:
-            mesh: its degrees of ``cp`` and ``tp`` count.
             load: what a plan does with them.
 
         Raises:
             InfeasibleError: the pins of parameters allow none.
         """
-        key = LayoutKey(micro_batch_size=micro_batch_size, ep_data=mesh.ep_data, cp=mesh.cp, tp=mesh.tp)
-        return (self.price(typed) for typed in self.typed(key, load))
-
-    def typed(self, key: LayoutKey, load: Load) -> tuple[TypedLayout, ...]:
-        """As :meth:`front`, before anything is priced."""
         typed, order = self.memo(key).typed, load.order if key.tp > 1 else (1, 1)
         if order not in typed:
             typed[order] = self._every_typed(key) or self._front(key, order)
@@ -203,25 +192,9 @@ class Layouts:
     def _quickest_s(self, key: LayoutKey, kind: str) -> float:
         if key.tp > 1:
             return self.typings.solver(key, kind).quickest.value
-        counts = [len(members) for members in self.compact.members]
-        return sum(n * time_s for n, time_s in zip(counts, self._least_s(key, kind), strict=True))
-
-    def least_s(self, key: LayoutKey) -> tuple[float, ...]:
-        """As :meth:`quickest_s`, for each block of the compact graph alone; zeros where no kind of attention fits."""
-        memo = self.memo(key)
-        if memo.least_s is None:
-            try:
-                by_kind = [self._least_s(key, kind) for kind in self.graphs.kinds(key)]
-            except InfeasibleError:
-                by_kind = [(0.0,) * len(self.compact.members)]
-            memo.least_s = tuple(map(min, zip(*by_kind, strict=True)))
-        return memo.least_s
-
-    def _least_s(self, key: LayoutKey, kind: str) -> tuple[float, ...]:
-        if key.tp > 1:
-            return self.typings.solver(key, kind).least_s
         costs = self.price(TypedLayout(key=key, kind=kind, solution=None)).costs
-        return tuple(sum(own_times(cost, recompute="none")) for cost in costs)
+        times = [sum(own_times(cost, recompute="none")) for cost in costs]
+        return sum(len(members) * time_s for members, time_s in zip(self.compact.members, times, strict=True))
 
     # --- priced
 

@@ -1,11 +1,11 @@
-"""Graphs before axis ``tp`` is applied: of one micro-batch, with its share of the experts, on one rank of ``cp``.
+"""Graphs before axis ``tp`` is applied: of one micro-batch, with its share of the experts, on one rank of ``cp``, padded.
 
 Everything happens on the compact graph and is kept: many layouts share it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
@@ -14,19 +14,20 @@ from autopar.cost.step.data_parallel import itemsize
 from autopar.errors import InfeasibleError
 from autopar.graph.compact import Compact
 from autopar.graph.ir import Graph
-from autopar.graph.padding import lengths
+from autopar.graph.padding import lengths, pad
 from autopar.layout import I
 from autopar.mesh import Mesh
+from autopar.plan import PaddedParameter
 from autopar.planner.layouts.block_pricing import BlockPricing
-from autopar.planner.layouts.padding import padded
 from autopar.planner.layouts.types import LayoutKey
 from autopar.planner.sharding.axis_costs import AxisCosts, AxisPricing
 from autopar.planner.sharding.batch_axis import solve_batch
 from autopar.planner.sharding.block_chain import AxisSolution, AxisSolver, owners_of
+from autopar.planner.sharding.energy import Weights
 from autopar.planner.sharding.resharding import Structures
-from autopar.planner.sharding.sequence_axis import CP, KINDS, SequenceSplit
-from autopar.planner.sharding.tables import Weights
+from autopar.planner.sharding.sequence_axis import CP, SequenceSplit
 from autopar.planner.space.pins import Pins
+from autopar.planner.space.space import ATTENTION_KINDS
 from autopar.rules.apply import shard
 from autopar.rules.resize import Resizer, can_resize
 from autopar.rules.spread import spread
@@ -93,7 +94,7 @@ class RankGraphs:
         self.batch = solve_batch(compact)
         self.owners: Mapping[str, int] = owners_of(compact)
         self.structures = Structures()
-        self._attention = tuple(kind for kind in KINDS if pins.allows("cp_attention", kind))
+        self._attention = tuple(kind for kind in ATTENTION_KINDS if pins.allows("cp_attention", kind))
         self._micro = _micro_graphs(compact.graph, self.batch, global_batch_size)
         self._pads: dict[tuple[int, int], bool] = {}
         self._before_tp: dict[tuple[LayoutKey, str], Compact] = {}
@@ -231,3 +232,34 @@ class RankGraphs:
         """A mesh of the whole cluster with these degrees; groups of the inner axes are the same in every other."""
         outside = max(self.model.cluster.world_size // (key.cp * key.tp), 1)
         return Mesh(dp_replicate=outside, cp=key.cp, tp=key.tp, ep=key.ep_data, ep_data=key.ep_data)
+
+
+def padded(graph: Graph, ranks: int, multiple: int) -> Graph:
+    """With every vocabulary as long as ``ranks`` and ``multiple`` want it; the same graph where they are."""
+    wanted = lengths(graph, ranks, multiple)
+    return pad(graph, wanted) if wanted else graph
+
+
+def padding_of(graph: Graph) -> tuple[PaddedParameter, ...]:
+    """What is padded in a graph that no axis has split yet."""
+    return tuple(
+        PaddedParameter(parameter=p.key, length=p.spec.shape[p.padding.dim])
+        for p in graph.parameters
+        if p.padding is not None
+    )
+
+
+def padding_notes(graph: Graph, padding: Sequence[PaddedParameter], tp: int, multiple: int) -> tuple[str, ...]:
+    """One line for each length.
+
+    Args:
+        graph: as traced.
+    """
+    lengths = {p.key: p.spec.shape for p in graph.parameters} if padding else {}
+    why = [f"split over tp={tp}"] * (tp > 1) + [f"aligned to {multiple}"] * (multiple > 1)
+    notes = []
+    for length in sorted({entry.length for entry in padding}):
+        names = [entry.parameter for entry in padding if entry.length == length]
+        before = max(n for n in lengths[names[0]] if n <= length)
+        notes.append(f"{', '.join(names)}: {before} padded to {length} with zeros, {' and '.join(why)}")
+    return tuple(notes)

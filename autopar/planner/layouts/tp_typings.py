@@ -12,8 +12,8 @@ from autopar.planner.layouts.rank_graphs import RankGraphs
 from autopar.planner.layouts.types import LayoutKey
 from autopar.planner.sharding.axis_costs import AxisCosts, Narrow
 from autopar.planner.sharding.block_chain import AxisSolution, AxisSolver
+from autopar.planner.sharding.energy import Cost, Weights
 from autopar.planner.sharding.strategy_energy import rests_of
-from autopar.planner.sharding.tables import Cost, Weights
 from autopar.planner.space.pins import Pins
 from autopar.rules.sharded import EXPERT_TARGETS
 from autopar.rules.spread import EXPERTS

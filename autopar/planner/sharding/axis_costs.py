@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Protocol
 
 from autopar import rules
 from autopar.cost.network.collectives import CollectiveModel
@@ -20,9 +19,8 @@ from autopar.errors import InfeasibleError
 from autopar.graph.ir import Graph, Op, Parameter, Ref, TensorSpec
 from autopar.layout import I, P, R, Type
 from autopar.mesh import Mesh
-from autopar.planner.sharding.elimination import Table
+from autopar.planner.sharding.energy import FREE, Cost, Table
 from autopar.planner.sharding.strategy_energy import rests_of
-from autopar.planner.sharding.tables import FREE, Cost
 from autopar.rules.conversions import collective_bytes, conversion, emitted_arguments
 from autopar.rules.table import without_refs
 from autopar.rules.types import Local, Strategy
@@ -31,38 +29,9 @@ Narrow = Callable[[Op, tuple[Strategy, ...]], tuple[Strategy, ...]]
 """Keeps those of an operator's strategies that it may take."""
 
 
-class Pricing(Protocol):
-    """What the layout search asks the cost model.
-
-    ``changes_by_bytes``: changes of type cost the same for tensors of the same bytes, whatever their shapes and whichever of
-    the dims after the first is split.
-    """
-
-    @property
-    def changes_by_bytes(self) -> bool: ...
-
-    def by_bytes(self, op: Op) -> bool:
-        """Whether an operator costs the same at local shapes of the same bytes."""
-
-    def op_cost(self, op: Op, operands: Sequence[TensorSpec]) -> Cost:
-        """Seconds of one local operator, forward and backward, and bytes that it saves of its own making."""
-
-    def collective_time_s(self, kind: str, num_bytes: int) -> float:
-        """Seconds of a collective over the axis; bytes of the full tensor (all-to-all: of one rank's part)."""
-
-    def saves(self, op: Op, operands: Sequence[TensorSpec]) -> Sequence[Ref]:
-        """Operands and outputs that backward needs."""
-
-    def gradient_bytes(self, spec: TensorSpec) -> int:
-        """Bytes of a parameter's gradient as it is summed."""
-
-    def state_bytes(self, spec: TensorSpec) -> float:
-        """Bytes of a parameter with its gradient and optimizer states."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisPricing:
-    """Prices of one axis of a mesh by the cost model; implements :class:`Pricing`.
+    """Prices of one axis of a mesh by the cost model.
 
     Attributes:
         state_bytes_per_element: of a parameter with gradient and optimizer states, on one rank of the data axes.
@@ -82,15 +51,18 @@ class AxisPricing:
 
     @property
     def changes_by_bytes(self) -> bool:
-        """See :class:`Pricing`; what was measured, was measured at a shape."""
+        """Whether changes of type cost the same for tensors of the same bytes.
+
+        Whatever their shapes, and whichever of the dims after the first is split; what was measured, was measured at a shape.
+        """
         return self.measured is None
 
     def by_bytes(self, op: Op) -> bool:
-        """See :class:`Pricing`."""
+        """Whether an operator costs the same at local shapes of the same bytes."""
         return self.measured is None and is_elementwise(op)
 
     def op_cost(self, op: Op, operands: Sequence[TensorSpec]) -> Cost:
-        """See :class:`Pricing`."""
+        """Seconds of one local operator, forward and backward, and bytes that it saves of its own making."""
         done = work(op, operands, self.device.kernel_kind)
         time = time_of_work(done, op, self.device)
         if self.measured is not None:
@@ -98,21 +70,21 @@ class AxisPricing:
         return Cost(time.forward_s + time.backward_s, 0.0, done.saved_bytes)
 
     def collective_time_s(self, kind: str, num_bytes: int) -> float:
-        """See :class:`Pricing`."""
+        """Seconds of a collective over the axis; bytes of the full tensor (all-to-all: of one rank's part)."""
         return self.collective_weight * self.collectives.time_s(kind, num_bytes, self.mesh, (self.axis,))
 
     def saves(self, op: Op, operands: Sequence[TensorSpec]) -> Sequence[Ref]:
-        """See :class:`Pricing`."""
+        """Operands and outputs that backward needs."""
         done = work(op, operands, self.device.kernel_kind)
         kept = [op.operands[i] for i in done.saved]
         return (*kept, Ref(op.name)) if done.saves_output else tuple(kept)
 
     def gradient_bytes(self, spec: TensorSpec) -> int:
-        """See :class:`Pricing`."""
+        """Bytes of a parameter's gradient as it is summed."""
         return spec.numel * self.gradient_itemsize
 
     def state_bytes(self, spec: TensorSpec) -> float:
-        """See :class:`Pricing`."""
+        """Bytes of a parameter with its gradient and optimizer states."""
         return spec.numel * self.state_bytes_per_element
 
 
@@ -133,7 +105,7 @@ class AxisCosts:
     graph: Graph
     axis: str
     size: int
-    pricing: Pricing
+    pricing: AxisPricing
     owners: Mapping[str, int] = field(default_factory=dict)
     rests: Mapping[str, Sequence[Type]] = field(default_factory=dict)
     narrow: Narrow | None = None

@@ -8,26 +8,22 @@ Where that has no answer, sums over samples may be totalled inside of the step, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import partial
 from operator import contains
 
 from autopar import rules
-from autopar.errors import RuleError, TraceError
-from autopar.graph.compact import Compact, compact
-from autopar.graph.counts import CountError
-from autopar.graph.failures import EXPORTS
+from autopar.errors import RuleError
+from autopar.graph.compact import Compact
 from autopar.graph.ir import Graph, Mutation, Op, Parameter, Ref
 from autopar.graph.opaque import reason_of
 from autopar.layout import I, P, R, S, Type
 from autopar.opaque_ops import region_of
-from autopar.planner.sharding.elimination import Entry, Table
+from autopar.planner.sharding.elimination import Entry
+from autopar.planner.sharding.energy import FREE, Cost, Table, Weights
 from autopar.planner.sharding.strategy_energy import Problem
-from autopar.planner.sharding.tables import FREE, Cost, Weights
 from autopar.rules.conversions import conversion
-from autopar.rules.missing import complete
 from autopar.rules.types import Strategy, Typing
 
 BATCH = "batch"
@@ -149,7 +145,7 @@ def _solve(compact: Compact, size: Fraction, offered: Mapping[str, Sequence[Stra
     for mutation in graph.mutations:
         if mutation.value.name in problem.ops:
             ends = (R, I, P) if graph.is_prelude(mutation.value) else (R, I)
-            problem.end(mutation.value, partial(_ends_as, ends))
+            problem.end(mutation.value, dict.fromkeys(ends, FREE).get)
     best = problem.solve_all((), [Weights()])
     if best.tables[0] == float("inf"):
         raise _mixes(graph, graph.producer(graph.loss), "no choice of strategies fits together")
@@ -163,60 +159,6 @@ def _summing_up(graph: Graph, op: Op, size: Fraction) -> tuple[Strategy, ...]:
     offered = rules.strategies(op, operands, axis=BATCH, size=size, fallback=True)
     trained = [i for i, ref in enumerate(op.operands) if graph.is_parameter(ref) and operands[i].requires_grad]
     return tuple([s for s in offered if I not in [s.inputs[i] for i in trained]]) if trained else offered
-
-
-def _ends_as(ends: tuple[Type, ...], kind: Type) -> Cost | None:
-    return FREE if kind in ends else None
-
-
-def for_batch(trace_at: Callable[[int | None], Graph], global_batch_size: int) -> Graph:
-    """A traced model, whether its samples are apart or not.
-
-    Args:
-        trace_at: traces it: at the given number of samples, exactly, or at any (None).
-        global_batch_size: at which it is traced again where samples meet, because shapes such as [B, B] and numbers
-            such as B - 1 hold for one batch size alone.
-
-    Raises:
-        TraceError: of ``trace_at``.
-    """
-    try:
-        graph = _at_any_size(trace_at, global_batch_size)
-        complete(graph)
-        solve_batch(compact(graph))
-    except (CountError, RuleError):
-        if global_batch_size == 1:
-            raise
-    else:
-        return graph
-    graph = trace_at(global_batch_size)
-    complete(graph)
-    try:
-        solve_batch(compact(graph))
-    except RuleError as error:
-        note = (
-            f"samples meet in {error.place}: each data rank takes all its samples in one micro-batch, and where they "
-            "meet they are gathered from all data ranks"
-        )
-        return replace(graph, mixing=error.place, notes=(*graph.notes, note))
-    return graph
-
-
-def _at_any_size(trace_at: Callable[[int | None], Graph], global_batch_size: int) -> Graph:
-    """A trace at two samples; at the global batch where operators do not run on as few (the ten largest losses, say).
-
-    Raises:
-        TraceError: of the first one, where no batch can be traced.
-    """
-    try:
-        return trace_at(None)
-    except TraceError as error:
-        if global_batch_size <= 2 or EXPORTS not in error.law:
-            raise
-        try:
-            return trace_at(global_batch_size)
-        except TraceError:
-            raise error from None
 
 
 def mixes_samples(graph: Graph, typing: Typing) -> tuple[Op, ...]:

@@ -4,6 +4,10 @@ The chain is an energy itself: a variable for each value that crosses a boundary
 blocks read), a table for each block. Elimination along a chain is dynamic programming over boundary types; skip
 connections and tied weights merely make it wider. Equal blocks share one table. Inner blocks of a run stand for all
 of theirs and share one layout (:mod:`autopar.graph.compact`).
+
+The solver minimises what adds up; the step of a plan does not quite: gathers hide behind the block before, memory comes in
+steps. So the plan of a small problem may have a typing that no price makes best. A space says up to how many typings are all
+tried (``Space.every``), which :func:`every_typing` lists.
 """
 
 from __future__ import annotations
@@ -24,16 +28,11 @@ from autopar.graph.ir import Block, Ref
 from autopar.layout import Type
 from autopar.plan import AxisTyping
 from autopar.planner.sharding.axis_costs import AxisCosts
-from autopar.planner.sharding.block_table import (
-    MAX_BOUNDARY_STATES,
-    BlockProblem,
-    boundary_of,
-    crossing_types,
-)
-from autopar.planner.sharding.elimination import Energy, Entry, Factor, Marginals, Prepared, Table, prepare
+from autopar.planner.sharding.block_table import MAX_BOUNDARY_STATES, BlockProblem, boundary_of, crossing_types
+from autopar.planner.sharding.elimination import Entry, Marginals, Prepared, marginalise, prepare
+from autopar.planner.sharding.energy import Energy, Factor, Table, Weights
 from autopar.planner.sharding.resharding import Structures
 from autopar.planner.sharding.strategy_energy import Choice, rests_of
-from autopar.planner.sharding.tables import Weights
 from autopar.rules.types import Strategy, Typing
 
 Assignment = tuple[int, ...]
@@ -152,35 +151,17 @@ class AxisSolver:
         Raises:
             InfeasibleError: none fits together.
         """
-        return self._together(self._marginals(weights), len(weights))
+        marginals = {key: problem.solve_all(weights) for key, problem in self.problems.items()}
+        return self._together(marginals, len(weights))
 
-    @property
+    @cached_property
     def quickest(self) -> AxisSolution:
         """The typing of the quickest micro-batch, whatever it keeps.
 
         Raises:
             InfeasibleError: none fits together.
         """
-        return self._by_time[0]
-
-    @property
-    def least_s(self) -> tuple[float, ...]:
-        """For each block of the compact graph seconds of a micro-batch below which no typing runs it.
-
-        Raises:
-            InfeasibleError: no typing of all blocks fits together.
-        """
-        return self._by_time[1]
-
-    @cached_property
-    def _by_time(self) -> tuple[AxisSolution, tuple[float, ...]]:
-        """See :attr:`quickest` and :attr:`least_s`: both from the same tables, which are large and not kept."""
-        marginals = self._marginals([Weights()])
-        least_s = tuple(float(marginals[key].tables.min()) for key in self.keys)
-        return self._together(marginals, 1)[0], least_s
-
-    def _marginals(self, weights: Sequence[Weights]) -> dict[Hashable, Marginals]:
-        return {key: problem.solve_all(weights) for key, problem in self.problems.items()}
+        return self.solve(Weights())
 
     def _together(self, marginals: Mapping[Hashable, Marginals], count: int) -> list[AxisSolution]:
         """The best typings by the tables of the blocks under ``count`` weights."""
@@ -287,15 +268,12 @@ class AxisSolver:
         )
 
     def _written(self, solved: Block, choice: Choice) -> AxisTyping:
-        """A choice as plans write it, under the names of the block that was solved for: equal blocks have equal layouts."""
+        """A choice as plans write it: equal blocks have equal layouts."""
         graph = self.compact.graph
-        owned = graph.block_parameters(solved)
         return AxisTyping(
             axis=self.costs.axis,
             strategies=tuple(choice.strategies[op.name].name for op in graph.block_ops(solved)),
-            parameters=tuple(choice.parameters[p.name] for p in owned),
-            parameter_names=tuple(p.key.removeprefix(f"{solved.label}.") for p in owned),
-            boundary=tuple(choice.strategies[r.name].outputs[r.index] for r in graph.block_outputs(solved)),
+            parameters=tuple(choice.parameters[p.name] for p in graph.block_parameters(solved)),
         )
 
 
@@ -303,3 +281,72 @@ def owners_of(compact: Compact) -> Counter[str]:
     """How many blocks of a compact graph read a parameter, by its name."""
     graph = compact.graph
     return Counter(p.name for block in graph.blocks for p in graph.block_parameters(block))
+
+
+MAX_ENTRIES = 64
+"""Combinations of a block's strategies, types at rest and types at its boundary that are looked through, for each typing wanted."""
+
+_Assignments = Mapping[tuple[int, ...], Sequence[Assignment]]
+"""For each combination of states at a block's boundary its assignments."""
+
+
+def every_typing(solver: AxisSolver, most: int) -> list[AxisSolution] | None:
+    """All typings of a compact graph on an axis; None where there are more than ``most``, or a block is too large to tell."""
+    for block in solver.problems.values():
+        if prod(len(block.problem.states[v]) for v in _variables(block)) > MAX_ENTRIES * most:
+            return None
+    by_key = {key: _assignments(block) for key, block in solver.problems.items()}
+    equal = dict[Ref, list[Ref]]()
+    for a, b in solver.equal_values():
+        equal.setdefault(a, []).append(b)
+        equal.setdefault(b, []).append(a)
+    solutions: list[AxisSolution] = []
+    for assignments in _fitting(solver, [by_key[key] for key in solver.keys], equal):
+        if len(solutions) == most:
+            return None
+        solutions.append(solver.solution(assignments))
+    return solutions
+
+
+def _variables(block: BlockProblem) -> tuple[int, ...]:
+    """Those that a typing is made of, beside the changes of type that follow from them."""
+    problem = block.problem
+    return tuple(dict.fromkeys((*block.keep, *problem.ops.values(), *problem.rests.values())))
+
+
+def _assignments(block: BlockProblem) -> _Assignments:
+    """Each with the changes of type that take least time beside it."""
+    marginals = marginalise(block.problem.energy(Weights()), _variables(block))
+    entries = [Entry(0, tuple(index)) for index in np.argwhere(np.isfinite(marginals.tables[0])).tolist()]
+    by_boundary: dict[tuple[int, ...], list[Assignment]] = {}
+    for assignment in marginals.decode(entries):
+        by_boundary.setdefault(tuple(assignment[v] for v in block.keep), []).append(assignment)
+    return by_boundary
+
+
+def _fitting(
+    solver: AxisSolver, blocks: Sequence[_Assignments], equal: Mapping[Ref, Sequence[Ref]]
+) -> Iterator[tuple[Assignment, ...]]:
+    """Assignments of all blocks whose values and shared parameters have one type wherever they are."""
+
+    def kind(key: Ref | str, state: int) -> Type | int:
+        return solver.types[key][state] if isinstance(key, Ref) else state
+
+    def after(i: int, types: dict[Ref | str, Type | int]) -> Iterator[tuple[Assignment, ...]]:
+        if i == len(blocks):
+            yield ()
+            return
+        for states, assignments in blocks[i].items():
+            crossing = {key: kind(key, state) for key, state in zip(solver.boundaries[i].keys, states, strict=True)}
+            both = types | crossing
+            if all(types.get(key, t) == t for key, t in crossing.items()) and all(
+                both.get(twin, t) == t
+                for key, t in crossing.items()
+                if isinstance(key, Ref)
+                for twin in equal.get(key, ())
+            ):
+                for rest in after(i + 1, both):
+                    for assignment in assignments:
+                        yield (assignment, *rest)
+
+    return after(0, {})

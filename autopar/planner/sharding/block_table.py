@@ -14,9 +14,9 @@ from autopar.graph.ir import Block, Graph, Ref
 from autopar.layout import I, P, R, Type
 from autopar.planner.sharding.axis_costs import AxisCosts
 from autopar.planner.sharding.elimination import Marginals
+from autopar.planner.sharding.energy import Weights
 from autopar.planner.sharding.resharding import Structures
 from autopar.planner.sharding.strategy_energy import MAX_EXTRAS, Problem, types_of
-from autopar.planner.sharding.tables import Weights
 
 MAX_BOUNDARY_STATES = 1 << 14
 """Entries of a block's boundary table; past it, what crosses a boundary is never partial or replicated."""

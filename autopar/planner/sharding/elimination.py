@@ -10,18 +10,21 @@ cost: :func:`prepare` works it out once, and :meth:`Prepared.solve_all` solves m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from autopar.planner.sharding.elimination_order import elimination_order
-
-Table = NDArray[np.float64]
-States = NDArray[np.intp]
+from autopar.errors import AutoparError
+from autopar.planner.sharding.elimination_order import (
+    EliminationStep,
+    elimination_order,
+    elimination_steps,
+    possible_states,
+)
+from autopar.planner.sharding.energy import Energy, Factor, Minimum, States, Table
 
 MAX_TABLE_ENTRIES = 1 << 23
 """Largest table that elimination may make (64 MiB of float64); past it the problem goes to the integer program."""
@@ -35,41 +38,6 @@ MAX_KEPT = 1 << 16
 _NOTHING: Table = np.zeros(0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Factor:
-    """A cost for each combination of the variables of ``scope``; ``table`` has one dim for each, in that order."""
-
-    scope: tuple[int, ...]
-    table: Table
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Energy:
-    """``sizes``: number of states of each variable. The energy of an assignment is the sum of its table entries."""
-
-    sizes: tuple[int, ...]
-    factors: tuple[Factor, ...]
-
-    @classmethod
-    def pairwise(cls, unary: Sequence[Table], pairs: dict[tuple[int, int], Table]) -> Energy:
-        """An energy from one table a variable and one a pair."""
-        factors = [Factor(scope=(i,), table=np.asarray(t, dtype=np.float64)) for i, t in enumerate(unary)]
-        factors += [Factor(scope=pair, table=np.asarray(t, dtype=np.float64)) for pair, t in pairs.items()]
-        return cls(sizes=tuple(len(t) for t in unary), factors=tuple(factors))
-
-    def value(self, assignment: Sequence[int]) -> float:
-        """The energy of one assignment (a state for each variable)."""
-        return float(sum(f.table[tuple(assignment[v] for v in f.scope)] for f in self.factors))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Minimum:
-    """An assignment of least energy."""
-
-    assignment: tuple[int, ...]
-    value: float
-
-
 @dataclass(frozen=True, slots=True)
 class Entry:
     """An entry of the marginals of several energies: which energy, and the states of its kept variables."""
@@ -78,11 +46,8 @@ class Entry:
     index: tuple[int, ...]
 
 
-class Decoder(Protocol):
-    """Finds the assignments that reach entries of marginals."""
-
-    def __call__(self, entries: Sequence[Entry]) -> States:
-        """The states of all variables [entries, variables]."""
+Decoder = Callable[[Sequence[Entry]], States]
+"""Finds the assignments that reach entries of marginals: the states of all variables [entries, variables]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -100,17 +65,6 @@ class Marginals:
     def decode(self, entries: Sequence[Entry]) -> list[tuple[int, ...]]:
         """The assignments of all variables that reach these entries, which must be finite."""
         return [tuple(assignment) for assignment in self.decoder(entries).tolist()]
-
-
-def minimise(energy: Energy, *, max_entries: int = MAX_TABLE_ENTRIES) -> Minimum | None:
-    """The exact minimum; None when every assignment is forbidden.
-
-    Args:
-        max_entries: bound on a table of the elimination; past it ``scipy.optimize.milp`` (HiGHS) solves the same.
-    """
-    marginals = marginalise(energy, (), max_entries=max_entries)
-    value = float(marginals.tables[0])
-    return None if np.isinf(value) else Minimum(assignment=marginals.decode([Entry(0, ())])[0], value=value)
 
 
 def marginalise(energy: Energy, keep: tuple[int, ...], *, max_entries: int = MAX_TABLE_ENTRIES) -> Marginals:
@@ -222,122 +176,20 @@ def prepare(
     Args:
         known: what was prepared for other energies; it depends on what an energy forbids, not on its finite costs.
     """
-    if known is None:
-        return _prepare(energy, keep, max_entries)
+    known = {} if known is None else known
     allowed = b"".join([np.isfinite(f.table).tobytes() for f in energy.factors])
-    key = keep, max_entries, energy.sizes, tuple([f.scope for f in energy.factors]), allowed
+    scopes = tuple([f.scope for f in energy.factors])
+    key = keep, max_entries, energy.sizes, scopes, allowed
     if key not in known:
-        known[key] = _prepare(energy, keep, max_entries)
+        states = possible_states(energy)
+        sizes = tuple(len(s) for s in states)
+        order, largest = elimination_order(sizes, scopes, keep)
+        steps = elimination_steps(sizes, scopes, order, keep) if largest <= max_entries else None
+        known[key] = Prepared(sizes=energy.sizes, scopes=scopes, states=states, keep=keep, largest=largest, steps=steps)
     return known[key]
 
 
-def _prepare(energy: Energy, keep: tuple[int, ...], max_entries: int) -> Prepared:
-    states = _possible_states(energy)
-    scopes, sizes = tuple(f.scope for f in energy.factors), tuple(len(s) for s in states)
-    order, largest = elimination_order(sizes, scopes, keep)
-    return Prepared(
-        sizes=energy.sizes,
-        scopes=scopes,
-        states=states,
-        keep=keep,
-        largest=largest,
-        steps=_steps(sizes, scopes, order, keep) if largest <= max_entries else None,
-    )
-
-
-def _possible_states(energy: Energy) -> tuple[States, ...]:
-    """For each variable the states that no factor forbids whatever the other variables are (arc consistency)."""
-    states = [np.arange(n) for n in energy.sizes]
-    finite = [np.isfinite(factor.table) for factor in energy.factors]
-    of_variable: list[list[tuple[int, int]]] = [[] for _ in energy.sizes]
-    for k, factor in enumerate(energy.factors):
-        for axis, v in enumerate(factor.scope):
-            of_variable[v].append((k, axis))
-    todo = {k for k, table in enumerate(finite) if np.count_nonzero(table) < table.size}
-    while todo:
-        k = todo.pop()
-        for axis, v in enumerate(energy.factors[k].scope):
-            others = tuple([a for a in range(finite[k].ndim) if a != axis])
-            supported = np.logical_or.reduce(finite[k], axis=others) if others else finite[k]
-            if np.count_nonzero(supported) == len(supported):
-                continue
-            kept = np.flatnonzero(supported)
-            states[v] = states[v][kept]
-            for j, along in of_variable[v]:
-                finite[j] = finite[j].take(kept, axis=along)
-                todo.add(j)
-    return tuple(states)
-
-
 # --- eliminating
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class EliminationStep:
-    """One variable eliminated, or what stays in the end.
-
-    Attributes:
-        variable: -1 in the end.
-        scope: of the table that is left.
-        shape: of the sum, that of the variable in front.
-        parts: the tables that are added up, those of earlier steps counted on; how their dims are ordered, None: as they are;
-            and their shape, None: as they are.
-    """
-
-    variable: int
-    scope: tuple[int, ...]
-    shape: tuple[int, ...]
-    parts: tuple[tuple[int, tuple[int, ...] | None, tuple[int, ...] | None], ...]
-
-
-def _steps(
-    sizes: Sequence[int], scopes: Sequence[tuple[int, ...]], order: Sequence[int], keep: tuple[int, ...]
-) -> tuple[EliminationStep, ...]:
-    """The variables of ``order`` eliminated one by one."""
-    alive = dict(enumerate(scopes))
-    buckets: list[dict[int, tuple[int, ...]]] = [{} for _ in sizes]
-    for key, scope in alive.items():
-        for v in scope:
-            buckets[v][key] = scope
-    steps = []
-    for v in order:
-        bucket = dict(buckets[v])
-        left = tuple(sorted({u for scope in bucket.values() for u in scope} - {v}))
-        steps.append(_step(v, left, (v, *left), bucket, sizes))
-        for key, scope in bucket.items():
-            del alive[key]
-            for u in scope:
-                del buckets[u][key]
-        key = len(scopes) + len(steps) - 1
-        alive[key] = left
-        for u in left:
-            buckets[u][key] = left
-    return (*steps, _step(-1, keep, keep, alive, sizes))
-
-
-def _step(
-    variable: int,
-    scope: tuple[int, ...],
-    over: tuple[int, ...],
-    parts: dict[int, tuple[int, ...]],
-    sizes: Sequence[int],
-) -> EliminationStep:
-    """``over``: the variables of the sum, in order; ``parts``: scopes of the tables that it adds up."""
-    position = {u: i for i, u in enumerate(over)}
-    full = tuple([sizes[u] for u in over])
-    ordered_parts = []
-    for key, part in parts.items():
-        places = [position[u] for u in part]
-        ordered = sorted(places)
-        axes = None if ordered == places else (0, *[1 + places.index(i) for i in ordered])
-        shape = None
-        if len(part) < len(over):
-            around = [1] * len(over)
-            for i in places:
-                around[i] = full[i]
-            shape = tuple(around)
-        ordered_parts.append((key, axes, shape))
-    return EliminationStep(variable=variable, scope=scope, shape=full, parts=tuple(ordered_parts))
 
 
 def _sum(step: EliminationStep, tables: Sequence[Table]) -> Table:
@@ -415,24 +267,88 @@ def _eliminate(
 # --- the integer program
 
 
-@dataclass(frozen=True, slots=True)
-class _Listed:
-    """Decodes one energy by a list of assignments."""
-
-    assignments: dict[tuple[int, ...], tuple[int, ...]]
-
-    def __call__(self, entries: Sequence[Entry]) -> States:
-        return np.array([self.assignments[entry.index] for entry in entries], dtype=np.intp)
-
-
 def _by_integer_program(energy: Energy, keep: tuple[int, ...]) -> tuple[Table, Decoder]:
     """The same by one integer program for each combination of the kept variables; one energy in front."""
-    from autopar.planner.sharding.milp import minimise_by_milp  # imports scipy: only where it is needed
-
     table = np.full([1, *(energy.sizes[k] for k in keep)], np.inf)
     assignments: dict[tuple[int, ...], tuple[int, ...]] = {}
     for index in product(*(range(energy.sizes[k]) for k in keep)):
         best = minimise_by_milp(energy, fixed=dict(zip(keep, index, strict=True)))
         if best is not None:
             table[0, *index], assignments[index] = best.value, best.assignment
-    return table, _Listed(assignments)
+    return table, lambda entries: np.array([assignments[entry.index] for entry in entries], dtype=np.intp)
+
+
+_OPTIMAL, _INFEASIBLE = 0, 2  # status codes of scipy.optimize.milp
+
+_Row = tuple[list[tuple[int, float]], float]
+"""An equality: columns with their factors, and the right side."""
+
+
+def minimise_by_milp(energy: Energy, *, fixed: Mapping[int, int] | None = None) -> Minimum | None:
+    """The exact minimum with the variables of ``fixed`` held; None when every assignment is forbidden.
+
+    One 0/1 column for each state of each variable and one column in [0, 1] for each allowed entry of each table of
+    two or more variables, tied to the states by marginalisation (the local polytope of Wainwright and Jordan).
+
+    Raises:
+        AutoparError: the solver stops without an answer.
+    """
+    first = np.concatenate([[0], np.cumsum(energy.sizes)]).astype(int)
+    cost: list[float] = [0.0] * int(first[-1])
+    upper = [1.0] * int(first[-1])
+    rows: list[_Row] = [([(int(first[v]) + s, 1.0) for s in range(n)], 1.0) for v, n in enumerate(energy.sizes)]
+    rows += [([(int(first[v]) + state, 1.0)], 1.0) for v, state in (fixed or {}).items()]
+    constant = 0.0
+    for factor in energy.factors:
+        if not factor.scope:
+            constant += float(factor.table)
+        elif len(factor.scope) == 1:
+            start, stop = first[factor.scope[0]], first[factor.scope[0] + 1]
+            allowed = np.isfinite(factor.table)
+            upper[start:stop] = (np.array(upper[start:stop]) * allowed).tolist()
+            cost[start:stop] = (np.array(cost[start:stop]) + np.where(allowed, factor.table, 0.0)).tolist()
+        else:
+            _add_joint(factor, energy.sizes, first, cost, rows)
+    if np.isinf(constant):
+        return None
+    return _solve(energy, first, np.array(cost), np.array(upper + [1.0] * (len(cost) - len(upper))), rows)
+
+
+def _add_joint(factor: Factor, sizes: tuple[int, ...], first: np.ndarray, cost: list[float], rows: list[_Row]) -> None:
+    """A column for each allowed entry of a table; those with a state in common add up to that state's column."""
+    sums: dict[tuple[int, int], list[tuple[int, float]]] = {
+        (v, s): [(int(first[v]) + s, -1.0)] for v in factor.scope for s in range(sizes[v])
+    }
+    for index in product(*(range(sizes[v]) for v in factor.scope)):
+        value = float(factor.table[index])
+        if np.isfinite(value):
+            for v, s in zip(factor.scope, index, strict=True):
+                sums[v, s].append((len(cost), 1.0))
+            cost.append(value)
+    rows += [(terms, 0.0) for terms in sums.values()]
+
+
+def _solve(energy: Energy, first: np.ndarray, cost: np.ndarray, upper: np.ndarray, rows: list[_Row]) -> Minimum | None:
+    from scipy.optimize import Bounds, LinearConstraint, milp  # slow to import: only where it is needed
+    from scipy.sparse import coo_array
+
+    scale = float(np.max(np.abs(cost), initial=0.0)) or 1.0  # the solver's tolerances are absolute
+    integrality = np.zeros(len(cost))
+    integrality[: first[-1]] = 1
+    entries = [(value, row, column) for row, (terms, _) in enumerate(rows) for column, value in terms]
+    values, at, columns = zip(*entries, strict=True)
+    right = [right for _, right in rows]
+    matrix = coo_array((values, (at, columns)), shape=(len(rows), len(cost))).tocsc()
+    result = milp(
+        cost / scale * 1e3,
+        integrality=integrality,
+        bounds=Bounds(np.zeros(len(cost)), upper),
+        constraints=LinearConstraint(matrix, right, right),
+        options={"mip_rel_gap": 0.0},
+    )
+    if result.status == _INFEASIBLE:
+        return None
+    if result.status != _OPTIMAL:
+        raise AutoparError("the integer program has an answer", value=result.message, remedy="report the model")
+    assignment = tuple(int(np.argmax(result.x[first[v] : first[v + 1]])) for v in range(len(energy.sizes)))
+    return Minimum(assignment=assignment, value=energy.value(assignment))

@@ -8,7 +8,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from math import inf, log2, prod
+
+import numpy as np
+
+from autopar.planner.sharding.energy import Energy, States
 
 MANY_ENTRIES = 1 << 19
 """Entries of a table (4 MiB of float64) from which on a better order is searched for."""
@@ -84,3 +89,95 @@ def _greedy(
         for u in around.union(*(neighbours[w] for w in around)) & left:
             scores[u] = score(u)
     return tuple(order), largest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EliminationStep:
+    """One variable eliminated, or what stays in the end.
+
+    Attributes:
+        variable: -1 in the end.
+        scope: of the table that is left.
+        shape: of the sum, that of the variable in front.
+        parts: the tables that are added up, those of earlier steps counted on; how their dims are ordered, None: as they are;
+            and their shape, None: as they are.
+    """
+
+    variable: int
+    scope: tuple[int, ...]
+    shape: tuple[int, ...]
+    parts: tuple[tuple[int, tuple[int, ...] | None, tuple[int, ...] | None], ...]
+
+
+def elimination_steps(
+    sizes: Sequence[int], scopes: Sequence[tuple[int, ...]], order: Sequence[int], keep: tuple[int, ...]
+) -> tuple[EliminationStep, ...]:
+    """The variables of ``order`` eliminated one by one."""
+    alive = dict(enumerate(scopes))
+    buckets: list[dict[int, tuple[int, ...]]] = [{} for _ in sizes]
+    for key, scope in alive.items():
+        for v in scope:
+            buckets[v][key] = scope
+    steps = []
+    for v in order:
+        bucket = dict(buckets[v])
+        left = tuple(sorted({u for scope in bucket.values() for u in scope} - {v}))
+        steps.append(_step(v, left, (v, *left), bucket, sizes))
+        for key, scope in bucket.items():
+            del alive[key]
+            for u in scope:
+                del buckets[u][key]
+        key = len(scopes) + len(steps) - 1
+        alive[key] = left
+        for u in left:
+            buckets[u][key] = left
+    return (*steps, _step(-1, keep, keep, alive, sizes))
+
+
+def _step(
+    variable: int,
+    scope: tuple[int, ...],
+    over: tuple[int, ...],
+    parts: dict[int, tuple[int, ...]],
+    sizes: Sequence[int],
+) -> EliminationStep:
+    """``over``: the variables of the sum, in order; ``parts``: scopes of the tables that it adds up."""
+    position = {u: i for i, u in enumerate(over)}
+    full = tuple([sizes[u] for u in over])
+    ordered_parts = []
+    for key, part in parts.items():
+        places = [position[u] for u in part]
+        ordered = sorted(places)
+        axes = None if ordered == places else (0, *[1 + places.index(i) for i in ordered])
+        shape = None
+        if len(part) < len(over):
+            around = [1] * len(over)
+            for i in places:
+                around[i] = full[i]
+            shape = tuple(around)
+        ordered_parts.append((key, axes, shape))
+    return EliminationStep(variable=variable, scope=scope, shape=full, parts=tuple(ordered_parts))
+
+
+def possible_states(energy: Energy) -> tuple[States, ...]:
+    """For each variable the states that no factor forbids whatever the other variables are (arc consistency)."""
+    states = [np.arange(n) for n in energy.sizes]
+    finite = [np.isfinite(factor.table) for factor in energy.factors]
+    of_variable: list[list[tuple[int, int]]] = [[] for _ in energy.sizes]
+    for k, factor in enumerate(energy.factors):
+        for axis, v in enumerate(factor.scope):
+            of_variable[v].append((k, axis))
+    todo = {k for k, table in enumerate(finite) if np.count_nonzero(table) < table.size}
+    while todo:
+        k = todo.pop()
+        for axis, v in enumerate(energy.factors[k].scope):
+            others = tuple([a for a in range(finite[k].ndim) if a != axis])
+            supported = np.logical_or.reduce(finite[k], axis=others) if others else finite[k]
+            if np.count_nonzero(supported) == len(supported):
+                continue
+            kept = np.flatnonzero(supported)
+            states[v] = states[v][kept]
+            for j, along in of_variable[v]:
+                finite[j] = finite[j].take(kept, axis=along)
+                todo.add(j)
+    return tuple(states)

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.layout import Type
-from autopar.planner.sharding.elimination import Prepared, Table
-from autopar.planner.sharding.tables import SumTable
+from autopar.planner.sharding.elimination import Prepared
+from autopar.planner.sharding.energy import SumTable, Table
 
 Made = tuple[Type, ...]
 """For each state of a maker the type in which it makes a value."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autopar.graph.attention import is_attention, is_scores
 from autopar.graph.ir import Graph, Op, Ref
 from autopar.layout import Type
 from autopar.rules.apply import BATCH
@@ -24,48 +25,10 @@ from autopar.rules.types import Strategy
 from autopar.rules.zigzag import ZIGZAG_SAFE
 
 CP = "cp"
-KINDS = ("gather", "ulysses", "ring")
-"""How attention runs over a split sequence."""
 
 _ATTENTION = {"gather": ("split s", "gather"), "ulysses": ("split h",), "ring": ("ring",)}
 _SCORES = {"gather": ("split d2",), "ulysses": ("split d1",), "ring": ()}
 """Of a softmax over scores [samples, heads, rows, columns]."""
-
-
-def is_attention(op: Op) -> bool:
-    """Whether an operator is fused attention."""
-    return op.target in ("aten.scaled_dot_product_attention.default", "autopar.attention")
-
-
-def is_scores(op: Op) -> bool:
-    """Whether an operator is the softmax over [samples, heads, rows, columns] of attention that is written out."""
-    return op.target == "aten.softmax.int" and len(op.spec.shape) == 4 and op.args[1] in (-1, 3)
-
-
-def has_written_attention(graph: Graph) -> bool:
-    """Whether some attention is no operator of its own, so that a ring cannot run it."""
-    return any(is_scores(op) for op in graph.ops)
-
-
-def attention_heads(graph: Graph, operand: int = 0) -> tuple[int, ...]:
-    """Head counts of the model's attentions: degrees of ``tp`` must divide those of the queries (``operand`` 0)."""
-    found = set()
-    for op in graph.ops:
-        if "scaled_dot_product_attention" in op.target or op.target == "autopar.attention":
-            shape = graph.spec(op.operands[operand]).shape
-            if len(shape) == 4:
-                found.add(shape[1])
-    return tuple(sorted(found))
-
-
-def attention_sequences(graph: Graph) -> tuple[int, ...]:
-    """Lengths that are split: of the queries and keys of the model's attentions, of the rows alone where it is written out.
-
-    There keys are whole when scores are made, which may have columns besides (sinks).
-    """
-    found = {graph.spec(ref).shape[-2] for op in graph.ops if is_attention(op) for ref in op.operands[:2]}
-    found |= {op.spec.shape[-2] for op in graph.ops if is_scores(op)}
-    return tuple(sorted(found))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,11 +45,9 @@ class SequenceSplit:
     def __call__(self, op: Op, offered: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
         allowed = tuple(s for s in offered if self._allows(op, s))
         split = tuple(s for s in allowed if any(t.is_split for t in (*s.inputs, *s.outputs)))
-        return split if split and self._has_samples(op) else allowed
-
-    def _has_samples(self, op: Op) -> bool:
-        types = [self._samples(ref) for ref in (*op.operands, *(Ref(op.name, i) for i in range(len(op.outputs))))]
-        return any(kind is not None and kind.is_split for kind in types)
+        values = (*op.operands, *(Ref(op.name, i) for i in range(len(op.outputs))))
+        has_samples = any((kind := self._samples(ref)) is not None and kind.is_split for ref in values)
+        return split if split and has_samples else allowed
 
     def _allows(self, op: Op, strategy: Strategy) -> bool:
         if is_attention(op) and strategy.name not in _ATTENTION[self.kind]:

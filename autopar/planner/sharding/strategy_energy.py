@@ -27,9 +27,9 @@ from numpy.typing import NDArray
 
 from autopar.graph.ir import Graph, Op, Parameter, Ref, TensorSpec
 from autopar.layout import I, P, R, S, Type
-from autopar.planner.sharding.elimination import Energy, Factor, Marginals, Prepared, Table, prepare
+from autopar.planner.sharding.elimination import Marginals, Prepared, prepare
+from autopar.planner.sharding.energy import FREE, Cost, Energy, Factor, PartedFactor, Table, Weights, columns_of
 from autopar.planner.sharding.resharding import Flow, Made, Structures, Wanted, forbidding, one_reader, several_readers
-from autopar.planner.sharding.tables import FREE, Cost, PartedFactor, Weights, columns_of
 from autopar.rules.types import Strategy
 
 MAX_EXTRAS = 2
@@ -180,12 +180,14 @@ class Problem:
 
     def _ready(self, keep: tuple[int, ...]) -> Prepared:
         if self._prepared is None or self._prepared.keep != keep:
-            factors = tuple(
-                [Factor(scope=f.scope, table=f.parts[0]) for f in self.factors]
-            )  # what is forbidden is so at every price
+            # what is forbidden is so at every price
+            factors = tuple([Factor(scope=f.scope, table=f.parts[0]) for f in self.factors])
             energy = Energy(sizes=tuple(len(s) for s in self.states), factors=factors)
             self._prepared = prepare(energy, keep, known=self.structures.prepared)
-            self._left = [factor.restricted(self._prepared) for factor in self.factors]
+            self._left = [
+                PartedFactor(f.scope, tuple([self._prepared.restrict(f.scope, part) for part in f.parts]))
+                for f in self.factors
+            ]
         return self._prepared
 
     def energy(self, weights: Weights) -> Energy:
@@ -268,12 +270,7 @@ class Problem:
             self._append((value,), parts)
 
     def _connect(
-        self,
-        value: int,
-        source: int,
-        parts: tuple[Table, ...],
-        flow: Flow,
-        readers: Iterable[tuple[int, Table | None]],
+        self, value: int, source: int, parts: tuple[Table, ...], flow: Flow, readers: Iterable[tuple[int, Table | None]]
     ) -> None:
         """The tables of the variable of a value that several operators read."""
         if parts:

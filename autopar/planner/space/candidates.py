@@ -26,10 +26,9 @@ from autopar.planner.space.constraints import (
     practice,
     sequence_laws,
 )
-from autopar.planner.space.pins import ChoicePin, NumberPin, Pins
+from autopar.planner.space.pin_syntax import ChoicePin, NumberPin
+from autopar.planner.space.pins import Pins
 from autopar.schedule import SCHEDULES
-
-__all__ = ["Candidate", "Problem", "candidates", "divisors"]
 
 DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
@@ -180,6 +179,7 @@ def other_values(problem: Problem, pins: Pins, degrees: Sequence[Sequence[int]])
 
 
 def columns(names: Sequence[str], rows: Iterable[Sequence[int]]) -> dict[str, Column]:
+    """Rows as columns by name."""
     found = np.array(list(rows), dtype=np.int64).reshape(-1, len(names))
     return {name: found[:, i] for i, name in enumerate(names)}
 

@@ -10,8 +10,7 @@ asked so far.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -34,17 +33,8 @@ MAX_FREE_WORLD = 64
 size, and combinations of what the pins name."""
 
 COLUMNS = (
-    "tp",
-    "cp",
-    "pp",
-    "dp_replicate",
-    "dp_shard",
-    "micro_batch",
-    "zero",
-    "schedule",
-    "virtual_stages",
-    "ep_data",
-    "vocab_multiple",
+    *("tp", "cp", "pp", "dp_replicate", "dp_shard", "micro_batch", "zero", "schedule"),
+    *("virtual_stages", "ep_data", "vocab_multiple"),
 )
 """In the order in which they are combined: those first that most constraints read alone."""
 
@@ -59,7 +49,7 @@ def conflict(problem: Problem, pins: Pins) -> tuple[str, ...]:
     """
     values, meshes = _open(problem, pins)
     for constraints in (strict(problem, pins), (*strict(problem, pins), *practice(problem, pins))):
-        read = {c.name: Read(constraint=c, columns=columns_of(c)) for c in constraints}
+        read = {c.name: (c, columns_of(c)) for c in constraints}
 
         def possible(names: Iterable[str], read: Mapping[str, Read] = read) -> bool:
             wanted = [read[name] for name in names]
@@ -98,36 +88,23 @@ def _open(problem: Problem, pins: Pins) -> tuple[dict[str, Sequence[int]], list[
     return {**free, **others}, [{}] if is_small else [{}, columns(DEGREES, degrees)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Read:
-    """A constraint and the columns that it reads."""
-
-    constraint: Constraint
-    columns: frozenset[str]
+Read = tuple[Constraint, frozenset[str]]
+"""A constraint and the columns that it reads."""
 
 
-class _Asked(Mapping[str, Column]):
-    """One row of ones that notes which of its columns are read."""
+class _Asked(dict[str, Column]):
+    """One row of ones that has the columns that were read."""
 
-    def __init__(self) -> None:
-        self.names: set[str] = set()
-
-    def __getitem__(self, name: str) -> Column:
-        self.names.update(_SAMPLES if name == "num_micro_batches" else (name,))
-        return np.ones(1, dtype=np.int64)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter((*COLUMNS, "num_micro_batches"))
-
-    def __len__(self) -> int:
-        return len(COLUMNS) + 1
+    def __missing__(self, name: str) -> Column:
+        self[name] = np.ones(1, dtype=np.int64)
+        return self[name]
 
 
 def columns_of(constraint: Constraint) -> frozenset[str]:
     """The columns that a constraint reads, the same in every table."""
     asked = _Asked()
     constraint.holds(asked)
-    return frozenset(asked.names)
+    return frozenset(asked.keys() - {"num_micro_batches"}).union(_SAMPLES if "num_micro_batches" in asked else ())
 
 
 def any_row(
@@ -148,19 +125,19 @@ def any_row(
     if not all(values[name] for name in rest):
         return False
     while True:
-        for one in [c for c in left if c.columns <= held.keys()]:
+        for one in [c for c in left if c[1] <= held.keys()]:
             left.remove(one)
             view = dict(held)
             if view.keys() >= set(_SAMPLES):
                 view["num_micro_batches"] = num_micro_batches(view, global_batch_size)
-            keep = one.constraint.holds(view)
+            keep = one[0].holds(view)
             if not keep.any():
                 return False
             held = {name: column[keep] for name, column in held.items()}
         if not left:
             return True
-        held = _distinct({name: c for name, c in held.items() if any(name in one.columns for one in left)})
-        name = next(name for name in rest if any(name in one.columns for one in left))
+        held = _distinct({name: c for name, c in held.items() if any(name in read for _, read in left)})
+        name = next(name for name in rest if any(name in read for _, read in left))
         rest.remove(name)
         held = _with(held, name, np.array(values[name], dtype=np.int64))
 

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.graph.padding import length
-from autopar.planner.sharding.sequence_axis import KINDS
-from autopar.planner.space.pins import BUCKET, ChoicePin, NumberPin, Pin, Pins
-from autopar.planner.space.space import Space
+from autopar.planner.space.pin_syntax import BUCKET, ChoicePin, NumberPin
+from autopar.planner.space.pins import Pins
+from autopar.planner.space.space import ATTENTION_KINDS, Space
 from autopar.rates import ALIGNED_ELEMENTS
 from autopar.schedule import SCHEDULES
 
@@ -91,10 +91,7 @@ def laws(problem: Problem) -> tuple[Constraint, ...]:
             holds=lambda t: batch % samples(t) == 0,
             remedy="take another global batch",
         ),
-        *(
-            Constraint(name=f"tp divides {n} attention heads", holds=lambda t, n=n: n % t["tp"] == 0)  # type: ignore[misc]
-            for n in problem.heads
-        ),
+        *(_divides("tp", n, f"tp divides {n} attention heads") for n in problem.heads),
         *expert_laws(problem),
         Constraint(
             name=f"pp * virtual_stages <= {problem.num_blocks} blocks",
@@ -131,6 +128,10 @@ def laws(problem: Problem) -> tuple[Constraint, ...]:
     )  # fmt: skip
 
 
+def _divides(column: str, n: int, name: str, remedy: str = "") -> Constraint:
+    return Constraint(name=name, holds=lambda t: n % t[column] == 0, remedy=remedy)
+
+
 def zero_laws(problem: Problem) -> tuple[Constraint, ...]:
     """FSDP has something to do where it shards, or where it casts: then it may free what it has cast."""
     if problem.casts:
@@ -147,10 +148,7 @@ def expert_laws(problem: Problem) -> tuple[Constraint, ...]:
             holds=lambda t: (t["dp_replicate"] * t["dp_shard"]) % t["ep_data"] == 0,
         )
     ]
-    found += [
-        Constraint(name=f"ep_data divides {n} experts", holds=lambda t, n=n: n % t["ep_data"] == 0)  # type: ignore[misc]
-        for n in sorted(set(problem.experts))
-    ]
+    found += [_divides("ep_data", n, f"ep_data divides {n} experts") for n in sorted(set(problem.experts))]
     return tuple(found)
 
 
@@ -158,20 +156,12 @@ def sequence_laws(problem: Problem, pins: Pins) -> tuple[Constraint, ...]:
     """What a split of the sequence asks for; a pinned kind of attention has laws of its own."""
     if not problem.sequences:
         return (Constraint(name="cp=1 in a model without attention operators", holds=lambda t: t["cp"] == 1),)
-    found = [
-        Constraint(
-            name=f"cp divides the sequence of {n}",
-            holds=lambda t, n=n: n % t["cp"] == 0,  # type: ignore[misc]
-            remedy="pad sequences to a multiple of cp",
-        )
-        for n in problem.sequences
-    ]
-    kinds = pinned_kinds(pins)
+    remedy = "pad sequences to a multiple of cp"
+    found = [_divides("cp", n, f"cp divides the sequence of {n}", remedy) for n in problem.sequences]
+    kinds = tuple(kind for kind in ATTENTION_KINDS if pins.allows("cp_attention", kind))
     if kinds == ("ulysses",):
-        found += [
-            Constraint(name=f"cp divides {n} heads (Ulysses)", holds=lambda t, n=n: n % t["cp"] == 0)  # type: ignore[misc]
-            for n in sorted({*problem.heads, *problem.key_heads})
-        ]
+        heads = sorted({*problem.heads, *problem.key_heads})
+        found += [_divides("cp", n, f"cp divides {n} heads (Ulysses)") for n in heads]
     if kinds == ("ring",) and problem.has_written_attention:
         name = "cp=1 under ring attention in a model whose attention is written out (not scaled_dot_product_attention)"
         found.append(Constraint(name=name, holds=lambda t: t["cp"] == 1))
@@ -187,11 +177,6 @@ def sequence_laws(problem: Problem, pins: Pins) -> tuple[Constraint, ...]:
     return tuple(found)
 
 
-def pinned_kinds(pins: Pins) -> tuple[str, ...]:
-    """The kinds of attention over a split sequence that the pins leave."""
-    return tuple(kind for kind in KINDS if pins.allows("cp_attention", kind))
-
-
 def practice(problem: Problem, pins: Pins) -> tuple[Constraint, ...]:
     """What is not worth trying unless it is pinned: dominated schedules, tensor parallelism across nodes.
 
@@ -199,12 +184,13 @@ def practice(problem: Problem, pins: Pins) -> tuple[Constraint, ...]:
     """
     space, per_node = problem.space, problem.devices_per_node
     most = min(space.max_tp, per_node * space.max_tp_nodes)
+    in_nodes = f"tp <= {most}, in equal parts of a node of {per_node} or whole nodes"
     found = [
         _usual(
             pins,
             ("tp",),
-            f"tp <= {most}, in equal parts of a node of {per_node} or whole nodes",
-            lambda t: (t["tp"] <= most) & _in_nodes(t["tp"], per_node),
+            in_nodes,
+            lambda t: (t["tp"] <= most) & ((per_node % t["tp"] == 0) | (t["tp"] % per_node == 0)),
         ),
         _usual(pins, ("pp",), f"pp <= {space.max_pp}", lambda t: t["pp"] <= space.max_pp),
     ]
@@ -217,49 +203,26 @@ def _worth_trying(problem: Problem, pins: Pins) -> list[Constraint | None]:
     """What leaves out choices that are not better than others of the space."""
     space, per_node, gpipe = problem.space, problem.devices_per_node, SCHEDULES.index("GPipe")
     layers, common = problem.num_layers, gcd(*problem.experts) if problem.experts else 1
+    divided = f"virtual_stages divides the layers of a pipeline rank, {layers} / pp rounded up"
+    data = "dp_shard is all data ranks or 1" + (", or those of a node" if space.hsdp else "")
+    experts = "experts are over no data ranks, over as many as can be, or as can be in a node"
+    padded = "vocabularies are padded as makes the products of their rows quickest"
+    sharded = "zero > 0 if and only if dp_shard > 1"
     return [
-        _usual(  # GPipe holds more than 1F1B, and is quicker only where messages take long
-            pins,
-            ("schedule",),
-            "GPipe has fewer micro-batches than pp",
-            lambda t: (t["schedule"] != gpipe) | (t["num_micro_batches"] < t["pp"]),
-        ),
-        _usual(  # else some stages are a layer longer, and all wait
-            pins,
-            ("virtual_stages",),
-            f"virtual_stages divides the layers of a pipeline rank, {layers} / pp rounded up",
-            lambda t: -(-layers // t["pp"]) % t["virtual_stages"] == 0,
-        )
-        if layers
-        else None,
-        _usual(
-            pins,
-            ("dp_replicate", "dp_shard"),
-            "dp_shard is all data ranks or 1" + (", or those of a node" if space.hsdp else ""),
-            lambda t: _shard_groups(t, space.hsdp, per_node),
-        ),
-        _usual(
-            pins,
-            ("ep", "ep_data"),
-            "experts are over no data ranks, over as many as can be, or as can be in a node",
-            lambda t: _usual_experts(t, common, per_node),
-        ),
-        _usual(  # with one micro-batch ZeRO-2 is ZeRO-1
-            pins,
-            ("zero",),
-            "zero=2 has several micro-batches",
-            lambda t: (t["zero"] != 2) | (t["num_micro_batches"] > 1),
-        ),
-        _usual(
-            pins,
-            ("vocab_multiple",),
-            "vocabularies are padded as makes the products of their rows quickest",
-            lambda t: _quickest_vocabularies(t, problem),
-        ),
-        _usual(
-            pins, ("zero",), "zero > 0 if and only if dp_shard > 1", lambda t: (t["zero"] == 0) == (t["dp_shard"] == 1)
-        ),
-    ]
+        # GPipe holds more than 1F1B, and is quicker only where messages take long
+        _usual(pins, ("schedule",), "GPipe has fewer micro-batches than pp",
+               lambda t: (t["schedule"] != gpipe) | (t["num_micro_batches"] < t["pp"])),
+        # else some stages are a layer longer, and all wait
+        _usual(pins, ("virtual_stages",), divided, lambda t: -(-layers // t["pp"]) % t["virtual_stages"] == 0)
+        if layers else None,
+        _usual(pins, ("dp_replicate", "dp_shard"), data, lambda t: _shard_groups(t, space.hsdp, per_node)),
+        _usual(pins, ("ep", "ep_data"), experts, lambda t: _usual_experts(t, common, per_node)),
+        # with one micro-batch ZeRO-2 is ZeRO-1
+        _usual(pins, ("zero",), "zero=2 has several micro-batches",
+               lambda t: (t["zero"] != 2) | (t["num_micro_batches"] > 1)),
+        _usual(pins, ("vocab_multiple",), padded, lambda t: _quickest_vocabularies(t, problem)),
+        _usual(pins, ("zero",), sharded, lambda t: (t["zero"] == 0) == (t["dp_shard"] == 1)),
+    ]  # fmt: skip
 
 
 def _usual(
@@ -268,15 +231,8 @@ def _usual(
     """A constraint unless pins say something of what it is about."""
     if is_pinned(pins, *keys):
         return None
-    return Constraint(
-        name=name, holds=holds, remedy=f"pin {' or '.join(keys)}, which lifts what a space leaves out of it"
-    )
-
-
-def _in_nodes(tp: Column, per_node: int) -> NDArray[np.bool_]:
-    """Groups that are equal parts of a node, or whole nodes."""
-    inside: NDArray[np.bool_] = (per_node % tp == 0) | (tp % per_node == 0)
-    return inside
+    remedy = f"pin {' or '.join(keys)}, which lifts what a space leaves out of it"
+    return Constraint(name=name, holds=holds, remedy=remedy)
 
 
 def _usual_experts(t: Table, most: int, per_node: int) -> NDArray[np.bool_]:
@@ -304,14 +260,11 @@ def quickest_multiple(problem: Problem, tp: int) -> int:
 
     def work(multiple: int) -> float:
         padded = ((length(size, tp, multiple), width) for size, width in problem.vocabularies)
-        return sum(width * n / (1.0 if _is_aligned(n, tp) else problem.unaligned_fraction) for n, width in padded)
+        # of a vocabulary that is split where it can be
+        rows = ((n // tp if n % tp == 0 else n, width * n) for n, width in padded)
+        return sum(cost / (1.0 if own % ALIGNED_ELEMENTS == 0 else problem.unaligned_fraction) for own, cost in rows)
 
     return min(sorted(problem.space.vocab_multiples), key=work) if problem.vocabularies else 1
-
-
-def _is_aligned(size: int, tp: int) -> bool:
-    """Of a vocabulary that is split where it can be."""
-    return (size // tp if size % tp == 0 else size) % ALIGNED_ELEMENTS == 0
 
 
 def _shard_groups(t: Table, hsdp: bool, per_node: int) -> NDArray[np.bool_]:
@@ -351,8 +304,4 @@ def _number(t: Table, pin: NumberPin) -> NDArray[np.bool_]:
 
 def is_pinned(pins: Pins, *keys: str) -> bool:
     """Whether pins say something of one of these."""
-    return any(_key(pin) in keys for pin in pins.pins)
-
-
-def _key(pin: Pin) -> str:
-    return pin.key if isinstance(pin, NumberPin | ChoicePin) else ""
+    return any(isinstance(pin, NumberPin | ChoicePin) and pin.key in keys for pin in pins.pins)

@@ -1,6 +1,6 @@
 """Shares of data ranks on different devices: which numbers of samples are tried, where there is no pipeline.
 
-Every rank runs as many micro-batches, ranks of different node groups of different sizes (:mod:`autopar.cost.step.unequal_shares`). For each
+Every rank runs as many micro-batches, ranks of different node groups of different sizes (:mod:`autopar.cost.model`). For each
 number of micro-batches the samples of one are dealt out in whole numbers so that all groups take about as long; the nearest
 :data:`TRIED` ways to do so are candidates, beside those in which all ranks take as many.
 """
@@ -16,9 +16,11 @@ from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError, UsageError
 from autopar.mesh import Mesh
 from autopar.plan_check import SHARES_ALONE, shares_fault
-from autopar.planner.space.candidates import Candidate, Problem, candidates, divisors
+from autopar.planner.space.candidates import Candidate, candidates, divisors
 from autopar.planner.space.conflict import conflict
-from autopar.planner.space.pins import EQUAL, ChoicePin, NumberPin, Pins
+from autopar.planner.space.constraints import Problem
+from autopar.planner.space.pin_syntax import EQUAL, ChoicePin, NumberPin
+from autopar.planner.space.pins import Pins
 
 KEY = "data_shares"
 TRIED = 3

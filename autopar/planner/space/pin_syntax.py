@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from autopar.errors import UsageError
 from autopar.layout import Type, parse_type
 from autopar.plan import RECOMPUTES, Recompute
-from autopar.planner.sharding.sequence_axis import KINDS
+from autopar.planner.space.space import ATTENTION_KINDS
 from autopar.schedule import SCHEDULES
 from autopar.table import closest
 
@@ -29,29 +29,18 @@ ACTIVATIONS = "activations"
 BUCKET = "bucket_bytes"
 """The one whole number that is chosen after the candidate."""
 
-_NUMBERS = {
-    "pp": "pp",
-    "dp": "dp",
-    "dp_replicate": "dp_replicate",
-    "dp_shard": "dp_shard",
-    "cp": "cp",
-    "tp": "tp",
-    "ep": "ep",
-    "ep_data": "ep_data",
-    "zero": "zero",
-    "zero_stage": "zero",
-    "micro_batch": "micro_batch",
-    "micro_batch_size": "micro_batch",
-    "num_micro_batches": "num_micro_batches",
-    "virtual_stages": "virtual_stages",
-    "vocab_multiple": "vocab_multiple",
-    BUCKET: BUCKET,
-}
+_SAME = {"zero_stage": "zero", "micro_batch_size": "micro_batch"}
+"""Other names of some numbers."""
+
+_NUMBERS = (
+    *("pp", "dp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "ep_data", "zero", "zero_stage", "micro_batch"),
+    *("micro_batch_size", "num_micro_batches", "virtual_stages", "vocab_multiple", BUCKET),
+)
 _AXES = ("tp",)
 _CHOICES = {
     "schedule": SCHEDULES,
     "precision": ("fp32", "bf16", "fp16", "fp8", "fp64"),
-    "cp_attention": KINDS,
+    "cp_attention": ATTENTION_KINDS,
     "offload": ("none", "optimizer"),
 }
 EQUAL = "equal"
@@ -152,7 +141,7 @@ def parse_pin(text: str) -> Pin:
     if name in _NUMBERS:
         if not value.isdecimal():
             raise UsageError(f"the pin of {name} is a whole number", value=repr(value), place=f"pin '{text}'")
-        return NumberPin(text=text, key=_NUMBERS[name], relation=relation, value=int(value))
+        return NumberPin(text=text, key=_SAME.get(name, name), relation=relation, value=int(value))
     if name in ("groups", "data_shares"):
         return (_order if name == "groups" else _shares)(text, relation, value)
     if name == "offload" and value.partition("@")[0] == ACTIVATIONS:

@@ -37,7 +37,6 @@ from autopar.graph.padding import vocabulary_sizes
 from autopar.plan import BUCKET_BYTES, Recompute
 from autopar.planner.space.pin_syntax import (
     BUCKET,
-    EQUAL,
     ActivationPin,
     ChoicePin,
     NumberPin,
@@ -49,22 +48,6 @@ from autopar.planner.space.pin_syntax import (
     parse_pin,
 )
 from autopar.table import closest
-
-__all__ = [
-    "BUCKET",
-    "EQUAL",
-    "ActivationPin",
-    "ChoicePin",
-    "NumberPin",
-    "OpaquePin",
-    "ParameterPin",
-    "Pin",
-    "Pins",
-    "RecomputePin",
-    "StagePin",
-    "parse_pin",
-    "select_blocks",
-]
 
 
 def select_blocks(graph: Graph, selector: str, *, pin: str) -> tuple[int, ...]:

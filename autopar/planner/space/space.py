@@ -14,6 +14,9 @@ from autopar.table import Table, closest
 
 SamplerName = Literal["none", "tpe", "cmaes", "nsga2"]
 SAMPLERS: tuple[SamplerName, ...] = ("none", "tpe", "cmaes", "nsga2")
+ATTENTION_KINDS = ("gather", "ulysses", "ring")
+"""How attention runs over a split sequence (:mod:`autopar.planner.sharding.sequence_axis`)."""
+
 Hosted = Literal["optimizer", "activations"]
 
 

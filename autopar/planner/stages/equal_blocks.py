@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.cost.step.stage_time import own_times
+from autopar.cost.step.step import own_times
 from autopar.graph.compact import Compact
 from autopar.plan import Recompute
 from autopar.planner.layouts.types import PricedLayout
-from autopar.planner.stages.enumerate_cuts import count_plans
 
 LATE = 6
 """Parts of the pipeline's ranks, of which some have short first stages."""
@@ -78,14 +77,10 @@ class EqualBlocks:
         total_s = sum(n * time_s for n, time_s in zip(self.counts, times, strict=True))
         return math.ceil(math.floor(total_s / min(times[k] for k in places) + 1e-9) / stages)
 
-    def tries_all(self, stages: int, *, without: str = "") -> bool:
-        """Whether all cuts into so many stages with every choice of recompute are few enough to be priced.
-
-        Args:
-            without: a mode that is not chosen.
-        """
-        choices = [len({*self.modes[k]} - {without} or self.modes[k]) + self.moves for k in self.class_of]
-        return count_plans(len(self.class_of), stages, choices) <= self.every
+    def tries_all(self, stages: int) -> bool:
+        """Whether all cuts into so many stages with every choice of recompute are few enough to be priced."""
+        choices = [len(self.modes[k]) + self.moves for k in self.class_of]
+        return math.comb(len(self.class_of) - 1, stages - 1) * math.prod(choices) <= self.every
 
     def even_stages(self, option: PricedLayout, pp: int, virtual_stages: int) -> list[list[NDArray[np.bool_]]]:
         """Ways to cut virtual stages: for each stage whether blocks i:j may be one, see :meth:`most_blocks`.

@@ -2,7 +2,7 @@
 
 The cut balances what each rank takes. Which of several stages has one block more decides how the pipeline fills and drains, and
 what ranks that differ wait for; the simulation works that out action by action. A step is as long as its longest chain of actions
-(:mod:`autopar.cost.step.critical_path`), and with other stages the same actions still follow each other: so each chain that was the
+(:mod:`autopar.cost.step.simulation`), and with other stages the same actions still follow each other: so each chain that was the
 longest of some cut says how long other cuts take at least, if no block recomputes. Moves are simulated in the order of the longest of
 all chains that are known, until none is left that may be shorter than the best cut.
 """
@@ -14,7 +14,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.cost.step.critical_path import Chain
+from autopar.cost.step.simulation import Chain
 from autopar.planner.stages.cut_problem import CutProblem, Fitting, Stops, allows, exactly
 from autopar.planner.stages.fit import fitted
 from autopar.planner.stages.recompute import Array
@@ -94,7 +94,7 @@ class _ChainBound:
 
     def add(self, found: Fitting) -> None:
         """The longest chains of a cut, one for each rank at whose end one stands."""
-        self.chains += self.problem.model.longest_chains(found.made, self.problem.step, self.problem.pp)
+        self.chains += self.problem.model.longest_chains(found.made, self.problem.step)
 
     def times_s(self, stops: NDArray[np.int64]) -> Array:
         """The longest chain of each of some cuts [cuts]."""

@@ -12,13 +12,18 @@ enough are left out unseen. Work grows with the square of the number of blocks, 
 With virtual stages a rank holds several stages; each then gets an equal share of the rank's memory, and the bound on the
 slowest stage stands for that on the slowest rank. That is a heuristic; the event simulation judges the result. Which
 blocks may be a virtual stage at all is a law of the space (``docs/adr/0011-even-stages.md``).
+
+The cut minimises what adds up; the step of a plan does not quite: messages between stages wait for each other, memory comes in
+steps. So the plan of a small problem may have a cut that no solver names. A space says up to how many plans are all tried
+(``Space.every``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import combinations, product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -291,3 +296,14 @@ def stage_masks(num_blocks: int, stages: int, allowed: Sequence[Mask] | None, pi
             own = own & (holds if stage == s else ~holds)
         found.append(own)
     return found
+
+
+def every_cut(blocks: Sequence[CutBlock], stages: int, fixed: Mapping[int, int]) -> Iterator[Cut]:
+    """All of them; ``fixed``: pinned stage by block index. Their times are left open."""
+    n = len(blocks)
+    modes = list(product(*([option.mode for option in block.options] for block in blocks)))
+    for inner in combinations(range(1, n), stages - 1):
+        stops = (*inner, n)
+        if all(sum(stop <= i for stop in stops) == stage for i, stage in fixed.items()):
+            for own in modes:
+                yield Cut(stops=stops, modes=own, time_s=0.0)

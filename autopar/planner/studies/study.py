@@ -25,17 +25,8 @@ from autopar.planner.space.candidates import Candidate
 from autopar.planner.studies.storage import answering, open_storage
 
 KEYS = (
-    "pp",
-    "dp_shard",
-    "cp",
-    "tp",
-    "ep_data",
-    "micro_batch",
-    "zero",
-    "schedule",
-    "groups",
-    "offload",
-    "vocab_multiple",
+    *("pp", "dp_shard", "cp", "tp", "ep_data", "micro_batch", "zero", "schedule"),
+    *("groups", "offload", "vocab_multiple"),
 )
 Value = int | str
 _NOTHING = "none"
@@ -61,13 +52,7 @@ class Study:
     is_shared = True
 
     def __init__(
-        self,
-        pool: Sequence[Candidate],
-        *,
-        storage: str,
-        name: str,
-        identity: Mapping[str, str],
-        durable: bool = True,
+        self, pool: Sequence[Candidate], *, storage: str, name: str, identity: Mapping[str, str], durable: bool = True
     ) -> None:
         self.url, self.name = storage, name
         self.pool = tuple(pool)

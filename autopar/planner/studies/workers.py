@@ -1,7 +1,11 @@
-"""Further processes for one search: each makes the same candidates and works on the same study."""
+"""Further processes for one search: each makes the same candidates and works on the same study.
+
+What the times of a study depend on is its identity: two searches share a study only where all of it is equal.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import pickle
@@ -15,15 +19,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autopar.errors import UsageError
+from autopar.graph.ir import Graph, digest
 from autopar.planner.branch_and_bound.process_group import available
-from autopar.planner.outcome import Limits
 from autopar.planner.space.candidates import Candidate
-from autopar.planner.task import Task
+from autopar.planner.task import Limits, Task
 from autopar.rules.missing import OwnRule, own_rules
 
 if TYPE_CHECKING:
     from autopar.planner.studies.study import Study
-
 GRACE_S = 5.0
 """For a worker that is told to stop to say in the study that it does."""
 
@@ -95,8 +98,6 @@ def helpers(task: Task, pool: Sequence[Candidate], sharing: Sharing, limits: Lim
     Raises:
         UsageError: the storage cannot be opened, or its study is of something else.
     """
-    from autopar.planner.studies.study_identity import identity, study_name
-
     with tempfile.TemporaryDirectory(prefix="autopar-", ignore_cleanup_errors=True) as folder:
         job = Job(
             task=replace(task, graph=replace(task.graph)),  # without what the graph has looked up
@@ -123,7 +124,7 @@ def helpers(task: Task, pool: Sequence[Candidate], sharing: Sharing, limits: Lim
 
 def _start(job: Path, number: int) -> subprocess.Popen[bytes]:
     # the package may lie in a checkout that is not installed
-    root = str(Path(__file__).resolve().parents[2])
+    root = str(PACKAGE.parent)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([root, *sys.path])}
     with _log(job.parent, number).open("wb") as log:
         return subprocess.Popen(
@@ -156,3 +157,50 @@ def _stop(workers: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
 
 def _log(folder: Path, number: int) -> Path:
     return folder / f"worker{number}.log"
+
+
+PACKAGE = Path(__file__).resolve().parents[2]
+"""The folder of autopar."""
+
+_NOT_PRICED = ("cli", "report", "runtime", "lower", "benchmark", "validate", "profile")
+"""Folders of the package that no time depends on."""
+
+
+def identity(task: Task) -> dict[str, str]:
+    """By name what a study is of, with a hash where a name does not say all of it. Equal on every machine."""
+    graph, cluster = task.graph, task.cluster
+    return {
+        "model": f"{graph.name} {_graph(graph)}",
+        "cluster": f"{cluster.name} {digest(repr(cluster))}",
+        "global batch": str(task.global_batch_size),
+        "precision": f"{task.precision.name} {digest(repr(task.precision))}",
+        "optimizer": task.optimizer,
+        "pins": ", ".join(task.pins.texts),
+        "space": f"{task.space.name} {digest(repr(task.space))}",
+        "rules": digest(repr(own_rules(graph))),
+        "version of autopar": sources(),
+    }
+
+
+def study_name(task: Task) -> str:
+    """For a study of a task alone."""
+    return f"{task.graph.name} on {task.cluster.name} {digest(repr(identity(task)))}"
+
+
+def _graph(graph: Graph) -> str:
+    """Of all that costs depend on: not the lines of the user's code, which lie elsewhere on another machine."""
+    parts: list[object] = [graph.fingerprint, graph.batch_size, graph.inputs, graph.parameters, graph.blocks]
+    parts += [graph.loss, graph.sums, graph.mutations, graph.mixing, graph.exact]
+    parts += [(buffer.name, buffer.fqn, buffer.spec) for buffer in graph.buffers]
+    parts += [(op.name, op.target, op.args, op.kwargs, op.outputs, op.layouts) for op in (*graph.prelude, *graph.ops)]
+    return digest(repr(parts))
+
+
+def sources() -> str:
+    """A hash of the code that makes graphs and times: searches by different versions must not mix."""
+    found = hashlib.sha256()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = path.relative_to(PACKAGE)
+        if name.parts[0] not in _NOT_PRICED:
+            found.update(f"{name.as_posix()}\n".encode() + path.read_bytes())
+    return found.hexdigest()[:16]

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from autopar.cost.step.critical_path import chains_of
-from autopar.cost.step.simulation import compiled
+from autopar.cost.step.simulation import chains_of, compiled
 from autopar.planner.bounds.chain_program import WHOLE, chain_bound
 from autopar.planner.bounds.columns import Columns
 from autopar.planner.bounds.feasibility import feasible_bounds

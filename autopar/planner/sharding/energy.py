@@ -12,7 +12,36 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.planner.sharding.elimination import Prepared, Table
+Table = NDArray[np.float64]
+States = NDArray[np.intp]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Factor:
+    """A cost for each combination of the variables of ``scope``; ``table`` has one dim for each, in that order."""
+
+    scope: tuple[int, ...]
+    table: Table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Energy:
+    """``sizes``: number of states of each variable. The energy of an assignment is the sum of its table entries."""
+
+    sizes: tuple[int, ...]
+    factors: tuple[Factor, ...]
+
+    def value(self, assignment: Sequence[int]) -> float:
+        """The energy of one assignment (a state for each variable)."""
+        return float(sum(f.table[tuple(assignment[v] for v in f.scope)] for f in self.factors))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Minimum:
+    """An assignment of least energy."""
+
+    assignment: tuple[int, ...]
+    value: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,10 +95,6 @@ class PartedFactor:
             if np.count_nonzero(factors) and np.count_nonzero(part):
                 table = table + factors.reshape(-1, *(1,) * part.ndim) * part
         return table
-
-    def restricted(self, prepared: Prepared) -> PartedFactor:
-        """Over the states alone that are left."""
-        return PartedFactor(self.scope, tuple([prepared.restrict(self.scope, part) for part in self.parts]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
