@@ -11,8 +11,9 @@ from torch import Tensor
 _WIDTH = 1024
 """Elements of a long tensor are laid in rows of so many: nothing as long as it is made besides it."""
 
-_SHORT = 16 * _WIDTH
-"""Tensors up to this length are joined: each is done in less time than a host takes to launch one kernel, and a model has many."""
+_SHORT = 4 * _WIDTH
+"""Tensors up to this length are joined: each takes a device less time than a host takes to launch one kernel, and a model has many.
+Of longer ones, joined, a CPU has to fetch more memory than the sums of their rows and columns take."""
 
 _FACTORS = (-7046029254386353131, -4658895280553007687)
 """Those of splitmix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators"), as signed numbers."""
@@ -45,7 +46,8 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
         pieces += own
         sizes.append(sum(piece.numel() for piece in own))
     base = _weights(max(sizes), tensors[0].device)
-    running = (torch.cat(pieces) * torch.cat([base[:size] for size in sizes])).cumsum(0)  # modulo 2**64: no bit is lost
+    weights = torch.cat([base[:size] for size in sizes])
+    running = torch.cat(pieces).mul_(weights).cumsum_(0)  # modulo 2**64: no bit is lost
     return torch.stack([running[end - 1] for end in accumulate(sizes)]).diff()
 
 

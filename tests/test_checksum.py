@@ -27,7 +27,7 @@ def random(dtype: torch.dtype, length: int) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("length", [0, 1, 3, 1023, 1024, 10_007, 16_384, 16_385, 40_007])
+@pytest.mark.parametrize("length", [0, 1, 3, 1023, 1024, 4096, 4097, 10_007])
 def test_the_same_bits_have_one_number_wherever_they_lie(dtype: torch.dtype, length: int) -> None:
     value = random(dtype, length)
     moved = torch.cat([value.new_zeros(1), value])[1:]  # at an odd place of its storage
@@ -39,7 +39,7 @@ def test_the_same_bits_have_one_number_wherever_they_lie(dtype: torch.dtype, len
 
 @given(
     dtype=st.sampled_from(DTYPES),
-    rows=st.integers(1, 20),
+    rows=st.integers(1, 9),
     columns=st.integers(1, 3000),
     places=st.tuples(st.integers(0, 2**30), st.integers(0, 2**30)),
 )
@@ -83,9 +83,9 @@ def kernels(values: list[Tensor]) -> int:
 def test_many_short_tensors_take_as_many_kernels_as_one() -> None:
     one, many = ([random(torch.float32, 100 + i) for i in range(count)] for count in (1, 50))
     assert kernels(many) == kernels(one)
-    assert kernels([*many, random(torch.float32, 40_007)]) > kernels(many)
+    assert kernels([*many, random(torch.float32, 10_007)]) > kernels(many)
 
 
 def test_numbers_do_not_depend_on_what_stands_beside() -> None:
-    values = [random(dtype, length) for length in (0, 5, 40_007, 0, 16_384, 1) for dtype in DTYPES]
+    values = [random(dtype, length) for length in (0, 5, 10_007, 0, 4096, 1) for dtype in DTYPES]
     assert checksums(values).tolist() == [number(value) for value in values]

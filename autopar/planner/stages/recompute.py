@@ -243,8 +243,9 @@ def _covered(level: _Levels, counts: NDArray[np.int64], need: Array) -> tuple[Ar
 def _freed(
     level: _Levels, counts: NDArray[np.int64], row: NDArray[np.intp], need: Array, tiny: Array
 ) -> tuple[Array, Array]:
-    """Of stages one by one [stages] seconds and counts [steps, stages]: steps in order until enough is freed, and those taken back that
-    are not needed, first those that take longest for what they free.
+    """Of stages one by one: seconds [stages] and counts [steps, stages] of steps in order, until enough is freed.
+
+    Those that are not needed are taken back, first those that take longest for what they free.
 
     Args:
         counts: blocks of each kind [stages, kinds].
