@@ -234,9 +234,10 @@ def _covered(level: _Levels, counts: NDArray[np.int64], need: Array) -> tuple[Ar
     most = (counts @ level.most_freed.T).T[:, None]
     tiny = ROUNDING * np.maximum(np.abs(need), 1.0)
     time_s, taken = np.where(need > most + tiny, np.inf, 0.0), np.zeros((len(level.kind), *need.shape))
-    asked = np.nonzero((need > 0.0) & np.isfinite(time_s))
-    if len(asked[0]):
-        time_s[asked], taken[:, *asked] = _freed(level, counts[asked[2]], asked[0], need[asked], tiny[asked])
+    rows, limits, stages = asked = np.nonzero((need > 0.0) & np.isfinite(time_s))
+    if len(rows):
+        freed = _freed(level, counts[stages], rows, need[asked], tiny[asked])
+        time_s[asked], taken[:, rows, limits, stages] = freed
     return time_s, taken
 
 
