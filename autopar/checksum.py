@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 _WIDTH = 1024
-"""Elements are laid in rows of so many: nothing as long as the tensor is made besides it."""
+"""Elements of a long tensor are laid in rows of so many: nothing as long as it is made besides it."""
+
+_SHORT = 4 * _WIDTH
+"""Tensors up to this length are joined: each takes a device less time than a host takes to launch one kernel, and a model has many.
+Of longer ones, joined, a CPU has to fetch more memory than the sums of their rows and columns take."""
 
 _FACTORS = (-7046029254386353131, -4658895280553007687)
 """Those of splitmix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators"), as signed numbers."""
@@ -32,15 +37,29 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
     >>> one == other, one == int(checksums([torch.tensor([1.0, 2.0])]))
     (False, True)
     """
-    pieces, sizes = list[Tensor](), list[int]()
-    for bits in map(_bits, tensors):
-        whole = bits.numel() // _WIDTH * _WIDTH
-        own = [bits[whole:].to(torch.int64), *_sums(bits[:whole].view(-1, _WIDTH))]
+    bits = [_bits(tensor) for tensor in tensors]
+    gridded = [flat.numel() // _WIDTH * _WIDTH if flat.numel() > _SHORT else 0 for flat in bits]
+    rests = _widened([flat[length:] for flat, length in zip(bits, gridded, strict=True)])
+    pieces, sizes = [rests[0].new_zeros(1)], [1]  # sums of the first 0, 1, 2 ... tensors begin with it
+    for flat, length, rest in zip(bits, gridded, rests, strict=True):
+        own = [rest, *_sums(flat[:length].view(-1, _WIDTH))]
         pieces += own
         sizes.append(sum(piece.numel() for piece in own))
     base = _weights(max(sizes), tensors[0].device)
-    weighted = torch.cat(pieces) * torch.cat([base[:size] for size in sizes])
-    return torch.stack([part.sum() for part in torch.split(weighted, sizes)])
+    weights = torch.cat([base[:size] for size in sizes])
+    running = torch.cat(pieces).mul_(weights).cumsum_(0)  # modulo 2**64: no bit is lost
+    return torch.stack([running[end - 1] for end in accumulate(sizes)]).diff()
+
+
+def _widened(flats: Sequence[Tensor]) -> list[Tensor]:
+    """As int64; all of one dtype are joined and converted at once."""
+    found = list(flats)
+    for dtype in {flat.dtype for flat in flats}:
+        places = [i for i, flat in enumerate(flats) if flat.dtype == dtype]
+        joined = torch.cat([flats[i] for i in places]).to(torch.int64)
+        for i, part in zip(places, torch.split(joined, [flats[i].numel() for i in places]), strict=True):
+            found[i] = part
+    return found
 
 
 def _bits(value: Tensor) -> Tensor:

@@ -55,12 +55,18 @@ def rows_after(q: Tensor, k: Tensor, v: Tensor, scale: float, dropout_p: float) 
 
     Of fewer rows than columns this kernel takes "causal" for the lower right triangle (as ``torch.nn.attention.bias`` has it call it).
     """
+    _check(q, k, v, is_causal=False)
     out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, True, False, scale=scale)[0]
     return out
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, *, is_causal: bool) -> tuple[Tensor, Tensor, Kept]:
-    """Output, log-sum-exp, and what backward asks for; ``is_causal``: of as many rows as columns."""
+    """Output, log-sum-exp, and what backward asks for; ``is_causal``: of as many rows as columns.
+
+    Raises:
+        ValueError: the shapes are not those of one attention.
+    """
+    _check(q, k, v, is_causal=is_causal)
     if q.device.type == "cpu":
         out, statistic = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, is_causal, scale=scale
@@ -108,6 +114,15 @@ def backward(  # noqa: PLR0913  what the kernels take
         )
     dq, dk, dv = found
     return dq, dk, dv
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> None:
+    """The kernels do not compare shapes: they would read and write memory that is not theirs."""
+    (batch, heads, rows, width), (key_batch, key_heads, columns, _) = q.shape, k.shape
+    fits = k.shape == v.shape and batch == key_batch and width == k.shape[-1] and not heads % max(key_heads, 1)
+    if not fits or (is_causal and rows != columns):
+        said = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
+        raise ValueError(f"queries, keys and values of one attention have shapes that agree, but found {said}")
 
 
 def wide(x: Tensor) -> Tensor:

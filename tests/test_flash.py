@@ -65,6 +65,37 @@ def test_blocks_merge_to_the_whole(dtype: torch.dtype, key_heads: int, cuts: tup
         assert_near(gv, v.grad[..., part, :], 2 * DTYPES[dtype])
 
 
+@pytest.mark.parametrize(
+    ("changed", "shape"),
+    [
+        (0, (1, 4, 6, 16)),
+        (0, (2, 3, 6, 16)),
+        (1, (2, 2, 3, 16)),
+        (2, (2, 2, 3, 16)),
+        (2, (2, 1, 6, 16)),
+        (1, (1, 2, 6, 16)),
+    ],
+)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_shapes_that_do_not_agree_are_refused_before_a_kernel_reads_them(
+    changed: int, shape: tuple[int, ...], is_causal: bool
+) -> None:
+    given = [x.detach() for x in drawn(torch.float32, 6, 6, key_heads=2)]
+    flash.forward(*given, 0.3, is_causal=is_causal)
+    given[changed] = torch.zeros(shape)
+    with pytest.raises(ValueError, match="shapes that agree"):
+        flash.forward(*given, 0.3, is_causal=is_causal)
+
+
+def test_as_many_rows_as_columns_under_a_causal_mask() -> None:
+    q, k, v = (x.detach() for x in drawn(torch.float32, 7, 6))
+    flash.forward(q, k, v, 0.3, is_causal=False)
+    with pytest.raises(ValueError, match="shapes that agree"):
+        flash.forward(q, k, v, 0.3, is_causal=True)
+    with pytest.raises(ValueError, match="shapes that agree"):
+        flash.RowsAfter.apply(q, k, v, 0.3)  # type: ignore[no-untyped-call]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("columns", [6, 7, 18])
 @pytest.mark.parametrize("key_heads", [2, 4])

@@ -239,7 +239,7 @@ class Monitor:
         peak, reserved = self._memory.peak_bytes(), self._memory.reserved_bytes()
         row = [*mine.values(), between, *(-1.0 if size is None else float(size) for size in (reserved, peak))]
         ranks = []
-        for rank, values in enumerate(_gathered(row, world)):
+        for rank, values in enumerate(_gathered(row, world.host_group())):
             ranks.append(
                 RankTimes(
                     rank=rank,
@@ -280,13 +280,13 @@ def _categories(world: World) -> dict[str, str]:
     return found
 
 
-def _gathered(row: list[float], world: World) -> list[list[float]]:
-    """Every rank's row, in order of ranks."""
-    if world.mesh.world_size == 1:
+def _gathered(row: list[float], group: dist.ProcessGroup | None) -> list[list[float]]:
+    """Every rank's row, in order of the ranks of a group on the host; None for one rank alone."""
+    if group is None:
         return [row]
-    mine = torch.tensor(row, dtype=torch.float64, device=world.device)
-    everyone = [torch.empty_like(mine) for _ in range(world.mesh.world_size)]
-    dist.all_gather(everyone, mine)
+    mine = torch.tensor(row, dtype=torch.float64)
+    everyone = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(everyone, mine, group=group)
     return [values.tolist() for values in everyone]
 
 

@@ -29,7 +29,7 @@ def run(case: Case, rank: int, record: Any) -> int:
     """
     import torch
     import torch.distributed as dist
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from autopar import api
@@ -67,6 +67,12 @@ def run(case: Case, rank: int, record: Any) -> int:
                 _train(parallel, optimizer, scaler if case.scales else None, batch, record, is_last=step == steps - 1)
             if case.is_called:
                 _call(parallel, batch, record)
+            record.phase = "measured"
+            if case.is_called:  # as if enough steps had been measured: the next one begins with the comparison
+                parallel.monitor._wanted = len(parallel.monitor._steps) + 1
+                with unset_fake_temporarily():  # no tensor of a device is made: ranks compare what their hosts have
+                    parallel.monitor.begin_step()
+                assert parallel.monitor.record is not None
             parallel.monitor.close()
             if case.evaluates:
                 record.phase = "evaluate"
@@ -255,6 +261,7 @@ def _probe(record: Any) -> None:
             "repeats": lambda: here.repeat_interleave(torch.ones(4, dtype=torch.int64, device="cuda")),
             "event": lambda: torch.cuda.Event().synchronize(),
             "fork": torch.cuda.get_rng_state,
+            "questions": lambda: (here.device, here.dtype, here.shape, here.is_cuda, here.view(2, 2)),
             "all right": lambda: (
                 (here * 2.0 + torch.tensor(1.0)).to(torch.bfloat16).sum() + there.to("cuda", non_blocking=True).sum()
             ),

@@ -106,6 +106,15 @@ def test_dense_models_wait_for_nothing_in_a_step(seen: Seen) -> None:
             ], name
 
 
+def test_first_steps_are_compared_without_the_device(seen: Seen) -> None:
+    """But for the events that they were measured by."""
+    for name, case in seen("dense").items():
+        there = {row[3] for row in case["seen"] if row[0] == "measured"}
+        assert there <= {"autopar/runtime/monitor.py:_between"}, name
+        assert "measured" not in case["launches"], name
+    assert any(row[0] == "measured" for row in seen("dense")["tp rank 0"]["seen"])
+
+
 def test_batches_on_the_device_are_compared_a_step_later(seen: Seen) -> None:
     """Once for each batch of which the host has been told nothing: no value of it is read in its own step."""
     for group in PLANS:
@@ -130,3 +139,9 @@ def test_faults_are_seen(seen: Seen) -> None:
     assert all(waits in found[name] for name in ("item", "int", "if", "list", "where", "mask", "repeats", "event"))
     assert "state of generators kept" in found["fork"]
     assert "all right" not in found
+
+
+def test_kernels_are_counted_and_nothing_else(seen: Seen) -> None:
+    launches = seen(PROBE)["launches"]
+    assert launches["all right"] == 7
+    assert "questions" not in launches

@@ -133,7 +133,8 @@ class Watch(TorchDispatchMode):
         kinds = {tensor.device.type for tensor in tensors}
         target = kwargs.get("device")
         made = torch.device(target).type if target is not None else None
-        if ("cuda" in kinds or (not tensors and made == "cuda")) and base not in VIEWS:
+        is_asked = name.startswith("prim.")  # a fake tensor's device, which is an attribute of a real one
+        if ("cuda" in kinds or made == "cuda") and base not in VIEWS and not is_asked:
             record.launches[record.phase] += 1
         if base == "_to_copy" and tensors and made is not None and made != tensors[0].device.type:
             if not kwargs.get("non_blocking", False):

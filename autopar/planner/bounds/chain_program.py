@@ -33,7 +33,7 @@ from autopar.planner.bounds.columns import same_kinds
 from autopar.planner.bounds.instance import FIELDS, MODES, Array, PipelineInstance, forwards_done
 from autopar.planner.space.candidates import Candidate
 
-ROUNDS = 40
+ROUNDS = 60
 """Programs that are solved for an instance at most."""
 
 MOST_ACTIONS = 60_000
@@ -198,10 +198,11 @@ class _Stages:
         self.tie_s[[0, -1]] = instance.tie_s
         sent = self.held * instance.sent_bytes * (np.arange(self.num) < self.num - 1)
         limit = np.array(instance.limit_bytes)[device] * (1 + ROUNDING)
-        least = passing.min(axis=2)
-        inner = [k for k in range(least.shape[1]) if k != self.kinds[-1] or (self.kinds == k).sum() > 1]
-        peak = least[:pp, inner].min(axis=1) if inner else least[:pp, self.kinds[-1]]
-        peak[-1] = least[-1, self.kinds[-1]]
+        least, spare = passing.min(axis=2), len(self.kinds) - self.num
+        # the last block of each stage, before and after which each stage has one at least, is at its peak
+        ends = [self.kinds[s : s + spare + 1] if s < self.num - 1 else self.kinds[-1:] for s in range(self.num)]
+        peak = np.array([own[kinds].min(initial=np.inf) for own, kinds in zip(least, ends, strict=True)])
+        peak = peak.reshape(v, pp).max(axis=0)
         self.room = limit - np.bincount(self.rank, weights=sent, minlength=pp) - peak
         self.actions = compiled(*self.key)
 

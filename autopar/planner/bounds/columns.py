@@ -107,6 +107,19 @@ class Columns:
         found: Array = np.where(self.active & ~(but_last & self.is_last), values, 0.0).sum(axis=1)
         return found
 
+    def may_end(self) -> NDArray[np.bool_]:
+        """Of each stage which kinds its last block may have [i, r, v, k]: before and after it each stage has a block at least."""
+        kinds = np.repeat([kind for kind, _ in self.runs], [count for _, count in self.runs])
+        most, size = len(kinds) - 1, self.active.shape[1]
+        seen = np.zeros((len(kinds) + 1, len(self.counts)), dtype=np.int64)
+        np.cumsum(kinds[:, None] == np.arange(len(self.counts)), axis=0, out=seen[1:])
+        stages = (self.pp * self.virtual).astype(np.int64)[:, None, None]
+        stage = np.arange(size)[:, None] + np.arange(self.v) * self.pp[:, None, None]
+        last = np.clip(most + 1 - stages + stage, 0, most)
+        first = np.where(stage >= stages - 1, most, np.minimum(stage, last))
+        found: NDArray[np.bool_] = seen[last + 1] > seen[first]
+        return found
+
     # --- relaxations that ask for no table
 
     def work_s(self) -> Array:

@@ -16,7 +16,7 @@ function of the instance alone, and up to a goal the same whatever the goal is.
 
 With one stage a rank, blocks are taken in order, whole: from the last rank to the first each takes as many as it can. The fewer
 are left, the less stands before the ranks that follow, so taking the most is never wrong. With virtual stages a rank's blocks are
-anywhere: each takes the most of them, and the most of their work, that it can, the cheapest ones first.
+anywhere: each takes the most of them, the most of the largest group of equal ones, and the most of their work, the cheapest ones first.
 """
 
 from __future__ import annotations
@@ -182,10 +182,9 @@ class _Laws:
         self.is_timed = np.arange(self.costs.shape[3]) < 3 * self.num_prices
 
     def _peaks(self, peaks: Array) -> Array:
-        """What is in passing when the last block of a stage is at its peak [i, r, l]: of any, but of the last rank's last stage."""
-        inner = [k for k in range(peaks.shape[4]) if k != self.c.last or self.c.counts[k] > 1]
-        some = peaks[..., inner].min(axis=(2, 4)) if inner else peaks[:, :, -1, :, self.c.last]
-        found: Array = np.where(self.c.is_last[:, :, None], peaks[:, :, -1, :, self.c.last], some)
+        """What is in passing when the last block of a stage is at its peak, at the least of all stages of a rank [i, r, l]."""
+        least = np.where(self.c.may_end()[:, :, :, None], peaks, np.inf).min(axis=4)
+        found: Array = np.where(self.c.has_stage[:, None, :, None], least, -np.inf).max(axis=2)
         return found
 
     def line(self, chain: int) -> slice:
@@ -285,13 +284,14 @@ class _InAnyOrder:
         most = counts * c.has_stage[:, :, None]
         most[:, :, large] = np.minimum(most[:, :, large], np.where(c.has_stage, c.most[:, None], 0.0))
         self.needed = c.virtual[:, None] - c.is_first * 1.0 - c.is_last
-        self.measures = [(np.ones(len(counts)) + np.zeros((len(c.m), 1)), True)]
+        every = np.ones((len(c.m), len(counts)))
+        self.measures = [every]  # whole blocks of all groups; of the largest one, which others may not stand for; work
         if len(counts) > 1:
             work = np.stack([c.least_s[:, own].min(axis=1) for own in kinds], axis=1)
-            self.measures.append((work, False))
+            self.measures += [every * (np.arange(len(counts)) == large), work]
         self.whole = WholeRecompute(c, most.sum(axis=2))
-        self.tables = [self._table(costs, most, value) for value, _ in self.measures]
-        self.totals = [(value * counts).sum(axis=1) for value, _ in self.measures]
+        self.tables = [self._table(costs, most, value) for value in self.measures]
+        self.totals = [(value * counts).sum(axis=1) for value in self.measures]
 
     def _before(self, kinds: Sequence[Sequence[int]], large: int, each: Array) -> None:
         """Adds to the chains what stands before and after a rank's stages at the least, and what the first rank does once."""
@@ -321,7 +321,8 @@ class _InAnyOrder:
         cost = np.moveaxis(costs, 3, 2).reshape(i, r, lines, v * groups)
         worth = np.broadcast_to(value[:, None], (i, v, groups)).reshape(i, 1, 1, v * groups)
         size = most.reshape(i, 1, 1, v * groups)
-        order = np.argsort(cost / worth, axis=3)
+        with np.errstate(divide="ignore"):
+            order = np.argsort(cost / worth, axis=3)
         spent = np.take_along_axis(cost * size, order, axis=3)
         had = np.take_along_axis(np.broadcast_to(worth * size, cost.shape), order, axis=3)
         none = np.zeros((i, r, lines, 1))
@@ -337,22 +338,21 @@ class _InAnyOrder:
         time = np.where(laws.is_timed, time_s[:, None, None] * (1 + 1e-9), 0.0)
         budget = np.where(is_here[:, :, None], time - laws.fixed[rows], 0.0)
         fits: NDArray[np.bool_] = np.asarray((budget >= 0.0).all(axis=(1, 2)))
-        for (spent, had, rate), total, (_, is_whole) in zip(self.tables, self.totals, self.measures, strict=True):
+        for number, ((spent, had, rate), total) in enumerate(zip(self.tables, self.totals, strict=True)):
             own = spent[rows]
             place = np.maximum((own <= budget[..., None]).sum(axis=3) - 1, 0)[..., None]
             begun, done, more = (np.take_along_axis(x, place, axis=3)[..., 0] for x in (own, had[rows], rate[rows]))
             with np.errstate(invalid="ignore"):
                 value = np.where(more > 0, done + (budget - begun) * more, done).min(axis=2)
-            if is_whole:
+            if number < 2:
                 value = np.floor(value + SLACK)
+            fits &= np.where(is_here, value, 0.0).sum(axis=1) >= total[rows] * (1 - 1e-9)
+            if number == 0:
                 fits &= ((value >= self.needed[rows]) | ~is_here).all(axis=1)
-                fits &= np.where(is_here, value, 0.0).sum(axis=1) >= total[rows] * (1 - 1e-9)
                 left = np.flatnonzero(fits & np.isfinite(time_s))
                 if len(left):
                     some = self._whole(rows[left], value[left], budget[left], own[left], had[rows[left]])
                     fits[left] = np.where(is_here[left], some, 0.0).sum(axis=1) >= total[rows[left]] * (1 - 1e-9)
-            else:
-                fits &= np.where(is_here, value, 0.0).sum(axis=1) >= total[rows] * (1 - 1e-9)
         return fits
 
     def _whole(self, rows: NDArray[np.intp], value: Array, budget: Array, spent: Array, had: Array) -> Array:

@@ -234,17 +234,19 @@ def _covered(level: _Levels, counts: NDArray[np.int64], need: Array) -> tuple[Ar
     most = (counts @ level.most_freed.T).T[:, None]
     tiny = ROUNDING * np.maximum(np.abs(need), 1.0)
     time_s, taken = np.where(need > most + tiny, np.inf, 0.0), np.zeros((len(level.kind), *need.shape))
-    asked = np.nonzero((need > 0.0) & np.isfinite(time_s))
-    if len(asked[0]):
-        time_s[asked], taken[:, *asked] = _freed(level, counts[asked[2]], asked[0], need[asked], tiny[asked])
+    rows, limits, stages = asked = np.nonzero((need > 0.0) & np.isfinite(time_s))
+    if len(rows):
+        freed = _freed(level, counts[stages], rows, need[asked], tiny[asked])
+        time_s[asked], taken[:, rows, limits, stages] = freed
     return time_s, taken
 
 
 def _freed(
     level: _Levels, counts: NDArray[np.int64], row: NDArray[np.intp], need: Array, tiny: Array
 ) -> tuple[Array, Array]:
-    """Of stages one by one [stages] seconds and counts [steps, stages]: steps in order until enough is freed, and those taken back that
-    are not needed, first those that take longest for what they free.
+    """Of stages one by one: seconds [stages] and counts [steps, stages] of steps in order, until enough is freed.
+
+    Those that are not needed are taken back, first those that take longest for what they free.
 
     Args:
         counts: blocks of each kind [stages, kinds].
