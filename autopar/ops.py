@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar.errors import RuleError
+from autopar.errors import InternalError, RuleError
 
 Salt = int | tuple[int, ...]
 """Tells the random operators of a program apart."""
@@ -56,7 +56,10 @@ def resolve(target: str) -> Callable[..., Any]:
     if target == "aten.view.default":  # a graph's view has no strides to keep: it copies where it must
         return cast("Callable[..., Any]", torch.ops.aten.reshape.default)
     if found is None:
-        raise RuleError("every operator of a graph exists in torch or in autopar", value=target)
+        raise RuleError(
+            f"No operator '{target}' in torch or autopar",
+            fix="Import the module that registers it, or search again with this version",
+        )
     return cast("Callable[..., Any]", found)
 
 
@@ -151,7 +154,7 @@ def shard(x: Tensor, axis: str, dim: int, source: str) -> Tensor:
     pg = group(axis)
     size = dist.get_world_size(pg)
     if x.shape[dim] % size:
-        raise RuleError("a split dim divides by the axis", value=f"{x.shape[dim]} over {axis}={size}")
+        raise InternalError(f"A dim of {x.shape[dim]} does not divide by {axis}={size}")
     y: Tensor = spmd_types.shard(x, pg, src=_TYPES[source], dst=spmd_types.S(dim), backward_options=_backward(x))
     return y
 

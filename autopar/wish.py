@@ -18,7 +18,6 @@ from autopar.planner.planner import Planner, Task
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space, with_sampler
 from autopar.planner.task import Progress
-from autopar.table import closest
 from autopar.tracing import trace_model
 
 PrecisionName = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp64"]
@@ -51,8 +50,7 @@ class Wish:
             UsageError: there is no such one.
         """
         if self.precision not in PRECISIONS:
-            known = closest(self.precision, PRECISIONS)
-            raise UsageError("the precision is known", value=repr(self.precision), remedy=known)
+            raise UsageError.unknown("precision", self.precision, PRECISIONS)
         return PRECISIONS[self.precision]
 
     def trace(self, model: torch.nn.Module) -> Graph:

@@ -27,9 +27,8 @@ class StepLoss(Tensor):
             UsageError: always: the gradients are there.
         """
         raise UsageError(
-            "par.train_step(batch) runs forward and backward: the gradients are there when it returns",
-            value="loss.backward() after it",
-            remedy="leave backward() out (with one pipeline stage, `par(**batch).backward()` does the same)",
+            "loss.backward() was called after par.train_step(batch), which has already run the backward pass",
+            fix="Leave backward() out (with one pipeline stage, `par(**batch).backward()` does the same)",
         )
 
     def __truediv__(self, other: Any) -> Tensor:
@@ -45,10 +44,8 @@ class StepLoss(Tensor):
         """
         if sys._getframe(1).f_globals.get("__name__") == GradScaler.__module__:
             raise UsageError(
-                "gradients of par.train_step(batch) are there when it returns, and no scaler of torch's has scaled its loss",
-                value="GradScaler.scale of it",
-                remedy="leave the scaler out (GradScaler(enabled=False)): of the dtypes that plans compute in float16 alone needs "
-                "one, which is par.grad_scaler()",
+                "torch's GradScaler cannot scale the loss of par.train_step(batch), which has already run the backward pass",
+                fix="Leave the scaler out (GradScaler(enabled=False)), or use par.grad_scaler() for a plan in float16",
             )
         return super().__mul__(other)
 

@@ -77,7 +77,7 @@ class Session:
             return load_profile(run.device, relative_to=Path())
         except UsageError as error:
             place = f"{run.place}, column device"
-            raise UsageError(error.law, value=error.value, place=place, remedy=error.remedy) from error
+            raise error.becoming(UsageError, where=place) from error
 
     @cached_property
     def structures(self) -> tuple[tuple[Structure, ...], ...]:
@@ -92,10 +92,10 @@ class Session:
                 found.append(expressed.structures(run))
             except AutoparError as error:
                 raise UsageError(
-                    "every run is a layout that the planner knows",
-                    value=str(error),
-                    place=f"{run.place} ({run.name})",
-                    remedy="mend the row",
+                    "The planner does not know the layout of this run",
+                    where=f"{run.place} ({run.name})",
+                    got=error.short,
+                    fix="Correct the row",
                 ) from error
         return tuple(found)
 

@@ -194,7 +194,7 @@ class _Enumeration:
                 if key not in known:
                     try:
                         local = local or (graph if typing is None else shard(graph, typing))
-                    except RuleError:
+                    except (RuleError, InternalError):
                         break
                     known[key] = self.model.block_work(local, local.blocks[i])
             else:

@@ -25,7 +25,7 @@ Table = Mapping[str, Column]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraint:
-    """A law by name; ``holds`` gives a row of truths for a table, ``remedy`` is what helps beside dropping a pin."""
+    """A constraint by name; ``holds`` gives a row of truths for a table, ``remedy`` is what helps beside dropping a pin."""
 
     name: str
     holds: Callable[[Table], NDArray[np.bool_]]
