@@ -143,9 +143,9 @@ def fields_of_config(
 
 
 def _unknown_inputs(value: str) -> UsageError:
-    return UsageError.unsupported(
-        f"Making random inputs for a model of {value}",
-        instead="Give a factory `package.module:factory` that returns (model, example inputs)",
+    return UsageError(
+        f"Cannot make random inputs for a model of {value}",
+        fix="Give a factory `package.module:factory` that returns (model, example inputs)",
     )
 
 

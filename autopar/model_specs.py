@@ -302,9 +302,9 @@ def family_model(name: str, text: str, sequence_length: int | None) -> tuple[Cal
         if key not in known:
             raise UsageError.unknown(f"{name} setting", key, known)
         if key != "dropout" and not isinstance(value, int):
-            raise UsageError(f"{name}:{key} is {value!r}, not a whole number", fix=f"Write {key}=8")
+            raise UsageError(f"{name}:{key} is {value!r}, not a whole number", fix=f"Write for example {key}=8")
         if key not in ("dropout", "tied") and value < 1:
-            raise UsageError(f"{name}:{key} is {value}, which is below 1", fix=f"Write {key}=8")
+            raise UsageError(f"{name}:{key} is {value}, which is below 1", fix=f"Write for example {key}=8")
     hidden, heads = given.get("hidden"), given.get("heads")
     if hidden and heads and hidden % heads:
         raise UsageError(

@@ -111,7 +111,8 @@ def resolve_model(
     elif colon and "=" not in rest and rest:
         return _from_factory(spec, sequence_length, batch_size, dtype)
     else:
-        raise UsageError(f"Unknown kind of model '{spec}'", fix=GRAMMAR)
+        fix = "or write package.module:factory or hf:TYPE"
+        raise UsageError.unknown("kind of model", family, ("hf", *FAMILIES), fix=fix)
     with quiet_transformers(), torch.device("meta"):
         model = maker().to(dtype)
     inner = model.model if isinstance(model, MeanSquareLoss) else model

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from autopar import ops
-from autopar.errors import RuleError
+from autopar.errors import InternalError, RuleError
 from autopar.layout import I, P, R, S, Type
 from autopar.mesh import MESH_AXES, Mesh
 from autopar.rules.conversions import conversion, emitted_arguments
@@ -101,7 +101,7 @@ def test_gradients_of_half_precision_are_summed_in_it() -> None:
 
 
 def test_an_uneven_split_is_refused() -> None:
-    with pytest.raises(RuleError, match="divides by the axis"):
+    with pytest.raises(InternalError, match="of 3 does not divide by tp=2"):
         run_ranks(Mesh(tp=2), lambda rank: ops.shard(torch.ones(3), "tp", 0, "R"))
 
 
@@ -124,7 +124,7 @@ def test_every_target_resolves_or_is_named() -> None:
     assert ops.resolve("autopar.dropout") is ops.dropout
     assert ops.resolve("autopar.embedding_vocabulary").__module__ == "autopar.sharded_ops"
     for missing in ("autopar.nothing", "aten.nothing.default", "nothing"):
-        with pytest.raises(RuleError, match="exists in torch or in autopar"):
+        with pytest.raises(RuleError, match="in torch or autopar"):
             ops.resolve(missing)
 
 

@@ -21,7 +21,7 @@ from autopar.cluster import Cluster
 from autopar.cost.blocks.block_work import BlockWork
 from autopar.cost.model import BlockCost, CostModel, StageCost, Step
 from autopar.cost.step.data_parallel import is_mixed
-from autopar.errors import RuleError, UsageError
+from autopar.errors import InternalError, RuleError, UsageError
 from autopar.graph.compact import Compact
 from autopar.graph.ir import Graph, Op, Ref
 from autopar.layout import I, R, S, Type
