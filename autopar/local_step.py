@@ -198,7 +198,7 @@ class LocalSteps:
         split = next((p for p in own if p.ndim > 1 and _is_split(p)), None)
         if split is not None and isinstance(optimizer, torch.optim.Adafactor):
             raise UsageError(
-                f"torch's Adafactor needs each matrix complete, but this rank has {tuple(_inside(split).shape)} "
+                f"Torch's Adafactor needs each matrix complete, but this rank has {tuple(_inside(split).shape)} "
                 f"of one of shape {tuple(split.shape)}",
                 fix="Pin zero=0 and tp=1, or use an optimizer that steps element by element",
             )

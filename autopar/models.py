@@ -28,7 +28,7 @@ from autopar.graph.failures import FAILURES
 from autopar.graph.ir import Graph
 from autopar.graph.trace import trace
 from autopar.model_inputs import Field, example_of, fields_of_config, fields_of_examples, random_batch
-from autopar.model_specs import FAMILIES, GRAMMAR, MeanSquareLoss, family_model, hugging_face, quiet_transformers
+from autopar.model_specs import FAMILIES, MeanSquareLoss, family_model, hugging_face, quiet_transformers
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,7 +54,7 @@ def check_schedule(name: str, pp: int, virtual_stages: int, num_micro_batches: i
             fix="Use at least 1 of each",
         )
     if name == "none" and pp > 1:
-        raise UsageError(f"pp={pp} needs a pipeline schedule, but the schedule is 'none'", fix="Use schedule=1F1B")
+        raise UsageError(f"A pipeline (pp={pp}) needs a schedule, but schedule is 'none'", fix="Use schedule=1F1B")
     if name == "Interleaved1F1B":
         _check_interleaved(pp, virtual_stages, num_micro_batches)
     elif virtual_stages > 1:
@@ -64,7 +64,7 @@ def check_schedule(name: str, pp: int, virtual_stages: int, num_micro_batches: i
         )
     if name == "1F1B" and num_micro_batches < pp:
         raise UsageError(
-            f"1F1B with {pp} stages needs at least {pp} micro-batches, but there are {num_micro_batches}",
+            f"The schedule 1F1B with {pp} stages needs at least {pp} micro-batches, but there are {num_micro_batches}",
             fix="Use smaller micro-batches, a smaller pp or schedule=GPipe",
         )
 

@@ -129,7 +129,7 @@ class Converter:
         if name == "wrap_with_set_grad_enabled":
             if args[0] and not grad:
                 raise TraceError(
-                    "torch.enable_grad inside torch.no_grad cannot be traced",
+                    "A torch.enable_grad inside of torch.no_grad cannot be traced",
                     where=next((place for n in _inner(owner, args[1]).graph.nodes if (place := source_of(n))), ""),
                     fix="End the no_grad block first",
                 )
@@ -137,7 +137,7 @@ class Converter:
         elif name == "wrap_with_autocast":
             if args[2]:
                 raise TraceError(
-                    "torch.autocast inside forward cannot be traced",
+                    "A torch.autocast inside of forward cannot be traced",
                     where=next((place for n in _inner(owner, args[4]).graph.nodes if (place := source_of(n))), ""),
                     fix="Build the model in the dtype it computes in, or set precision in the plan",
                 )

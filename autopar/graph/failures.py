@@ -26,7 +26,7 @@ FAILURES = (
 )
 """What user code and torch.export raise."""
 
-EXPORTS = "torch.export cannot trace the model"
+EXPORTS = "The model cannot be traced by torch.export"
 NO_VALUES = "depends on the values of tensors, which cannot be traced"
 """Problems that others ask an error for: the lines that have them may be mended by another batch, or in a separate module."""
 

@@ -102,7 +102,7 @@ def repeat_interleave(op: Op, operands: Specs) -> Pattern:
     labels = NAMES[:rank]
     if rank > 1 and argument(op, 2, "dim") is None:
         raise RuleError.unsupported(
-            "repeat_interleave of more than a vector without a dim", where=op.name, instead="Give it dim="
+            "A repeat_interleave of more than a vector without a dim", where=op.name, instead="Give it dim="
         )
     return Pattern(inputs=(labels,), outputs=(labels,), linear=((0,),))
 

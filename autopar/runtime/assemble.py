@@ -199,7 +199,7 @@ class _Assembler:
                 raise UsageError(
                     "A tensor that forward reads was made on meta and has no value",
                     where=name,
-                    fix="register_buffer it, with an initialiser, or build the model on a real device",
+                    fix="Make it a buffer (register_buffer) with an initialiser, or build the model on a real device",
                 )
             program.module.register_buffer(name, value.to(self.world.device, buffer.spec.dtype), persistent=False)
 

@@ -108,7 +108,7 @@ def _without_history(value: object, name: str) -> Tensor:
     if value.requires_grad and torch.is_grad_enabled():
         raise UsageError(
             f"{name} requires a gradient, but gradients of a step go to parameters alone",
-            fix="detach() it, or make what computes it a part of the model that is given to autopar.parallelize",
+            fix="Call detach() on it, or make what computes it a part of the model that is given to autopar.parallelize",
         )
     # autograd may not keep what inference mode has made; a copy it may
     return value.clone() if value.is_inference() and not torch.is_inference_mode_enabled() else value

@@ -64,7 +64,7 @@ class LossScale:
         """
         if self.scaler is not None:
             raise UsageError(
-                "par.grad_scaler() was called a second time",
+                "A second scaler was asked for by par.grad_scaler()",
                 fix="Keep the first scaler: scaler.update(new_scale) or scaler.load_state_dict(...) set its scale",
             )
         options.setdefault("enabled", self._precision.scales_loss)
@@ -126,7 +126,7 @@ class LossScale:
         """
         if self.scaler is not None and self.scaler.is_enabled() and not self.scaler.has_been_asked:
             raise UsageError(
-                "backward() of a loss that the scaler of this model has not scaled",
+                "This is the backward() of a loss that the scaler of this model has not scaled",
                 fix=f"Write {_MAKE}, then scaler.scale(par(**batch)).backward()",
             )
 
@@ -155,7 +155,7 @@ class LossScale:
             return
         if any(self.scaler.is_scaled(p) for group in optimizer.param_groups for p in group["params"]):
             raise UsageError(
-                "optimizer.step() would step by the gradients of the scaled loss",
+                "A call of optimizer.step() would step by the gradients of the scaled loss",
                 fix="Call scaler.step(optimizer) instead, which unscales them, and scaler.update() after it",
             )
 
@@ -194,7 +194,7 @@ class ParallelScaler(GradScaler):
         """
         if self.is_enabled() and isinstance(outputs, StepLoss):
             raise UsageError(
-                "par.train_step(batch) has already scaled the loss and run its backward pass",
+                "The loss of par.train_step(batch) has been scaled already, and its backward pass has run",
                 fix="Leave scaler.scale(loss).backward() out, and keep what follows as it is",
             )
         self.has_been_asked = True

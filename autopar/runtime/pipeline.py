@@ -255,6 +255,6 @@ def _check(plan: Plan) -> None:
         )
     if plan.schedule == "1F1B" and plan.num_micro_batches < plan.mesh.pp:
         raise PlanError(
-            f"1F1B with {plan.mesh.pp} stages needs at least {plan.mesh.pp} micro-batches, but there are {plan.num_micro_batches}",
+            f"The schedule 1F1B with {plan.mesh.pp} stages needs at least {plan.mesh.pp} micro-batches, but there are {plan.num_micro_batches}",
             fix="Pin a smaller micro_batch or another schedule",
         )

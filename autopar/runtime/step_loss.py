@@ -27,7 +27,7 @@ class StepLoss(Tensor):
             UsageError: always: the gradients are there.
         """
         raise UsageError(
-            "loss.backward() was called after par.train_step(batch), which has already run the backward pass",
+            "A loss.backward() was called after par.train_step(batch), which has already run the backward pass",
             fix="Leave backward() out (with one pipeline stage, `par(**batch).backward()` does the same)",
         )
 
@@ -44,7 +44,7 @@ class StepLoss(Tensor):
         """
         if sys._getframe(1).f_globals.get("__name__") == GradScaler.__module__:
             raise UsageError(
-                "torch's GradScaler cannot scale the loss of par.train_step(batch), which has already run the backward pass",
+                "Torch's GradScaler cannot scale the loss of par.train_step(batch), which has already run the backward pass",
                 fix="Leave the scaler out (GradScaler(enabled=False)), or use par.grad_scaler() for a plan in float16",
             )
         return super().__mul__(other)
