@@ -31,20 +31,7 @@ class AutoparError(Exception):
 
     exit_code: ClassVar[int] = 1
 
-    def __init__(  # old keywords: until all are rewritten
-        self,
-        problem: str,
-        *,
-        where: str = "",
-        expected: str = "",
-        got: object = None,
-        fix: str = "",
-        value: object = None,
-        place: str = "",
-        remedy: str = "",
-    ) -> None:
-        where, fix, got = where or place, fix or remedy, got if value is None else value
-        self.law, self.value, self.place, self.remedy = problem, value, place, remedy
+    def __init__(self, problem: str, *, where: str = "", expected: str = "", got: object = None, fix: str = "") -> None:
         self.problem, self.where, self.expected, self.fix = problem, where, expected, fix
         self.got = "" if got is None else str(got)
         second = f"Expected {expected}" + (f", got {self.got}" if self.got else "") if expected else ""
@@ -180,7 +167,7 @@ def closest(name: str, known: Iterable[str]) -> str:
     """
     names = sorted(known)
     match = [known for known in names if name and known.lower().startswith(name.lower())]
-    match = match or difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    match = match or difflib.get_close_matches(name, names, n=1)
     hint = f"Did you mean '{match[0]}'? " if match else ""
     return f"{hint}Known: {', '.join(names) or 'none'}"
 

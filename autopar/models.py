@@ -147,7 +147,7 @@ def example_batch_for(
     if config is None or head is None:
         raise UsageError(
             f"Cannot make example inputs for {type(model).__name__}: it is no Hugging Face model with a loss",
-            fix="Pass example_inputs={...}: a dict for the model's forward, labels included",
+            fix="Pass example_inputs={...}, a dict for the model's forward, labels included (a factory returns it beside the model)",
         )
     return example_of(fields_of_config(config, head, str(model.main_input_name), sequence_length), batch_size)
 

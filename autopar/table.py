@@ -6,6 +6,7 @@ A :class:`Table` hands out typed values and remembers which keys were asked for,
 
 from __future__ import annotations
 
+import difflib
 import re
 import tomllib
 from collections.abc import Mapping
@@ -89,9 +90,9 @@ class Table:
         """
         self._read.add(key)
         if key not in self._data:
-            left = set(self._data) - self._read
-            fix = f"Add it, or correct one of the keys that are there: {', '.join(sorted(left))}" if left else "Add it"
-            raise UsageError.missing(f"key '{dotted((*self._keys, key))}'", where=self.place(key), fix=fix)
+            if near := difflib.get_close_matches(key, set(self._data) - self._read, n=1, cutoff=0.8):
+                raise UsageError(f"Unknown key '{near[0]}'", where=self.place(near[0]), fix=f"Did you mean '{key}'?")
+            raise UsageError.missing(f"key '{dotted((*self._keys, key))}'", where=self.place(key), fix="Add it")
         return self._data[key]
 
     def text(self, key: str, default: str | None = None) -> str:

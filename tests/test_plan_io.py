@@ -64,7 +64,7 @@ def test_write_failure_leaves_the_old_file(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"predicted\.mfu' .*Expected a finite number, got nan"):
         save_plan(broken, path)
     assert path.read_bytes() == before
-    with pytest.raises(PlanError, match="Cannot write .*missing/plan.json"):
+    with pytest.raises(PlanError, match=r"Cannot write .*missing/plan.json"):
         save_plan(llama_plan(), tmp_path / "missing" / "plan.json")
 
 

@@ -163,7 +163,7 @@ def _read(path: Path, title: str) -> dict[str, dict[str, Any]]:
     data = json.loads(path.read_text(encoding="utf-8"))
     if data.get("title") != title:
         raise UsageError.mismatch(
-            "The benchmark that began this file of results",
+            "The benchmark of this file of results",
             where=str(path),
             expected=repr(title),
             got=repr(data.get("title")),

@@ -59,7 +59,7 @@ def explained(error: BaseException, model: torch.nn.Module) -> TraceError:
             f"`{line}` {NO_VALUES}" if line else f"The model {NO_VALUES}",
             where=place,
             got=None if line else reason,
-            fix='Use torch.where or a mask, decide it outside forward, or run the module as it is written (opaque=["..."])',
+            fix="Use torch.where or a mask, or decide it outside forward",
         )
     if isinstance(error, TypeError) and "argument" in text and "FakeTensor" not in text:
         return TraceError(
@@ -79,7 +79,7 @@ def explained(error: BaseException, model: torch.nn.Module) -> TraceError:
         EXPORTS,
         where=place,
         got=reason,
-        fix="Change that line until `torch.export.export(model, args, kwargs, strict=False)` works",
+        fix="Check the shapes of the example inputs, or change that line until torch.export.export(model, args, kwargs, strict=False) works",
     )
 
 

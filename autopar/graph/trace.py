@@ -160,7 +160,7 @@ def _without_region(cause: TraceError, error: TraceError) -> TraceError:
     """Why a line cannot be traced, and why the module around it cannot run as it is written either."""
     if error is cause or not isinstance(error, RegionError):
         return cause
-    return cause.becoming(TraceError, fix=f"{cause.fix} (the module does not run as it is written: {error.got})")
+    return cause.becoming(TraceError, fix=f"{cause.fix} (as an opaque module it fails too: {error.got})")
 
 
 def _traced(job: _Job, times: int = 1) -> Graph:

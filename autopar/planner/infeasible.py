@@ -105,7 +105,7 @@ def too_large(
             left = without
     needed = readable(min(needs) * evaluator.model.memory_spread)
     memory = f"{memory_of_devices(evaluator.model)} of memory a device (the leanest plan needs {needed})"
-    world = f"{problem.world_size} devices"
+    world = f"{problem.world_size} device{'s' * (problem.world_size > 1)}"
     larger = replace(problem, global_batch_size=task.global_batch_size * problem.world_size)
     batch = (f"a global batch of {task.global_batch_size}",) if may_fit(left, larger) else ()
     fix = "Drop one of the pins named, or take more devices" if left.texts else "Take more or larger devices"

@@ -296,7 +296,7 @@ class LinkJob:
             found = LinkPoints.load(path)
             if found.job != job:
                 raise UsageError.mismatch(
-                    "The job that began this file of points",
+                    "The job of this file of points",
                     where=str(path),
                     expected=job,
                     got=found.job,

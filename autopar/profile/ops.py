@@ -211,7 +211,7 @@ class OperatorFile:
             data = load_json(path)
             if data.get("device") != device:
                 raise UsageError.mismatch(
-                    "The device that began this file of operator times",
+                    "The device of this file of operator times",
                     where=str(path),
                     expected=repr(device),
                     got=repr(data.get("device")),

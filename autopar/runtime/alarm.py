@@ -278,7 +278,7 @@ def _is_lost(error: Exception) -> bool:
 
 def _error(what: str) -> RankFailedError:
     return RankFailedError(
-        "Another rank of the job failed, or made another call",
+        "A rank of the job has failed, or made another call",
         got=what,
         fix="Correct what that rank reports, and start the job again from its last checkpoint",
     )

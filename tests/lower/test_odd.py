@@ -65,13 +65,13 @@ def test_odd_sequences(spec: str, length: int, pins: list[str]) -> None:
 @pytest.mark.parametrize(
     ("spec", "length", "samples", "pins", "said"),
     [
-        (GPT, 17, 4, ["cp=2"], "cp divides the sequence of 17; cp=2; .*pad sequences to a multiple of cp$"),
-        (GPT, 17, 4, ["cp=2", "cp_attention=gather"], "sequence of 17; .*pad sequences to a multiple of cp$"),
-        (LLAMA, 17, 4, ["cp=2", "cp_attention=ulysses"], "sequence of 17; .*pad sequences to a multiple of cp$"),
-        (LLAMA, 18, 4, ["cp=2", "cp_attention=ring"], r"sequence of 18 \(ring\); .*pad sequences .* 2 \* cp$"),
-        (GPT, 16, 6, ["dp_shard=4"], "the global batch 6 divides by .*; dp_shard=4; .*take another global batch$"),
+        (GPT, 17, 4, ["cp=2"], "cp divides the sequence of 17; cp=2. .*pad sequences to a multiple of cp.$"),
+        (GPT, 17, 4, ["cp=2", "cp_attention=gather"], "sequence of 17; .*pad sequences to a multiple of cp.$"),
+        (LLAMA, 17, 4, ["cp=2", "cp_attention=ulysses"], "sequence of 17; .*pad sequences to a multiple of cp.$"),
+        (LLAMA, 18, 4, ["cp=2", "cp_attention=ring"], r"sequence of 18 \(ring\); .*pad sequences .* 2 \* cp.$"),
+        (GPT, 16, 6, ["dp_shard=4"], "the global batch 6 divides by .*; dp_shard=4. .*take another global batch.$"),
         (GPT, 16, 6, ["dp_shard=2", "num_micro_batches=2"], r"num_micro_batches=2 \(equal parts .* global batch 6\)"),
-        (THREE_HEADS, 16, 4, ["tp=2"], "tp divides 3 attention heads; tp=2; drop one of the pins named"),
+        (THREE_HEADS, 16, 4, ["tp=2"], "tp divides 3 attention heads; tp=2. Drop one of the pins named"),
     ],
 )
 def test_what_does_not_divide_is_refused_with_a_remedy(

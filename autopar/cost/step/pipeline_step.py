@@ -13,7 +13,7 @@ from autopar.cost.step.simulation import PipelineTimes, StageTimes, simulate
 from autopar.cost.step.step import Runs, StageCost, StageSums, Step, gathering_share
 from autopar.cost.step.step_model import StepModel
 from autopar.device import Overheads
-from autopar.errors import InternalError
+from autopar.errors import UsageError
 from autopar.plan import Breakdown, Memory
 from autopar.schedule import check_schedule
 
@@ -39,7 +39,9 @@ class PipelineStep:
         self.runs: list[Runs] = [stage.runs for stage in stages]
         pp = self.step.mesh.pp
         if not stages or len(stages) % pp:
-            raise InternalError(f"A pipeline of {pp} ranks has {len(stages)} stages")
+            raise UsageError(
+                f"A pipeline of {pp} ranks cannot have {len(stages)} stages", fix=f"Give a multiple of {pp} stages"
+            )
         check_schedule(self.step.schedule, pp, len(stages) // pp, self.step.num_micro_batches)
 
     def memory(self) -> tuple[Memory, ...]:

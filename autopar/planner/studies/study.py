@@ -90,7 +90,7 @@ class Study:
         other = [key for key, text in identity.items() if known[_PLACE + key] != text]
         if other:
             raise UsageError(
-                f"The study '{self.name}' was made with another {', '.join(other)}",
+                f"The study '{self.name}' was made with other {', '.join(other)}",
                 where="--study-name",
                 fix="Take another name, or leave it out: then the name says what the study is of",
             )
