@@ -15,7 +15,7 @@ from autopar.runtime.gradients import Held
 from autopar.runtime.quiet import noise
 
 _INSTEAD = {
-    "state_dict": "par.full_state_dict() has the whole parameters, par.save(DIR, optimizer) writes a checkpoint",
+    "state_dict": "par.full_state_dict() has the complete parameters, par.save(DIR, optimizer) writes a checkpoint",
     "load_state_dict": "par.load(DIR, optimizer) reads a checkpoint of par.save; weights of one device go into the model "
     "before autopar.parallelize, or come from files by weights=DIR",
     "train": "par.train_step(batch) trains, par.evaluate(batch) does not",

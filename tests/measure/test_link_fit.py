@@ -107,5 +107,5 @@ def test_no_measurement_and_a_damaged_file_are_errors(tmp_path: Path) -> None:
     with pytest.raises(AutoparError, match="Fewer than two sizes"):
         links_of((), [], nodes=(0, 0), machine=load_profile("cpu"), library="gloo", where="e", points_name="p")
     (tmp_path / "links.toml").write_text('library = "gloo"\n', encoding="utf-8")
-    with pytest.raises(UsageError, match=r"links\.toml, key 'intra_node'"):
+    with pytest.raises(UsageError, match=r"links\.toml: Missing key 'intra_node'"):
         Cluster.parse(f"cpu:1x2?links={tmp_path}/links.toml")

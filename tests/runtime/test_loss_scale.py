@@ -65,7 +65,7 @@ def test_gradients_that_are_still_scaled_are_not_stepped_by_or_clipped() -> None
     with pytest.raises(UsageError, match=r"most gradients would be zero.* scaler = par\.grad_scaler\(\) before"):
         parallel.train_step(batch)
     scaler, optimizer = parallel.grad_scaler(), scaled.sgd(parallel.parameters())
-    with pytest.raises(UsageError, match="one scaler"):
+    with pytest.raises(UsageError, match="second scaler"):
         parallel.grad_scaler()
     with pytest.raises(UsageError, match=r"own scaler before backward.*scaler\.scale\(par\(\*\*batch\)\)\.backward"):
         torch.amp.GradScaler("cpu").scale(parallel(**batch)).backward()

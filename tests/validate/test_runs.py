@@ -106,7 +106,7 @@ def test_a_file_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="Cannot read"):
         read_runs(tmp_path / "none.csv")
     (tmp_path / "empty.csv").write_text(",".join(COLUMNS))
-    with pytest.raises(UsageError, match="at least one run"):
+    with pytest.raises(UsageError, match="has a header but no run"):
         read_runs(tmp_path / "empty.csv")
 
 
