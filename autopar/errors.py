@@ -167,7 +167,7 @@ def closest(name: str, known: Iterable[str]) -> str:
     """
     names = sorted(known)
     match = [known for known in names if name and known.lower().startswith(name.lower())]
-    match = match or difflib.get_close_matches(name, names, n=1)
+    match = match or difflib.get_close_matches(name, names, n=1, cutoff=0.5 if len(name) <= 3 else 0.6)
     hint = f"Did you mean '{match[0]}'? " if match else ""
     return f"{hint}Known: {', '.join(names) or 'none'}"
 
