@@ -331,7 +331,7 @@ def _job_size(cluster: Cluster | None) -> int:
     size = dist.get_world_size()
     if cluster is not None and cluster.world_size != size:
         raise RuntimeMismatchError(
-            f"This job has {size} ranks, but the cluster {cluster.name} has {cluster.world_size} devices",
+            f"This job has {size} rank{'s' * (size > 1)}, but the cluster {cluster.name} has {cluster.world_size} devices",
             fix=f"{how_to_start(cluster.world_size)}, or pass a cluster of {size}",
         )
     return size

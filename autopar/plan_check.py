@@ -210,10 +210,9 @@ def check_model(plan: Plan, name: str, fingerprint: str, *, place: str = "plan")
         raise PlanError(
             f"This plan was made for model '{plan.model.name}', not for '{name}'"
             if plan.model.name != name
-            else f"Model '{name}' has changed since this plan was made "
-            f"(fingerprint {plan.model.fingerprint} then, {fingerprint} now)",
+            else f"This plan was made for another '{name}': fingerprint {plan.model.fingerprint}, here {fingerprint}",
             where=place,
             fix="Search a plan for this model"
             if plan.model.name != name
-            else "Search again: its code, its sizes, autopar or a library is another than then",
+            else "Search again with this model: its code, its sizes, autopar or a library differ",
         )

@@ -167,7 +167,9 @@ def _check_plain(model: torch.nn.Module) -> None:
     """
     if not isinstance(model, torch.nn.Module):
         raise UsageError(
-            f"The model is a {type(model).__module__}.{type(model).__qualname__}, not a torch.nn.Module",
+            f"The model is the class {model.__qualname__}, not an instance of it"
+            if isinstance(model, type)
+            else f"The model is a {type(model).__qualname__}, not a torch.nn.Module",
             fix="Pass the model that trains on one device",
         )
     wrapped = next((m for m in model.modules() if isinstance(m, _PARALLEL)), None)

@@ -201,7 +201,7 @@ def test_the_topology_shows_every_device_card_and_switch(tmp_path: Path) -> None
             6,
             "Wrong value of 'group[0].num_nodes'",
         ),
-        ("devices_per_node = 8", "devices_per_nod = 8", 10, "Missing key 'group[1].devices_per_node'"),
+        ("devices_per_node = 8", "devices_per_nod = 8", 13, "Unknown key 'devices_per_nod'"),
         ('device = "a100-sxm4-40gb"', 'device = "a100-sxm4-40"', 11, "Unknown device profile 'a100-sxm4-40'"),
         (
             "bandwidth_bytes_per_s = 1e9",

@@ -160,7 +160,9 @@ def _without_region(cause: TraceError, error: TraceError) -> TraceError:
     """Why a line cannot be traced, and why the module around it cannot run as it is written either."""
     if error is cause or not isinstance(error, RegionError):
         return cause
-    return cause.becoming(TraceError, fix=f"{cause.fix} (as an opaque module it fails too: {error.got})")
+    return cause.becoming(
+        TraceError, fix=f"{cause.fix} (as an opaque module it fails too: {error.got.partition('; on fake tensors')[0]})"
+    )
 
 
 def _traced(job: _Job, times: int = 1) -> Graph:

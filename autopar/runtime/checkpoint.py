@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
-from autopar.errors import PlanError, UsageError
+from autopar.errors import PlanError, UsageError, reason
 from autopar.graph.failures import first_line
 from autopar.graph.ir import Padding
 from autopar.lower.program import Program
@@ -152,7 +152,7 @@ def _check_holds(path: Path, state: dict[str, Any]) -> None:
         missing = sorted(key for key in state if key not in metadata.state_dict_metadata)
         error = _cut_off(path, sizes) if dist.get_rank() == 0 else ""
     except (OSError, EOFError, UnpicklingError, AttributeError) as failure:
-        error = first_line(failure)
+        error = reason(failure)
     said: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(said, (error, missing, which))
     other = next((rank for rank, (_, _, files) in enumerate(said) if files != said[0][2]), 0)

@@ -51,8 +51,9 @@ def local_batch(
         value, dim = _without_history(batch[leaf.name], leaf.name), leaf.batch_dim
         rest = [size for d, size in enumerate(value.shape) if d != dim]
         if rest != [size for d, size in enumerate(leaf.spec.shape) if d != dim]:
+            sizes = ("samples" if d == dim else str(size) for d, size in enumerate(leaf.spec.shape))
             raise UsageError(
-                f"{leaf.name} has shape {tuple(value.shape)}, but the plan was made for {leaf.spec.shape}",
+                f"{leaf.name} has shape {tuple(value.shape)}, but the plan takes ({', '.join(sizes)})",
                 fix="Pad the input to that shape, or search a plan for the new one",
             )
         if dim is not None:

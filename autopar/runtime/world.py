@@ -50,10 +50,11 @@ class World:
     """
 
     def __init__(self, mesh: Mesh, device_type: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-        if dist.get_world_size() != mesh.world_size:
+        size = dist.get_world_size()
+        if size != mesh.world_size:
             raise RuntimeMismatchError(
-                f"This job has {dist.get_world_size()} ranks, but the plan is for {mesh.world_size} ({mesh})",
-                fix=f"{how_to_start(mesh.world_size)}, or search a plan for {dist.get_world_size()}",
+                f"This job has {size} rank{'s' * (size > 1)}, but the plan is for {mesh.world_size} ({mesh})",
+                fix=f"{how_to_start(mesh.world_size)}, or search a plan for {size}",
             )
         _forget_meshes()
         self.mesh, self.rank = mesh, dist.get_rank()

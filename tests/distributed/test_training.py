@@ -381,7 +381,7 @@ def test_a_load_that_fails_changes_nothing(pool: WorkerPool, tmp_path: Path) -> 
     plan = make_plan(graph, Mesh(dp_shard=2), global_batch_size=16, micro_batch_size=4, zero_stage=3)
     for found in pool.run(jobs.loads_that_fail, subject, plan, graph, str(tmp_path), size=2, timeout_s=60.0):
         for name, value in (
-            ("nothing", "No such file"),
+            ("nothing", "no such file"),
             ("others", "Rank 1 loads another checkpoint than rank 0"),
             ("cut", "which is cut off"),
         ):

@@ -161,7 +161,7 @@ def test_batches_that_do_not_fit_are_refused() -> None:
     with pytest.raises(UsageError, match=r"input_ids has 6 samples.*8 \(the complete global batch\)"):
         parallel.train_step(SUBJECT.make_batch(6, seed=0))
     short = {name: value[:, :8] for name, value in batch.items()}
-    with pytest.raises(UsageError, match=r"input_ids: .*\(8, 8\); pad"):
+    with pytest.raises(UsageError, match=r"input_ids has shape \(8, 8\), but the plan takes \(samples, 16\)\. Pad"):
         parallel.train_step(short)
 
 
@@ -187,7 +187,7 @@ def test_what_a_step_cannot_take_is_refused() -> None:
     for call in (parallel.train_step, parallel.evaluate, lambda b: parallel(**b)):
         with (
             torch.autocast("cpu", torch.bfloat16),
-            pytest.raises(UsageError, match=r"plan's precision \(fp32: float32\).*found torch\.autocast to bfloat16"),
+            pytest.raises(UsageError, match=r"inside torch\.autocast to bfloat16: the plan computes in float32"),
         ):
             call(batch)
     with torch.inference_mode():
@@ -219,9 +219,7 @@ def test_a_parallel_model_is_neither_copied_nor_taken_for_a_module() -> None:
     ):
         parallel.state_dict()
     assert not hasattr(parallel, "anything")
-    with pytest.raises(
-        UsageError, match=r"a model is a torch\.nn\.Module, but found autopar\.runtime\.parallel\.Parallel"
-    ):
+    with pytest.raises(UsageError, match=r"The model is a Parallel, not a torch\.nn\.Module"):
         trace_model(parallel, SUBJECT.make_batch(2, seed=0), PRECISIONS["fp32"])
 
 
@@ -244,7 +242,7 @@ def test_states_of_the_models_own_optimizer_are_refused() -> None:
 
 def test_world_of_another_size_is_refused() -> None:
     with pytest.raises(
-        RuntimeMismatchError, match=r"This job has 1 ranks, but the plan is for 2 \(tp=2\)\. Start 2 ranks"
+        RuntimeMismatchError, match=r"This job has 1 rank, but the plan is for 2 \(tp=2\)\. Start 2 ranks"
     ):
         World(Mesh(tp=2), "cpu")
 

@@ -83,7 +83,7 @@ def laws(problem: Problem) -> tuple[Constraint, ...]:
 
     return (
         Constraint(
-            name=f"{problem.world_size} devices = pp * dp_replicate * dp_shard * cp * tp",
+            name=f"{problem.world_size} device{'s' * (problem.world_size > 1)} = pp * dp_replicate * dp_shard * cp * tp",
             holds=lambda t: t["pp"] * t["dp_replicate"] * t["dp_shard"] * t["cp"] * t["tp"] == problem.world_size,
         ),
         Constraint(
