@@ -133,7 +133,7 @@ def _load(path: Path, state: dict[str, Any]) -> None:
 
 
 def _reasons(error: CheckpointException) -> str:
-    return "; ".join(sorted({first_line(cause) for cause, _ in error.failures.values()})[:2])
+    return "; ".join(sorted({reason(cause) for cause, _ in error.failures.values()})[:2])
 
 
 def _check_holds(path: Path, state: dict[str, Any]) -> None:
