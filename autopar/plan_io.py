@@ -42,7 +42,7 @@ def plan_from_dict(data: object, *, place: str = "plan") -> Plan:
         place: what an error calls the source (the file).
 
     Raises:
-        PlanError: names the path in the document, the law and the value.
+        PlanError: names the path in the document, what is expected and what there is.
     """
     _check_version(data, place)
     error = next(iter(sorted(_validator().iter_errors(data), key=_error_order)), None)

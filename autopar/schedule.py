@@ -44,7 +44,7 @@ def check_schedule(name: str, pp: int, virtual_stages: int, num_micro_batches: i
     """Whether the schedule exists for these numbers.
 
     Raises:
-        UsageError: an unknown name, or one that the schedule cannot serve; names the law and a remedy.
+        UsageError: an unknown name, or one that the schedule cannot serve; says which and what to do.
     """
     if name not in SCHEDULES:
         raise UsageError.unknown("schedule", name, SCHEDULES)

@@ -54,14 +54,11 @@ class Table:
                 fix="Correct that line",
             ) from error
 
-    def fault(self, key: str | None, problem: str, *, expected: str = "", got: object = None, fix: str) -> UsageError:
-        """The error for ``key`` of this table (``None``: the table itself)."""
-        return UsageError(problem, where=self.place(key), expected=expected, got=got, fix=fix)
-
     def wrong(self, key: str | None, expected: str, got: object) -> UsageError:
-        """The error for a value of another kind than ``expected``."""
+        """The error for a value of ``key`` (``None``: this table itself) that is not what is ``expected``."""
         name = dotted(self._keys if key is None else (*self._keys, key)) or "the file"
-        return self.fault(key, f"Wrong value of '{name}'", expected=expected, got=got, fix="Change the value")
+        problem = f"Wrong value of '{name}'"
+        return UsageError(problem, where=self.place(key), expected=expected, got=got, fix="Change the value")
 
     def place(self, key: str | None) -> str:
         """File and line of ``key`` (``None``: of the table itself)."""

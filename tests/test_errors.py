@@ -19,6 +19,9 @@ KINDS = {name for name, kind in vars(errors).items() if isinstance(kind, type) a
 HELPERS = ("unknown", "unreadable", "missing", "mismatch", "unsupported")
 """They bring what to do, or ask for it by a keyword without a default."""
 
+VALUES = ("wrong", "fault")
+"""Methods of tables and rows that say of a value what was expected, by their second argument."""
+
 VALUE = "\N{WHITE SQUARE}"
 """Stands for what is put into a text when an error is raised."""
 
@@ -86,6 +89,11 @@ class Call:
                     yield AutoparError.mismatch(first, expected=expected, got=got, fix=fix, where=where)
                 case "unsupported":
                     yield AutoparError.unsupported(first, instead=instead, where=where)
+                case _:
+                    for wanted in self.texts(self.positional[1]):
+                        yield AutoparError(
+                            f"Wrong value of {VALUE}", expected=wanted, got=VALUE, fix="Change the value"
+                        )
 
 
 def calls() -> Iterator[Call]:
@@ -105,6 +113,8 @@ def calls() -> Iterator[Call]:
                     yield Call(file, tree, node, name, "")
                 case ast.Attribute(value=ast.Name(id=name), attr=helper) if name in KINDS and helper in HELPERS:
                     yield Call(file, tree, node, name, helper)
+                case ast.Attribute(attr=helper) if helper in VALUES:
+                    yield Call(file, tree, node, "", helper)
 
 
 CALLS = tuple(calls())
@@ -112,7 +122,7 @@ CALLS = tuple(calls())
 
 def test_they_are_found() -> None:
     assert len(CALLS) > 300
-    assert {call.helper for call in CALLS} == {"", *HELPERS}
+    assert {call.helper for call in CALLS} == {"", *HELPERS, *VALUES}
     assert {call.kind for call in CALLS} >= KINDS - {"PlanFileError"}  # which is made of a PlanError
 
 

@@ -1,6 +1,6 @@
 """Follows the gradients of one rank's graph from the loss to the parameters: is each summed where it must be, and only there.
 
-The law needs nothing of the strategies that were chosen, only what a plain operator does backward, one axis at a time: the
+The check needs nothing of the strategies that were chosen, only what a plain operator does backward, one axis at a time: the
 gradient that it passes to an operand differs between ranks if the one that arrives does, if another operand differs, or
 if the operand itself is split. Such a gradient is a part (S) or a summand (R); any other is whole on every rank (I, P).
 What the types say must be that; of a parameter at rest the types say whether the runtime sums its gradient over the axis.

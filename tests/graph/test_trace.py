@@ -378,7 +378,7 @@ def test_a_failure_in_forward_names_the_line_and_the_reason() -> None:
 
 
 @pytest.mark.parametrize(
-    ("run_it", "law"),
+    ("run_it", "problem"),
     [
         (lambda: trace(nn.Linear(4, 4), (torch.ones(2, 4),)), "returns no scalar loss"),
         (
@@ -402,8 +402,8 @@ def test_a_failure_in_forward_names_the_line_and_the_reason() -> None:
         (lambda: trace(_held(threading.Lock()), (torch.ones(2, 4),)), "copied"),
     ],
 )
-def test_bad_models_and_inputs_have_one_clear_message(run_it, law: str) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(TraceError, match=law) as caught:
+def test_bad_models_and_inputs_have_one_clear_message(run_it, problem: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(TraceError, match=problem) as caught:
         run_it()
     assert caught.value.fix
 
