@@ -81,7 +81,6 @@ class Columns:
         self.room_bytes = np.where(self.active, limit * FITS - sending * sent, 0.0)
         self.first_s = np.array([one.first_s for one in instances])
         self.tie_s = np.array([one.tie_s for one in instances])
-        self.least_work_s = np.array([one.least_work_s for one in instances])
         self.most = np.array([one.most_blocks for one in instances])
         self.counts = np.zeros(num_kinds)
         for kind, count in self.runs:
@@ -135,7 +134,7 @@ class Columns:
         y_r = 1 / (m s_r); there the inequalities of the stages, each as if its rank had no other, give a second bound, the
         larger one of few micro-batches.
         """
-        work_s = np.maximum(self.least_s @ self.counts, self.least_work_s)
+        work_s = self.least_s @ self.counts
         own_s = self.forward_s + self.backward_s.min(axis=3) + self.more_s
         with np.errstate(divide="ignore", invalid="ignore"):
             ratio = np.where(self.least_s[:, None] > 0, own_s / self.least_s[:, None], np.inf)
