@@ -278,8 +278,9 @@ def _check(run: Run, row: _Row) -> None:
             raise row.fault(column, f"{column} divides heads, ffn or sequence {whole}")
     if run.global_batch % (run.dp * run.micro_batch):
         raise row.fault("global_batch", f"the global batch divides by dp * micro_batch = {run.dp * run.micro_batch}")
-    if run.layers < run.pp * run.virtual_stages:
-        raise row.fault("layers", f"each of {run.pp * run.virtual_stages} stages has a layer")
+    if run.layers + 2 < run.pp * run.virtual_stages:
+        law = f"each of {run.pp * run.virtual_stages} stages has a layer, the embedding or the head"
+        raise row.fault("layers", law)
 
 
 def _positive(text: str) -> float | None:
