@@ -105,6 +105,7 @@ def test_the_size_of_buckets_is_the_best_of_the_space(graph: Graph, space: Space
         assert (len(set(times)) > 1) == (zero == 0)
         assert some.prediction.step_time_s == min(times)
         assert times[sizes.index(some.bucket_bytes)] == min(times)
+        assert search.evaluator.closest_s(candidate, math.inf)[0] <= min(times) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(("layers", "virtual_stages"), [(8, 2), (10, 3), (9, 3)])
