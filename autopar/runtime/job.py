@@ -99,8 +99,8 @@ def check_alone(environment: Mapping[str, str] = os.environ) -> None:
 def how_to_start(num_ranks: int | str) -> str:
     """What to do so that a job has as many ranks."""
     return (
-        f"Start {num_ranks} ranks with torchrun (another launcher: set RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and LOCAL_RANK "
-        "as torchrun does, or call torch.distributed.init_process_group before)"
+        f"Start {num_ranks} ranks with torchrun (another launcher has to set RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and "
+        "LOCAL_RANK)"
     )
 
 

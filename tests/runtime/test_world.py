@@ -73,7 +73,7 @@ def test_a_process_of_which_no_launcher_says_anything_is_told_so(caplog: pytest.
         plan = api.parallelize(model, **options).plan  # type: ignore[arg-type]
         assert plan.mesh.world_size == 1
         assert "not started as one of several ranks" in caplog.text
-        assert "Start N ranks with torchrun (another launcher: set RANK" in caplog.text
+        assert "Start N ranks with torchrun (another launcher has to set RANK" in caplog.text
         caplog.clear()
         api.parallelize(model, plan=plan, **options)  # type: ignore[arg-type]
         assert "one of several ranks" not in caplog.text
