@@ -11,22 +11,22 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 
-from autopar.cluster import Cluster
 from autopar.errors import RuntimeMismatchError
-from autopar.graph.ir import Graph
-from autopar.graph.trace import LossFunction
-from autopar.plan import FP32, Plan
-from autopar.plan_io import load_plan
+from autopar.graph.graph import Graph
+from autopar.hardware.cluster import Cluster
+from autopar.models.graph_for_plan import samples_of, trace_model
+from autopar.plan.file import load_plan
+from autopar.plan.plan import FP32, Plan
 from autopar.planner.branch_and_bound.process_group import cores
 from autopar.planner.planner import Planner
+from autopar.planner.request import PRECISIONS, PrecisionName, Wish, planner_of, task_of, texts_of
 from autopar.planner.studies.workers import shared
 from autopar.planner.task import Limits, Progress
-from autopar.tracing import samples_of, trace_model
-from autopar.wish import PRECISIONS, PrecisionName, Wish, planner_of, task_of, texts_of
+from autopar.tracing.trace import LossFunction
 
 if TYPE_CHECKING:
-    from autopar.runtime.parallel import Parallel
-    from autopar.runtime.verify import Subject, VerifyReport
+    from autopar.runtime.parallel_model import Parallel
+    from autopar.verification.against_one_device import Subject, VerifyReport
 
 __all__ = ["PRECISIONS", "estimate", "parallelize", "search", "trace_model", "verify"]
 
@@ -86,7 +86,7 @@ def search(  # noqa: PLR0913  keywords of the public call
         seed: of the sampler; a search without draws no random numbers.
         progress: called with (what, done, total).
         loss_fn: ``loss_fn(output, batch)`` gives the scalar loss, where the model does not.
-        opaque: modules that run as they are written, by path, pattern or class name; see ``autopar.graph.opaque``.
+        opaque: modules that run as they are written, by path, pattern or class name; see ``autopar.tracing.opaque.regions``.
         name: of the model in the plan.
         cache_dir: where rules that are found by execution are kept; nowhere when None.
 
@@ -189,7 +189,7 @@ def operator_calls(  # noqa: PLR0913  keywords of the public call
         global_batch_size: 8 a rank when None; the rest as in :func:`search`.
 
     Returns:
-        Calls as :class:`autopar.measured.OperatorTime` has them.
+        Calls as :class:`autopar.hardware.measured_times.OperatorTime` has them.
     """
     from autopar.planner.planner import operator_calls as calls_of
 
@@ -247,9 +247,9 @@ def parallelize(  # noqa: PLR0913  keywords of the public call
         PlanError: the plan is for another model.
         InfeasibleError: no plan satisfies the constraints.
     """
-    from autopar.profile.places import cluster_at, gathered_places
-    from autopar.runtime.calls import ordinary
-    from autopar.runtime.checks import check_can_run
+    from autopar.hardware.detect.places import cluster_at, gathered_places
+    from autopar.runtime.guard.checks import check_can_run
+    from autopar.runtime.guard.collective_calls import ordinary
     from autopar.runtime.job import check_alone, how_to_start, start
     from autopar.runtime.launch import launch
 
@@ -353,7 +353,7 @@ def verify(
     What is past the limits is run again in fp64, which tells rounding from a wrong program.
 
     Args:
-        subject: what ``autopar.models.resolve_model`` gives, or anything else that builds the model
+        subject: what ``autopar.models.resolve.resolve_model`` gives, or anything else that builds the model
             and makes batches.
         plan: for the subject's model.
         graph: the traced model; made from ``subject`` when None.
@@ -362,7 +362,7 @@ def verify(
         precision: ``fp64`` compares in float64 alone, within far tighter limits.
         loss_fn: as in :func:`search`; a function that can be imported, as every rank does.
     """
-    from autopar.runtime.verify import verify as compare
+    from autopar.verification.against_one_device import verify as compare
 
     if graph is None:
         batch = subject.make_batch(2, seed=0, padded=True)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopar.layout import I, S
-from autopar.mesh import Mesh
-from autopar.plan import (
+from autopar.plan.mesh import Mesh
+from autopar.plan.plan import (
     BF16,
     FP32,
     AxisTyping,
@@ -20,6 +19,7 @@ from autopar.plan import (
     SearchRecord,
     StagePlan,
 )
+from autopar.plan.tensor_types import I, S
 
 _GIB = 2**30
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from autopar.cli import app as cli_app
-from autopar.cli import planning
-from autopar.mesh import Mesh
-from autopar.plan_io import dumps, plan_to_dict, save_plan
+from autopar.cli.commands import estimate as planning
+from autopar.plan.file import dumps, plan_to_dict, save_plan
+from autopar.plan.mesh import Mesh
 from tests.cli_runner import Run, run_fixture
 from tests.example_plans import llama_plan, single_plan
 
@@ -194,7 +194,7 @@ def test_defect_is_one_line_and_a_traceback_with_debug(
     def fail(_plan: object) -> str:
         raise ZeroDivisionError("by\nnothing")
 
-    monkeypatch.setattr("autopar.report.text.render_plan", fail)
+    monkeypatch.setattr("autopar.plan.text.render_plan", fail)
     done = run("show", plan_file)
     assert done.code == 1
     assert done.error.startswith("a defect of autopar: ZeroDivisionError: by nothing; please report it")
@@ -225,7 +225,7 @@ def test_doctor_names_what_is_missing(run: Run, monkeypatch: pytest.MonkeyPatch)
     assert {"torch", "gloo (CPU runs)", "pipeline schedules", "spmd-types"} <= {
         check["name"] for check in found["checks"]
     }
-    monkeypatch.setattr("autopar.cli.doctor._FEATURES", (("time travel", "torch", ("tardis",)),))
+    monkeypatch.setattr("autopar.cli.commands.doctor._FEATURES", (("time travel", "torch", ("tardis",)),))
     done = run("doctor")
     assert done.code == 1
     assert "missing  time travel" in done.out

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from autopar import resources
-from autopar.cli.models import VerifiedModel
-from autopar.mesh import Mesh
-from autopar.models import resolve_model
-from autopar.plan import Plan
-from autopar.plan_io import load_plan, save_plan
-from autopar.runtime.verify import RankErrors, VerifyReport
+from autopar.cli.commands.verify import VerifiedModel
+from autopar.models.resolve import resolve_model
+from autopar.plan.file import load_plan, save_plan
+from autopar.plan.mesh import Mesh
+from autopar.plan.plan import Plan
+from autopar.util import data_files as resources
+from autopar.verification.against_one_device import RankErrors, VerifyReport
 from tests.cli_runner import Run, run_fixture
 from tests.distributed.plans import make_plan
 
@@ -119,7 +119,7 @@ def test_trace_prints_a_summary(run: Run) -> None:
 
 
 def test_trace_names_operators_without_a_rule(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autopar.cli.graph_report.has_rule", lambda target: target != "aten.layer_norm.default")
+    monkeypatch.setattr("autopar.report.traced_model.has_rule", lambda target: target != "aten.layer_norm.default")
     done = run("trace", GPT)
     assert "Operators without a rule" in done.out
     assert "\n  aten.layer_norm.default" in done.out.split("Operators without a rule")[1]
@@ -215,7 +215,7 @@ def test_verify_fails_when_a_rank_differs(run: Run, tmp_path: Path, monkeypatch:
         for rank, gradient in enumerate((1e-7, 0.5))
     )  # fmt: skip
     report = VerifyReport(steps=1, reference_losses=(1.0,), rows=rows)
-    monkeypatch.setattr("autopar.runtime.verify.verify", lambda *_args, **_options: report)
+    monkeypatch.setattr("autopar.verification.against_one_device.verify", lambda *_args, **_options: report)
     done = run("verify", path)
     assert done.code == 1
     assert [line.endswith("past") for line in done.out.splitlines()[4:6]] == [False, True]

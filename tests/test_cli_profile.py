@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from autopar.profile import ops
+from autopar.measure import operators as ops
 from tests.cli_runner import Run, run_fixture
 
 run = run_fixture

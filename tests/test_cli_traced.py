@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from autopar import api
-from autopar.cli import traced as kept
-from autopar.cli.traced import traced
+from autopar.cli import graph_cache as kept
+from autopar.cli.graph_cache import traced
 from tests.cli_runner import Run, run_fixture
 
 __all__ = ["run_fixture"]

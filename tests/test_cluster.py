@@ -10,13 +10,13 @@ import tomli_w
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar import resources
-from autopar.cluster import NETWORK, Cluster
 from autopar.errors import UsageError
-from autopar.links import CollectiveLibrary
-from autopar.profile.store import known_devices, load_library, load_profile
-from autopar.rates import CurvePoint, MatmulRate
-from autopar.table import Table, line_of
+from autopar.hardware.cluster import NETWORK, Cluster
+from autopar.hardware.device_rates import CurvePoint, MatmulRate
+from autopar.hardware.link import CollectiveLibrary
+from autopar.hardware.read import known_devices, load_library, load_profile
+from autopar.util import data_files as resources
+from autopar.util.toml import Table, line_of
 
 TWO_RACKS = """
 name = "two-racks"

@@ -13,9 +13,10 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from autopar import expert_ops, ops
-from autopar.expert_ops import _ACTIVATIONS as FUNCTIONS
-from autopar.mesh import Mesh
+from autopar.ops import collectives as ops
+from autopar.ops import experts as expert_ops
+from autopar.ops.experts import _ACTIVATIONS as FUNCTIONS
+from autopar.plan.mesh import Mesh
 from tests.lower.ranks import run_ranks
 
 EXPERTS, WIDTH, INNER, TOKENS = 8, 16, 24, 12

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from autopar.errors import UsageError
-from autopar.files import check_writable, write_text
-from autopar.plan_io import load_plan, save_plan
+from autopar.plan.file import load_plan, save_plan
 from autopar.planner.studies.storage import open_storage
-from autopar.table import Table
+from autopar.util.files import check_writable, write_text
+from autopar.util.toml import Table
 from tests.example_plans import single_plan
 
 

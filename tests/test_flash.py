@@ -12,11 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopar import flash, ops, sequence_ops
-from autopar.cluster import Cluster
 from autopar.cost.operators.matmul import _attention  # the works of attention alone
 from autopar.cost.operators.roofline import time_of_work
-from autopar.graph.ir import Op, Ref, TensorSpec
+from autopar.graph.graph import Op, Ref, TensorSpec
+from autopar.hardware.cluster import Cluster
+from autopar.ops import collectives as ops
+from autopar.ops import flash
+from autopar.ops import sequence as sequence_ops
 
 DTYPES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import autopar
 from autopar.cli.options import split_pins
 from autopar.errors import UsageError
-from autopar.marks import pins_of
-from autopar.plan import Plan
+from autopar.pins.on_modules import pins_of
+from autopar.plan.plan import Plan
 
 
 class Block(nn.Module):

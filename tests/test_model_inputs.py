@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from autopar.errors import UsageError
-from autopar.model_inputs import fields_of_config
-from autopar.models import resolve_model, without_dropout
+from autopar.models.inputs import fields_of_config
+from autopar.models.resolve import resolve_model, without_dropout
 
 
 def test_a_wave_has_the_samples_that_the_convolutions_turn_into_the_sequence_length() -> None:

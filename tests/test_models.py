@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from autopar.errors import UsageError
-from autopar.models import example_batch_for, resolve_model
+from autopar.models.resolve import example_batch_for, resolve_model
 
 GPT = "gpt:layers=2,hidden=32,heads=4,vocab=64"
 

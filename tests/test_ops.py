@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from autopar import ops
 from autopar.errors import RuleError
-from autopar.layout import I, P, R, S, Type
-from autopar.mesh import MESH_AXES, Mesh
-from autopar.rules.conversions import conversion, emitted_arguments
+from autopar.ops import collectives as ops
+from autopar.plan.mesh import MESH_AXES, Mesh
+from autopar.plan.tensor_types import I, P, R, S, Type
+from autopar.rules.apply.conversions import conversion, emitted_arguments
 from tests.lower.ranks import run_ranks
 
 SHAPE = (4, 6)
@@ -122,7 +122,7 @@ def test_backward_of_a_change_needs_no_mesh() -> None:
 def test_every_target_resolves_or_is_named() -> None:
     assert ops.resolve("aten.linear.default") is torch.ops.aten.linear.default
     assert ops.resolve("autopar.dropout") is ops.dropout
-    assert ops.resolve("autopar.embedding_vocabulary").__module__ == "autopar.sharded_ops"
+    assert ops.resolve("autopar.embedding_vocabulary").__module__ == "autopar.ops.sharded"
     for missing in ("autopar.nothing", "aten.nothing.default", "nothing"):
         with pytest.raises(RuleError, match="exists in torch or in autopar"):
             ops.resolve(missing)

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError, UsageError
-from autopar.pareto import MEMORY_STEP, Point, front, parse_objectives, undominated
+from autopar.hardware.cluster import Cluster
+from autopar.hardware.scale import scaled
 from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.task import peak_bytes
-from autopar.questions import Ask, sizes_of
-from autopar.scaling import scaled
+from autopar.questions.pareto import MEMORY_STEP, Point, front, parse_objectives, undominated
+from autopar.questions.sizing import Ask, sizes_of
 from tests.cli_runner import Run, run_fixture
 from tests.example_plans import llama_plan
 from tests.test_questions import ASK, KIND, alone

@@ -8,11 +8,12 @@ from dataclasses import replace
 import pytest
 
 from autopar import api
-from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError, UsageError
-from autopar.graph.ir import Graph
-from autopar.plan import Plan
-from autopar.questions import (
+from autopar.graph.graph import Graph
+from autopar.hardware.cluster import Cluster
+from autopar.hardware.scale import scaled
+from autopar.plan.plan import Plan
+from autopar.questions.sizing import (
     Ask,
     cheapest_cluster,
     largest_batch,
@@ -22,7 +23,6 @@ from autopar.questions import (
     smallest_cluster,
     sweep,
 )
-from autopar.scaling import scaled
 from tests.cli_runner import Run, run_fixture
 from tests.planner.graphs import llama_block, mlp
 

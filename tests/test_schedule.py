@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import UsageError
-from autopar.schedule import (
+from autopar.plan.schedule import (
     Action,
     check_schedule,
     dependencies,

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from autopar.cluster import Cluster
 from autopar.errors import UsageError
+from autopar.hardware.cluster import Cluster
+from autopar.hardware.scale import scaled
 from autopar.planner.space.candidates import candidates
 from autopar.planner.space.constraints import Problem
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
-from autopar.scaling import scaled
-from autopar.studies import cluster_of, load_study, study_files
+from autopar.questions.published_layouts import cluster_of, load_study, study_files
 from tests.cli_runner import Run, run_fixture
 
 run = run_fixture
@@ -127,7 +127,9 @@ def test_a_malformed_study_says_where(tmp_path: Path, change: tuple[str, str], m
 def test_an_unknown_study_is_told_the_known_ones(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="bloom-176b"):
         load_study("blom")
-    monkeypatch.setattr("autopar.studies.run_study", None)  # a space is looked for before the model is traced
+    monkeypatch.setattr(
+        "autopar.questions.published_layouts.run_study", None
+    )  # a space is looked for before the model is traced
     assert "found 'vast'" in run("study", "run", "bloom-176b", "--space", "vast").error
 
 

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.cluster import NETWORK, Cluster, Tier
 from autopar.cost.network.placement import shapes_of
 from autopar.errors import UsageError
-from autopar.links import Link
-from autopar.topology import Fabric
+from autopar.hardware.cluster import NETWORK, Cluster, Tier
+from autopar.hardware.link import Link
+from autopar.hardware.topology import Fabric
 
 BASE = Cluster.parse("a100-sxm4-80gb:12x4")
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import TraceError, UsageError
-from autopar.graph.batch import named_inputs
-from autopar.plan import BF16, FP32
-from autopar.tracing import samples_of, trace_model
+from autopar.models.graph_for_plan import samples_of, trace_model
+from autopar.plan.plan import BF16, FP32
+from autopar.tracing.batch import named_inputs
 
 X = torch.zeros(6, 4)
 

@@ -12,7 +12,10 @@ from typing import Annotated
 
 import typer
 
-from autopar.cli import benchmark, doctor, models, planning, plans, profile, search, study, validate
+from autopar.cli.commands import benchmark, doctor, profile, search, study, validate
+from autopar.cli.commands import estimate as planning
+from autopar.cli.commands import show as plans
+from autopar.cli.commands import verify as models
 from autopar.errors import AutoparError
 
 INTERRUPTED = 130

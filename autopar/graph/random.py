@@ -8,10 +8,10 @@ from functools import cache
 import torch
 
 from autopar.errors import RuleError
-from autopar.graph.builder import Builder, Call, Value
-from autopar.graph.canonical import generic
-from autopar.graph.ir import Ref
-from autopar.ops import resolve
+from autopar.graph.graph import Ref
+from autopar.ops.collectives import resolve
+from autopar.tracing.builder import Builder, Call, Value
+from autopar.tracing.forms.basic import generic
 
 _BY_ARGUMENT = "aten.scaled_dot_product_attention.default"
 """Random where an argument says so: the pass that emits code looks at it."""

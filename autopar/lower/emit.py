@@ -12,14 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from autopar import ops as emitted
-from autopar.graph.ir import Argument, Buffer, Graph, Layout, Op, Parameter, Ref, TensorSpec
+from autopar.graph.graph import Argument, Buffer, Graph, Layout, Op, Parameter, Ref, TensorSpec
 from autopar.graph.random import draws_random
-from autopar.layout import I, P, R, S
-from autopar.mesh import DATA_AXES
-from autopar.opaque_ops import Holder, region_of
-from autopar.rules.apply import BATCH
-from autopar.rules.spread import AXIS as SPREAD
+from autopar.ops import collectives as emitted
+from autopar.ops.opaque import Holder, region_of
+from autopar.plan.mesh import DATA_AXES
+from autopar.plan.tensor_types import I, P, R, S
+from autopar.rules.apply.apply import BATCH
+from autopar.rules.apply.experts_over_data import AXIS as SPREAD
 
 SEED = "rng_seed"
 """Name of the input that random operators draw from: a Python int, other for each step and micro-batch."""
@@ -238,10 +238,10 @@ _SHORT = (
     ("torch.ops.aten.", "aten."),
     ("torch._C._nn.", "F."),
     ("torch.nn.functional.", "F."),
-    ("autopar_sharded_ops_", "sharded_ops."),
-    ("autopar_expert_ops_", "expert_ops."),
-    ("autopar_sequence_ops_", "sequence_ops."),
-    ("autopar_ops_", "ops."),
+    ("autopar_ops_sharded_", "sharded."),
+    ("autopar_ops_experts_", "experts."),
+    ("autopar_ops_sequence_", "sequence."),
+    ("autopar_ops_collectives_", "collectives."),
 )
 
 

@@ -20,18 +20,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from autopar.api import PRECISIONS
-from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError
-from autopar.graph.ir import Graph
-from autopar.graph.trace import trace
+from autopar.graph.graph import Graph
+from autopar.hardware.cluster import Cluster
+from autopar.models.transformer import Sizes, build
 from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.planner import Planner, Task
 from autopar.planner.space import preferences as experts
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
 from autopar.planner.task import Limits
-from autopar.profile.files import write_text
-from autopar.validate.families import Sizes, build
+from autopar.tracing.trace import trace
+from autopar.util.profile_files import write_text
 from tests.benchmarks.tpe import Sampler
 
 TIMES, LEAST_TRIALS, SEED = 10, 100, 0

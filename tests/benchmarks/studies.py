@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from autopar.plan import Plan
-from autopar.profile.files import write_text
-from autopar.studies import load_study, run_study, study_files
+from autopar.plan.plan import Plan
+from autopar.questions.published_layouts import load_study, run_study, study_files
+from autopar.util.profile_files import write_text
 
 HEAD = """# Studies
 

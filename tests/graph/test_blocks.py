@@ -9,10 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.graph import Graph
-from autopar.graph.blocks import find_blocks
-from autopar.graph.ir import Op, Ref, TensorSpec
-from autopar.models import resolve_model
+from autopar.graph.graph import Graph, Op, Ref, TensorSpec
+from autopar.models.resolve import resolve_model
+from autopar.tracing.blocks import find_blocks
 from tests.graph.zoo import traced
 
 SPEC = TensorSpec(shape=(2, 8), dtype=torch.float32, requires_grad=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from autopar.errors import TraceError
-from autopar.graph import trace
+from autopar.tracing.trace import trace
 from tests.graph import checked as c
 
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autopar.errors import TraceError
-from autopar.graph import counts
-from autopar.graph.ir import Ref
-from autopar.graph.trace import trace
+from autopar.graph.graph import Ref
+from autopar.tracing.guards import batch_size_numbers as counts
+from autopar.tracing.trace import trace
 
 
 class Scaled(nn.Module):

@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.graph import Graph, trace
 from autopar.graph.compact import compact
-from autopar.graph.evaluate import evaluate
-from autopar.layout import S
+from autopar.graph.graph import Graph
+from autopar.graph.interpreter import evaluate
+from autopar.plan.tensor_types import S
 from autopar.planner.sharding.batch_axis import solve_batch
-from autopar.rules.apply import shard
-from autopar.runtime.verify import _without_dropout
+from autopar.rules.apply.apply import shard
+from autopar.tracing.trace import trace
+from autopar.verification.against_one_device import _without_dropout
 
 
 class Recurrent(nn.Module):

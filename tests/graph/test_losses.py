@@ -10,12 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributions import Normal, kl_divergence
 
-from autopar.graph import Graph, trace
 from autopar.graph.compact import compact
-from autopar.graph.evaluate import evaluate
-from autopar.layout import P
+from autopar.graph.graph import Graph
+from autopar.graph.interpreter import evaluate
+from autopar.models.graph_for_plan import for_batch
+from autopar.plan.tensor_types import P
 from autopar.planner.sharding.batch_axis import mixes_samples, solve_batch
-from autopar.tracing import for_batch
+from autopar.tracing.trace import trace
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from autopar.graph.evaluate import evaluate
-from autopar.graph.trace import trace
+from autopar.graph.interpreter import evaluate
+from autopar.tracing.trace import trace
 from tests.distributed.oddities import Resting
 from tests.lower import unusual as u
 

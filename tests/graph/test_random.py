@@ -9,15 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar import rules
-from autopar.graph import Graph, trace
 from autopar.graph.compact import compact
-from autopar.graph.evaluate import evaluate, leaves, run
-from autopar.graph.ir import Op, Ref, TensorSpec
+from autopar.graph.graph import Graph, Op, Ref, TensorSpec
+from autopar.graph.interpreter import evaluate, leaves, run
 from autopar.graph.random import draws_random
-from autopar.layout import R, S
+from autopar.plan.tensor_types import R, S
 from autopar.planner.sharding.batch_axis import solve_batch
-from autopar.rules.apply import shard
+from autopar.rules import registry as rules
+from autopar.rules.apply.apply import shard
+from autopar.tracing.trace import trace
 
 
 class _Model(nn.Module):

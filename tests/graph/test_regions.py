@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from autopar.errors import TraceError
-from autopar.graph.evaluate import evaluate
-from autopar.graph.ir import Graph
-from autopar.graph.trace import trace
+from autopar.graph.graph import Graph
+from autopar.graph.interpreter import evaluate
+from autopar.tracing.trace import trace
 from tests.distributed.oddities import Checkpointed, Force
 from tests.lower import unusual as u
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import TraceError
-from autopar.graph import trace
-from autopar.graph.evaluate import step
+from autopar.graph.interpreter import step
+from autopar.tracing.trace import trace
 from tests.distributed.remembering import Remembering
 
 Write = Callable[[nn.Module, Tensor], Tensor]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import TraceError
-from autopar.graph import trace
+from autopar.tracing.trace import trace
 from tests.lower import unusual as u
 
 COUNT = {"steps": 0}

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.errors import TraceError
-from autopar.graph import Graph, trace
-from autopar.graph.evaluate import evaluate, leaves, run
-from autopar.graph.ir import Op, Ref
-from autopar.models import resolve_model
-from autopar.rules.verify import verify_rule
+from autopar.graph.graph import Graph, Op, Ref
+from autopar.graph.interpreter import evaluate, leaves, run
+from autopar.models.resolve import resolve_model
+from autopar.rules.check.by_execution import verify_rule
+from autopar.tracing.trace import trace
 from tests.graph.zoo import HUGGING_FACE, LENGTH, loss_of, subject, traced, traced_on_meta
 
 CASES = [
@@ -229,7 +229,7 @@ def test_meta_and_real_models_give_the_same_graph() -> None:
 def test_decomposing_first_changes_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = subject(kind)
     short = traced(kind)
-    monkeypatch.setattr(sys.modules["autopar.graph.trace"], "needs_decomposition", lambda module: True)
+    monkeypatch.setattr(sys.modules["autopar.tracing.trace"], "needs_decomposition", lambda module: True)
     long = trace(model, (), batch)
     assert [op.target for op in short.ops] == [op.target for op in long.ops]
     assert [b.hash for b in short.blocks] == [b.hash for b in long.blocks]

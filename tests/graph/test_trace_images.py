@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import TraceError
-from autopar.graph import convert, trace
-from autopar.graph.evaluate import evaluate
-from autopar.model_specs import MeanSquareLoss
-from autopar.models import resolve_model
+from autopar.graph.interpreter import evaluate
+from autopar.models.resolve import resolve_model
+from autopar.models.specs import MeanSquareLoss
+from autopar.tracing import convert
+from autopar.tracing.trace import trace
 
 
 class Batched(nn.Module):

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.graph import Graph, trace
-from autopar.models import resolve_model
+from autopar.graph.graph import Graph
+from autopar.models.resolve import resolve_model
+from autopar.tracing.trace import trace
 
 SMALL = "num_hidden_layers=3&hidden_size=32&num_attention_heads=4&vocab_size=96&intermediate_size=64"
 HUGGING_FACE = {

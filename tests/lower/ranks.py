@@ -21,10 +21,10 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
     _uninstall_threaded_pg,
 )
 
-from autopar import ops
-from autopar.graph.ir import Argument, Graph, Ref
+from autopar.graph.graph import Argument, Graph, Ref
 from autopar.lower.program import Program
-from autopar.mesh import EXPERT_AXIS, EXPERT_MESH_AXES, MESH_AXES, Mesh
+from autopar.ops import collectives as ops
+from autopar.plan.mesh import EXPERT_AXIS, EXPERT_MESH_AXES, MESH_AXES, Mesh
 
 TIMEOUT_S = 60.0
 """For all ranks together."""

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from optuna.trial import TrialState
 
 from autopar.errors import UsageError
-from autopar.graph.ir import Graph
-from autopar.mesh import Mesh
-from autopar.plan import ScheduleName
+from autopar.graph.graph import Graph
+from autopar.plan.mesh import Mesh
+from autopar.plan.plan import ScheduleName
 from autopar.planner.branch_and_bound.branch_and_bound import BranchAndBound
 from autopar.planner.branch_and_bound.optuna_sampler import Encoding, Sampler
 from autopar.planner.branch_and_bound.sampling import Sampling

@@ -22,10 +22,10 @@ from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy.pool import NullPool
 
 from autopar import api
-from autopar.cluster import Cluster
 from autopar.errors import UsageError
-from autopar.graph.ir import Graph
-from autopar.plan import FP32, Plan, SearchRecord
+from autopar.graph.graph import Graph
+from autopar.hardware.cluster import Cluster
+from autopar.plan.plan import FP32, Plan, SearchRecord
 from autopar.planner.branch_and_bound.ledger import Result
 from autopar.planner.planner import Planner, Task
 from autopar.planner.space.pins import Pins

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.cluster import Cluster
 from autopar.errors import AutoparError, UsageError
-from autopar.host import HostLink
-from autopar.profile import detect, measure
-from autopar.profile.names import shipped_profile_name
-from autopar.profile.store import load_profile, profile_from_table
-from autopar.table import Table
+from autopar.hardware.cluster import Cluster
+from autopar.hardware.detect import machine as detect
+from autopar.hardware.detect.gpu_names import shipped_profile_name
+from autopar.hardware.host import HostLink
+from autopar.hardware.read import load_profile, profile_from_table
+from autopar.measure import timers as measure
+from autopar.util.toml import Table
 
 MEASURED: dict[str, Any] = {
     "matmul": {"float32": [{"smallest_dim": m, "flops_per_s": f} for m, f in ((1, 3e10), (16, 9e10), (64, 8e10))]},

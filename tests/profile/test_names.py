@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.profile.names import shipped_profile_name
-from autopar.profile.store import known_devices, load_profile
+from autopar.hardware.detect.gpu_names import shipped_profile_name
+from autopar.hardware.read import known_devices, load_profile
 
 GIB = 2**30
 

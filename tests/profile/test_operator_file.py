@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from autopar.errors import UsageError
-from autopar.profile import ops
+from autopar.measure import operators as ops
 
 CPU = torch.device("cpu")
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from autopar.cluster import Cluster
 from autopar.errors import RuntimeMismatchError
-from autopar.profile import places
-from autopar.profile.places import Place, cluster_at
-from autopar.profile.store import load_profile
+from autopar.hardware.cluster import Cluster
+from autopar.hardware.detect import places
+from autopar.hardware.detect.places import Place, cluster_at
+from autopar.hardware.read import load_profile
 
 H100, A100, L40S, EPYC = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "NVIDIA L40S", "AMD EPYC 7713"
 BYTES = {H100: 84932978278, A100: 84986665369, L40S: 47_000_000_000, EPYC: 2**38}

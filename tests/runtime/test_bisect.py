@@ -10,20 +10,20 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.graph.ir import Graph, Ref
-from autopar.layout import I, P, R, S
+from autopar.graph.graph import Graph, Ref
 from autopar.lower.program import lower
-from autopar.mesh import Mesh
-from autopar.rules.apply import BATCH
-from autopar.runtime.bisect import FP64
+from autopar.plan.mesh import Mesh
+from autopar.plan.tensor_types import I, P, R, S
+from autopar.rules.apply.apply import BATCH
 from autopar.runtime.job import start, stop
-from autopar.runtime.materialize import ModelWeights
-from autopar.runtime.parallel import Parallel
-from autopar.runtime.pieces import Split, gradient_layout
-from autopar.runtime.record import PRELUDE, OneDevice, Tape, Watch, attach
-from autopar.runtime.trail import Trail
-from autopar.runtime.verify import in_dtype
+from autopar.runtime.parallel_model import Parallel
+from autopar.runtime.weights.from_model import ModelWeights
 from autopar.runtime.world import World
+from autopar.verification.against_one_device import in_dtype
+from autopar.verification.first_difference import FP64
+from autopar.verification.record import PRELUDE, OneDevice, Tape, Watch, attach
+from autopar.verification.slices import Split, gradient_layout
+from autopar.verification.walk import Trail
 from tests.distributed.plans import make_plan
 from tests.distributed.subjects import HfSubject
 

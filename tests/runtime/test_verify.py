@@ -13,15 +13,15 @@ from torch import nn
 
 import autopar
 from autopar.errors import VerificationError
-from autopar.graph.double import in_double
-from autopar.graph.evaluate import evaluate
-from autopar.graph.trace import trace
-from autopar.plan import Plan
-from autopar.runtime.double import DoubleSubject, traced_in_double
-from autopar.runtime.trained import worst
-from autopar.runtime.verdict import NUDGES
-from autopar.runtime.verify import Confirmation, RankErrors, VerifyReport, _Run, verify
-from autopar.runtime.workers import WorkerPool
+from autopar.graph.interpreter import evaluate
+from autopar.plan.plan import Plan
+from autopar.tracing.float64 import in_double
+from autopar.tracing.trace import trace
+from autopar.verification.against_one_device import Confirmation, RankErrors, VerifyReport, _Run, verify
+from autopar.verification.double import DoubleSubject, traced_in_double
+from autopar.verification.rank_pool import WorkerPool
+from autopar.verification.reference import worst
+from autopar.verification.results import NUDGES
 
 
 def row(**changes: object) -> RankErrors:

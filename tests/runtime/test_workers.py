@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from autopar.errors import AutoparError
-from autopar.runtime.workers import WorkerPool
+from autopar.verification.rank_pool import WorkerPool
 from tests.distributed import jobs
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(60)]

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from autopar.benchmark.facts import machine_facts
 from autopar.benchmark.gpus.cases import cases_of
 from autopar.benchmark.gpus.page import page
-from autopar.profile.files import write_json, write_text
-from autopar.runtime.verdict import LOSS_TOLERANCE, TENSOR_TOLERANCE
+from autopar.benchmark.machine_facts import machine_facts
+from autopar.util.profile_files import write_json, write_text
+from autopar.verification.results import LOSS_TOLERANCE, TENSOR_TOLERANCE
 
 TIMEOUT_S = 300.0
 """Of a job of one part."""

@@ -13,7 +13,7 @@ from autopar.cost.model import BlockCost, CostModel
 from autopar.cost.step.step import own_times
 from autopar.errors import InfeasibleError
 from autopar.graph.compact import compact
-from autopar.graph.ir import Graph
+from autopar.graph.graph import Graph
 from autopar.planner.layouts.rank_graphs import RankGraphs, padding_of
 from autopar.planner.layouts.tp_typings import Order, TpTypings, pinned_types
 from autopar.planner.layouts.types import LayoutKey, Load, PricedLayout, TypedLayout
@@ -21,8 +21,8 @@ from autopar.planner.sharding.axis_costs import Narrow
 from autopar.planner.sharding.block_chain import AxisSolution, every_typing
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import Space
-from autopar.rules.apply import shard
-from autopar.rules.spread import AXIS as SPREAD
+from autopar.rules.apply.apply import shard
+from autopar.rules.apply.experts_over_data import AXIS as SPREAD
 
 
 @dataclass(slots=True, kw_only=True)
@@ -202,7 +202,7 @@ class Layouts:
         """What the parts of a key's layouts are taken of: the layout with neither a context- nor a tensor-parallel axis.
 
         Where the key has one of these axes, as no padding of vocabularies and no alignment takes it below
-        (:meth:`autopar.device.Device.at_best`): a part of it is then a floor. Where it has none, this is its layout.
+        (:meth:`autopar.hardware.device.Device.at_best`): a part of it is then a floor. Where it has none, this is its layout.
         """
         if key.cp == key.tp == 1:
             return self.price(TypedLayout(key=key, kind="", solution=None))

@@ -13,18 +13,18 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from operator import contains
 
-from autopar import rules
 from autopar.errors import RuleError
 from autopar.graph.compact import Compact
-from autopar.graph.ir import Graph, Mutation, Op, Parameter, Ref
-from autopar.graph.opaque import reason_of
-from autopar.layout import I, P, R, S, Type
-from autopar.opaque_ops import region_of
+from autopar.graph.graph import Graph, Mutation, Op, Parameter, Ref
+from autopar.ops.opaque import region_of
+from autopar.plan.tensor_types import I, P, R, S, Type
 from autopar.planner.sharding.elimination import Entry
 from autopar.planner.sharding.energy import FREE, Cost, Table, Weights
 from autopar.planner.sharding.strategy_energy import Problem
-from autopar.rules.conversions import conversion
-from autopar.rules.types import Strategy, Typing
+from autopar.rules import registry as rules
+from autopar.rules.apply.conversions import conversion
+from autopar.rules.strategy import Strategy, Typing
+from autopar.tracing.opaque.regions import reason_of
 
 BATCH = "batch"
 TOTAL_ELEMENTS = 1e12
