@@ -12,14 +12,12 @@ from autopar.plan.plan import (
     AxisTyping,
     BlockLayout,
     BlockPlan,
-    Breakdown,
-    Memory,
     ModelInfo,
     Plan,
-    Prediction,
     SearchRecord,
     StagePlan,
 )
+from autopar.plan.prediction import Breakdown, Memory, Prediction
 from autopar.plan.tensor_types import I, S, Type
 
 _SECONDS = st.floats(min_value=0, max_value=1e9, allow_subnormal=False)

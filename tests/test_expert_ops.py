@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from autopar.ops import collectives as ops
+from autopar.ops import collectives
 from autopar.ops import experts as expert_ops
 from autopar.ops.experts import _ACTIVATIONS as FUNCTIONS
 from autopar.plan.mesh import Mesh
@@ -323,7 +323,7 @@ def test_products_are_grouped_where_the_gpu_has_a_kernel(
 @pytest.fixture
 def among_fakes() -> Iterator[None]:
     dist.init_process_group(backend="fake", rank=1, world_size=4, store=FakeStore())
-    with ops.on_meshes((init_device_mesh("cpu", (4,), mesh_dim_names=("dp_shard",)),)):
+    with collectives.on_meshes((init_device_mesh("cpu", (4,), mesh_dim_names=("dp_shard",)),)):
         yield
     dist.destroy_process_group()
 

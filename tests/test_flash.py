@@ -16,8 +16,7 @@ from autopar.cost.operators.matmul import _attention  # the works of attention a
 from autopar.cost.operators.roofline import time_of_work
 from autopar.graph.graph import Op, Ref, TensorSpec
 from autopar.hardware.cluster import Cluster
-from autopar.ops import collectives as ops
-from autopar.ops import flash
+from autopar.ops import collectives, flash
 from autopar.ops import sequence as sequence_ops
 
 DTYPES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -119,7 +118,7 @@ def test_gathered_attention_shares_heads_with_a_kernel_and_under_a_mask(
     monkeypatch: pytest.MonkeyPatch, rank: int, value_width: int
 ) -> None:
     """No kernel takes values of another width: there is a mask."""
-    monkeypatch.setattr(ops, "group", lambda _: SimpleNamespace(rank=lambda: rank))
+    monkeypatch.setattr(collectives, "group", lambda _: SimpleNamespace(rank=lambda: rank))
     q, k, _ = drawn(torch.float64, 6, 18, key_heads=2)
     v = (
         torch.linspace(-1, 1, 2 * 2 * 18 * value_width, dtype=torch.float64)

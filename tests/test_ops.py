@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from autopar.errors import RuleError
-from autopar.ops import collectives as ops
+from autopar.ops import collectives, names, plain, seeded
 from autopar.plan.mesh import MESH_AXES, Mesh
 from autopar.plan.tensor_types import I, P, R, S, Type
 from autopar.rules.apply.conversions import conversion, emitted_arguments
@@ -59,7 +59,7 @@ def test_a_change_of_type_keeps_the_tensor_and_its_gradient(source: Type, target
     whole, gradient = torch.randn(SHAPE), torch.randn(SHAPE)
     found = conversion(source, target, requires_grad=True)
     assert found is not None
-    call = ops.resolve(found.target)
+    call = names.resolve(found.target)
 
     def work(rank: int) -> tuple[Tensor, Tensor]:
         x = part(whole, source, size, rank).requires_grad_()
@@ -79,9 +79,9 @@ def test_tensors_of_any_dtype_move(dtype: torch.dtype) -> None:
     whole = (torch.arange(24).reshape(SHAPE) % 3).to(dtype)
 
     def work(rank: int) -> list[Tensor]:
-        mine = ops.shard(whole, "tp", 0, "R")
-        other = ops.all_to_all(mine, "tp", 1, 0)
-        return [ops.all_gather(mine, "tp", 0, "R"), ops.all_gather(other, "tp", 1, "I")]
+        mine = collectives.shard(whole, "tp", 0, "R")
+        other = collectives.all_to_all(mine, "tp", 1, 0)
+        return [collectives.all_gather(mine, "tp", 0, "R"), collectives.all_gather(other, "tp", 1, "I")]
 
     for moved in run_ranks(Mesh(tp=2), work):
         assert all(torch.equal(tensor, whole) for tensor in moved)
@@ -90,8 +90,12 @@ def test_tensors_of_any_dtype_move(dtype: torch.dtype) -> None:
 def test_gradients_of_half_precision_are_summed_in_it() -> None:
     def work(rank: int) -> Tensor:
         x = torch.ones(4, 4, dtype=torch.bfloat16, requires_grad=True)
-        y = ops.all_gather(ops.shard(ops.invariant_to_replicate(x, "tp"), "tp", 0, "R"), "tp", 0, "R")
-        z = ops.all_reduce(ops.all_gather(ops.reduce_scatter(y, "tp", 1), "tp", 1, "R"), "tp", "R")
+        y = collectives.all_gather(
+            collectives.shard(collectives.invariant_to_replicate(x, "tp"), "tp", 0, "R"), "tp", 0, "R"
+        )
+        z = collectives.all_reduce(
+            collectives.all_gather(collectives.reduce_scatter(y, "tp", 1), "tp", 1, "R"), "tp", "R"
+        )
         z.sum().backward()
         assert x.grad is not None and x.grad.dtype == z.dtype == torch.bfloat16
         return x.grad.float()
@@ -102,7 +106,7 @@ def test_gradients_of_half_precision_are_summed_in_it() -> None:
 
 def test_an_uneven_split_is_refused() -> None:
     with pytest.raises(RuleError, match="divides by the axis"):
-        run_ranks(Mesh(tp=2), lambda rank: ops.shard(torch.ones(3), "tp", 0, "R"))
+        run_ranks(Mesh(tp=2), lambda rank: collectives.shard(torch.ones(3), "tp", 0, "R"))
 
 
 def test_backward_of_a_change_needs_no_mesh() -> None:
@@ -110,7 +114,7 @@ def test_backward_of_a_change_needs_no_mesh() -> None:
 
     def work(rank: int) -> Tensor:
         x = torch.ones(2, requires_grad=True)
-        y = ops.invariant_to_replicate(x, "tp")
+        y = collectives.invariant_to_replicate(x, "tp")
         with spmd_types.set_current_mesh(frozenset()):
             y.sum().backward()
         assert x.grad is not None
@@ -120,18 +124,18 @@ def test_backward_of_a_change_needs_no_mesh() -> None:
 
 
 def test_every_target_resolves_or_is_named() -> None:
-    assert ops.resolve("aten.linear.default") is torch.ops.aten.linear.default
-    assert ops.resolve("autopar.dropout") is ops.dropout
-    assert ops.resolve("autopar.embedding_vocabulary").__module__ == "autopar.ops.sharded"
+    assert names.resolve("aten.linear.default") is torch.ops.aten.linear.default
+    assert names.resolve("autopar.dropout") is seeded.dropout
+    assert names.resolve("autopar.embedding_vocabulary").__module__ == "autopar.ops.sharded"
     for missing in ("autopar.nothing", "aten.nothing.default", "nothing"):
         with pytest.raises(RuleError, match="exists in torch or in autopar"):
-            ops.resolve(missing)
+            names.resolve(missing)
 
 
 def test_linear_t_is_a_transposed_linear() -> None:
     x, weight, bias = torch.randn(2, 3, 4), torch.randn(4, 5), torch.randn(5)
-    torch.testing.assert_close(ops.linear_t(x, weight, bias), x @ weight + bias)
-    torch.testing.assert_close(ops.linear_t(x, weight), x @ weight)
+    torch.testing.assert_close(plain.linear_t(x, weight, bias), x @ weight + bias)
+    torch.testing.assert_close(plain.linear_t(x, weight), x @ weight)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -141,8 +145,8 @@ def test_cross_entropy_sum_ignores_what_it_should(smoothing: float) -> None:
     expected = F.cross_entropy(
         logits.flatten(0, 1), target.flatten(), ignore_index=-1, reduction="sum", label_smoothing=smoothing
     )
-    torch.testing.assert_close(ops.cross_entropy_sum(logits, target, -1, smoothing), expected)
-    half = ops.cross_entropy_sum(logits.bfloat16(), target, -1, smoothing)
+    torch.testing.assert_close(plain.cross_entropy_sum(logits, target, -1, smoothing), expected)
+    half = plain.cross_entropy_sum(logits.bfloat16(), target, -1, smoothing)
     assert half.dtype == torch.float32
 
 
@@ -151,15 +155,15 @@ def test_cross_entropy_sum_ignores_what_it_should(smoothing: float) -> None:
 
 def test_dropout_scales_what_it_keeps_and_its_gradient() -> None:
     x = torch.ones(200, 200, requires_grad=True)
-    y = ops.dropout(x, 0.25, 1, 2)
+    y = seeded.dropout(x, 0.25, 1, 2)
     kept = y != 0
     assert abs(kept.float().mean().item() - 0.75) < 0.02
     torch.testing.assert_close(y[kept], torch.full_like(y[kept], 1 / 0.75))
     y.sum().backward()
     assert x.grad is not None
     torch.testing.assert_close(x.grad, y.detach())
-    assert ops.dropout(x, 0.0) is x
-    assert not ops.dropout(x, 1.0).any()
+    assert seeded.dropout(x, 0.0) is x
+    assert not seeded.dropout(x, 1.0).any()
 
 
 @given(
@@ -171,7 +175,7 @@ def test_dropout_scales_what_it_keeps_and_its_gradient() -> None:
     )
 )
 def test_streams_of_different_seeds_and_operators_differ(words: list[tuple[int, int, int]]) -> None:
-    seeds = {ops.stream_seed((a, b), seed, ()) for seed, a, b in words}
+    seeds = {seeded.stream_seed((a, b), seed, ()) for seed, a, b in words}
     assert len(seeds) == len(words)
     assert all(0 <= seed < 2**63 for seed in seeds)
 
@@ -182,10 +186,10 @@ def test_ranks_share_a_stream_unless_the_tensor_is_split(call: str) -> None:
 
     def draw(axes: tuple[str, ...]) -> Tensor:
         if call == "dropout":
-            return ops.dropout(torch.ones(64), 0.5, 3, 7, axes)
+            return seeded.dropout(torch.ones(64), 0.5, 3, 7, axes)
         ones = torch.ones(1, 1, 8, 8)
         with turn:
-            return ops.attention(ones, ones, torch.eye(8).expand(1, 1, 8, 8), None, 0.5, salt=3, seed=7, axes=axes)
+            return seeded.attention(ones, ones, torch.eye(8).expand(1, 1, 8, 8), None, 0.5, salt=3, seed=7, axes=axes)
 
     before = torch.random.get_rng_state()
     drawn = run_ranks(
@@ -206,7 +210,7 @@ def test_the_gradient_of_a_parameter_stays_a_pending_sum(placement: Replicate | 
     def work(rank: int) -> tuple[Tensor, Tensor]:
         mesh = init_device_mesh("cpu", (1, 1, 1, 1, 2), mesh_dim_names=MESH_AXES)
         leaf = DTensor.from_local(torch.ones(2), mesh["tp"], [placement], run_check=False).requires_grad_()
-        mine = ops.local(leaf)
+        mine = plain.local(leaf)
         (mine * (rank + 1)).sum().backward()
         assert isinstance(leaf.grad, DTensor) and leaf.grad.placements == (placement,)
         return mine, leaf.grad.to_local()
@@ -218,7 +222,7 @@ def test_the_gradient_of_a_parameter_stays_a_pending_sum(placement: Replicate | 
 
 def test_a_plain_parameter_passes() -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
-    assert ops.local(parameter) is parameter
+    assert plain.local(parameter) is parameter
 
 
 # --- random operators ----------------------------------------------------------------------------
@@ -227,25 +231,25 @@ def test_a_plain_parameter_passes() -> None:
 def test_attention_draws_as_if_all_generators_were_seeded_and_leaves_torchs_as_it_was() -> None:
     q = torch.randn(2, 2, 8, 4, generator=torch.Generator().manual_seed(0))
     before = torch.get_rng_state()
-    found = ops.attention(q, q, q, None, 0.5, salt=3, seed=5)
+    found = seeded.attention(q, q, q, None, 0.5, salt=3, seed=5)
     assert torch.equal(torch.get_rng_state(), before)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(ops.stream_seed(3, 5, ()))
+        torch.manual_seed(seeded.stream_seed(3, 5, ()))
         assert torch.equal(found, torch.nn.functional.scaled_dot_product_attention(q, q, q, None, 0.5))
 
 
 def test_attention_without_dropout_seeds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "stream_seed", None)  # a call would raise
+    monkeypatch.setattr(seeded, "stream_seed", None)  # a call would raise
     q = torch.randn(2, 2, 8, 4)
-    assert torch.equal(ops.attention(q, q, q, is_causal=True), ops.attention(q, q, q, None, 0.0, True, seed=1))
+    assert torch.equal(seeded.attention(q, q, q, is_causal=True), seeded.attention(q, q, q, None, 0.0, True, seed=1))
 
 
 def test_only_the_generator_of_the_tensors_device_is_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
     devices = [torch.Generator().manual_seed(n) for n in (1, 2)]
     monkeypatch.setattr(torch.cuda, "default_generators", devices)
     states = [g.get_state() for g in (torch.default_generator, *devices)]
-    with ops.seeded((torch.device("cuda", 1),), 3, 5, ()):
-        assert devices[1].initial_seed() == ops.stream_seed(3, 5, ())
+    with seeded.seeded((torch.device("cuda", 1),), 3, 5, ()):
+        assert devices[1].initial_seed() == seeded.stream_seed(3, 5, ())
         assert devices[0].initial_seed() == 1
         assert torch.equal(torch.get_rng_state(), states[0])
     now = [g.get_state() for g in (torch.default_generator, *devices)]
@@ -256,9 +260,9 @@ def test_only_the_generator_of_the_tensors_device_is_seeded(monkeypatch: pytest.
 @pytest.mark.parametrize("p", [0.25, 0.3, 1.0])
 def test_dropout_keeps_what_its_stream_says_forward_and_backward(dtype: torch.dtype, p: float) -> None:
     x = torch.randn(6, 10, dtype=dtype).t().requires_grad_()
-    found = ops.dropout(x, p, 3, 5)
+    found = seeded.dropout(x, p, 3, 5)
     kept = torch.empty(10, 6, dtype=torch.bool)
-    kept.bernoulli_(1 - p, generator=torch.Generator().manual_seed(ops.stream_seed(3, 5, ())))
+    kept.bernoulli_(1 - p, generator=torch.Generator().manual_seed(seeded.stream_seed(3, 5, ())))
     scale = 1 / (1 - p) if p < 1 else 0.0
     close = torch.finfo(dtype).eps * 2
     torch.testing.assert_close(found, x * kept * scale, rtol=close, atol=0.0)

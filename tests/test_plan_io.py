@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 
 from autopar.errors import PlanError
-from autopar.plan.file import diff_plans, dumps, load_plan, plan_from_dict, plan_schema, plan_to_dict, save_plan
+from autopar.plan.diff import diff_plans
+from autopar.plan.file import dumps, load_plan, plan_from_dict, plan_schema, plan_to_dict, save_plan
 from autopar.plan.json_schema import schema_text
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import Plan

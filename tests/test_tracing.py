@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autopar.api import trace_model
 from autopar.errors import TraceError, UsageError
-from autopar.models.graph_for_plan import samples_of, trace_model
+from autopar.models.graph_for_plan import samples_of
 from autopar.plan.plan import BF16, FP32
 from autopar.tracing.batch import named_inputs
 

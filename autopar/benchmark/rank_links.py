@@ -23,7 +23,7 @@ from autopar.measure.collective_times import COLLECTIVES, Limits, LinkJob, LinkP
 from autopar.measure.link_fit import links_of
 from autopar.measure.rank_groups import GroupSet
 from autopar.measure.timers import Layers
-from autopar.util.profile_files import write_json
+from autopar.util.files import write_json
 
 CROWD_REPEATS, CROWD_S = 15, 0.06
 WORK_S, BATCH_S = 1e-3, 10e-3

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from autopar.benchmark.batches import Outcome
 from autopar.benchmark.score import Row
-from autopar.plan.words import num_bytes, seconds
 from autopar.util.text_table import plain_table
+from autopar.util.units import num_bytes, seconds
 
 
 def render(outcome: Outcome, *, most: int = 40) -> str:

@@ -45,7 +45,7 @@ def traced(
         TraceError: the model cannot be traced.
     """
     from autopar import api
-    from autopar.util.toml import closest
+    from autopar.util.text import closest
 
     if precision not in api.PRECISIONS:
         raise UsageError("the precision is known", value=repr(precision), remedy=closest(precision, api.PRECISIONS))

@@ -26,9 +26,10 @@ from autopar.cost.step.step import StageCost, Step
 from autopar.cost.step.step_model import Ranks, StepModel
 from autopar.graph.graph import Block, Graph, Op, TensorSpec
 from autopar.hardware.cluster import Cluster
-from autopar.hardware.host import HostLink
+from autopar.hardware.device import HostLink
 from autopar.plan.mesh import Mesh
-from autopar.plan.plan import Breakdown, Memory, Precision, Prediction
+from autopar.plan.plan import Precision
+from autopar.plan.prediction import Breakdown, Memory, Prediction
 
 __all__ = ["BlockCost", "CostModel", "StageCost", "Step"]
 

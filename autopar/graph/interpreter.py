@@ -11,8 +11,9 @@ import torch
 from autopar.errors import AutoparError
 from autopar.graph.graph import Argument, Graph, Op, Parameter, Ref
 from autopar.graph.random import draws_random
-from autopar.ops.collectives import draw, resolve
+from autopar.ops.names import resolve
 from autopar.ops.opaque import Holder, region_of
+from autopar.ops.seeded import draw
 
 
 def evaluate(

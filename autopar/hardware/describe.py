@@ -16,7 +16,7 @@ from autopar.hardware.read import (
     load_profile,
     with_links,
 )
-from autopar.util.toml import closest
+from autopar.util.text import closest
 
 _SHAPE = re.compile(r"^(?P<device>[^?]+):(?P<nodes>\d+)x(?P<per_node>\d+)$")
 _BYTES = re.compile(r"^(?P<number>[0-9.]+(?:e[+-]?\d+)?)\s*(?P<unit>[kmgt]i?b|b)?$", re.IGNORECASE)

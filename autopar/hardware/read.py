@@ -17,7 +17,8 @@ from autopar.hardware.device import Device
 from autopar.hardware.link import CollectiveLibrary, Link
 from autopar.hardware.links_file import Links
 from autopar.util import data_files as resources
-from autopar.util.toml import Table, closest
+from autopar.util.text import closest
+from autopar.util.toml import Table
 
 RESERVED_TIERS = ("device", "node", "nic", "network")
 """What else the topology of a cluster is made of."""

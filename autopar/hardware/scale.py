@@ -9,7 +9,7 @@ from autopar.errors import UsageError
 from autopar.hardware.cluster import Cluster, NodeGroup
 from autopar.hardware.device import Device
 from autopar.hardware.link import Link
-from autopar.util.toml import closest
+from autopar.util.text import closest
 
 
 def _links(link: Callable[[Link, float], Link], *, node: bool, network: bool) -> Callable[[Cluster, float], Cluster]:

@@ -35,7 +35,7 @@ from autopar.lower.check_gradients import check_program
 from autopar.lower.emit import SEED, layout_of, str_name
 from autopar.lower.pending_sums import CHANGES, linear_call, passes_by, target_name
 from autopar.lower.program import Program
-from autopar.ops import collectives as ops
+from autopar.ops import collectives, plain
 from autopar.ops.opaque import opaque
 from autopar.plan.mesh import DATA_AXES, MESH_AXES, Mesh
 from autopar.plan.tensor_types import Type
@@ -204,22 +204,22 @@ class _Check:
             self.check_values(result, node, place)
             return
         for axis in self.axes:
-            stated, found = self.kind(node, axis), spmd_types.maybe_get_axis_local_type(result, ops.group(axis))
-            if node.target is ops.local or stated is None:
+            stated, found = self.kind(node, axis), spmd_types.maybe_get_axis_local_type(result, collectives.group(axis))
+            if node.target is plain.local or stated is None:
                 continue
             if found is spmd_types.V and stated == "P":
-                spmd_types.mutate_type(result, ops.group(axis), src=spmd_types.V, dst=spmd_types.P)
+                spmd_types.mutate_type(result, collectives.group(axis), src=spmd_types.V, dst=spmd_types.P)
             elif found is spmd_types.R and stated == "S" and _target(node) == "aten.expand.default":
-                spmd_types.mutate_type(result, ops.group(axis), src=spmd_types.R, dst=spmd_types.V)
+                spmd_types.mutate_type(result, collectives.group(axis), src=spmd_types.R, dst=spmd_types.V)
             elif found is not _LOCAL[stated]:
                 raise VerificationError(f"{axis}: {stated} is what the operator gives", value=f"{found}", place=place)
 
     def check_values(self, result: torch.Tensor, node: fx.Node, place: str) -> None:
         """Without a gradient I is R; the checker's R is enough."""
         for axis in self.axes:
-            stated, found = self.kind(node, axis), spmd_types.maybe_get_axis_local_type(result, ops.group(axis))
+            stated, found = self.kind(node, axis), spmd_types.maybe_get_axis_local_type(result, collectives.group(axis))
             if found is spmd_types.V and stated == "P":
-                spmd_types.mutate_type(result, ops.group(axis), src=spmd_types.V, dst=spmd_types.P)
+                spmd_types.mutate_type(result, collectives.group(axis), src=spmd_types.V, dst=spmd_types.P)
             elif found is spmd_types.V and stated in ("R", "I"):
                 raise VerificationError(f"{axis}: {stated} is what the operator gives", value=f"{found}", place=place)
 
@@ -235,7 +235,7 @@ class _Check:
                     return
                 raise
         for axis in self.axes:
-            stated, found = self.kind(node, axis), spmd_types.maybe_get_axis_local_type(result, ops.group(axis))
+            stated, found = self.kind(node, axis), spmd_types.maybe_get_axis_local_type(result, collectives.group(axis))
             same = not node.meta["spec"].requires_grad and stated in ("R", "I")
             if stated is not None and found is not _LOCAL[stated] and not same:
                 raise VerificationError(
@@ -267,7 +267,7 @@ class _Check:
     def type(self, node: fx.Node, axis: str) -> Type | None:
         """The stated type on a mesh axis; without a gradient I is R."""
         layout: Layout = node.meta["types"]
-        if node.op == "call_function" and node.target is ops.local:
+        if node.op == "call_function" and node.target is plain.local:
             layout = cast("fx.Node", node.args[0]).meta["types"]
         known = dict(layout)
         kind = known.get(BATCH if axis in DATA_AXES else axis)
@@ -321,8 +321,8 @@ def _empty(spec: TensorSpec) -> torch.Tensor:
 
 def _plain(result: torch.Tensor) -> torch.Tensor:
     """The result without types that it may have taken over from an operand."""
-    plain = torch.empty(result.shape, dtype=result.dtype, device=result.device)
-    return plain.requires_grad_(result.requires_grad)
+    made = torch.empty(result.shape, dtype=result.dtype, device=result.device)
+    return made.requires_grad_(result.requires_grad)
 
 
 def _target(node: fx.Node) -> str:

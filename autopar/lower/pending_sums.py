@@ -10,26 +10,26 @@ import torch
 from spmd_types import _checker
 
 from autopar.lower.emit import TARGETS
-from autopar.ops import collectives as ops
+from autopar.ops import collectives, seeded
 from autopar.ops import sequence as sequence_ops
 from autopar.ops import sharded as sharded_ops
 
 CHANGES = frozenset(
     (
-        ops.all_gather,
-        ops.all_reduce,
-        ops.all_to_all,
-        ops.invariant_to_replicate,
-        ops.keep_on_first,
-        ops.reduce_scatter,
-        ops.shard,
+        collectives.all_gather,
+        collectives.all_reduce,
+        collectives.all_to_all,
+        collectives.invariant_to_replicate,
+        collectives.keep_on_first,
+        collectives.reduce_scatter,
+        collectives.shard,
     )
 )
 """Changes of type on one axis: linear, so that a pending sum on another one may pass; the checker does not know it."""
 
 _LINEAR = frozenset(
     (
-        ops.dropout,  # all summands lose the same elements
+        seeded.dropout,  # all summands lose the same elements
         sequence_ops.attention_gathered,  # in the values
         sequence_ops.attention_ring,
         sharded_ops.change_over_data,
@@ -51,6 +51,8 @@ def _is_known(call: Callable[..., Any]) -> bool:
     """Whether the checker can tell that a pending sum may pass."""
     return call in _checker._OP_REGISTRY or call.__module__ in (
         "autopar.ops.collectives",
+        "autopar.ops.plain",
+        "autopar.ops.seeded",
         "autopar.ops.sharded",
         "autopar.ops.sequence",
         __name__,
@@ -89,7 +91,7 @@ def _product_t(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
 def _looked_up(weight: torch.Tensor, ids: torch.Tensor, axis: str, padding_idx: int = -1) -> torch.Tensor:
     """A look-up as the product of who is chosen and the table, of which each rank of another axis may have a summand."""
     chosen = ids.unsqueeze(-1).expand(*ids.shape, weight.shape[0]).to(weight.dtype)
-    return sharded_ops._pending(torch.matmul(chosen, weight), ops.group(axis))
+    return sharded_ops._pending(torch.matmul(chosen, weight), collectives.group(axis))
 
 
 def target_name(target: Any) -> str:

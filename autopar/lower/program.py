@@ -31,7 +31,7 @@ from autopar.plan.plan import Plan, Recompute, StagePlan
 from autopar.plan.tensor_types import R
 from autopar.rules.apply.apply import BATCH
 
-_HEADER = "import torch\nimport torch.nn.functional as F\nfrom autopar.ops import collectives, experts, sequence, sharded\naten = torch.ops.aten"
+_HEADER = "import torch\nimport torch.nn.functional as F\nfrom autopar.ops import collectives, experts, plain, seeded, sequence, sharded\naten = torch.ops.aten"
 
 
 @dataclass(frozen=True, kw_only=True)

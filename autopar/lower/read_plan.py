@@ -167,6 +167,18 @@ def _one_micro_batch(plan: Plan, op: Op) -> PlanError:
     )
 
 
+def check_batch_typing(plan: Plan, graph: Graph) -> None:
+    """The plan's typing of axis ``batch`` holds on the graph: where samples do not meet in it, they are apart.
+
+    Raises:
+        PlanError: the plan has none for the graph.
+        RuleError: it does not hold.
+    """
+    size = plan.micro_batch_of(0)
+    typing = batch_typing(plan, graph, size)
+    shard(graph, typing, global_batch_size=plan.global_batch_size, micro_batch_size=size)
+
+
 def axis_typing(plan: Plan, graph: Graph, axis: str) -> Typing:
     """The typing on a sharded axis; the prelude is repeated on every rank."""
     return _read_blocks(plan, graph, _Reader(graph, axis, Fraction(getattr(plan.mesh, axis))))

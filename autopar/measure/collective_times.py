@@ -25,7 +25,7 @@ from autopar.hardware.detect.machine import device_name
 from autopar.hardware.measured_times import load_json
 from autopar.measure.rank_groups import GroupSet, group_sets
 from autopar.measure.timers import free_bytes
-from autopar.util.profile_files import write_json
+from autopar.util.files import write_json
 
 SMALLEST_BYTES = 1024
 GROWTH = 4

@@ -20,8 +20,10 @@ import torch
 from autopar.errors import UsageError
 from autopar.hardware.measured_times import load_json
 from autopar.measure.timers import free_bytes, timer
-from autopar.ops.collectives import draw, on_meshes, resolve
-from autopar.util.profile_files import write_json
+from autopar.ops.collectives import on_meshes
+from autopar.ops.names import resolve
+from autopar.ops.seeded import draw
+from autopar.util.files import write_json
 
 REPEATS = 15
 MIN_BATCH_S = 1e-3

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor, Replicate
 
-from autopar.ops import collectives as ops
+from autopar.ops import collectives
 from autopar.runtime.optimizer.local_step import LocalSteps
 
 _SIZE = 8
@@ -76,14 +76,14 @@ def collective_s(mesh: DeviceMesh) -> float:
     def typed() -> None:
         y = start
         for _ in range(count):
-            y = ops.all_reduce(y, "tp", "R")
+            y = collectives.all_reduce(y, "tp", "R")
         y.sum().backward()  # type: ignore[no-untyped-call]
 
     def plain() -> None:
         for _ in range(2 * count):
             dist.all_reduce(start.detach())
 
-    with ops.on_meshes((mesh,)):
+    with collectives.on_meshes((mesh,)):
         return max(_median_s(typed) - _median_s(plain), 0.0) / (2 * count)
 
 

@@ -14,10 +14,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from autopar.errors import RuleError, TraceError, UsageError
-from autopar.graph.compact import compact
 from autopar.graph.graph import Graph
 from autopar.plan.plan import Precision
-from autopar.planner.sharding.batch_axis import solve_batch
 from autopar.rules.check.missing import complete
 from autopar.tracing.failures import EXPORTS, FAILURES, not_copied
 from autopar.tracing.guards.batch_size_numbers import CountError
@@ -76,10 +74,14 @@ def trace_model(
     name: str = "",
     loss_fn: LossFunction | None = None,
     opaque: Sequence[str] = (),
+    samples_apart: Callable[[Graph], object],
 ) -> Graph:
     """The graph that plans of this model, precision and global batch are for; ``model`` itself stays as it is.
 
     Without a global batch its samples must be apart.
+
+    Args:
+        samples_apart: see :func:`for_batch`.
 
     Raises:
         UsageError: no example inputs, and none can be made; the model is none, is parallel already, or has complex parameters;
@@ -106,16 +108,20 @@ def trace_model(
             return trace(model, (), inputs, **options)
         return trace(model, tuple(inputs), {}, **options)
 
-    return trace_at(None) if global_batch_size is None else for_batch(trace_at, global_batch_size)
+    return trace_at(None) if global_batch_size is None else for_batch(trace_at, global_batch_size, samples_apart)
 
 
-def for_batch(trace_at: Callable[[int | None], Graph], global_batch_size: int) -> Graph:
+def for_batch(
+    trace_at: Callable[[int | None], Graph], global_batch_size: int, samples_apart: Callable[[Graph], object]
+) -> Graph:
     """A traced model, whether its samples are apart or not.
 
     Args:
         trace_at: traces it: at the given number of samples, exactly, or at any (None).
         global_batch_size: at which it is traced again where samples meet, because shapes such as [B, B] and numbers
             such as B - 1 hold for one batch size alone.
+        samples_apart: raises :class:`~autopar.errors.RuleError` where they are not. The planner asks its typing of axis ``batch``
+            (:func:`autopar.planner.request.samples_apart`), who has a plan asks that.
 
     Raises:
         TraceError: of ``trace_at``.
@@ -123,7 +129,7 @@ def for_batch(trace_at: Callable[[int | None], Graph], global_batch_size: int) -
     try:
         graph = _at_any_size(trace_at, global_batch_size)
         complete(graph)
-        solve_batch(compact(graph))
+        samples_apart(graph)
     except (CountError, RuleError):
         if global_batch_size == 1:
             raise
@@ -132,7 +138,7 @@ def for_batch(trace_at: Callable[[int | None], Graph], global_batch_size: int) -
     graph = trace_at(global_batch_size)
     complete(graph)
     try:
-        solve_batch(compact(graph))
+        samples_apart(graph)
     except RuleError as error:
         note = (
             f"samples meet in {error.place}: each data rank takes all its samples in one micro-batch, and where they "

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autopar.errors import AutoparError, RuntimeMismatchError
-from autopar.ops.collectives import Salt, seeded
+from autopar.ops.seeded import Salt, seeded
 from autopar.ops.train_modes import as_trained, modes, restore
 
 MODULE, FUNCTION = "module", "function"
@@ -229,7 +229,7 @@ def opaque(
     seed: int = 0,
     axes: Sequence[str] = (),
 ) -> tuple[Tensor, ...]:
-    """Runs a region; its random numbers come from the stream that :func:`autopar.ops.collectives.dropout` describes.
+    """Runs a region; its random numbers come from the stream that :func:`autopar.ops.seeded.dropout` describes.
 
     Args:
         holder: the user's code.

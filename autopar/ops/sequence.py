@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.ops import collectives as ops
-from autopar.ops import flash
+from autopar.ops import collectives, flash, seeded
 from autopar.ops.ring import FlashRing, Ring, RingWork
 
 
@@ -30,7 +29,7 @@ def attention_gathered(  # noqa: PLR0913  the signature of scaled_dot_product_at
     axis: str,
     scale: float | None = None,
     enable_gqa: bool = False,
-    salt: ops.Salt = 0,
+    salt: seeded.Salt = 0,
     seed: int = 0,
     axes: Sequence[str] = (),
 ) -> Tensor:
@@ -41,7 +40,7 @@ def attention_gathered(  # noqa: PLR0913  the signature of scaled_dot_product_at
         key, value: whole, R: the gradient of each rank is a summand.
         attn_mask: None; ``is_causal`` stands for the mask.
         axis: over which the queries are split.
-        salt, seed, axes: of dropout, see :func:`autopar.ops.collectives.dropout`.
+        salt, seed, axes: of dropout, see :func:`autopar.ops.seeded.dropout`.
 
     Returns:
         [batch, heads, rows, width], S(rows).
@@ -49,12 +48,12 @@ def attention_gathered(  # noqa: PLR0913  the signature of scaled_dot_product_at
     assert attn_mask is None
     assert is_causal
     rows = query.shape[-2]
-    first = ops.group(axis).rank() * rows
+    first = collectives.group(axis).rank() * rows
     seen = first + rows  # later keys are not attended by any row here
     k, v = key.narrow(-2, 0, seen), value.narrow(-2, 0, seen)
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     if query.is_cuda and flash.takes(query, value, drops=dropout_p > 0.0):
-        with ops.drawing(query.device, salt, seed, axes) if dropout_p else nullcontext():
+        with seeded.drawing(query.device, salt, seed, axes) if dropout_p else nullcontext():
             return flash.rows_after(query, k, v, factor, dropout_p)
     if not dropout_p and flash.takes(query, value):
         return flash.RowsAfter.apply(query, k, v, factor)  # type: ignore[no-untyped-call, no-any-return]
@@ -62,7 +61,7 @@ def attention_gathered(  # noqa: PLR0913  the signature of scaled_dot_product_at
         repeats = query.shape[1] // key.shape[1]
         k, v, enable_gqa = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1), False
     mask = torch.ones(rows, seen, dtype=torch.bool, device=query.device).tril(first)
-    return ops.attention(
+    return seeded.attention(
         query, k, v, mask, dropout_p, scale=scale, enable_gqa=enable_gqa, salt=salt, seed=seed, axes=axes
     )
 
@@ -88,28 +87,28 @@ def zigzag(x: Tensor, dim: int, ranks: int, *, back: bool = False) -> Tensor:
 
 def zigzag_shard(x: Tensor, axis: str, dim: int, source: str) -> Tensor:
     """:func:`autopar.ops.collectives.shard` in zig-zag order."""
-    return ops.shard(zigzag(x, dim, _ranks(axis)), axis, dim, source)
+    return collectives.shard(zigzag(x, dim, _ranks(axis)), axis, dim, source)
 
 
 def zigzag_all_gather(x: Tensor, axis: str, dim: int, to: str) -> Tensor:
     """:func:`autopar.ops.collectives.all_gather` from zig-zag order."""
-    return zigzag(ops.all_gather(x, axis, dim, to), dim, _ranks(axis), back=True)
+    return zigzag(collectives.all_gather(x, axis, dim, to), dim, _ranks(axis), back=True)
 
 
 def zigzag_reduce_scatter(x: Tensor, axis: str, dim: int) -> Tensor:
     """:func:`autopar.ops.collectives.reduce_scatter` to zig-zag order."""
-    return ops.reduce_scatter(zigzag(x, dim, _ranks(axis)), axis, dim)
+    return collectives.reduce_scatter(zigzag(x, dim, _ranks(axis)), axis, dim)
 
 
 def zigzag_all_to_all(x: Tensor, axis: str, split_dim: int, gathered_dim: int) -> Tensor:
     """:func:`autopar.ops.collectives.all_to_all` between two dims in zig-zag order."""
     ranks = _ranks(axis)
-    y = ops.all_to_all(zigzag(x, split_dim, ranks), axis, split_dim, gathered_dim)
+    y = collectives.all_to_all(zigzag(x, split_dim, ranks), axis, split_dim, gathered_dim)
     return zigzag(y, gathered_dim, ranks, back=True)
 
 
 def _ranks(axis: str) -> int:
-    return dist.get_world_size(ops.group(axis))
+    return dist.get_world_size(collectives.group(axis))
 
 
 # --- ring attention ------------------------------------------------------------------------------
@@ -127,7 +126,7 @@ def attention_ring(  # noqa: PLR0913  the signature of scaled_dot_product_attent
     ranks: int,
     scale: float | None = None,
     enable_gqa: bool = False,
-    salt: ops.Salt = 0,
+    salt: seeded.Salt = 0,
     seed: int = 0,
     axes: Sequence[str] = (),
 ) -> Tensor:
@@ -143,14 +142,14 @@ def attention_ring(  # noqa: PLR0913  the signature of scaled_dot_product_attent
             their own order.
         axis: over which rows and columns are split.
         ranks: its degree.
-        salt, seed, axes: of dropout, see :func:`autopar.ops.collectives.dropout`.
+        salt, seed, axes: of dropout, see :func:`autopar.ops.seeded.dropout`.
 
     Returns:
         [batch, heads, rows, width], S(rows) in zig-zag order.
     """
     if query.device.type == "meta":  # a check of types: what is sent has no place there
         return Ring.apply(query, key, value, attn_mask, None)  # type: ignore[no-untyped-call, no-any-return]
-    pg = ops.group(axis)
+    pg = collectives.group(axis)
     work = RingWork(
         group=pg,
         rank=pg.rank(),
@@ -158,7 +157,7 @@ def attention_ring(  # noqa: PLR0913  the signature of scaled_dot_product_attent
         is_causal=is_causal,
         scale=query.shape[-1] ** -0.5 if scale is None else scale,
         dropout_p=dropout_p,
-        seed=ops.stream_seed(salt, seed, axes) if dropout_p else 0,
+        seed=seeded.stream_seed(salt, seed, axes) if dropout_p else 0,
     )
     if attn_mask is None and not dropout_p and flash.takes(query, value):
         return FlashRing.apply(query, key, value, work)  # type: ignore[no-untyped-call, no-any-return]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopar.ops import collectives as ops
+from autopar.ops import collectives
 from autopar.ops.collectives import group
 from autopar.plan.mesh import DATA_AXES
 from autopar.plan.tensor_types import parse_type
@@ -327,15 +327,15 @@ def change_over_data(x: Tensor, source: str, target: str) -> Tensor:
     for axis in reversed(axes) if before.is_split else axes:
         match before.kind, after.kind:
             case "S", end:
-                x = ops.all_gather(x, axis, before.dim, end)
+                x = collectives.all_gather(x, axis, before.dim, end)
             case "P", "S":
-                x = ops.reduce_scatter(x, axis, after.dim)
+                x = collectives.reduce_scatter(x, axis, after.dim)
             case "P", end:
-                x = ops.all_reduce(x, axis, end)
+                x = collectives.all_reduce(x, axis, end)
             case begin, "S":
-                x = ops.shard(x, axis, after.dim, begin)
+                x = collectives.shard(x, axis, after.dim, begin)
             case begin, "P":
-                x = ops.keep_on_first(x, axis, begin)
+                x = collectives.keep_on_first(x, axis, begin)
             case _:
-                x = ops.invariant_to_replicate(x, axis)
+                x = collectives.invariant_to_replicate(x, axis)
     return x

@@ -7,8 +7,7 @@ import difflib
 import json
 import os
 import typing
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -31,7 +30,7 @@ _MAKE_ANEW = "make it anew with 'autopar search ... -o FILE'"
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
     """The plan as JSON values, keys in the order of the fields; types as ``S(0)``; no number is rounded."""
     written_by = {WRITTEN_BY: f"autopar {_autopar_version()}"}
-    return {"version": plan.version} | written_by | cast("dict[str, Any]", _encode(plan))
+    return {"version": plan.version} | written_by | cast("dict[str, Any]", encode(plan))
 
 
 def plan_from_dict(data: object, *, place: str = "plan") -> Plan:
@@ -102,41 +101,21 @@ def _read_plan(path: Path) -> Plan:
     return plan_from_dict(data, place=place)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
-    """One difference between two plans; a missing side is None."""
-
-    path: str
-    before: object
-    after: object
-
-    def __str__(self) -> str:
-        return f"{self.path}: {_short(self.before)} -> {_short(self.after)}"
-
-
-def diff_plans(before: Plan, after: Plan) -> list[Change]:
-    """What differs, in the order of the document; the record of the search and the format are left out."""
-    left, right = _encode(before, rare=True), _encode(after, rare=True)
-    for data in (left, right):
-        del data["search"], data["version"]
-    return list(_differences(left, right, ""))
-
-
 def dumps(data: object) -> str:
     """JSON for people: what is short stands on a line, long lists of words are filled like a paragraph."""
     return _write(data, 0, 0)
 
 
-def _encode(value: Any, *, rare: bool = False) -> Any:
+def encode(value: Any, *, rare: bool = False) -> Any:
     """``rare``: also the fields that a file has only where they are not the default."""
     if isinstance(value, Type):
         return str(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = dataclasses.fields(value)
         written = (f for f in fields if rare or not (f.metadata and getattr(value, f.name) == f.default))
-        return {field.name: _encode(getattr(value, field.name), rare=rare) for field in written}
+        return {field.name: encode(getattr(value, field.name), rare=rare) for field in written}
     if isinstance(value, tuple):
-        return [_encode(item, rare=rare) for item in value]
+        return [encode(item, rare=rare) for item in value]
     return value
 
 
@@ -192,7 +171,7 @@ def _error_order(error: ValidationError) -> tuple[int, list[str]]:
 def _refuse(error: ValidationError, place: str) -> NoReturn:
     path = _dotted(error.absolute_path)
     law, value, remedy = error.message, None, _MAKE_ANEW
-    found: object = _short(error.instance)
+    found: object = short(error.instance)
     match error.validator:
         case "additionalProperties":
             known = sorted(error.schema["properties"])
@@ -246,28 +225,6 @@ def _no_constant(place: str) -> Any:
     return refuse
 
 
-def _differences(before: Any, after: Any, path: str) -> Iterator[Change]:
-    if isinstance(before, dict) and isinstance(after, dict):
-        for key in before:
-            yield from _differences(before[key], after[key], f"{path}.{key}" if path else key)
-    elif isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
-        for index, (left, right) in enumerate(zip(before, after, strict=True)):
-            yield from _differences(left, right, f"{path}[{index}]")
-    elif before != after or type(before) is not type(after):
-        yield Change(path=path, before=before, after=after)
-
-
-def _short(value: object) -> str:
-    if isinstance(value, list):
-        plain = all(not isinstance(item, dict | list) for item in value)
-        text = json.dumps(value) if plain else f"{len(value)} items"
-    elif isinstance(value, dict):
-        text = "an object"
-    else:
-        text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
 def _write(value: Any, depth: int, lead: int) -> str:
     """``lead``: characters that stand before the value on its line."""
     line = json.dumps(value, ensure_ascii=False, allow_nan=False)
@@ -305,8 +262,6 @@ def _autopar_version() -> str:
 
 
 __all__ = [
-    "Change",
-    "diff_plans",
     "dumps",
     "load_plan",
     "plan_from_dict",
@@ -314,3 +269,14 @@ __all__ = [
     "plan_to_dict",
     "save_plan",
 ]
+
+
+def short(value: object) -> str:
+    if isinstance(value, list):
+        plain = all(not isinstance(item, dict | list) for item in value)
+        text = json.dumps(value) if plain else f"{len(value)} items"
+    elif isinstance(value, dict):
+        text = "an object"
+    else:
+        text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

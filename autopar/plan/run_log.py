@@ -14,7 +14,8 @@ from statistics import median
 from typing import Any
 
 from autopar.errors import UsageError
-from autopar.plan.plan import Breakdown, Plan
+from autopar.plan.plan import Plan
+from autopar.plan.prediction import Breakdown
 
 FILE_NAME = "autopar-run.jsonl"
 FORMAT_VERSION = 1

@@ -12,21 +12,16 @@ from autopar.plan.plan import BUCKET_BYTES, recompute_text
 from autopar.plan.words import (
     MEMORY_PARTS,
     batch_text,
-    count,
     devices_text,
     fits,
     groups_text,
     memory_text,
-    num_bytes,
-    printable,
-    ranges,
     schedule_text,
-    seconds,
-    share,
     time_parts,
     zero_text,
 )
 from autopar.util.text_table import plain_table
+from autopar.util.units import count, num_bytes, printable, ranges, seconds, share
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,33 +1,31 @@
-"""What the verbs of ``api.py`` are called with, and the task of the search that it makes."""
+"""What a plan is asked for with (:mod:`autopar.api`), and the task of the search that it makes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from autopar.errors import UsageError
+from autopar.graph.compact import compact
 from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
 from autopar.models.graph_for_plan import trace_model
-from autopar.plan.plan import BF16, FP8, FP16, FP32, FP64, TF32, Precision
+from autopar.plan.plan import PRECISIONS, Precision
 from autopar.planner.planner import Planner, Task
+from autopar.planner.sharding.batch_axis import solve_batch
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space, with_sampler
 from autopar.planner.task import Progress
 from autopar.tracing.trace import LossFunction
-from autopar.util.toml import closest
-
-PrecisionName = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp64"]
-PRECISIONS = {"fp32": FP32, "tf32": TF32, "bf16": BF16, "fp16": FP16, "fp8": FP8, "fp64": FP64}
-"""The runtime runs all but fp8, which is priced; fp16 with a scaler (``Parallel.grad_scaler``)."""
+from autopar.util.text import closest
 
 
-@dataclass(frozen=True, slots=True)
-class Wish:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
     """What the verbs were called with, apart from the model and the cluster."""
 
     example_inputs: Mapping[str, Any] | Sequence[Any] | None
@@ -36,10 +34,10 @@ class Wish:
     precision: str
     optimizer: str
     space: str
-    name: str
-    cache_dir: Path | None
-    loss_fn: LossFunction | None
-    opaque: tuple[str, ...]
+    name: str = ""
+    cache_dir: Path | None = None
+    loss_fn: LossFunction | None = None
+    opaque: tuple[str, ...] = ()
     sampler: str | None = None
     seed: int = 0
 
@@ -65,6 +63,7 @@ class Wish:
             loss_fn=self.loss_fn,
             opaque=self.modules,
             global_batch_size=self.global_batch_size,
+            samples_apart=samples_apart,
         )
 
     @property
@@ -73,46 +72,52 @@ class Wish:
         return tuple(dict.fromkeys((*self.opaque, *Pins.parse(self.pins).opaque)))
 
 
-def texts_of(texts: Sequence[str]) -> tuple[str, ...]:
-    """Pins or names; a text alone is one of them, and not one for each of its letters.
+def samples_apart(graph: Graph) -> None:
+    """Nothing, where no sample of a batch has to do with another up to the loss.
 
-    >>> texts_of("tp=2"), texts_of(["tp=2", "pp=1"])
-    (('tp=2',), ('tp=2', 'pp=1'))
+    Raises:
+        RuleError: two meet; its place says where.
     """
-    return (texts,) if isinstance(texts, str) else tuple(texts)
+    solve_batch(compact(graph))
 
 
 def planner_of(
-    model: torch.nn.Module | Graph, cluster: Cluster | str, wish: Wish, progress: Progress | None
+    model: torch.nn.Module | Graph, cluster: Cluster | str, request: Request, progress: Progress | None
 ) -> Planner:
     """A planner of the task; see :func:`task_of`."""
-    return Planner(task_of(model, cluster, wish, progress))
+    return Planner(task_of(model, cluster, request, progress))
 
 
-def task_of(model: torch.nn.Module | Graph, cluster: Cluster | str, wish: Wish, progress: Progress | None) -> Task:
+def task_of(
+    model: torch.nn.Module | Graph, cluster: Cluster | str, request: Request, progress: Progress | None
+) -> Task:
     """What a search is asked, the model traced where it is no graph yet.
 
     Raises:
         UsageError: malformed pins, cluster, space or precision.
         TraceError: the model cannot be traced.
     """
-    pins, space, recipe = Pins.parse(wish.pins), with_sampler(load_space(wish.space), wish.sampler), wish.recipe
+    pins, space, recipe = (
+        Pins.parse(request.pins),
+        with_sampler(load_space(request.space), request.sampler),
+        request.recipe,
+    )
     where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     if not isinstance(model, Graph):
         if progress is not None:
             progress("tracing the model", 0, 0)
-        model = wish.trace(model)
+        model = request.trace(model)
     if progress is not None:
         progress("laying out blocks", 0, 0)
     return Task(
         graph=model,
         cluster=where,
-        global_batch_size=wish.global_batch_size,
+        global_batch_size=request.global_batch_size,
         precision=recipe,
-        optimizer=wish.optimizer,
+        optimizer=request.optimizer,
         pins=pins,
         space=space,
-        cache_dir=wish.cache_dir,
-        opaque=wish.modules,
-        seed=wish.seed,
+        cache_dir=request.cache_dir,
+        opaque=request.modules,
+        seed=request.seed,
     )

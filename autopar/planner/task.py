@@ -9,7 +9,8 @@ from pathlib import Path
 from autopar.errors import InfeasibleError, UsageError
 from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
-from autopar.plan.plan import Precision, Prediction
+from autopar.plan.plan import Precision
+from autopar.plan.prediction import Prediction
 from autopar.planner.evaluate.evaluation import Evaluation, Misfit
 from autopar.planner.space.pin_syntax import ChoicePin
 from autopar.planner.space.pins import Pins

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from autopar.plan.words import micro_batch_text, num_bytes, schedule_text, seconds, share
+from autopar.plan.words import micro_batch_text, schedule_text
 from autopar.util.text_table import plain_table
+from autopar.util.units import num_bytes, seconds, share
 
 if TYPE_CHECKING:
     from autopar.plan.plan import Plan
@@ -64,7 +65,7 @@ def render_sweep(name: str, swept: Sequence[Swept]) -> str:
 
 def sweep_summary(name: str, swept: Sequence[Swept]) -> dict[str, Any]:
     """The same as JSON values, with what changes in the plan."""
-    from autopar.plan.file import diff_plans
+    from autopar.plan.diff import diff_plans
     from autopar.report.json_summary import plan_summary
 
     base = _base(swept)

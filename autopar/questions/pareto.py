@@ -18,7 +18,7 @@ from autopar.hardware.scale import scaled
 from autopar.plan.plan import Plan
 from autopar.planner.task import Limits, peak_bytes
 from autopar.questions.sizing import Ask, prices_of, sizes_of
-from autopar.util.toml import closest
+from autopar.util.text import closest
 
 Objective = Literal["time", "memory", "devices", "price"]
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)

@@ -15,7 +15,8 @@ from autopar.hardware.cluster import Cluster
 from autopar.hardware.scale import SCALES, scaled
 from autopar.plan.plan import Plan
 from autopar.util import data_files as resources
-from autopar.util.toml import Table, closest
+from autopar.util.text import closest
+from autopar.util.toml import Table
 
 if TYPE_CHECKING:
     from autopar.graph.graph import Graph

@@ -27,7 +27,7 @@ from autopar.planner.space.pins import Pins
 from autopar.planner.space.preferences import leanness
 from autopar.planner.space.space import load_space
 from autopar.planner.task import Limits, Progress
-from autopar.util.toml import closest
+from autopar.util.text import closest
 
 _SHAPE = re.compile(r"^(?P<device>[^?]+):(?P<nodes>\d+)x(?P<per_node>\d+)(?P<options>\?.*)?$")
 

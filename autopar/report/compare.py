@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from autopar.plan.file import diff_plans
-from autopar.plan.words import batch_text, num_bytes, schedule_text, seconds, share, time_parts, zero_text
+from autopar.plan.diff import diff_plans
+from autopar.plan.words import batch_text, schedule_text, time_parts, zero_text
 from autopar.util.text_table import plain_table
+from autopar.util.units import num_bytes, seconds, share
 
 if TYPE_CHECKING:
     from autopar.plan.plan import Plan

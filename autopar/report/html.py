@@ -10,21 +10,17 @@ from autopar.plan.plan import recompute_text
 from autopar.plan.text import layout_groups
 from autopar.plan.words import (
     batch_text,
-    count,
     devices_text,
     fits,
     groups_text,
     memory_parts,
     memory_text,
-    num_bytes,
-    ranges,
     schedule_text,
-    seconds,
-    share,
     time_parts,
     zero_text,
 )
 from autopar.report.timeline import timeline
+from autopar.util.units import count, num_bytes, ranges, seconds, share
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

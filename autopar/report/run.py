@@ -6,8 +6,8 @@ from dataclasses import asdict
 from typing import Any
 
 from autopar.plan.run_log import RunRecord
-from autopar.plan.words import num_bytes, seconds
 from autopar.util.text_table import plain_table
+from autopar.util.units import num_bytes, seconds
 
 
 def render_run(record: RunRecord) -> str:

@@ -6,9 +6,9 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from autopar.graph.flops import backward_flops, op_flops
-from autopar.plan.words import flops, num_bytes, ranges
 from autopar.rules.registry import has_rule
 from autopar.util.text_table import plain_table
+from autopar.util.units import flops, num_bytes, ranges
 
 if TYPE_CHECKING:
     from autopar.graph.graph import Block, Graph

@@ -25,7 +25,7 @@ from autopar.runtime.parallel_model import Parallel
 from autopar.runtime.weights.from_files import FileWeights
 from autopar.runtime.weights.from_model import ModelWeights, Weights
 from autopar.runtime.world import World
-from autopar.tracing.failures import first_line
+from autopar.util.text import first_line
 
 Make = Callable[[], tuple[Plan, Graph]]
 """Gives the plan and the traced model that it is for."""

@@ -29,12 +29,11 @@ from autopar.runtime.step.changed_buffers import State
 from autopar.runtime.step.fsdp import forget_gathered
 from autopar.runtime.step.gradients import Norm, clip
 from autopar.runtime.step.local_batch import local_batch
-from autopar.runtime.step.loss_scale import NUM_STATES, LossScale, ParallelScaler
+from autopar.runtime.step.loss_scale import NUM_STATES, LossScale, ParallelScaler, StepLoss
 from autopar.runtime.step.replicas import Replicas
 from autopar.runtime.step.runner import Accumulation, Batch, Pipeline, Runner, micro_batches
 from autopar.runtime.step.shared_samples import SharedSamples
 from autopar.runtime.step.step_gradients import StepGradients
-from autopar.runtime.step.step_loss import StepLoss
 from autopar.runtime.weights import checkpoint
 from autopar.runtime.weights.from_model import Weights
 from autopar.runtime.world import World

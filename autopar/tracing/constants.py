@@ -6,7 +6,7 @@ from math import prod
 
 import torch
 
-from autopar.graph.dim_groups import dim_groups
+from autopar.graph.aliasing import dim_groups
 from autopar.graph.graph import Argument, Ref, TensorSpec
 from autopar.tracing.builder import FOLD_LIMIT, LAZY_SIZE, SKIPPED_KWARGS, Builder, Call, Value, broadcast, compact
 from autopar.tracing.lazy_masks import Known, Lazy

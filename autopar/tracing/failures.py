@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from autopar.errors import TraceError
+from autopar.util.text import first_line
 
 FAILURES = (
     ArithmeticError,
@@ -108,12 +109,6 @@ def module_of_failure(error: BaseException, model: torch.nn.Module) -> str:
             return str(found[-1])
         failure = failure.__cause__ or failure.__context__
     return ""
-
-
-def first_line(error: BaseException) -> str:
-    """What an exception says, in one line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[0] if lines else type(error).__name__)[:200]
 
 
 def _exported(error: BaseException) -> list[tuple[str, int]]:

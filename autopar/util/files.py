@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from autopar.errors import UsageError
 
@@ -60,3 +62,22 @@ def _refused(path: Path, error: OSError) -> UsageError:
         place=str(path),
         remedy="name a file in a folder that can be written to",
     )
+
+
+def write_toml(path: Path, data: dict[str, Any], *, comment: str = "") -> None:
+    """``data`` as TOML under ``comment``; the folder is made where it is not there."""
+    import tomli_w  # a GPU machine that only measures ('make gpu') may not have it
+
+    write_text(path, (f"# {comment}\n" if comment else "") + tomli_w.dumps(data), make_folder=True)
+
+
+def write_json(path: Path, data: dict[str, Any]) -> None:
+    """``data`` as JSON, one entry of its lists a line; the folder is made where it is not there."""
+    parts = []
+    for key, value in data.items():
+        if isinstance(value, list) and value:
+            inner = ",\n".join(json.dumps(item, separators=(",", ":")) for item in value)
+            parts.append(f"{json.dumps(key)}: [\n{inner}\n]")
+        else:
+            parts.append(f"{json.dumps(key)}: {json.dumps(value)}")
+    write_text(path, "{\n" + ",\n".join(parts) + "\n}\n", make_folder=True)

@@ -6,33 +6,20 @@ A :class:`Table` hands out typed values and remembers which keys were asked for,
 
 from __future__ import annotations
 
-import difflib
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
 from autopar.errors import UsageError
+from autopar.util.text import closest
 
 Key = str | int
 
 _HEADER = re.compile(r"^\s*(\[\[?)\s*([^\[\]#]+?)\s*\]")
 _ASSIGNMENT = re.compile(r"^\s*([A-Za-z0-9_.\"'-]+)\s*=")
 _DECODE_PLACE = re.compile(r"^(?P<law>.*) \(at (?:line (?P<line>\d+), column \d+|end of document)\)$")
-
-
-def closest(name: str, known: Iterable[str]) -> str:
-    """A remedy: the closest known name if there is one, and all of them.
-
-    >>> closest("h10", ["cpu", "h100"])
-    "did you mean 'h100'? known: cpu, h100"
-    """
-    names = sorted(known)
-    match = [known for known in names if name and known.lower().startswith(name.lower())]
-    match = match or difflib.get_close_matches(name, names, n=1, cutoff=0.4)
-    hint = f"did you mean '{match[0]}'? " if match else ""
-    return f"{hint}known: {', '.join(names) or 'none'}"
 
 
 class Table:

@@ -21,7 +21,8 @@ from autopar.hardware.cluster import Cluster
 from autopar.hardware.device import KernelKind
 from autopar.models.transformer import Sizes, build
 from autopar.plan.mesh import Mesh
-from autopar.plan.plan import Precision, Prediction, Recompute
+from autopar.plan.plan import Precision, Recompute
+from autopar.plan.prediction import Prediction
 from autopar.planner.context import flops_of_block
 from autopar.planner.layouts.catalogue import Layouts
 from autopar.planner.layouts.types import LayoutKey, Load, PricedLayout

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.plan.plan import Prediction
+from autopar.plan.prediction import Prediction
 from autopar.validate.runs import Run
 
 NOTABLE = 1.02

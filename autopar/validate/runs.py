@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from autopar.errors import UsageError
 from autopar.models.transformer import ATTENTIONS, FAMILIES
-from autopar.util.toml import closest
+from autopar.util.text import closest
 
 RECOMPUTES = ("none", "selective", "full")
 PRECISIONS = ("fp32", "fp16", "bf16", "bf16_fp32_grad_accum", "bf16_true", "fp8")

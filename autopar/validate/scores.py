@@ -11,8 +11,8 @@ from typing import Any
 from autopar.errors import UsageError
 from autopar.hardware.device import Device
 from autopar.hardware.read import MachineProfile, known_devices, load_profile, profile_to_dict
-from autopar.plan.plan import Prediction
-from autopar.util.profile_files import write_toml
+from autopar.plan.prediction import Prediction
+from autopar.util.files import write_toml
 from autopar.validate import parameters as free
 from autopar.validate.figures import Score, as_read, scales, score
 from autopar.validate.robust_fit import Fit

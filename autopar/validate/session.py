@@ -14,7 +14,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.hardware.device_rates import ALIGNED_ELEMENTS
 from autopar.hardware.link import CollectiveLibrary
 from autopar.hardware.read import MachineProfile, load_library, load_profile
-from autopar.plan.plan import Prediction
+from autopar.plan.prediction import Prediction
 from autopar.validate import parameters as free
 from autopar.validate.express import Expressed, Structure, predict, step_time_s
 from autopar.validate.parameters import PARAMETERS, Parameter

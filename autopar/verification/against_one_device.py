@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,6 @@ from autopar.runtime.weights.from_model import ModelWeights
 from autopar.runtime.world import World
 from autopar.tracing.float64 import in_double
 from autopar.tracing.trace import LossFunction
-from autopar.verification.double import DoubleSubject, traced_in_double
 from autopar.verification.first_difference import bisect
 from autopar.verification.rank_pool import WorkerPool
 from autopar.verification.reference import Trained, adamw, errors, loss_of, trained_alone, trained_in_parallel
@@ -41,7 +40,7 @@ from autopar.verification.results import (
     RankErrors,
     VerifyReport,
 )
-from autopar.verification.with_loss import WithLoss
+from autopar.verification.subject import DoubleSubject, Subject, WithLoss, traced_in_double
 
 __all__ = [
     "LOSS_TOLERANCE",
@@ -71,16 +70,6 @@ PRELOAD = (
     "autopar.cli.commands.verify",
     "autopar.verification.against_one_device",
 )
-
-
-class Subject(Protocol):
-    """What is verified; picklable, the same in every process."""
-
-    def build(self) -> nn.Module:
-        """The model on CPU with real weights, without dropout, always the same ones."""
-
-    def make_batch(self, batch_size: int, *, seed: int, padded: bool = False) -> dict[str, Tensor]:
-        """Inputs by name; ``padded``: samples of different lengths, with ignored labels where they end."""
 
 
 def verify(  # noqa: PLR0913  keywords of the public call

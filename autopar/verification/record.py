@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from autopar.graph.graph import Argument, Graph, Op, Ref
 from autopar.graph.interpreter import function_of, leaves
 from autopar.lower.emit import SEED
-from autopar.ops import collectives as emitted
+from autopar.ops import plain
 from autopar.runtime.parallel_model import Parallel
 from autopar.runtime.step.stage import BlockModule, StageModule
 
@@ -156,8 +156,8 @@ def run_module(
         elif node.target is operator.floordiv:  # the seed of a step
             env[node] = env[node.args[0]] // node.args[1]
         else:
-            assert node.target is emitted.local
-            env[node] = emitted.local(env[node.args[0]])
+            assert node.target is plain.local
+            env[node] = plain.local(env[node.args[0]])
         if "reads" in node.meta:
             tape.read(place, node.meta["reads"], env[node], micro_batch)
     raise AssertionError("an emitted module ends in its outputs")

@@ -31,7 +31,7 @@ from autopar.runtime.job import start, stop
 from autopar.runtime.parallel_model import Parallel
 from autopar.runtime.weights.from_model import ModelWeights
 from autopar.runtime.world import World
-from autopar.util.profile_files import write_json
+from autopar.util.files import write_json
 from tests.benchmarks.rivals import Step, updater
 from tests.distributed.plans import make_plan
 

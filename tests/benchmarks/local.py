@@ -31,8 +31,8 @@ from autopar.hardware.cluster import Cluster
 from autopar.hardware.detect.machine import machine_profile
 from autopar.hardware.measured_times import load_json
 from autopar.hardware.read import MachineProfile
-from autopar.plan.words import seconds
-from autopar.util.profile_files import write_json, write_text
+from autopar.util.files import write_json, write_text
+from autopar.util.units import seconds
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = {
@@ -301,7 +301,7 @@ def main() -> int:
     found = measure(options)
     text = page(found, options)
     if options.page is not None:
-        write_text(options.page, text)
+        write_text(options.page, text, make_folder=True)
     print(text)
     return 0
 

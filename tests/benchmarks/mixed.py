@@ -36,12 +36,13 @@ from autopar.hardware.detect.machine import machine_profile
 from autopar.hardware.read import load_library
 from autopar.models.resolve import resolve_model
 from autopar.plan.plan import FP32, Plan, Precision
-from autopar.plan.words import micro_batch_text, seconds
+from autopar.plan.words import micro_batch_text
 from autopar.planner.planner import Planner
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
 from autopar.planner.task import Limits, Task
-from autopar.util.profile_files import write_text
+from autopar.util.files import write_text
+from autopar.util.units import seconds
 from autopar.verification.rank_pool import WorkerPool
 
 FP16 = Precision(name="fp16", compute="float16", storage="float32", reduce="float32")
@@ -168,7 +169,7 @@ def write_part(page: Path, name: str, text: str) -> None:
     _, closed, after = rest.partition(end)
     if not found or not closed:
         raise UsageError("a page has the two comments of the part that is written", value=name, place=str(page))
-    write_text(page, f"{before}{begin}{text}{end}{after}")
+    write_text(page, f"{before}{begin}{text}{end}{after}", make_folder=True)
 
 
 # --- on this machine

@@ -13,10 +13,10 @@ from autopar.cost.blocks.block_cost import BlockCost, ParameterCost
 from autopar.cost.model import CostModel, StageCost
 from autopar.errors import UsageError
 from autopar.hardware.cluster import Cluster
-from autopar.hardware.device import Overheads
-from autopar.hardware.host import HostLink
+from autopar.hardware.device import HostLink, Overheads
 from autopar.plan.mesh import Mesh
-from autopar.plan.plan import BF16, FP32, Prediction, Recompute
+from autopar.plan.plan import BF16, FP32, Recompute
+from autopar.plan.prediction import Prediction
 from autopar.validate.foreign import ForeignRuntime
 from tests.cost.blocks_by_hand import block, stage, step
 from tests.cost.step_traffic import traffic

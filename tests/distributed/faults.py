@@ -15,7 +15,7 @@ import autopar.ops.collectives
 from autopar.graph.graph import Graph, Op
 from autopar.lower.read_plan import local_graph
 from autopar.plan.plan import Plan
-from autopar.verification.against_one_device import Subject
+from autopar.verification.subject import Subject
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def planted(local: Graph, fault: Fault) -> Graph:
         forgotten = (replace(p, gradient_sum_axes=()) if p.name in read else p for p in local.parameters)
         return replace(local, parameters=tuple(forgotten))
     setattr(autopar.ops.collectives, f"fault_{fault.kind}", KINDS[fault.kind](op))
-    autopar.ops.collectives.resolve.cache_clear()
+    autopar.ops.names.resolve.cache_clear()
     wrong = replace(op, target=f"autopar.fault_{fault.kind}")
     return replace(local, ops=tuple(wrong if one is op else one for one in local.ops))
 
@@ -106,7 +106,7 @@ def _no_gradient_sum(op: Op) -> Callable[..., Tensor]:
 
 def _one_rank(op: Op) -> Callable[..., Tensor]:
     """A wrong value on the last rank."""
-    right = autopar.ops.collectives.resolve(op.target)
+    right = autopar.ops.names.resolve(op.target)
 
     def call(*args: Any, **kwargs: Any) -> Tensor:
         last = dist.get_rank() == dist.get_world_size() - 1
@@ -116,12 +116,12 @@ def _one_rank(op: Op) -> Callable[..., Tensor]:
 
 
 def _value(op: Op) -> Callable[..., Tensor]:
-    right = autopar.ops.collectives.resolve(op.target)
+    right = autopar.ops.names.resolve(op.target)
     return lambda *args, **kwargs: _scaled(right(*args, **kwargs), 1.25, 1.0)
 
 
 def _gradient(op: Op) -> Callable[..., Tensor]:
-    right = autopar.ops.collectives.resolve(op.target)
+    right = autopar.ops.names.resolve(op.target)
     return lambda *args, **kwargs: _scaled(right(*args, **kwargs), 1.0, 1.25)
 
 

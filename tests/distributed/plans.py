@@ -13,16 +13,15 @@ from autopar.plan.plan import (
     AxisTyping,
     BlockLayout,
     BlockPlan,
-    Breakdown,
     ModelInfo,
     Plan,
     Precision,
-    Prediction,
     Recompute,
     ScheduleName,
     SearchRecord,
     StagePlan,
 )
+from autopar.plan.prediction import Breakdown, Prediction
 from autopar.plan.tensor_types import Type
 from autopar.planner.sharding.axis_costs import AxisCosts
 from autopar.planner.sharding.batch_axis import solve_batch

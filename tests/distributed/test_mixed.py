@@ -9,7 +9,7 @@ import pytest
 from autopar import api
 from autopar.hardware.cluster import Cluster
 from autopar.plan.file import load_plan, save_plan
-from autopar.util.profile_files import write_toml
+from autopar.util.files import write_toml
 from autopar.verification.against_one_device import verify
 from autopar.verification.rank_pool import WorkerPool
 from tests.distributed.subjects import HfSubject

@@ -12,7 +12,7 @@ import torch
 from autopar import api
 from autopar.cost.model import CostModel
 from autopar.hardware.cluster import Cluster
-from autopar.hardware.host import HostLink
+from autopar.hardware.device import HostLink
 from autopar.verification.rank_pool import WorkerPool
 from tests.distributed import jobs
 from tests.distributed.plans import make_plan, micro_batch_size

@@ -15,6 +15,7 @@ from autopar.graph.graph import Graph
 from autopar.graph.interpreter import evaluate
 from autopar.models.graph_for_plan import for_batch
 from autopar.plan.tensor_types import P
+from autopar.planner.request import samples_apart
 from autopar.planner.sharding.batch_axis import mixes_samples, solve_batch
 from autopar.tracing.trace import trace
 
@@ -126,12 +127,14 @@ def test_a_loss_of_more_elements_than_two_samples_have_is_traced_at_the_global_b
         tried.append(samples or 2)
         return trace(model, (), batch(tried[-1]), exact=samples is not None)
 
-    graph = for_batch(trace_at, 8)
+    graph = for_batch(trace_at, 8, samples_apart)
     assert tried[:2] == [2, 8]
     assert graph.mixing
     assert graph.inputs[0].spec.shape[0] == 8
 
 
 def test_a_norm_over_all_dims_has_a_rule() -> None:
-    graph = for_batch(lambda n: trace(Model(lambda y, c, t: y.norm() + F.mse_loss(y, t)), (), batch(n or 4)), 4)
+    graph = for_batch(
+        lambda n: trace(Model(lambda y, c, t: y.norm() + F.mse_loss(y, t)), (), batch(n or 4)), 4, samples_apart
+    )
     assert graph.mixing

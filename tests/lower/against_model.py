@@ -16,7 +16,7 @@ from autopar.graph.graph import Parameter
 from autopar.graph.interpreter import part_of
 from autopar.lower.check_types import typecheck
 from autopar.lower.program import Program, lower
-from autopar.ops import collectives as ops
+from autopar.ops import collectives
 from autopar.ops.opaque import Holder
 from autopar.plan.mesh import DATA_AXES
 from autopar.plan.plan import FP32, Plan
@@ -105,11 +105,11 @@ def _rank(program: Program, whole: Mapping[str, nn.Parameter], batch: Mapping[st
         leaf = leaves[parameter.name]
         gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.contiguous()
         for axis in (*DATA_AXES, *parameter.gradient_sum_axes):
-            dist.all_reduce(gradient, group=ops.group(axis))
+            dist.all_reduce(gradient, group=collectives.group(axis))
         gradients[parameter.name] = gradient
     return loss, gradients
 
 
 def _sum(value: Tensor) -> None:
     for axis in DATA_AXES:
-        dist.all_reduce(value, group=ops.group(axis))
+        dist.all_reduce(value, group=collectives.group(axis))

@@ -144,7 +144,7 @@ def test_attention_dropout_draws_from_the_stream_of_the_program() -> None:
     batch = chooser.batch_typing(graph, 2)
     program = lower(plan_of(graph, Mesh(), 2, (batch,)), graph)
     code = program.code
-    assert "ops.attention(" in code and "F.scaled_dot_product_attention" not in code
+    assert "seeded.attention(" in code and "F.scaled_dot_product_attention" not in code
     whole = whole_tensors(graph)
 
     def losses(rank: int) -> list[float]:

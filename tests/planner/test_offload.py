@@ -14,7 +14,7 @@ from autopar.cost.model import CostModel
 from autopar.errors import InfeasibleError, UsageError
 from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
-from autopar.hardware.host import HostLink
+from autopar.hardware.device import HostLink
 from autopar.plan.file import plan_from_dict, plan_to_dict
 from autopar.plan.plan import FP32, Plan
 from autopar.planner.bounds.cascade import LEVELS

@@ -16,9 +16,9 @@ from autopar.graph.vocabulary_padding import vocabulary_sizes
 from autopar.hardware.cluster import Cluster
 from autopar.models.resolve import resolve_model
 from autopar.plan.file import plan_from_dict, plan_to_dict
+from autopar.plan.plan import PRECISIONS, PrecisionName
 from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.planner import Planner
-from autopar.planner.request import PRECISIONS, PrecisionName
 from autopar.planner.space.candidates import candidates
 from autopar.planner.space.constraints import Problem
 from autopar.planner.space.pins import Pins

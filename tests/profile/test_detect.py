@@ -13,7 +13,7 @@ from autopar.errors import AutoparError, UsageError
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.detect import machine as detect
 from autopar.hardware.detect.gpu_names import shipped_profile_name
-from autopar.hardware.host import HostLink
+from autopar.hardware.device import HostLink
 from autopar.hardware.read import load_profile, profile_from_table
 from autopar.measure import timers as measure
 from autopar.util.toml import Table

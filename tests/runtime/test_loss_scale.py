@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from autopar.api import trace_model
 from autopar.errors import UsageError
 from autopar.lower.program import lower
-from autopar.models.graph_for_plan import trace_model
 from autopar.ops.sharded import partial_mean
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import BF16, FP16, Precision

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, spectral_norm
 
+from autopar.api import trace_model
 from autopar.errors import UsageError
 from autopar.graph.interpreter import evaluate
 from autopar.lower.program import lower
-from autopar.models.graph_for_plan import trace_model
 from autopar.plan.mesh import Mesh
-from autopar.plan.plan import BF16
-from autopar.planner.request import PRECISIONS
+from autopar.plan.plan import BF16, PRECISIONS
 from autopar.runtime.job import start, stop
 from autopar.runtime.parallel_model import Parallel
 from autopar.runtime.weights.from_model import ModelWeights

@@ -19,12 +19,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 import autopar
+from autopar.api import trace_model
 from autopar.errors import PlanError, RankFailedError, RuntimeMismatchError, UsageError
 from autopar.lower.program import lower
-from autopar.models.graph_for_plan import trace_model
 from autopar.plan.mesh import Mesh
-from autopar.plan.plan import BF16
-from autopar.planner.request import PRECISIONS
+from autopar.plan.plan import BF16, PRECISIONS
 from autopar.runtime.job import start, stop
 from autopar.runtime.launch import launch
 from autopar.runtime.optimizer.checksum import checksums

@@ -18,10 +18,10 @@ from autopar.plan.plan import Plan
 from autopar.tracing.float64 import in_double
 from autopar.tracing.trace import trace
 from autopar.verification.against_one_device import Confirmation, RankErrors, VerifyReport, _Run, verify
-from autopar.verification.double import DoubleSubject, traced_in_double
 from autopar.verification.rank_pool import WorkerPool
 from autopar.verification.reference import worst
 from autopar.verification.results import NUDGES
+from autopar.verification.subject import DoubleSubject, traced_in_double
 
 
 def row(**changes: object) -> RankErrors:

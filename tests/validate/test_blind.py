@@ -12,7 +12,7 @@ import pytest
 from autopar.cost.operators.work_record import Work
 from autopar.errors import UsageError
 from autopar.hardware.read import known_devices, load_profile
-from autopar.plan.plan import Memory
+from autopar.plan.prediction import Memory
 from autopar.validate import parameters as free
 from autopar.validate.express import predict
 from autopar.validate.pages.blind import FIFTH, FOURTH, SIXTH, TESTS, THIRD, Words, hidden, page, read_before, words_of

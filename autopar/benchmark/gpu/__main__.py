@@ -24,8 +24,8 @@ import torch.distributed as dist
 
 from autopar.benchmark.machine_facts import facts_text, machine_facts
 from autopar.measure import timers as measure
-from autopar.tracing.failures import first_line
-from autopar.util.profile_files import write_json, write_text
+from autopar.util.files import write_json, write_text
+from autopar.util.text import first_line
 
 if TYPE_CHECKING:
     from autopar.benchmark.gpu.one_device import Setting
@@ -115,7 +115,9 @@ def run_predictions(out: Path, settings: Sequence[Setting] = ()) -> bool:
     for setting in settings or SETTINGS:
         with local_ranks(1, timeout_s=setting.wish.timeout_s) as launch:
             found.append(compare(setting, clusters, launch, device_type=device_type, folder=out / "parts"))
-        write_text(out / "gpu.md", page(found, identity()))  # what is there counts where the next setting is stopped
+        write_text(
+            out / "gpu.md", page(found, identity()), make_folder=True
+        )  # what is there counts where the next setting is stopped
         write_json(out / "predictions.json", to_dict(found))
         for name, outcome in found[-1].outcomes.items():
             print(f"  {setting.name}, {name}: {score_line(outcome)}", flush=True)
@@ -201,7 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     write_json(out / "machine.json", facts)
     lines = ["# What ran on this machine", "", facts_text(facts), ""]
     lines += [f"- {title}: {'passed' if outcome else 'failed'}" for title, outcome in outcomes.items()]
-    write_text(out / "summary.md", "\n".join(lines) + "\n")
+    write_text(out / "summary.md", "\n".join(lines) + "\n", make_folder=True)
     print(f"{len(chosen) - failed} of {len(chosen)} steps passed on {torch.cuda.get_device_name()}; send in {out}")
     return failed
 

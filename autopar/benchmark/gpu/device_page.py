@@ -7,7 +7,7 @@ from statistics import fmean
 
 from autopar.benchmark.gpu.one_device import Comparison, false_fits
 from autopar.benchmark.score import Row
-from autopar.plan.words import num_bytes, seconds
+from autopar.util.units import num_bytes, seconds
 from autopar.validate.pages.report import percent
 
 _HEAD = """# Predicted against measured on one device

@@ -25,7 +25,7 @@ from autopar.hardware.read import MachineProfile, load_library, profile_to_dict
 from autopar.measure import timers as measure
 from autopar.measure.operators import OperatorFile
 from autopar.models.resolve import resolve_model
-from autopar.util.profile_files import write_toml
+from autopar.util.files import write_toml
 
 DTYPES = {"cuda": (torch.bfloat16, torch.float16, torch.float32), "cpu": (torch.float32,)}
 OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory")

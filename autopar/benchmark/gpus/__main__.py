@@ -21,7 +21,7 @@ import torch
 from autopar.benchmark.gpus.cases import cases_of
 from autopar.benchmark.gpus.page import page
 from autopar.benchmark.machine_facts import machine_facts
-from autopar.util.profile_files import write_json, write_text
+from autopar.util.files import write_json, write_text
 from autopar.verification.results import LOSS_TOLERANCE, TENSOR_TOLERANCE
 
 TIMEOUT_S = 300.0
@@ -126,7 +126,7 @@ def _torchrun(options: argparse.Namespace, log: Path, arguments: Sequence[str]) 
 
 def _write(found: Found, out: Path) -> None:
     write_json(out / "gpus.json", found)
-    write_text(out / "gpus.md", page(found))
+    write_text(out / "gpus.md", page(found), make_folder=True)
 
 
 def run(options: argparse.Namespace) -> int:

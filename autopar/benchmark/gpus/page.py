@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from autopar.benchmark.machine_facts import facts_text
-from autopar.plan.words import seconds
+from autopar.util.units import seconds
 
 _HEAD = """# Plans on {ranks} ranks of one machine
 

@@ -19,7 +19,7 @@ from autopar.models.resolve import ModelSource, resolve_model
 from autopar.runtime.job import start, stop
 from autopar.runtime.parallel_model import Parallel
 from autopar.runtime.step.shared_samples import EVERY
-from autopar.util.profile_files import write_json
+from autopar.util.files import write_json
 from autopar.verification.reference import adamw, loss_of
 
 STEPS, TIMED = 3, 7

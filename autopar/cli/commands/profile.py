@@ -197,7 +197,7 @@ def _write_device(machine: MachineProfile, path: Path, output: Path, file: Any) 
     from autopar.hardware.detect.machine import identity, measured_host
     from autopar.hardware.read import profile_to_dict
     from autopar.measure.timers import host_link
-    from autopar.util.profile_files import write_toml
+    from autopar.util.files import write_toml
 
     for call, reason in file.failed.items():
         warn(f"not measured: {call[:120]}: {reason}")
@@ -303,7 +303,7 @@ def _measure_links(job: LinkJob, output: Path, nics: int | None) -> dict[str, An
 
 def _write_links(found: LinkPoints, path: Path, output: Path, nics: int | None) -> dict[str, Any]:
     from autopar.measure.link_fit import links_of
-    from autopar.util.profile_files import write_toml
+    from autopar.util.files import write_toml
 
     where = f"measured {time.strftime('%Y-%m-%d')} on {len(found.job['nodes'])} ranks of {found.job['device']}, "
     where += f"{found.job['backend']}, torch {found.job['torch']}"
@@ -350,7 +350,7 @@ def _write_cluster(output: Path, names: dict[str, Path], nics: int | None) -> No
     """A cluster file that names the links and, once it is there, the device's profile."""
     from autopar.hardware.read import profile_to_dict
     from autopar.measure.collective_times import LinkPoints
-    from autopar.util.profile_files import write_toml
+    from autopar.util.files import write_toml
 
     nodes = LinkPoints.load(names["links"].with_suffix(".points.json")).job["nodes"]
     if not names["device"].exists():

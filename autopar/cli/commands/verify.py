@@ -166,6 +166,7 @@ class VerifiedModel:
         from autopar.graph.random import draws_random
         from autopar.models.graph_for_plan import for_batch
         from autopar.models.resolve import without_dropout
+        from autopar.planner.request import samples_apart
         from autopar.tracing.trace import trace as trace_model
 
         model = self.source.model
@@ -177,7 +178,9 @@ class VerifiedModel:
             return trace_model(model, (), example, **options)
 
         def trace_one() -> Graph:
-            return trace_at(None) if global_batch_size is None else for_batch(trace_at, global_batch_size)
+            return (
+                trace_at(None) if global_batch_size is None else for_batch(trace_at, global_batch_size, samples_apart)
+            )
 
         graph = trace_one()
         if as_trained or not any(draws_random(op.target) or op.target == "autopar.dropout" for op in graph.ops):

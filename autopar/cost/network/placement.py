@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from autopar.errors import UsageError
 from autopar.hardware.cluster import Cluster
-from autopar.hardware.device import Device
-from autopar.hardware.host import HostLink
+from autopar.hardware.device import Device, HostLink
 from autopar.hardware.link import Link
 from autopar.hardware.topology import Fabric
 from autopar.plan.mesh import Mesh

@@ -23,7 +23,7 @@ from autopar.cost.step.gradient_buckets import Summed, buckets
 from autopar.cost.step.optimizer import OptimizerCost
 from autopar.cost.step.step import StageCost, Step
 from autopar.hardware.device import Device
-from autopar.plan.plan import Memory
+from autopar.plan.prediction import Memory
 from autopar.plan.schedule import peak_table
 
 

@@ -9,8 +9,7 @@ from math import prod
 
 from autopar.cost.step.data_parallel import Unit
 from autopar.errors import UsageError
-from autopar.hardware.device import Device
-from autopar.hardware.host import HostLink
+from autopar.hardware.device import Device, HostLink
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from autopar.cost.step.step import Runs, StageCost, StageSums, Step, gathering_s
 from autopar.cost.step.step_model import StepModel
 from autopar.errors import UsageError
 from autopar.hardware.device import Overheads
-from autopar.plan.plan import Breakdown, Memory
+from autopar.plan.prediction import Breakdown, Memory
 from autopar.plan.schedule import check_schedule
 
 

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from autopar.cost.blocks.block_cost import BlockCost
 from autopar.cost.step.data_parallel import DataParallel, Unit
-from autopar.hardware.host import HostLink
+from autopar.hardware.device import HostLink
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import BUCKET_BYTES, Offload, Recompute
 from autopar.plan.schedule import schedule_actions

@@ -25,8 +25,7 @@ from autopar.cost.step.memory import (
 from autopar.cost.step.optimizer import OptimizerCost, stepped_s
 from autopar.cost.step.runtime import Runtime
 from autopar.cost.step.step import Runs, StageCost, StageSums, Step, moving, own_times, stage_sums
-from autopar.hardware.device import Device
-from autopar.hardware.host import HostLink
+from autopar.hardware.device import Device, HostLink
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import Precision, Recompute
 

@@ -22,7 +22,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.hardware.detect.gpu_names import shipped_profile_name
 from autopar.hardware.detect.tf32 import convolves_in_tf32, multiplies_in_tf32
 from autopar.hardware.read import MachineProfile, load_library, load_profile, profile_from_table
-from autopar.util.profile_files import write_toml
+from autopar.util.files import write_toml
 from autopar.util.toml import Table
 
 _LOGGER = logging.getLogger("autopar")

@@ -13,7 +13,7 @@ from autopar.plan.plan import RECOMPUTES, Recompute
 from autopar.plan.schedule import SCHEDULES
 from autopar.plan.tensor_types import Type, parse_type
 from autopar.planner.space.space import ATTENTION_KINDS
-from autopar.util.toml import closest
+from autopar.util.text import closest
 
 _RELATIONS: dict[str, Callable[[int, int], bool]] = {
     "=": operator.eq,

@@ -47,7 +47,7 @@ from autopar.planner.space.pin_syntax import (
     StagePin,
     parse_pin,
 )
-from autopar.util.toml import closest
+from autopar.util.text import closest
 
 
 def select_blocks(graph: Graph, selector: str, *, pin: str) -> tuple[int, ...]:

@@ -10,7 +10,8 @@ from autopar.errors import UsageError
 from autopar.plan.plan import BUCKET_BYTES, RECOMPUTES, Recompute, ScheduleName
 from autopar.plan.schedule import SCHEDULES
 from autopar.util import data_files as resources
-from autopar.util.toml import Table, closest
+from autopar.util.text import closest
+from autopar.util.toml import Table
 
 SamplerName = Literal["none", "tpe", "cmaes", "nsga2"]
 SAMPLERS: tuple[SamplerName, ...] = ("none", "tpe", "cmaes", "nsga2")

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cost.model import CostModel, StageCost, Step
-from autopar.plan.plan import Memory
+from autopar.plan.prediction import Memory
 from autopar.plan.schedule import peak_table
 from autopar.planner.layouts.types import PricedLayout
 from autopar.planner.space.candidates import Candidate

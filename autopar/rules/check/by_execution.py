@@ -28,7 +28,7 @@ from torch import Tensor
 
 from autopar.errors import RuleError
 from autopar.graph.graph import Argument, Op, TensorSpec, map_refs
-from autopar.ops.collectives import resolve
+from autopar.ops.names import resolve
 from autopar.ops.sequence import zigzag as in_zigzag
 from autopar.plan.tensor_types import Type
 from autopar.rules.apply.literals import localize

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import cast
 
 from autopar.errors import RuleError
-from autopar.graph.dim_groups import dim_groups
+from autopar.graph.aliasing import dim_groups
 from autopar.graph.graph import Argument, Op, Ref, TensorSpec
 from autopar.plan.tensor_types import parse_type
 from autopar.rules.grammar import Labels, Pattern

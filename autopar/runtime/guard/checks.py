@@ -12,7 +12,7 @@ from autopar.lower.emit import is_random
 from autopar.lower.program import Program
 from autopar.plan.plan import TF32_PRODUCTS, Plan, Precision
 from autopar.runtime.step.gradients import Held
-from autopar.runtime.step.quiet import noise
+from autopar.runtime.step.stage import noise
 
 _INSTEAD = {
     "state_dict": "par.full_state_dict() has the whole parameters, par.save(DIR, optimizer) writes a checkpoint",

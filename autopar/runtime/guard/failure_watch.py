@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from autopar.errors import AutoparError, RankFailedError
 from autopar.runtime.job import FAKE, own_store
-from autopar.tracing.failures import first_line
+from autopar.util.text import first_line
 
 _LOGGER = logging.getLogger("autopar")
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
+from autopar.graph.graph import Op
+from autopar.graph.random import draws_random
 from autopar.lower.emit import SEED
 from autopar.lower.program import BlockProgram, PreludeProgram, Program, StageProgram
+from autopar.ops import seeded
+from autopar.ops import sequence as sequence_ops
 from autopar.ops.collectives import on_meshes
 from autopar.runtime.step.activation_offload import Mover
-from autopar.runtime.step.quiet import without_dropout
 from autopar.runtime.step.recomputation import Tape, with_tape
 from autopar.runtime.step.stage_io import ends_of, enter, leave
 
@@ -154,3 +158,33 @@ class StageModule(nn.Module):
             assert isinstance(block, BlockModule)
             found |= dict.fromkeys(block.body._parameters, block.body)
         return found | dict.fromkeys(self.shared_names, self)
+
+
+_PROBABILITIES: dict[Callable[..., Any], str] = {
+    seeded.dropout: "p",
+    seeded.attention: "dropout_p",
+    sequence_ops.attention_gathered: "dropout_p",
+    sequence_ops.attention_ring: "dropout_p",
+}
+"""The argument of each function that drops."""
+
+
+def without_dropout(body: fx.GraphModule, code: fx.Graph) -> Callable[..., Any]:
+    """``code`` that drops nothing, as a function that reads parameters, buffers and regions where ``body`` has them."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(code, {}))
+    for node in graph.nodes:
+        name = _PROBABILITIES.get(node.target) if node.op == "call_function" else None
+        if name is None:
+            continue
+        position = list(inspect.signature(node.target).parameters).index(name)
+        if position < len(node.args):
+            node.update_arg(position, 0.0)
+        else:
+            node.update_kwarg(name, 0.0)
+    return partial(type(fx.GraphModule(body, graph)).forward, body)
+
+
+def noise(made: Sequence[Op]) -> Op | None:
+    """An operator that draws random numbers which are no dropout; None: there is none."""
+    return next((op for op in made if draws_random(op.target) and op.target != "autopar.dropout"), None)

@@ -33,7 +33,7 @@ from autopar.runtime.step.gradients import Held, lengthened
 from autopar.runtime.weights.checkpoint_reader import Planner, Reader
 from autopar.runtime.weights.checkpoint_writer import Writer
 from autopar.runtime.world import World
-from autopar.tracing.failures import first_line
+from autopar.util.text import first_line
 
 Values = Mapping[str, Tensor]
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from autopar.errors import UsageError
 from autopar.graph.graph import Parameter
 from autopar.runtime.weights.from_model import Index, Weights
-from autopar.tracing.failures import first_line
+from autopar.util.text import first_line
 
 _LOGGER = logging.getLogger("autopar")
 

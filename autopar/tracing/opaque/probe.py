@@ -22,9 +22,10 @@ from torch.utils.module_tracker import ModuleTracker
 
 from autopar.graph.graph import TensorSpec
 from autopar.ops.opaque import Region, run, tensors_of
-from autopar.tracing.failures import FAILURES, first_line
+from autopar.tracing.failures import FAILURES
 from autopar.tracing.opaque.samples_apart import DRAWS, samples_apart
 from autopar.tracing.opaque.trials import Call, Subject, Unclear, draw, gradients_of, is_integer
+from autopar.util.text import first_line
 
 MAX_BYTES = 2**32
 """Of parameters: larger regions are not run while tracing."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from autopar.plan.plan import Prediction
+from autopar.plan.prediction import Prediction
 from autopar.validate.figures import Score
 from autopar.validate.runs import GIB, Run
 

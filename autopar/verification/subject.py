@@ -1,14 +1,11 @@
-"""A model in float64: whether what two float32 runs differ by is rounding.
-
-A difference past the limits may be nothing but rounding that the model amplifies (a key's bias, whose true gradient is
-zero). Then the same plan in float64 agrees with one device in float64, and one device alone is off by as much between
-the two dtypes.
-"""
+"""What is compared: a model with its batches, with a loss beside it, in float64."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -16,11 +13,35 @@ from autopar.errors import TraceError
 from autopar.graph.graph import Graph
 from autopar.lower.emit import OPAQUE
 from autopar.ops.opaque import MODULE, region_of
+from autopar.tracing.batch import arguments
 from autopar.tracing.float64 import in_double
-from autopar.tracing.trace import trace
+from autopar.tracing.trace import LossFunction, trace
 
-if TYPE_CHECKING:
-    from autopar.verification.against_one_device import Subject
+
+@dataclass(frozen=True, slots=True)
+class WithLoss:
+    """``loss_fn(output, batch)`` in place of what the model returns; modules and parameters keep their names.
+
+    Picklable if both are: a function that can be imported.
+    """
+
+    subject: Subject
+    loss_fn: LossFunction
+
+    def build(self) -> nn.Module:
+        """The model on CPU; its forward takes all of a batch."""
+        model = self.subject.build()
+        model.forward = partial(_loss, model.forward, self.loss_fn)
+        return model
+
+    def make_batch(self, batch_size: int, *, seed: int, padded: bool = False) -> dict[str, Tensor]:
+        """Inputs by name, those of the loss among them."""
+        return self.subject.make_batch(batch_size, seed=seed, padded=padded)
+
+
+def _loss(forward: Callable[..., Any], loss_fn: LossFunction, **batch: Any) -> Tensor:
+    positional, named = arguments(forward, batch)
+    return loss_fn(forward(*(batch[k] for k in positional), **{k: batch[k] for k in named}), batch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,3 +92,13 @@ def _outline(graph: Graph) -> tuple[object, ...]:
         tuple((op.name, op.target, op.operands, tuple(o.shape for o in op.outputs)) for op in ops),
         tuple((b.index, b.label) for b in graph.blocks),
     )
+
+
+class Subject(Protocol):
+    """What is verified; picklable, the same in every process."""
+
+    def build(self) -> nn.Module:
+        """The model on CPU with real weights, without dropout, always the same ones."""
+
+    def make_batch(self, batch_size: int, *, seed: int, padded: bool = False) -> dict[str, Tensor]:
+        """Inputs by name; ``padded``: samples of different lengths, with ignored labels where they end."""
