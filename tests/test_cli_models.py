@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from autopar.cli.commands.verify import VerifiedModel
 from autopar.models.resolve import resolve_model
 from autopar.plan.file import load_plan, save_plan
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import Plan
 from autopar.util import data_files as resources
 from autopar.verification.against_one_device import RankErrors, VerifyReport
+from autopar.verification.verified_model import VerifiedModel
 from tests.cli_runner import Run, run_fixture
 from tests.distributed.plans import make_plan
 

@@ -67,7 +67,7 @@ PRELOAD = (
     "transformers.modeling_utils",
     "transformers.generation",
     "autopar.api",
-    "autopar.cli.commands.verify",
+    "autopar.verification.verified_model",
     "autopar.verification.against_one_device",
 )
 

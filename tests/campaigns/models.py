@@ -17,11 +17,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from autopar import api
-from autopar.cli.commands.verify import DEFAULT_SAMPLES, VerifiedModel, with_free_links
+from autopar.cli.commands.verify import DEFAULT_SAMPLES
 from autopar.errors import AutoparError
 from autopar.graph.attention import is_attention, is_scores
 from autopar.graph.graph import Graph, Op
 from autopar.hardware.cluster import Cluster
+from autopar.hardware.scale import with_free_links
 from autopar.models.resolve import USER_FAILURES, resolve_model
 from autopar.plan.plan import Plan
 from autopar.planner.space.space import ATTENTION_KINDS
@@ -35,6 +36,7 @@ from autopar.verification.against_one_device import (
     verify,
 )
 from autopar.verification.rank_pool import WorkerPool
+from autopar.verification.verified_model import VerifiedModel
 
 RANKS = 4
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"

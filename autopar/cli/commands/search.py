@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from autopar.cli import search_options as only
-from autopar.cli.commands.estimate import Output, check_output, give, make_plan, save
+from autopar.cli.make_plan import Output, check_output, give, make_plan, save
 from autopar.cli.options import (
     ClusterOption,
     GlobalBatch,

@@ -1,37 +1,28 @@
-"""``autopar trace`` and ``autopar verify``: commands that look into a model."""
+"""``autopar verify``: a plan, or the best plan for a model, against one device."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autopar.cli.commands.estimate import model_of, sequence_of
 from autopar.cli.console import print_json, print_text, progress
-from autopar.cli.options import Json, Model, Opaque, Pin, Sequence_, is_factory, parse_cluster, split_pins
+from autopar.cli.make_plan import model_of, sequence_of
+from autopar.cli.options import Json, Opaque, Pin, Sequence_, is_factory, parse_cluster, split_pins
 from autopar.errors import UsageError
 
 if TYPE_CHECKING:
-    import torch
-
     from autopar.graph.graph import Graph
-    from autopar.hardware.cluster import Cluster
-    from autopar.hardware.link import Link
-    from autopar.models.resolve import ModelSource
     from autopar.plan.plan import Plan
+from autopar.hardware.scale import with_free_links
+from autopar.verification.verified_model import VerifiedModel
 
 MAX_RANKS = 32
 """Processes that ``verify`` starts at most."""
 
 DEFAULT_TOKENS, DEFAULT_SAMPLES = 32, 4
 """Length of a sample and samples a rank of ``verify``: what is compared does not get righter with more."""
-
-_NOISE = 0.02
-"""Standard deviation of what is added to each parameter before ``verify``."""
 
 
 Target = Annotated[str, typer.Argument(metavar="PLAN|MODEL", help="A plan file, or a MODEL as in search.")]
@@ -48,25 +39,6 @@ Bisect = Annotated[
     bool, typer.Option("--bisect", help="Look for the first operator that differs even when all is well.")
 ]
 ComparedIn = Annotated[str, typer.Option("--precision", help="fp32 (past its limits fp64 as well) or fp64 alone.")]
-
-
-def trace(
-    model: Model,
-    seq: Sequence_ = None,
-    batch: Annotated[int, typer.Option("--batch", min=1, metavar="N", help="Samples in the traced batch.")] = 2,
-    opaque: Opaque = None,
-    as_json: Json = False,
-) -> None:
-    """Trace a model: parameters, FLOPs, repeated blocks, operators, and what has no rule."""
-    with progress("tracing the model"):
-        from autopar.models.resolve import resolve_model
-        from autopar.report.traced_model import graph_summary, render_graph
-
-        graph = resolve_model(model, batch_size=batch, sequence_length=seq).trace(opaque or ())
-    if as_json:
-        print_json(graph_summary(graph))
-    else:
-        print_text(render_graph(graph))
 
 
 def verify(
@@ -123,73 +95,6 @@ def verify(
     report.check()
 
 
-@dataclass(frozen=True)
-class VerifiedModel:
-    """A model whose batches hold only the inputs that were traced; every process makes the same one.
-
-    With ``masked`` the padding mask is one of them; labels are ignored where a sample ends in any case.
-    """
-
-    source: ModelSource
-    masked: bool
-
-    def build(self) -> torch.nn.Module:
-        """The model on CPU; no parameter is left at zero or one, where a wrong sum or factor would not show."""
-        import torch
-
-        model = self.source.build()
-        generator = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                noise = torch.randn(parameter.shape, generator=generator) * _NOISE
-                parameter.add_(noise.to(parameter.dtype))
-        return model
-
-    def make_batch(self, batch_size: int, *, seed: int, padded: bool = False) -> dict[str, torch.Tensor]:
-        """Random inputs."""
-        batch = self.source.make_batch(batch_size, seed=seed, padded=padded)
-        names = batch if self.masked else self.source.example_inputs
-        return {name: batch[name] for name in names if name in batch}
-
-    def trace(
-        self, *, global_batch_size: int | None = None, opaque: Sequence[str] = (), as_trained: bool = False
-    ) -> Graph:
-        """The graph on such batches.
-
-        Args:
-            global_batch_size: at which the model is traced where samples meet; without it they must be apart.
-            opaque: modules that are not looked into.
-            as_trained: with the noise that training draws, as plans are made for; otherwise a model that draws any
-                is traced without dropping anything: what two processes draw cannot be compared, and one device, in
-                float64 as well, runs without.
-        """
-        from autopar.graph.random import draws_random
-        from autopar.models.graph_for_plan import for_batch
-        from autopar.models.resolve import without_dropout
-        from autopar.planner.request import samples_apart
-        from autopar.tracing.trace import trace as trace_model
-
-        model = self.source.model
-
-        def trace_at(samples: int | None) -> Graph:
-            batch = self.make_batch(samples or self.source.batch_size, seed=0, padded=True)
-            example = {name: value.to("meta") for name, value in batch.items()}
-            options: dict[str, Any] = {"name": self.source.name, "opaque": opaque, "exact": samples is not None}
-            return trace_model(model, (), example, **options)
-
-        def trace_one() -> Graph:
-            return (
-                trace_at(None) if global_batch_size is None else for_batch(trace_at, global_batch_size, samples_apart)
-            )
-
-        graph = trace_one()
-        if as_trained or not any(draws_random(op.target) or op.target == "autopar.dropout" for op in graph.ops):
-            return graph
-        model = copy.deepcopy(self.source.model)
-        without_dropout(model)
-        return trace_one()
-
-
 def _is_file(text: str) -> bool:
     """Whether a file has that name; the description of a model may be longer than names can be."""
     try:
@@ -227,19 +132,6 @@ def _from_file(path: Path, model: str | None) -> tuple[Plan, VerifiedModel, Grap
             return plan, VerifiedModel(source, masked), graph
     check_model(plan, graphs[False].name, graphs[False].fingerprint, place=str(path))
     raise AssertionError("no fingerprint is equal")
-
-
-def with_free_links(cluster: Cluster) -> Cluster:
-    """The same devices, joined by links that take no time worth counting."""
-
-    def free(link: Link) -> Link:
-        return replace(
-            link, bandwidth_bytes_per_s=1e18, latency_s=0.0, half_bandwidth_bytes=0.0, provenance="taken as free"
-        )
-
-    groups = (replace(group, intra_node=free(group.intra_node), nic=free(group.nic)) for group in cluster.groups)
-    tiers = (replace(tier, uplink=free(tier.uplink)) for tier in cluster.tiers)
-    return replace(cluster, groups=tuple(groups), tiers=tuple(tiers))
 
 
 def _from_model(
