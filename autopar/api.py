@@ -316,7 +316,7 @@ def parallelize(  # noqa: PLR0913  keywords of the public call
 
     def make() -> tuple[Plan, Graph]:
         if plan is not None:
-            return plan, _trace_for(plan, model, example_inputs, loss_fn)
+            return plan, _graph_of(plan, model, example_inputs, loss_fn)
         from autopar.models.graph_for_plan import samples_of
         from autopar.planner.request import Request
         from autopar.planner.task import Limits
@@ -338,7 +338,7 @@ def parallelize(  # noqa: PLR0913  keywords of the public call
     return launch(model, make, device_type=device_type, weights=weights, seed=seed, timeout_s=timeout_s, log_dir=log)
 
 
-def _trace_for(
+def _graph_of(
     plan: Plan,
     model: torch.nn.Module,
     example_inputs: Mapping[str, Any] | Sequence[Any] | None,
@@ -438,7 +438,7 @@ def verify(
 
     if graph is None:
         batch = subject.make_batch(2, seed=0, padded=True)
-        graph = _trace_for(plan, subject.build(), batch, loss_fn, FP32)
+        graph = _graph_of(plan, subject.build(), batch, loss_fn, FP32)
     return compare(
         subject, plan, graph, steps=steps, timeout_s=timeout_s, precision=PRECISIONS[precision], loss_fn=loss_fn
     )

@@ -34,7 +34,7 @@ from autopar.planner.studies import workers
 from autopar.planner.studies.study import Study
 from autopar.planner.studies.workers import Job, identity, study_name
 from autopar.planner.task import Limits
-from tests.cli_runner import Run, run_fixture
+from tests.cli.cli_runner import Run, run_fixture
 
 from .graphs import mlp
 from .interleaved import Turns

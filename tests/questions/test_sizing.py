@@ -23,7 +23,7 @@ from autopar.questions.sizing import (
     smallest_cluster,
     sweep,
 )
-from tests.cli_runner import Run, run_fixture
+from tests.cli.cli_runner import Run, run_fixture
 from tests.planner.graphs import llama_block, mlp
 
 run = run_fixture

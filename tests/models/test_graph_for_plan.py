@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autopar import api
 from autopar.api import trace_model
 from autopar.errors import TraceError, UsageError
 from autopar.models.graph_for_plan import samples_of
 from autopar.plan.plan import BF16, FP32
+from autopar.planner.request import samples_apart
 from autopar.tracing.batch import named_inputs
 
 X = torch.zeros(6, 4)
@@ -107,3 +109,45 @@ def test_complex_parameters_are_refused() -> None:
     model.linear.register_parameter("turn", nn.Parameter(torch.zeros(4, dtype=torch.complex64)))
     with pytest.raises(UsageError, match=r"linear\.turn: parameters are real.*found complex64; keep a real parameter"):
         trace_model(model, {"x": X}, FP32)
+
+
+class Attending(Net):
+    """Each sample looks at all others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.linear(x)
+        attended: Tensor = torch.softmax(made @ made.t(), -1) @ made
+        return attended.square().mean()
+
+
+class Centred(Net):
+    """Samples meet, and no number or shape of the graph says so."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.linear(x)
+        return torch.softmax(made, 0).square().mean()
+
+
+class Statistics(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.norm(self.linear(x))
+        return made.square().mean()
+
+
+@pytest.mark.parametrize("kind", [Net, Attending, Centred, Statistics])
+@pytest.mark.parametrize("batch", [2, 6])
+def test_a_plan_finds_the_graph_that_it_was_made_for(
+    monkeypatch: pytest.MonkeyPatch, kind: type[nn.Module], batch: int
+) -> None:
+    graph = api.trace_model(kind(), {"x": X}, FP32, global_batch_size=batch)
+    plan = api.search(graph, cluster="cpu:1x2", global_batch_size=batch)
+    asked = []
+    monkeypatch.setattr(api, "_samples_apart", lambda graph: (asked.append(graph), samples_apart(graph)))
+    found = api._graph_of(plan, kind(), {"x": X}, None)
+    assert (found.prelude, found.ops, found.batch_size) == (graph.prelude, graph.ops, graph.batch_size)
+    assert (found.mixing, found.exact, found.notes) == (graph.mixing, graph.exact, graph.notes)
+    assert bool(asked) == (kind in (Attending, Centred))  # the plan itself says of the others that samples are apart

@@ -18,9 +18,9 @@ from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.task import peak_bytes
 from autopar.questions.pareto import MEMORY_STEP, Point, front, parse_objectives, undominated
 from autopar.questions.sizing import Ask, sizes_of
-from tests.cli_runner import Run, run_fixture
+from tests.cli.cli_runner import Run, run_fixture
 from tests.example_plans import llama_plan
-from tests.test_questions import ASK, KIND, alone
+from tests.questions.test_sizing import ASK, KIND, alone
 
 run = run_fixture
 
@@ -78,7 +78,7 @@ def _time_s(ask: Ask, cluster: Cluster) -> float:
 
 
 def sampled(tmp_path: Path, trials: int) -> Ask:
-    shipped = (Path(__file__).parents[1] / "search" / "default.toml").read_text(encoding="utf-8")
+    shipped = (Path(__file__).parents[2] / "search" / "default.toml").read_text(encoding="utf-8")
     own = shipped.replace("exhaustive = 20000", "exhaustive = 1").replace("trials = 300", f"trials = {trials}")
     own = own.replace('sampler = "tpe"', 'sampler = "nsga2"')
     path = tmp_path / "own.toml"

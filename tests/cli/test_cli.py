@@ -16,7 +16,7 @@ from autopar.cli import app as cli_app
 from autopar.cli.commands import estimate as planning
 from autopar.plan.file import dumps, plan_to_dict, save_plan
 from autopar.plan.mesh import Mesh
-from tests.cli_runner import Run, run_fixture
+from tests.cli.cli_runner import Run, run_fixture
 from tests.example_plans import llama_plan, single_plan
 
 run = run_fixture

@@ -21,7 +21,7 @@ from autopar.plan.plan import Plan
 from tests.example_plans import llama_plan, single_plan
 from tests.strategies import plans
 
-SCHEMA_FILE = Path(__file__).parent.parent / "docs" / "plan.schema.json"
+SCHEMA_FILE = Path(__file__).parents[2] / "docs" / "plan.schema.json"
 
 
 @settings(max_examples=40, deadline=None)
