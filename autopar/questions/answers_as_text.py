@@ -12,7 +12,8 @@ from autopar.util.units import num_bytes, seconds, share
 if TYPE_CHECKING:
     from autopar.plan.plan import Plan
     from autopar.questions.pareto import Point
-    from autopar.questions.sizing import Answer, Swept, Trial
+    from autopar.questions.sizing import Answer, Trial
+    from autopar.questions.sweep import Swept
 
 _HEAD = ("step time", "peak memory", "MFU", "mesh", "ZeRO", "schedule", "micro-batch", "recompute")
 _LEFT = ("mesh", "schedule", "recompute")

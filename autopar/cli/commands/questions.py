@@ -126,8 +126,10 @@ def _answered(question: Question, ask: Ask) -> tuple[str, Any, Plan | None]:
     from autopar.questions import sizing as questions
 
     if question.sweep is not None:
-        name, factors = questions.parse_sweep(question.sweep)
-        swept = questions.sweep(ask, name, factors)
+        from autopar.questions.sweep import parse_sweep, sweep
+
+        name, factors = parse_sweep(question.sweep)
+        swept = sweep(ask, name, factors)
         return report.render_sweep(name, swept), report.sweep_summary(name, swept), None
     if question.pareto is not None:
         from autopar.questions.pareto import front, parse_objectives
