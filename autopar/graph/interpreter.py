@@ -12,7 +12,8 @@ from autopar.errors import AutoparError
 from autopar.graph.graph import Argument, Graph, Op, Parameter, Ref
 from autopar.graph.random import draws_random
 from autopar.ops.names import resolve
-from autopar.ops.opaque import Holder, region_of
+from autopar.ops.opaque import Holder
+from autopar.ops.region import region_of
 from autopar.ops.seeded import draw
 
 

@@ -15,7 +15,8 @@ from torch import fx
 from autopar.graph.graph import Argument, Buffer, Graph, Layout, Op, Parameter, Ref, TensorSpec
 from autopar.graph.random import draws_random
 from autopar.ops import names, plain
-from autopar.ops.opaque import Holder, region_of
+from autopar.ops.opaque import Holder
+from autopar.ops.region import region_of
 from autopar.plan.mesh import DATA_AXES
 from autopar.plan.tensor_types import I, P, R, S
 from autopar.rules.apply.apply import BATCH

@@ -8,8 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils import _pytree as pytree
 
@@ -20,8 +18,6 @@ from autopar.rules.check.missing import complete
 from autopar.tracing.failures import EXPORTS, FAILURES, not_copied
 from autopar.tracing.guards.batch_size_numbers import CountError
 from autopar.tracing.trace import LossFunction, trace
-
-_PARALLEL = (DataParallel, DistributedDataParallel, FSDPModule, FullyShardedDataParallel)
 
 Inputs = Mapping[str, Any] | Sequence[Any] | torch.Tensor
 
@@ -177,7 +173,11 @@ def _check_plain(model: torch.nn.Module) -> None:
             value=f"{type(model).__module__}.{type(model).__qualname__}",
             remedy="give the model that trains on one device",
         )
-    wrapped = next((m for m in model.modules() if isinstance(m, _PARALLEL)), None)
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # slow to import
+    from torch.distributed.tensor import DTensor
+
+    parallel = (DataParallel, DistributedDataParallel, FSDPModule, FullyShardedDataParallel)
+    wrapped = next((m for m in model.modules() if isinstance(m, parallel)), None)
     split = next((name for name, p in model.named_parameters() if isinstance(p, DTensor)), None)
     if wrapped is not None or split is not None:
         raise UsageError(

@@ -16,26 +16,19 @@ import spmd_types
 import torch
 from torch import Tensor
 
+from autopar.ops.flash_shapes import takes_shapes
+
 Kept: TypeAlias = tuple[Tensor, ...]
 """What a kernel's backward asks for besides: the state of a generator that nothing was drawn from."""
 
-_ON_CUDA = (torch.float16, torch.bfloat16)
-_WIDEST, _MULTIPLE, _FIRST_MAJOR = 256, 8, 8
-"""Of heads, and of compute capability: what the flash kernel in torch takes."""
+
+_FIRST_MAJOR = 8
+"""Of compute capability: what the flash kernel in torch takes."""
 
 _SMALL = ((8, 6), (8, 7), (8, 9), (12, 0), (12, 1))
 _WIDEST_ON_SMALL, _WIDEST_BUT_DROPPED = 192, 224
 """Compute capabilities whose multiprocessors have too little memory for backward of heads wider than 192, but those wider than 224
 without dropout (``sdp_utils.cpp`` of torch)."""
-
-
-def takes_shapes(kind: str, dtype: torch.dtype, width: int, value_width: int) -> bool:
-    """Whether there is a fused kernel for an ``autopar.hardware.device.KernelKind``, whatever the make of the device."""
-    if width != value_width or not dtype.is_floating_point:
-        return False
-    if kind != "cuda":
-        return kind == "cpu"
-    return dtype in _ON_CUDA and width <= _WIDEST and width % _MULTIPLE == 0
 
 
 def takes(q: Tensor, v: Tensor, *, drops: bool = False) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,15 +13,16 @@ from autopar.errors import UsageError
 from autopar.graph.compact import compact
 from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
-from autopar.models.graph_for_plan import trace_model
 from autopar.plan.plan import PRECISIONS, Precision
 from autopar.planner.planner import Planner, Task
 from autopar.planner.sharding.batch_axis import solve_batch
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space, with_sampler
 from autopar.planner.task import Progress
-from autopar.tracing.trace import LossFunction
 from autopar.util.text import closest
+
+if TYPE_CHECKING:
+    from autopar.tracing.trace import LossFunction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +56,8 @@ class Request:
 
     def trace(self, model: torch.nn.Module) -> Graph:
         """The graph that plans are for."""
+        from autopar.models.graph_for_plan import trace_model  # the tracer is slow to import
+
         return trace_model(
             model,
             self.example_inputs,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from autopar.errors import TraceError
 from autopar.graph.graph import Graph
 from autopar.lower.emit import OPAQUE
-from autopar.ops.opaque import MODULE, region_of
+from autopar.ops.region import MODULE, region_of
 from autopar.tracing.batch import arguments
 from autopar.tracing.float64 import in_double
 from autopar.tracing.trace import LossFunction, trace

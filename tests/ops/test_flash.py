@@ -18,6 +18,7 @@ from autopar.graph.graph import Op, Ref, TensorSpec
 from autopar.hardware.cluster import Cluster
 from autopar.ops import collectives, flash
 from autopar.ops import sequence as sequence_ops
+from autopar.ops.flash_shapes import takes_shapes
 
 DTYPES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
@@ -158,7 +159,7 @@ def test_the_last_rows_on_a_gpu_equal_a_mask(columns: int, key_heads: int) -> No
 
 
 def test_what_no_kernel_takes_is_known() -> None:
-    assert flash.takes_shapes("cuda", torch.bfloat16, 128, 128)
+    assert takes_shapes("cuda", torch.bfloat16, 128, 128)
     for refused in (
         ("cuda", torch.float32, 128, 128),
         ("cuda", torch.float64, 128, 128),
@@ -169,7 +170,7 @@ def test_what_no_kernel_takes_is_known() -> None:
         ("meta", torch.float32, 32, 32),
         ("cuda without flash", torch.float16, 128, 128),
     ):
-        assert not flash.takes_shapes(*refused), refused
+        assert not takes_shapes(*refused), refused
 
 
 def ring(dtype: torch.dtype, **options: Any) -> tuple[Op, list[TensorSpec]]:

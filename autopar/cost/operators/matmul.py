@@ -12,7 +12,7 @@ import torch
 from autopar.cost.operators.work_record import FLOAT, Product, Specs, Work, argument, total, with_grad
 from autopar.graph.graph import Op, TensorSpec
 from autopar.hardware.device import KernelKind
-from autopar.ops import flash
+from autopar.ops.flash_shapes import takes_shapes
 
 _LINE_BYTES = 64
 
@@ -145,7 +145,7 @@ def _is_fused_in_blocks(op: Op, operands: Specs, kind: KernelKind) -> bool:
     drops = bool(argument(op, 4, "dropout_p", 0.0)) and not is_whole
     if len(operands) > 3 or drops or len(query.shape) != 4:
         return False
-    return flash.takes_shapes(kind, query.dtype, query.shape[-1], value.shape[-1])
+    return takes_shapes(kind, query.dtype, query.shape[-1], value.shape[-1])
 
 
 def _in_blocks(op: Op, operands: Specs, fused: Work, blocks: int) -> Work:

@@ -29,7 +29,6 @@ from torch import Tensor
 from autopar.errors import RuleError
 from autopar.graph.graph import Argument, Op, TensorSpec, map_refs
 from autopar.ops.names import resolve
-from autopar.ops.sequence import zigzag as in_zigzag
 from autopar.plan.tensor_types import Type
 from autopar.rules.apply.literals import localize
 from autopar.rules.apply.zigzag import RING, check_part, check_strategy
@@ -221,6 +220,8 @@ def _part(spec: TensorSpec, kind: Type, size: int) -> TensorSpec:
 
 def _cut(x: Tensor, kind: Type, size: int, generator: torch.Generator, zigzag: bool) -> list[Tensor]:
     """Each rank's part of a dense tensor; in zig-zag order where the operator has it so."""
+    from autopar.ops.sequence import zigzag as in_zigzag  # kernels are slow to import
+
     whole = x.detach()
     if kind.is_split:
         ordered = in_zigzag(whole, kind.dim, size) if zigzag else whole
@@ -241,6 +242,8 @@ def _random_like(x: Tensor, generator: torch.Generator) -> Tensor:
 
 def _differs(parts: list[Tensor], kind: Type, dense: Tensor, zigzag: bool = False) -> str:
     """How the parts of all ranks, put together by their type, differ from the dense tensor."""
+    from autopar.ops.sequence import zigzag as in_zigzag
+
     parts = [part.detach() for part in parts]
     if kind.is_split:
         joined = torch.cat(parts, dim=kind.dim)

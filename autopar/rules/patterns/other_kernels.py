@@ -12,7 +12,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 from autopar.graph.graph import Op
-from autopar.ops.opaque import region_of
+from autopar.ops.region import region_of
 from autopar.plan.tensor_types import I, P, R, S
 from autopar.rules.apply.zigzag import RING
 from autopar.rules.patterns.computing import reduction

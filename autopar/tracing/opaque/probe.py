@@ -21,7 +21,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.module_tracker import ModuleTracker
 
 from autopar.graph.graph import TensorSpec
-from autopar.ops.opaque import Region, run, tensors_of
+from autopar.ops.opaque import run, tensors_of
+from autopar.ops.region import Region
 from autopar.tracing.failures import FAILURES
 from autopar.tracing.opaque.samples_apart import DRAWS, samples_apart
 from autopar.tracing.opaque.trials import Call, Subject, Unclear, draw, gradients_of, is_integer
