@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from autopar.cli import app as cli_app
-from autopar.cli.commands import estimate as planning
+from autopar.cli import make_plan
 from autopar.plan.file import dumps, plan_to_dict, save_plan
 from autopar.plan.mesh import Mesh
 from tests.cli.cli_runner import Run, run_fixture
@@ -57,7 +57,7 @@ def test_an_interrupt_without_a_result_is_said(run: Run, monkeypatch: pytest.Mon
     def interrupted(*given: object, **named: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(planning, "parse_cluster", interrupted)
+    monkeypatch.setattr(make_plan, "parse_cluster", interrupted)
     done = run("search", "gpt:layers=2,hidden=32,heads=2,vocab=64", "--cluster", "cpu:1x2", "--global-batch", 8)
     assert (done.code, done.out, done.err.splitlines()[-1]) == (130, "", "interrupted before there was a result")
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import autopar.lower.program
 import autopar.ops.collectives
+import autopar.ops.names
 from autopar.graph.graph import Graph, Op
 from autopar.lower.read_plan import local_graph
 from autopar.plan.plan import Plan

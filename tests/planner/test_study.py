@@ -255,7 +255,7 @@ def test_the_version_of_a_study_is_that_of_all_code_that_prices(
     assert workers.sources() == shipped
     for name, counts in (
         ("cost/model.py", True),
-        ("graph/ir.py", True),
+        ("graph/graph.py", True),
         ("planner/planner.py", True),
         ("cli/app.py", False),
     ):

@@ -219,7 +219,7 @@ def test_a_parallel_model_is_neither_copied_nor_taken_for_a_module() -> None:
         parallel.state_dict()
     assert not hasattr(parallel, "anything")
     with pytest.raises(
-        UsageError, match=r"a model is a torch\.nn\.Module, but found autopar\.runtime\.parallel\.Parallel"
+        UsageError, match=r"a model is a torch\.nn\.Module, but found autopar\.runtime\.parallel_model\.Parallel"
     ):
         trace_model(parallel, SUBJECT.make_batch(2, seed=0), PRECISIONS["fp32"])
 

@@ -45,7 +45,7 @@ class Scaled(nn.Module):
 def test_a_count_of_the_example_is_refused(kind: str) -> None:
     with pytest.raises(TraceError, match="do not depend on the batch size") as caught:
         trace(Scaled(kind), (torch.zeros((4, 8), dtype=torch.int64),))
-    assert "test_counts.py" in str(caught.value)
+    assert "test_batch_size_numbers.py" in str(caught.value)
 
 
 @pytest.mark.parametrize("kind", ["mean", "tensor", "by sequence"])

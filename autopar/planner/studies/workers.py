@@ -162,7 +162,7 @@ def _log(folder: Path, number: int) -> Path:
 PACKAGE = Path(__file__).resolve().parents[2]
 """The folder of autopar."""
 
-_NOT_PRICED = ("cli", "report", "runtime", "lower", "benchmark", "validate", "profile")
+_NOT_PRICED = ("cli", "report", "runtime", "lower", "benchmark", "validate", "measure", "verification")
 """Folders of the package that no time depends on."""
 
 
