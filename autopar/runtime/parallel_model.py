@@ -23,6 +23,8 @@ from autopar.runtime.guard.checks import Parameters, absent, check_can_run, chec
 from autopar.runtime.guard.collective_calls import Calls, launched_on, ordinary
 from autopar.runtime.guard.failure_watch import Alarm
 from autopar.runtime.guard.original_model import Given
+from autopar.runtime.guard.replicas import Replicas
+from autopar.runtime.guard.shared_samples import SharedSamples
 from autopar.runtime.monitor import Monitor
 from autopar.runtime.optimizer.local_step import LocalSteps
 from autopar.runtime.step.changed_buffers import State
@@ -30,9 +32,7 @@ from autopar.runtime.step.fsdp import forget_gathered
 from autopar.runtime.step.gradients import Norm, clip
 from autopar.runtime.step.local_batch import local_batch
 from autopar.runtime.step.loss_scale import NUM_STATES, LossScale, ParallelScaler, StepLoss
-from autopar.runtime.step.replicas import Replicas
 from autopar.runtime.step.runner import Accumulation, Batch, Pipeline, Runner, micro_batches
-from autopar.runtime.step.shared_samples import SharedSamples
 from autopar.runtime.step.step_gradients import StepGradients
 from autopar.runtime.weights import checkpoint
 from autopar.runtime.weights.from_model import Weights

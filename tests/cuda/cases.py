@@ -151,7 +151,7 @@ LISTED: dict[tuple[str, str, str], str] = {
     (
         "host waits",
         "event.synchronize",
-        "autopar/runtime/step/shared_samples.py:read",
+        "autopar/runtime/guard/shared_samples.py:read",
     ): "what was queued before one step in 32 is read before the step after it, of which the device has all work by then",
     (
         "host waits",
@@ -161,7 +161,7 @@ LISTED: dict[tuple[str, str, str], str] = {
     (
         "host waits",
         "Tensor.__int__",
-        "autopar/runtime/step/replicas.py:check_now",
+        "autopar/runtime/guard/replicas.py:check_now",
     ): "whether copies of parameters differ: before one step in a thousand, and before a checkpoint",
 }
 """Where a program may wait or keep states: kind, what, and file and function, with the reason."""

@@ -34,9 +34,9 @@ def run(case: Case, rank: int, record: Any) -> int:
 
     from autopar import api
     from autopar.lower.program import lower
+    from autopar.runtime.guard.replicas import EVERY
     from autopar.runtime.job import stop
     from autopar.runtime.parallel_model import Parallel
-    from autopar.runtime.step.replicas import EVERY
     from autopar.runtime.weights.from_model import ModelWeights
     from autopar.runtime.world import World
     from tests.cuda.watch import Watch
@@ -97,7 +97,7 @@ def run(case: Case, rank: int, record: Any) -> int:
 
 def _look(parallel: Any, case: Case, batch: Any, record: Any, phase: str) -> None:
     """A step whose batch is compared with those of other ranks, and calls after it."""
-    from autopar.runtime.step.shared_samples import EVERY
+    from autopar.runtime.guard.shared_samples import EVERY
 
     record.phase = phase
     parallel._shared._calls = EVERY
@@ -279,8 +279,8 @@ def main(guard: str, output: str, group: str) -> None:
     ctypes.CDLL(guard, mode=ctypes.RTLD_GLOBAL)  # before torch looks for devices
     warnings.filterwarnings("ignore")
     from autopar.ops import experts as expert_ops
+    from autopar.runtime.guard import shared_samples
     from autopar.runtime.optimizer import host_copy
-    from autopar.runtime.step import shared_samples
     from tests.cuda.watch import Record, install
 
     record = Record()

@@ -22,14 +22,14 @@ from autopar.errors import AutoparError, UsageError
 from autopar.graph.graph import Graph
 from autopar.lower.program import lower
 from autopar.plan.plan import Plan
+from autopar.runtime.guard import shared_samples
 from autopar.runtime.guard.failure_watch import Alarm
+from autopar.runtime.guard.replicas import EVERY
 from autopar.runtime.launch import launch
 from autopar.runtime.monitor import MEASURED_STEPS, WARM_UP_STEPS
 from autopar.runtime.parallel_model import Parallel
-from autopar.runtime.step import shared_samples
 from autopar.runtime.step.fsdp import fsdp_modules
 from autopar.runtime.step.gradients import local_part
-from autopar.runtime.step.replicas import EVERY
 from autopar.runtime.weights.from_model import ModelWeights
 from autopar.runtime.world import World
 from autopar.verification.against_one_device import adamw
