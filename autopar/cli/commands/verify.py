@@ -15,8 +15,7 @@ from autopar.errors import UsageError
 if TYPE_CHECKING:
     from autopar.graph.graph import Graph
     from autopar.plan.plan import Plan
-from autopar.hardware.scale import with_free_links
-from autopar.verification.verified_model import VerifiedModel
+    from autopar.verification.verified_model import VerifiedModel
 
 MAX_RANKS = 32
 """Processes that ``verify`` starts at most."""
@@ -114,6 +113,7 @@ def _from_file(path: Path, model: str | None) -> tuple[Plan, VerifiedModel, Grap
     from autopar.models.resolve import resolve_model
     from autopar.plan.check import check_model
     from autopar.plan.file import load_plan
+    from autopar.verification.verified_model import VerifiedModel
 
     plan = load_plan(path)
     name = model or model_of(plan, path)
@@ -149,6 +149,9 @@ def _from_model(
             value=repr(name),
             remedy="write for example --cluster cpu:1x4",
         )
+    from autopar.hardware.scale import with_free_links
+    from autopar.verification.verified_model import VerifiedModel
+
     found = with_free_links(parse_cluster(cluster))
     with progress("tracing the model") as advance:
         from autopar import api
