@@ -71,7 +71,9 @@ def test_a_number_that_changes_from_step_to_step_is_refused(
     state: Any, count: Callable[[Any], Any], named: str
 ) -> None:
     model = u.Around(lambda: Counter(state, count))
-    with pytest.raises(TraceError, match=rf"test_steps.py:\d+: a step does not depend.*mul.*{named}.*register_buffer"):
+    with pytest.raises(
+        TraceError, match=rf"test_repeated_steps.py:\d+: a step does not depend.*mul.*{named}.*register_buffer"
+    ):
         trace(model, (), u.batch())
 
 
@@ -120,7 +122,9 @@ class LastBatch(nn.Module):
 
 @pytest.mark.parametrize("inner", [Average, LastBatch])
 def test_a_tensor_of_an_earlier_step_is_refused(inner: type[nn.Module]) -> None:
-    with pytest.raises(TraceError, match=r"test_steps.py:\d+: .*reads what an earlier step has computed.*self.*buffer"):
+    with pytest.raises(
+        TraceError, match=r"test_repeated_steps.py:\d+: .*reads what an earlier step has computed.*self.*buffer"
+    ):
         trace(u.Around(inner), (), u.batch())
 
 
