@@ -1,4 +1,4 @@
-"""The shell command on plan files, its errors and its exit codes; what needs a model stands in test_cli_models.py."""
+"""The shell command on plan files, its errors and its exit codes; what needs a model stands in test_models.py."""
 
 from __future__ import annotations
 
