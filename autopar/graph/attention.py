@@ -21,7 +21,7 @@ def has_written_attention(graph: Graph) -> bool:
 
 
 def attention_heads(graph: Graph, operand: int = 0) -> tuple[int, ...]:
-    """Head counts of the model's attentions: degrees of ``tp`` must divide those of the queries (``operand`` 0)."""
+    """Head counts of the model's fused attentions: of the queries (``operand`` 0), of keys and values (1)."""
     found = set()
     for op in graph.ops:
         if "scaled_dot_product_attention" in op.target or op.target == "autopar.attention":

@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 
 from autopar.errors import UsageError
+from autopar.models.config_reads import optional_keys
 
 GRAMMAR = "write package.module:factory, hf:TYPE?key=value, or gpt:layers=2,hidden=64,heads=4,vocab=128"
 """How a model is described, for errors."""
@@ -110,16 +111,19 @@ def _local_config(transformers: Any, where: str, **given: Any) -> Any:
 
 
 def _configured(load: Callable[..., Any], given: Mapping[str, Any], where: str) -> Any:
-    """The configuration with overrides, checked by name.
+    """The configuration with overrides, checked by name: its class declares them, or the model's code asks for them.
 
     Token ids that the vocabulary lacks are mended. Layers are not left out at random unless it is asked for: which
     ones a step has is decided by numbers that no trace knows.
     """
     default = load()
-    for key in given:
-        if hasattr(default, key):
+    undeclared = [key for key in given if not hasattr(default, key)]
+    optional = optional_keys(type(default)) if undeclared else frozenset()
+    for key in undeclared:
+        if key in optional:
             continue
-        known = sorted({*default.to_dict(), *getattr(default, "attribute_map", {})} - {"transformers_version"})
+        declared = {*default.to_dict(), *getattr(default, "attribute_map", {})} - {"transformers_version"}
+        known = sorted(declared | optional)
         near = difflib.get_close_matches(key, known, 5, 0.5)
         raise UsageError(
             f"the configuration of {where} has the keys that are set",

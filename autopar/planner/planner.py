@@ -15,7 +15,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from math import inf, nextafter
@@ -24,6 +24,7 @@ from typing import TypeVar
 from autopar.cost.model import CostModel
 from autopar.cost.operators.measured import Recorder
 from autopar.cost.step.data_parallel import is_mixed
+from autopar.errors import InfeasibleError
 from autopar.graph.attention import attention_heads, attention_sequences, has_written_attention
 from autopar.graph.graph import Graph, Op
 from autopar.graph.vocabulary_padding import vocabulary_sizes
@@ -39,7 +40,7 @@ from autopar.planner.evaluate.evaluator import Evaluator
 from autopar.planner.explain.alternatives import Alternative, compare
 from autopar.planner.explain.plan_writer import notes_of, plan_of, record_of
 from autopar.planner.layouts.catalogue import Layouts
-from autopar.planner.layouts.types import layout_key_of
+from autopar.planner.layouts.types import Load, layout_key_of
 from autopar.planner.sharding.batch_axis import mixes_samples
 from autopar.planner.space.candidates import Candidate, candidates
 from autopar.planner.space.constraints import Problem
@@ -350,5 +351,8 @@ def operator_calls(planner: Planner, *, progress: Progress | None = None) -> tup
         if progress is not None:
             progress("laying out", done, len(keys))
         layouts.unsplit(key.unsplit)
-        layouts.quickest_s(key)
+        with suppress(InfeasibleError):  # no kind of attention fits the axis cp
+            for typed in layouts.typed(key, Load(num_micro_batches=1, in_flight=1)):
+                if typed.solution is None:
+                    layouts.price(typed)
     return tuple(recorder.calls.values())

@@ -346,15 +346,18 @@ def stage_stops(layers: int, stages: int, blocks: int) -> tuple[int, ...]:
     """Where stages stop among ``blocks`` blocks, the first and last of which are embedding and head.
 
     Equal numbers of layers; where only layers with embedding and head divide, those count as layers (Megatron's
-    ``account_for_embedding``, DeepSpeed's ``type:transformer|embedding``); else stages are filled one after the other
-    to the least that is enough, and the last has what is left (DeepSpeed's ``partition_balanced``; BigScience,
-    chronicles-prequel.md: "78/12=6.5 - so the last stage has 1 block, while the rest have 7").
+    ``account_for_embedding``, DeepSpeed's ``type:transformer|embedding``), and the first and the last stage may have none
+    beside these (30 layers on 32 stages); else stages are filled one after the other to the least that is enough, and the
+    last has what is left, if only the head (DeepSpeed's ``partition_balanced``; BigScience, chronicles-prequel.md: "78/12=6.5 -
+    so the last stage has 1 block, while the rest have 7"). No other stage is without a layer.
 
     >>> stage_stops(4, 2, 6), stage_stops(6, 4, 8), stage_stops(7, 3, 9)
     ((3, 6), (2, 4, 6, 8), (3, 6, 9))
+    >>> stage_stops(2, 4, 4), stage_stops(3, 4, 5), stage_stops(9, 6, 11)
+    ((1, 2, 3, 4), (2, 3, 4, 5), (3, 5, 7, 9, 10, 11))
     """
     if layers % stages and (layers + 2) % stages == 0:
         return tuple((s + 1) * (layers + 2) // stages for s in range(stages))
     per = -(-layers // stages)
-    ends = [1 + min((s + 1) * per, layers) for s in range(stages)]
+    ends = [1 + min((s + 1) * per, layers - max(stages - 2 - s, 0)) for s in range(stages)]
     return (*ends[:-1], blocks)

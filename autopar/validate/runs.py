@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from autopar.errors import UsageError
+from autopar.errors import AutoparError, UsageError
 from autopar.models.transformer import ATTENTIONS, FAMILIES
 from autopar.util.text import closest
 
@@ -97,19 +97,48 @@ class Run:
         )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailedRow:
+    """A row of which nothing can be predicted, and why."""
+
+    file: str
+    line: int
+    name: str
+    release: str
+    error: AutoparError
+
+    @classmethod
+    def of(cls, run: Run, error: AutoparError) -> FailedRow:
+        """A run that was read."""
+        return cls(file=run.file, line=run.line, name=run.name, release=run.release, error=error)
+
+
 def read_runs(path: Path) -> tuple[Run, ...]:
     """The runs of a file.
 
     Raises:
-        UsageError: the file cannot be read, a column is missing or unknown, a cell has no sense; names file, row and
-            column, and a remedy.
+        UsageError: as :func:`read_rows`, or a cell has no sense; names file, row and column, and a remedy.
+    """
+    runs = []
+    for row in read_rows(path):
+        if isinstance(row, FailedRow):
+            raise row.error
+        runs.append(row)
+    return tuple(runs)
+
+
+def read_rows(path: Path) -> tuple[Run | FailedRow, ...]:
+    """The rows of a file: those with a cell that has no sense, or with numbers that do not go together, as what is wrong.
+
+    Raises:
+        UsageError: the file cannot be read, or a column is missing or unknown.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError("the file of runs can be read", value=str(error), place=str(path)) from error
     try:
-        return _runs(text, path)
+        return _rows(text, path)
     except csv.Error as error:
         raise UsageError(
             "the file is comma-separated values",
@@ -119,7 +148,7 @@ def read_runs(path: Path) -> tuple[Run, ...]:
         ) from error
 
 
-def _runs(text: str, path: Path) -> tuple[Run, ...]:
+def _rows(text: str, path: Path) -> tuple[Run | FailedRow, ...]:
     reader = csv.DictReader(text.splitlines(keepends=True), strict=True)
     header = [name.strip() for name in reader.fieldnames or ()]
     _check_form(header, path)
@@ -134,10 +163,18 @@ def _runs(text: str, path: Path) -> tuple[Run, ...]:
             remedy=f"add it{f' ({others[0]}: {closest(others[0], missing)})' if others else ''}; "
             "a cell may be empty where docs/validation.md says so",
         )
-    runs = tuple(_run(row, path, reader.line_num) for row in reader)
-    if not runs:
+    rows = tuple(_run_or_fault(row, path, reader.line_num) for row in reader)
+    if not rows:
         raise UsageError("the file has at least one run", value="a header alone", place=str(path))
-    return runs
+    return rows
+
+
+def _run_or_fault(cells: Mapping[str, str | None], path: Path, line: int) -> Run | FailedRow:
+    try:
+        return _run(cells, path, line)
+    except UsageError as error:
+        name, source = ((cells.get(key) or "").strip() for key in ("name", "source"))
+        return FailedRow(file=str(path), line=line, name=name, release=source.split(";")[0].strip(), error=error)
 
 
 def _check_form(header: Sequence[str], path: Path) -> None:
@@ -241,8 +278,9 @@ def _check(run: Run, row: _Row) -> None:
             raise row.fault(column, f"{column} divides heads, ffn or sequence {whole}")
     if run.global_batch % (run.dp * run.micro_batch):
         raise row.fault("global_batch", f"the global batch divides by dp * micro_batch = {run.dp * run.micro_batch}")
-    if run.layers < run.pp * run.virtual_stages:
-        raise row.fault("layers", f"each of {run.pp * run.virtual_stages} stages has a layer")
+    if run.layers + 2 < run.pp * run.virtual_stages:
+        law = f"each of {run.pp * run.virtual_stages} stages has a layer, the embedding or the head"
+        raise row.fault("layers", law)
 
 
 def _positive(text: str) -> float | None:

@@ -16,22 +16,30 @@ from autopar.util.files import write_toml
 from autopar.validate import parameters as free
 from autopar.validate.figures import Score, as_read, scales, score
 from autopar.validate.robust_fit import Fit
-from autopar.validate.runs import Run
+from autopar.validate.runs import FailedRow, Run
 from autopar.validate.session import LEAST_SEEN, Session
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """``scores``: of each release, then of all; ``predictions``: of each run; ``fitted``: values, by left out source."""
+    """What is known of a table of runs.
+
+    Attributes:
+        scores: of each release, then of all.
+        predictions: of each run.
+        fitted: values, by left out source.
+        failed: rows of the table that are no runs of the session.
+    """
 
     scores: tuple[Score, ...]
     predictions: tuple[Prediction, ...]
     fitted: Mapping[str, Mapping[str, float]]
     scales: Mapping[str, float]
+    failed: tuple[FailedRow, ...] = ()
 
     def to_dict(self, session: Session) -> dict[str, Any]:
         """The JSON of the command."""
-        rows = [
+        predicted = [
             {
                 "row": run.line,
                 "name": run.name,
@@ -45,18 +53,29 @@ class Outcome:
             }
             for run, p in zip(session.runs, self.predictions, strict=True)
         ]
+        failed = [
+            {"row": row.line, "name": row.name, "source": row.release, "error": str(row.error)} for row in self.failed
+        ]
+        given = [*((run.file, run.line) for run in session.runs), *((row.file, row.line) for row in self.failed)]
+        files = list(dict.fromkeys(file for file, _ in given))
+        places = [(files.index(file), line) for file, line in given]
+        rows = sorted(zip(places, (*predicted, *failed), strict=True), key=lambda pair: pair[0])
         return {
             "scores": [found.to_dict() for found in self.scores],
             "scales": dict(self.scales),
             "fitted": {group: dict(values) for group, values in self.fitted.items()},
-            "runs": rows,
+            "failed_rows": len(self.failed),
+            "runs": [row for _, row in rows],
         }
 
 
-def evaluate(session: Session, *, leave_one_out: bool = False) -> Outcome:
+def evaluate(session: Session, *, leave_one_out: bool = False, failed: Sequence[FailedRow] = ()) -> Outcome:
     """Predictions of all runs: under the profiles as they are, or each source under what the others tell.
 
     Sources are left out whole: all releases of a publisher together.
+
+    Args:
+        failed: the other rows of the table.
     """
     groups = [run.publisher for run in session.runs]
     fitted: dict[str, dict[str, float]] = session.left_out(groups) if leave_one_out else {}
@@ -72,6 +91,7 @@ def evaluate(session: Session, *, leave_one_out: bool = False) -> Outcome:
         predictions=tuple(predictions),
         fitted=fitted,
         scales=scales(session.runs, predictions),
+        failed=tuple(failed),
     )
 
 

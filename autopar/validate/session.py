@@ -19,7 +19,7 @@ from autopar.validate import parameters as free
 from autopar.validate.express import Expressed, Structure, predict, step_time_s
 from autopar.validate.parameters import PARAMETERS, Parameter
 from autopar.validate.robust_fit import Array, Fit, Linearized, corrected, fit, robust_loss, sensitivities
-from autopar.validate.runs import Run
+from autopar.validate.runs import FailedRow, Run
 from autopar.validate.sites import Site, cluster_of, load_sites, released, site_of
 
 ROUNDS = 8
@@ -29,6 +29,44 @@ SETTLED = 1e-3
 
 LEAST_SEEN = 4
 """Runs that a parameter must be seen by, in order that it is fitted."""
+
+
+def profile_of(run: Run) -> MachineProfile:
+    """The profile of a run's device.
+
+    Raises:
+        UsageError: there is none; names file and row.
+    """
+    try:
+        return load_profile(run.device, relative_to=Path())
+    except UsageError as error:
+        place = f"{run.place}, column device"
+        raise UsageError(error.law, value=error.value, place=place, remedy=error.remedy) from error
+
+
+def predictable(
+    rows: Sequence[Run | FailedRow], *, place: str = "runs", progress: Callable[[str, int, int], None] | None = None
+) -> tuple[Session, tuple[FailedRow, ...]]:
+    """The session of those runs that can be predicted, and the other rows, each with what is wrong with it."""
+    failed = [row for row in rows if isinstance(row, FailedRow)]
+    profiles: dict[str, MachineProfile] = {}
+    known = []
+    for run in (row for row in rows if isinstance(row, Run)):
+        try:
+            if run.device not in profiles:
+                profiles[run.device] = profile_of(run)
+        except UsageError as error:
+            failed.append(FailedRow.of(run, error))
+        else:
+            known.append(run)
+    session = Session(known, place=place, profiles=profiles, progress=progress)
+    structures: dict[int, tuple[Structure, ...]] = {}
+    for i, run in enumerate(known):
+        try:
+            structures[i] = session.tried(i)
+        except AutoparError as error:
+            failed.append(FailedRow.of(run, error))
+    return session.keeping(structures), tuple(failed)
 
 
 class Session:
@@ -63,7 +101,7 @@ class Session:
         self.profiles: dict[str, MachineProfile] = dict(profiles or {})
         for run in self.runs:
             if run.device not in self.profiles:
-                self.profiles[run.device] = self._profile(run)
+                self.profiles[run.device] = profile_of(run)
 
     def under(self, profiles: Mapping[str, MachineProfile]) -> Session:
         """The same runs and layouts under other profiles of the devices named; layouts are those chosen here."""
@@ -72,32 +110,42 @@ class Session:
         other.__dict__["structures"] = self.structures
         return other
 
-    def _profile(self, run: Run) -> MachineProfile:
-        try:
-            return load_profile(run.device, relative_to=Path())
-        except UsageError as error:
-            place = f"{run.place}, column device"
-            raise UsageError(error.law, value=error.value, place=place, remedy=error.remedy) from error
-
     @cached_property
     def structures(self) -> tuple[tuple[Structure, ...], ...]:
         """The layouts of every run; traced and solved once."""
+        return tuple([self.laid_out(i) for i in range(len(self.runs))])
+
+    @cached_property
+    def _expressed(self) -> Expressed:
         sites = dict(zip(self.runs, self.sites, strict=True))
-        expressed = Expressed(lambda run, site: cluster_of(run, self.profiles[run.device], site), sites.__getitem__)
-        found = []
-        for i, run in enumerate(self.runs):
-            if self.progress is not None:
-                self.progress("laying out runs", i, len(self.runs))
-            try:
-                found.append(expressed.structures(run))
-            except AutoparError as error:
-                raise UsageError(
-                    "every run is a layout that the planner knows",
-                    value=str(error),
-                    place=f"{run.place} ({run.name})",
-                    remedy="mend the row",
-                ) from error
-        return tuple(found)
+        return Expressed(lambda run, site: cluster_of(run, self.profiles[run.device], site), sites.__getitem__)
+
+    def laid_out(self, index: int) -> tuple[Structure, ...]:
+        """The layouts of one run.
+
+        Raises:
+            UsageError: it cannot be laid out; names file and row.
+        """
+        run = self.runs[index]
+        if self.progress is not None:
+            self.progress("laying out runs", index, len(self.runs))
+        try:
+            return self._expressed.structures(run)
+        except AutoparError as error:
+            raise UsageError(
+                "every run is a layout that the planner knows",
+                value=str(error),
+                place=f"{run.place} ({run.name})",
+                remedy="mend the row",
+            ) from error
+
+    def keeping(self, structures: Mapping[int, tuple[Structure, ...]]) -> Session:
+        """Of these runs alone, by index, in these layouts."""
+        runs = [self.runs[i] for i in structures]
+        other = Session(runs, place=self.place, profiles=self.profiles, progress=self.progress)
+        other.sites = tuple([self.sites[i] for i in structures])
+        other.__dict__["structures"] = tuple(structures.values())
+        return other
 
     # --- predictions
 
@@ -112,15 +160,26 @@ class Session:
         """Predictions of runs, by index; of all where None. ``values``: of parameters; the profiles' where None."""
         profiles = self._written(values)
         chosen = range(len(self.runs)) if runs is None else runs
-        return [
-            predict(
-                self.runs[i],
-                self.structures[i],
-                self._cluster(i, profiles[self.runs[i].device]),
-                self.sites[i],
-            )
-            for i in chosen
-        ]
+        return [self._predicted(i, self.structures[i], profiles) for i in chosen]
+
+    def _predicted(
+        self, index: int, structures: Sequence[Structure], profiles: Mapping[str, MachineProfile]
+    ) -> Prediction:
+        run = self.runs[index]
+        return predict(run, structures, self._cluster(index, profiles[run.device]), self.sites[index])
+
+    def tried(self, index: int) -> tuple[Structure, ...]:
+        """The layouts of one run, of which a prediction can be made.
+
+        Raises:
+            AutoparError: it cannot be laid out, or not predicted under the profiles as they are; names file and row.
+        """
+        found = self.laid_out(index)
+        try:
+            self._predicted(index, found, self.profiles)
+        except AutoparError as error:
+            raise error.within(self.runs[index].place) from error
+        return found
 
     def _cluster(self, index: int, profile: MachineProfile) -> Cluster:
         if profile.library not in self._libraries:

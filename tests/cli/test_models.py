@@ -278,7 +278,7 @@ def test_printed_plan_names_parameters(run: Run) -> None:
 @pytest.mark.parametrize(
     ("cluster", "pins", "named"),
     [
-        ("cpu:1x3", ["tp=3"], ["4 attention heads", "tp=3"]),
+        ("cpu:1x3", ["dp_shard=3"], ["the global batch 8 divides by", "dp_shard=3"]),
         ("cpu:1x4", ["tp=4", "pp=2", "zero=0"], ["tp=4", "pp=2"]),
         ("cpu:1x1?memory=1MB", [], ["of memory a device", "1 devices"]),
     ],

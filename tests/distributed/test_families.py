@@ -81,6 +81,45 @@ def test_every_kind_of_architecture_equals_one_device(pool: WorkerPool, case: st
     assert len(report.rows) == 4
 
 
+@pytest.mark.parametrize(
+    ("spec", "pins", "layers"),
+    [
+        ("gpt:layers=2,hidden=32,heads=4,vocab=65", ["pp=2", "virtual_stages=2"], [0, 1, 1, 0]),
+        ("gpt:layers=2,hidden=32,heads=4,vocab=65", ["pp=2", "virtual_stages=2", "recompute=full"], [0, 1, 1, 0]),
+        (
+            "llama:layers=2,hidden=32,heads=4,ffn=64,vocab=65",
+            ["pp=2", "stage@embed_tokens=0", "stage@layers.0=1"],
+            [0, 2],
+        ),
+        ("llama:layers=2,hidden=32,heads=4,ffn=64,vocab=65", ["pp=2", "stage@layers.1=0", "stage@lm_head=1"], [2, 0]),
+    ],
+)
+def test_stages_without_a_layer_equal_one_device(
+    pool: WorkerPool, spec: str, pins: list[str], layers: list[int]
+) -> None:
+    """The first family's table of words is its head too, in other stages of other ranks."""
+    subject = VerifiedModel(resolve_model(spec, sequence_length=16), masked=True)
+    graph = subject.trace()
+    plan = api.estimate(graph, cluster="cpu:1x2", global_batch_size=8, pins=pins)
+    labels = [[block.label for block in graph.blocks[s.start : s.stop]] for s in plan.stages]
+    assert [sum(".h." in label or ".layers." in label for label in own) for own in labels] == layers
+    report = verify(subject, plan, graph, steps=2, pool=pool, timeout_s=60.0)
+    report.check()
+
+
+def test_heads_that_tp_does_not_divide_equal_one_device(pool: WorkerPool) -> None:
+    """SegFormer of 1 and 2 heads: the second attention is split by heads, the first one in another way or not at all."""
+    spec = (
+        "hf:segformer?num_encoder_blocks=2&depths=[1,1]&sr_ratios=[8,4]&hidden_sizes=[16,32]&patch_sizes=[7,3]&strides=[4,4]"
+        "&num_attention_heads=[1,2]&mlp_ratios=[2,2]&decoder_hidden_size=32&num_labels=5"
+    )
+    subject = VerifiedModel(resolve_model(spec), masked=True)
+    graph = subject.trace()
+    pins = ["tp=2", "micro_batch=1", "*.stages.1.*q_proj.weight=tp:S(0)"]
+    plan = api.search(graph, cluster="cpu:1x2", global_batch_size=8, pins=pins)
+    verify(subject, plan, graph, steps=2, pool=pool, timeout_s=60.0).check()
+
+
 def test_statistics_over_the_batch_take_one_micro_batch() -> None:
     subject = VerifiedModel(resolve_model("tests.distributed.test_families:normalised"), masked=True)
     graph = subject.trace()

@@ -26,7 +26,7 @@ LLAMA = (
 THREE_HEADS = GPT.replace("n_embd=32&n_head=4", "n_embd=24&n_head=3")
 
 
-def checked(spec: str, length: int, pins: list[str], samples: int = 4) -> Plan:
+def checked(spec: str, length: int | None, pins: list[str], samples: int = 4) -> Plan:
     """Right on as many ranks as the pins say."""
     subject = resolve_model(spec, sequence_length=length)
     torch.manual_seed(0)
@@ -71,7 +71,6 @@ def test_odd_sequences(spec: str, length: int, pins: list[str]) -> None:
         (LLAMA, 18, 4, ["cp=2", "cp_attention=ring"], r"sequence of 18 \(ring\); .*pad sequences .* 2 \* cp$"),
         (GPT, 16, 6, ["dp_shard=4"], "the global batch 6 divides by .*; dp_shard=4; .*take another global batch$"),
         (GPT, 16, 6, ["dp_shard=2", "num_micro_batches=2"], r"num_micro_batches=2 \(equal parts .* global batch 6\)"),
-        (THREE_HEADS, 16, 4, ["tp=2"], "tp divides 3 attention heads; tp=2; drop one of the pins named"),
     ],
 )
 def test_what_does_not_divide_is_refused_with_a_remedy(
@@ -81,11 +80,58 @@ def test_what_does_not_divide_is_refused_with_a_remedy(
         checked(spec, length, pins, samples)
 
 
-def test_three_heads_need_no_pin_on_tp() -> None:
-    subject = resolve_model(THREE_HEADS, sequence_length=16)
+@pytest.mark.parametrize("spec", [GPT, THREE_HEADS])
+def test_a_search_tries_tp_whatever_the_heads(spec: str) -> None:
+    """Two ranks of a tiny model split its samples on ``tp``, and the weights at rest as far as these are large."""
+    subject = resolve_model(spec, sequence_length=16)
     batch = subject.make_batch(4, seed=0, padded=True)
     plan = autopar.search(subject.build(), example_inputs=batch, cluster="cpu:1x2", global_batch_size=4)
-    assert plan.mesh.tp == 1
+    assert plan.mesh.tp == 2
+
+
+SEGFORMER = (
+    "hf:segformer?num_encoder_blocks=4&depths=[1,1,1,1]&sr_ratios=[8,4,2,1]&hidden_sizes=[8,16,40,64]&patch_sizes=[7,3,3,3]"
+    "&strides=[4,2,2,2]&num_attention_heads=[1,2,5,8]&mlp_ratios=[2,2,2,2]&decoder_hidden_size=32&num_labels=5"
+)
+"""Of 1, 2, 5 and 8 heads."""
+SWIN = "hf:swin?image_size=32&patch_size=2&embed_dim=12&depths=[1,1]&num_heads=[3,4]&window_size=4&num_labels=5"
+BART = (
+    "hf:bart?encoder_layers=1&decoder_layers=1&encoder_attention_heads=3&decoder_attention_heads=4&d_model=24"
+    "&encoder_ffn_dim=48&decoder_ffn_dim=48&vocab_size=96&max_position_embeddings=32"
+)
+TOWERS = (
+    'hf:clip?text_config={"num_hidden_layers":1,"hidden_size":24,"num_attention_heads":3,"intermediate_size":48,'
+    '"vocab_size":96,"max_position_embeddings":16,"eos_token_id":2}&vision_config={"num_hidden_layers":1,"hidden_size":32,'
+    '"num_attention_heads":4,"intermediate_size":64,"image_size":16,"patch_size":8}&projection_dim=16'
+)
+HYBRID = (
+    "hf:granitemoehybrid?num_hidden_layers=2&hidden_size=24&num_attention_heads=3&num_key_value_heads=3&intermediate_size=48"
+    "&shared_intermediate_size=48&vocab_size=96&mamba_n_heads=6&mamba_d_head=8&mamba_d_state=8&mamba_chunk_size=8"
+    '&layer_types=["mamba","attention"]&num_local_experts=0'
+)
+
+
+@pytest.mark.parametrize(
+    ("spec", "length", "degree", "split"),
+    [
+        (SEGFORMER, None, "tp=2", ("stages.1.blocks.0.attention.q_proj.weight", "stages.3.blocks.0.attention.q_proj.weight")),
+        (SEGFORMER, None, "tp=4", ("stages.3.blocks.0.attention.q_proj.weight",)),
+        (SWIN, None, "tp=2", ("layers.1.blocks.0.attention.q_proj.weight",)),
+        (BART, 16, "tp=2", ("decoder.layers.0.self_attn.q_proj.weight", "encoder.layers.0.fc1.weight")),
+        (TOWERS, 16, "tp=4", ("vision_model.encoder.layers.0.self_attn.q_proj.weight",)),
+        (HYBRID, 16, "tp=2", ("layers.0.mamba.in_proj.weight", "layers.1.shared_mlp.input_linear.weight")),
+        (THREE_HEADS, 16, "tp=2", ("h.0.mlp.c_fc.weight",)),
+        (THREE_HEADS.replace("n_layer=1", "n_layer=2"), 16, "tp=4", ("h.0.mlp.c_fc.weight", "h.1.mlp.c_fc.weight")),
+    ],
+)  # fmt: skip
+def test_heads_that_tp_does_not_divide_leave_the_other_blocks_split(
+    spec: str, length: int | None, degree: str, split: tuple[str, ...]
+) -> None:
+    """What is pinned is split by output rows, and those heads stay whole: one sample at a time leaves nothing else to split."""
+    dim = 1 if "c_fc" in split[0] else 0
+    plan = checked(spec, length, [degree, "micro_batch=1", *(f"*.{name}=tp:S({dim})" for name in split)])
+    assert plan.mesh.tp > 1
+    assert S(dim) in at_rest(plan).values()
 
 
 @pytest.mark.parametrize("heads", [1, 2])

@@ -6,12 +6,14 @@ import json
 import pickle
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 import transformers
 
 from autopar.errors import UsageError
+from autopar.models.config_reads import optional_keys
 from autopar.models.resolve import example_batch_for, resolve_model
 
 GPT = "gpt:layers=2,hidden=32,heads=4,vocab=64"
@@ -52,6 +54,56 @@ def test_settings_after_the_question_mark_are_json_where_they_can_be() -> None:
     assert (config.tie_word_embeddings, config.hidden_act, config.num_hidden_layers) == (True, "gelu", 1)
     swin = resolve_model("hf:swin?depths=[1,1]&num_heads=[2,2]&embed_dim=16&image_size=32&window_size=2")
     assert swin.model.config.depths == [1, 1]
+
+
+def test_keys_are_taken_that_the_code_asks_for_although_the_class_of_the_configuration_lacks_them() -> None:
+    """Published configurations have them: head_dim of Qwen3-MoE, whose heads are wider than hidden / heads."""
+    moe = resolve_model("hf:qwen3_moe?num_hidden_layers=1&hidden_size=32&num_attention_heads=4&num_key_value_heads=2&head_dim=16"
+                        "&vocab_size=64&intermediate_size=64&num_experts=4&num_experts_per_tok=2&moe_intermediate_size=32")  # fmt: skip
+    assert moe.model.get_parameter("model.layers.0.self_attn.q_proj.weight").shape == (4 * 16, 32)
+    deberta = resolve_model("hf:deberta-v2?num_hidden_layers=1&hidden_size=32&num_attention_heads=4&intermediate_size=64"
+                            "&vocab_size=96&relative_attention=true&position_buckets=4")  # fmt: skip
+    assert deberta.model.get_parameter("deberta.encoder.rel_embeddings.weight").shape == (2 * 4, 32)
+
+
+MODELLING = """
+def rotary(config: "OwnConfig | None" = None):
+    return getattr(config, "by_function", 1)
+
+class Own:
+    def __init__(self, config: OwnConfig, layer):
+        self.config = config
+        self.a = getattr(config, "by_parameter", None) or config.declared
+        if hasattr(config, "looked_for"):
+            self.b = config.looked_for
+
+    def forward(self, other, *, x=getattr(other, "of_another_object", 0)):
+        return getattr(self.config, "by_attribute", x)
+
+class Tower:
+    def __init__(self, config: TowerConfig):
+        self.a = getattr(config, "of_a_tower", None)
+
+class Older:
+    def __init__(self, config):
+        self.a = getattr(config, "not_annotated", None)
+"""
+
+
+@pytest.mark.parametrize("towers", [False, True])
+def test_what_code_asks_of_a_configuration_is_read_in_its_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, towers: bool
+) -> None:
+    (tmp_path / "modeling_own.py").write_text(MODELLING + "raise AssertionError('this is not run')\n")
+    for name in ("configuration_own", "configuration_alone"):
+        module = ModuleType(name)
+        module.__file__ = str(tmp_path / f"{name}.py")
+        monkeypatch.setitem(sys.modules, name, module)
+    made = type("OwnConfig", (), {"__module__": "configuration_own", "sub_configs": {"tower": 0} if towers else {}})
+    expected = {"by_function", "by_parameter", "looked_for", "by_attribute"}
+    assert optional_keys(made) == (expected if towers else {*expected, "not_annotated"})
+    assert optional_keys(type("Alone", (), {"__module__": "configuration_alone"})) == frozenset()
+    assert optional_keys(Path) == frozenset()
 
 
 @pytest.mark.parametrize(
@@ -196,6 +248,8 @@ def test_a_hugging_face_model_has_example_inputs_made_from_its_config() -> None:
         ("own_factories:alone", "example_inputs"),
         ("hf:gpt3", "did you mean .*gpt2"),
         ("hf:gpt2?n_layr=2", "did you mean n_layer.*known: "),
+        ("hf:qwen3_moe?head_dims=16", "did you mean head_dim.*known: .*head_dim"),
+        ("hf:clip?head_dim=16", "configuration of clip has the keys that are set, but found head_dim"),
         ("hf:gpt2?n_layer", "key=value"),
         ("hf:gpt2?n_embd=30&n_head=4", "settings describe a model"),
         ("hf:canine?num_hidden_layers=1", "a vocabulary whose size its configuration does not tell; give a factory"),

@@ -62,7 +62,7 @@ def test_pins_are_kept() -> None:
 @pytest.mark.parametrize(
     ("pins", "world", "expected"),
     [
-        (["tp=3"], 24, {"tp=3", "tp divides 64 attention heads"}),
+        (["tp=3"], 32, {"tp=3", "32 devices = pp * dp_replicate * dp_shard * cp * tp"}),
         (["tp=4", "pp=4"], 8, {"tp=4", "pp=4", "8 devices = pp * dp_replicate * dp_shard * cp * tp"}),
         (["zero=2", "pp=2"], 8, {"zero=2", "pp=2", "zero=2 has pp=1"}),
         (["tp<=2", "tp>=4", "pp=1"], 8, {"tp<=2", "tp>=4"}),
@@ -77,6 +77,15 @@ def test_the_smallest_conflict_is_named(pins: list[str], world: int, expected: s
     problem = replace(PROBLEM, world_size=world, global_batch_size=96)
     assert candidates(problem, Pins.parse(pins)) == []
     assert set(conflict(problem, Pins.parse(pins))) == expected
+
+
+def test_heads_of_attention_are_no_law_of_tp() -> None:
+    """Blocks whose heads it does not divide split something else, or nothing."""
+    problem = replace(PROBLEM, heads=(1, 2, 5))
+    assert {c.mesh.tp for c in candidates(problem, Pins())} == {c.mesh.tp for c in candidates(PROBLEM, Pins())}
+    assert {
+        c.mesh.tp for c in candidates(replace(PROBLEM, world_size=24, global_batch_size=96), Pins.parse(["tp=3"]))
+    } == {3}
 
 
 @pytest.mark.parametrize("world", [8, 24, 128, 1024])

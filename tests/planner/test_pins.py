@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from autopar.errors import UsageError
+from autopar.models.resolve import resolve_model
 from autopar.plan.plan import BUCKET_BYTES
 from autopar.plan.tensor_types import S
 from autopar.planner.space.pin_syntax import NumberPin, ParameterPin, RecomputePin, StagePin, parse_pin
@@ -51,6 +54,20 @@ def test_blocks_are_selected_by_ranges_and_patterns() -> None:
     assert pins.recompute(graph) == {1: "full", 2: "none", 3: "full"}
     assert pins.stages(graph) == dict.fromkeys(range(1, 7), 0)
     assert set(Pins.parse(["recompute=full"]).recompute(graph)) == set(range(8))
+
+
+def test_blocks_of_several_modules_are_selected_by_one_of_them_unless_another_has_its_name() -> None:
+    graph = resolve_model("llama:layers=2,hidden=32,heads=4,ffn=64,vocab=65", sequence_length=8).trace()
+    assert [block.label for block in graph.blocks] == [
+        "embed_tokens",
+        "model.layers.0",
+        "model.layers.1",
+        "norm+lm_head",
+    ]
+    for selector in ("norm+lm_head", "lm_head", "norm", "lm_*"):
+        assert Pins.parse([f"stage@{selector}=1"]).stages(graph) == {3: 1}
+    named = replace(graph, blocks=(replace(graph.blocks[0], label="norm"), *graph.blocks[1:]))
+    assert Pins.parse(["stage@norm=0"]).stages(named) == {0: 0}
 
 
 def test_parameters_are_matched_by_pattern() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -104,6 +105,7 @@ def test_the_size_of_buckets_is_the_best_of_the_space(graph: Graph, space: Space
         assert (len(set(times)) > 1) == (zero == 0)
         assert some.prediction.step_time_s == min(times)
         assert times[sizes.index(some.bucket_bytes)] == min(times)
+        assert search.evaluator.closest_s(candidate, math.inf)[0] <= min(times) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(("layers", "virtual_stages"), [(8, 2), (10, 3), (9, 3)])
@@ -118,6 +120,37 @@ def test_virtual_stages_are_cut_evenly_unless_stages_are_pinned(layers: int, vir
     uneven = api.estimate(big, cluster=CLUSTER, global_batch_size=16, pins=pinned)
     assert uneven.stages[0].stop >= 5
     assert uneven.search.lower_bound_s <= uneven.predicted.step_time_s
+
+
+def test_embedding_and_head_may_be_stages_of_their_own() -> None:
+    """Six layers on eight stages: planned with and without pins, below no bound, and the best of all candidates is found."""
+    graph = resolve_model("llama:layers=6,hidden=64,heads=4,ffn=128,vocab=4000", sequence_length=64).trace()
+    planner = Planner(
+        Task(
+            graph=graph, cluster=Cluster.parse("cpu:1x8"), global_batch_size=16, precision=FP32, optimizer="adamw",
+            pins=Pins.parse(["pp>=4"]), space=load_space("default"),
+        )
+    )  # fmt: skip
+    times = []
+    for candidate in planner.pool:
+        found = planner.evaluator.evaluate(candidate)
+        assert isinstance(found, Evaluation)
+        times.append(found.prediction.step_time_s)
+        for level in range(LEVELS):
+            assert planner.evaluator.bounds_s(level, [candidate])[0] <= times[-1] * (1 + 1e-9)
+        assert planner.evaluator.closest_s(candidate, math.inf)[0] <= times[-1] * (1 + 1e-9)
+        if candidate.mesh.pp * candidate.virtual_stages == 8:
+            assert found.stops == tuple(range(1, 9))
+    assert {c.mesh.pp * c.virtual_stages for c in planner.pool} >= {4, 8}
+    assert planner.search(limits=Limits()).predicted.step_time_s <= min(times) * (1 + 1e-9)
+
+
+def test_a_stage_of_an_embedding_or_a_head_alone_can_be_pinned() -> None:
+    graph = resolve_model("llama:layers=6,hidden=64,heads=4,ffn=128,vocab=500", sequence_length=32).trace()
+    pins = ["pp=4", "stage@layers.0=1", "stage@layers.5=2", "stage@lm_head=3"]
+    plan = api.estimate(graph, cluster=CLUSTER, global_batch_size=16, pins=pins)
+    assert [(stage.start, stage.stop) for stage in plan.stages][::3] == [(0, 1), (7, 8)]
+    assert plan.search.lower_bound_s <= plan.predicted.step_time_s
 
 
 def test_what_is_too_large_needs_more_than_there_is() -> None:

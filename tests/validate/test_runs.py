@@ -106,7 +106,23 @@ def test_a_file_that_is_none(tmp_path: Path) -> None:
         read_runs(tmp_path / "empty.csv")
 
 
-@pytest.mark.parametrize(("layers", "stages"), [(72, 12), (70, 12), (78, 12), (106, 12), (3, 2), (80, 20), (5, 5)])
+@pytest.mark.parametrize(
+    ("layers", "stages"),
+    [
+        (72, 12),
+        (70, 12),
+        (78, 12),
+        (106, 12),
+        (3, 2),
+        (80, 20),
+        (5, 5),
+        (24, 16),
+        (9, 8),
+        (126, 128),
+        (31, 32),
+        (30, 32),
+    ],
+)
 def test_stages_hold_every_block_once(layers: int, stages: int) -> None:
     stops = stage_stops(layers, stages, layers + 2)
     sizes = [b - a for a, b in zip((0, *stops), stops, strict=False)]
@@ -115,6 +131,19 @@ def test_stages_hold_every_block_once(layers: int, stages: int) -> None:
     assert min(sizes) >= 1
     inner = [size - (i == 0) - (i == stages - 1) for i, size in enumerate(sizes)]
     assert sum(inner) == layers
+    assert min(inner[1:-1], default=1) >= 1
+
+
+@pytest.mark.parametrize(
+    ("layers", "law"), [("1", "4 stages has a layer, the embedding or the head"), ("2", ""), ("3", "")]
+)
+def test_embedding_and_head_may_be_stages_of_their_own(tmp_path: Path, layers: str, law: str) -> None:
+    path = _with(tmp_path, "layers", layers, row=6)  # of four stages
+    if law:
+        with pytest.raises(UsageError, match=f"row 6, column layers: each of {law}"):
+            read_runs(path)
+    else:
+        assert read_runs(path)[4].layers == int(layers)
 
 
 def test_an_uneven_model_leaves_the_last_stage_what_is_left() -> None:

@@ -51,7 +51,10 @@ def validate(
     before: Before = None,
     as_json: Json = False,
 ) -> None:
-    """Predict measured runs and print how far off: error, rank, interval, memory, by source."""
+    """Predict measured runs and print how far off: error, rank, interval, memory, by source.
+
+    A row that cannot be predicted is reported with its error beside the predictions of the others; the exit code is then 1.
+    """
     if from_run is not None:
         _from_run(from_run, files or [], as_json)
         return
@@ -59,33 +62,36 @@ def validate(
            is_plain=markdown is not None and not leave_one_out and not calibrate)  # fmt: skip
     from autopar.validate.pages.blind import page, read_before, words_of
     from autopar.validate.pages.document import document
+    from autopar.validate.pages.report import failures, parameters_table, render_html, worst
     from autopar.validate.pages.report import markdown as table
-    from autopar.validate.pages.report import parameters_table, render_html, worst
-    from autopar.validate.runs import read_runs
+    from autopar.validate.runs import read_rows
     from autopar.validate.scores import evaluate
-    from autopar.validate.session import Session
+    from autopar.validate.session import predictable
 
     earlier = None if before is None else read_before(before)
-    runs = tuple(run for path in files or () for run in read_runs(path))
+    rows = tuple(row for path in files or () for row in read_rows(path))
     with progress("reading runs") as advance:
-        session = Session(runs, place=", ".join(map(str, files or ())), progress=advance)
+        session, failed = predictable(rows, place=", ".join(map(str, files or ())), progress=advance)
         session, fitted = _calibrated(session, calibrate, output) if calibrate else (session, None)
-        outcome = evaluate(session, leave_one_out=leave_one_out)
+        outcome = evaluate(session, leave_one_out=leave_one_out, failed=failed)
         compared = None
         if before is not None and earlier is not None:
             compared = page(session, outcome, earlier, advance, words_of(before))
     if html is not None:
-        write_report(html, render_html(outcome.scores, runs, outcome.predictions))
+        write_report(html, render_html(outcome.scores, session.runs, outcome.predictions, failed))
     if markdown is not None:
         write_report(markdown, compared or document(session, outcome, leave_one_out=leave_one_out))
     if as_json:
         print_json(outcome.to_dict(session))
-        return
-    shown = [table(outcome.scores)]
-    if fitted is not None:
-        shown.append(parameters_table(fitted.values, session.start, fitted.num_seen))
-    shown.append("missed most:\n" + "\n".join(worst(runs, outcome.predictions)))
-    print_text("\n\n".join(shown))
+    else:
+        shown = [table(outcome.scores)]
+        if fitted is not None:
+            shown.append(parameters_table(fitted.values, session.start, fitted.num_seen))
+        shown.append("missed most:\n" + "\n".join(worst(session.runs, outcome.predictions)))
+        shown.append("\n".join(failures(failed, len(rows))))
+        print_text("\n\n".join(shown))
+    if failed:
+        raise typer.Exit(1)
 
 
 def _check(files: Sequence[Path], before: Path | None, written: Sequence[Path], *, is_plain: bool) -> None:

@@ -55,7 +55,7 @@ class Columns:
         self.is_first = np.broadcast_to(place == 0, (num, ranks))
         device = np.zeros((num, ranks), dtype=np.int64)
         self.sends_s, self.backs_s = np.zeros((num, ranks)), np.zeros((num, ranks))
-        self.held = np.ones((num, ranks, self.v))
+        self.held = np.ones((self.v, num, ranks)).transpose(1, 2, 0)
         by_device = np.zeros((3, num, tables.shape[1]))
         for i, one in enumerate(instances):
             device[i, : one.pp] = one.device_of_rank
@@ -66,13 +66,14 @@ class Columns:
             self.held[i, : one.pp, held.shape[1] :] = held[:, -1:]
             by_device[:, i, : len(one.floors)] = one.limit_bytes, one.forward_s, one.backward_s
         rows = np.arange(num)[:, None]
-        found = tables[rows, device]
-        (self.forward_s, self.more_s, self.hidden_s, self.gather_s, self.once_s, self.static_bytes) = np.moveaxis(
-            found[..., :FIELDS], -1, 0
-        )
-        modes = found[..., FIELDS:].reshape(*found.shape[:-1], -1, 3)
+        # in memory [columns, k, i, r], as arithmetic runs along what stands last: instances and ranks are the most
+        found = np.ascontiguousarray(tables[rows, device].transpose(3, 2, 0, 1))
         self.num_modes = max(len(block.modes) for one in instances for t in one.floors for block in t.blocks)
-        self.backward_s, self.kept_bytes, self.passing_bytes = np.moveaxis(modes[..., : self.num_modes, :], -1, 0)
+        (self.forward_s, self.more_s, self.hidden_s, self.gather_s, self.once_s, self.static_bytes) = found[
+            :FIELDS
+        ].transpose(0, 2, 3, 1)
+        modes = found[FIELDS:].reshape(-1, 3, *found.shape[1:])[: self.num_modes]
+        self.backward_s, self.kept_bytes, self.passing_bytes = modes.transpose(1, 3, 4, 2, 0)
         limit, self.stage_forward_s, self.stage_backward_s = by_device[:, rows, device]
         sent = np.array([one.sent_bytes for one in instances])[:, None]
         self.has_stage = np.arange(self.v) < self.virtual[:, None]
@@ -81,7 +82,6 @@ class Columns:
         self.room_bytes = np.where(self.active, limit * FITS - sending * sent, 0.0)
         self.first_s = np.array([one.first_s for one in instances])
         self.tie_s = np.array([one.tie_s for one in instances])
-        self.least_work_s = np.array([one.least_work_s for one in instances])
         self.most = np.array([one.most_blocks for one in instances])
         self.counts = np.zeros(num_kinds)
         for kind, count in self.runs:
@@ -135,7 +135,7 @@ class Columns:
         y_r = 1 / (m s_r); there the inequalities of the stages, each as if its rank had no other, give a second bound, the
         larger one of few micro-batches.
         """
-        work_s = np.maximum(self.least_s @ self.counts, self.least_work_s)
+        work_s = self.least_s @ self.counts
         own_s = self.forward_s + self.backward_s.min(axis=3) + self.more_s
         with np.errstate(divide="ignore", invalid="ignore"):
             ratio = np.where(self.least_s[:, None] > 0, own_s / self.least_s[:, None], np.inf)
@@ -154,15 +154,28 @@ class Columns:
     def _weighed_s(
         self, work_s: Array, slowness: Array, before_s: Array, every_s: Array, *, is_chain: bool, repeats: Array,
     ) -> Array:  # fmt: skip
-        after, weighed_s = np.zeros(len(self.m)), np.zeros(len(self.m))
-        rounds = self.virtual / repeats
-        for turn in range(int(rounds.max())):
-            for rank in reversed(range(slowness.shape[1])):
-                weight = (1 / slowness[:, rank] - after * is_chain) / self.m
-                weight = np.where(self.active[:, rank] & (turn < rounds), np.maximum(weight, 0.0), 0.0)
-                weighed_s += weight * (before_s[:, rank] + self.m * repeats * every_s[:, rank])
-                after += weight
-        found: Array = (work_s + weighed_s) / after
+        weights: Array
+        turns = self.virtual / repeats
+        each_s = before_s + self.m[:, None] * repeats[:, None] * every_s
+        if not is_chain:
+            weights = turns[:, None] * np.where(self.active, 1 / (slowness * self.m[:, None]), 0.0)
+        elif (slowness == slowness[:, :1]).all():  # of equal ranks each weight is a part of the one after it
+            left = 1 - 1 / self.m[:, None]
+            weights = left ** np.where(self.active, self.pp[:, None] - 1 - np.arange(slowness.shape[1]), 0)
+            with np.errstate(divide="ignore", invalid="ignore"):
+                rounds = np.where(
+                    left < 1, (1 - left ** (self.pp * turns)[:, None]) / (1 - left ** self.pp[:, None]), 1
+                )
+            weights = np.where(self.active, weights * rounds / (slowness * self.m[:, None]), 0.0)
+        else:
+            weights, after = np.zeros(slowness.shape), np.zeros(len(self.m))
+            for turn in range(int(turns.max())):
+                for rank in reversed(range(slowness.shape[1])):
+                    weight = np.maximum((1 / slowness[:, rank] - after) / self.m, 0.0)
+                    weight = np.where(self.active[:, rank] & (turn < turns), weight, 0.0)
+                    weights[:, rank] += weight
+                    after += weight
+        found: Array = (work_s + (weights * each_s).sum(axis=1)) / weights.sum(axis=1)
         return found
 
     def holds(self) -> NDArray[np.bool_]:
@@ -187,7 +200,7 @@ class Columns:
             kind = max(group, key=lambda k: self.counts[k])
             for rate in _rates(self.backward_s[:, :, kind], self.kept_bytes[:, :, kind]):
                 found += [self.m[:, None] * rate / held for held in every]
-        return np.stack(found, axis=2)
+        return np.stack(found).transpose(1, 2, 0)
 
 
 def _rounded_down(values: Array) -> Array:
@@ -260,42 +273,38 @@ def _rates(seconds: Array, kept: Array) -> list[Array]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chain:
-    """How often each part of a block counts on a rank, in a chain of actions that follow each other [i, r] or [i, r, v].
+    """How often each part of a block counts on a rank, in a chain of actions that has all its backwards [i, r, v].
 
-    ``backwards`` counts recompute too; ``base``: how often the least backward is taken off, as it is counted for all blocks.
+    ``base``: how often the least backward is taken off, as it is counted for all blocks.
     """
 
     forwards: Array
-    backwards: Array
     more: Array
     gathers: float
     once: float
     base: float = 0.0
 
 
-def line_costs(c: Columns, chain: Chain, prices: Array) -> tuple[Array, Array]:
-    """Seconds that a block adds to a chain on a stage, its bytes priced [i, r, v, l, k]; and what the last block's peak adds at least.
+def line_costs(c: Columns, chains: Sequence[Chain], prices: Array) -> tuple[list[Array], Array]:
+    """Seconds that a block adds to each chain on a stage, its bytes priced [i, r, v, l, k]; and what the last block's peak adds at least.
 
     At a price y for a byte a block adds what the cheapest of its modes does: seconds, and y times its bytes. So of any blocks on a
     rank, seconds + y (bytes - room) <= T is a law, for any y: what they recompute need not be known.
     """
-    v = c.held.shape[2]
-
-    def by_stage(values: Array) -> Array:
-        return np.broadcast_to(values if values.ndim == 3 else values[:, :, None], (*values.shape[:2], v))
-
-    forwards, backwards, more = (by_stage(x)[..., None, None] for x in (chain.forwards, chain.backwards, chain.more))
-    price = prices[:, :, None, :, None]
-    fixed = forwards * c.forward_s[:, :, None, None] + more * c.more_s[:, :, None, None]
-    fixed = fixed + chain.gathers * c.gather_s[:, :, None, None] + chain.once * c.once_s[:, :, None, None]
-    fixed = fixed + price * c.static_bytes[:, :, None, None] - (price > 0) * backwards * c.hidden_s[:, :, None, None]
-    if chain.base:
-        fixed = fixed - chain.base * c.least_backward_s[:, None, None, None]
+    price, m = prices[:, :, None, :, None], c.m[:, None, None, None, None]
+    held_price = price * c.held[..., None, None]
     best, peak = np.inf, np.inf
     for mode in range(c.num_modes):
-        seconds = backwards * c.backward_s[:, :, None, None, :, mode]
-        own = seconds + price * c.held[..., None, None] * c.kept_bytes[:, :, None, None, :, mode]
+        own = m * c.backward_s[:, :, None, None, :, mode] + held_price * c.kept_bytes[:, :, None, None, :, mode]
         best = np.minimum(best, own)
         peak = np.minimum(peak, own + price * c.passing_bytes[:, :, None, None, :, mode])
-    total, extra = np.asarray(fixed + best), np.asarray(peak - best)
-    return total, extra
+    extra = np.asarray(peak - best)
+    best = best + price * c.static_bytes[:, :, None, None]
+    if c.hidden_s.any():
+        best = best - (price > 0) * m * c.hidden_s[:, :, None, None]
+    costs = []
+    for chain in chains:
+        own = chain.forwards[..., None] * c.forward_s[:, :, None] + chain.more[..., None] * c.more_s[:, :, None]
+        own = own + chain.gathers * c.gather_s[:, :, None] + chain.once * c.once_s[:, :, None]
+        costs.append(best + (own - chain.base * c.least_backward_s[:, None, None])[:, :, :, None])
+    return costs, extra

@@ -36,8 +36,8 @@ PRECISION = 5e-4
 FARTHEST = 16_384
 """Steps of the grid from the work relaxation, beyond which a time is not sought: some thousand times the work."""
 
-SIDE_BY_SIDE = 96
-"""Times that are tried at once, of all instances together."""
+STAGES = 1024
+"""Of all instances and times that are tried at once, where more than one time of each is."""
 
 TRIES = 3
 """Blocks that are taken off a rank at most, where whole ones recompute longer than there is time."""
@@ -67,14 +67,19 @@ def feasible_bounds(
             some = places[start : start + CHUNK]
             columns = Columns([instances[i] for i in some])
             test = _InOrder(columns) if v == 1 else _InAnyOrder(columns)
-            found[some] = _least(columns.work_s(), test.possible, goal_s, float(np.log1p(precision)))
+            at_once = STAGES // (columns.active.shape[1] * columns.v)
+            found[some] = _least(columns.work_s(), test.possible, goal_s, float(np.log1p(precision)), at_once)
     return found
 
 
 def _least(
-    low: Array, possible: Callable[[NDArray[np.intp], Array], NDArray[np.bool_]], goal_s: float, step: float
+    low: Array,
+    possible: Callable[[NDArray[np.intp], Array], NDArray[np.bool_]],
+    goal_s: float,
+    step: float,
+    at_once: int,
 ) -> Array:
-    """The largest time of each row's grid that is not possible, at most ``goal_s``; ``step``: of the logarithms of its times."""
+    """The largest time of each row's grid that is not possible, at most ``goal_s``; ``step``: of the logarithms of its times; ``at_once``: times that are tried."""
     every = np.arange(len(low))
     found = low.copy()
     if np.isinf(goal_s):
@@ -91,7 +96,7 @@ def _least(
     first = True
     while len(open_):
         width = most[open_] - least[open_]
-        parts = max(int(np.clip(SIDE_BY_SIDE // len(open_), 2, 24)), 2)
+        parts = int(np.clip(at_once // len(open_), 2, 24))
         if first:  # most are excluded by the goal, or possible soon
             shares = np.array([1.0]) if np.isfinite(goal_s) else 2.0 ** -np.arange(10.0)[::-1]
         else:
@@ -116,22 +121,14 @@ def _least(
     return np.where(np.isfinite(found), np.minimum(found, goal_s), found)
 
 
-def _chains(c: Columns, num_left: Array) -> tuple[Chain, Chain, Chain]:
-    """The three chains; ``num_left``: forwards that are left when a rank's first backward begins [i, r, v]."""
-    m = np.broadcast_to(c.m[:, None], c.active.shape)
-    every = m[:, :, None] + np.zeros(num_left.shape)
-    third = Chain(
-        forwards=num_left,
-        backwards=every,
-        more=np.minimum(num_left + 1.0, every),
-        gathers=0.0,
-        once=0.0,
-        base=float(c.v == 1),
-    )
+def _chains(c: Columns) -> tuple[Chain, Chain, Chain]:
+    """The three chains."""
+    every = np.broadcast_to(c.m[:, None, None], c.held.shape)
+    left = np.maximum(every - c.held, 0.0)
     return (
-        Chain(forwards=m, backwards=m, more=m, gathers=1.0, once=1.0),
-        Chain(forwards=m, backwards=m, more=m, gathers=1.0, once=0.0),
-        third,
+        Chain(forwards=every, more=every, gathers=1.0, once=1.0),
+        Chain(forwards=every, more=every, gathers=1.0, once=0.0),
+        Chain(forwards=left, more=np.minimum(left + 1.0, every), gathers=0.0, once=0.0, base=float(c.v == 1)),
     )
 
 
@@ -154,7 +151,6 @@ class _Laws:
     def __init__(self, c: Columns) -> None:
         self.c, v = c, c.virtual[:, None]
         m, prices = c.m[:, None], c.prices()
-        num_left = np.maximum(c.m[:, None, None] - c.held, 0.0)
         room_s = prices * c.room_bytes[:, :, None]
         sends, backs = c.before(c.sends_s), c.before(c.backs_s)
         forward_s, backward_s = c.stage_forward_s, c.stage_backward_s
@@ -165,25 +161,24 @@ class _Laws:
         all_s = c.least_forward_s @ c.counts + c.total(c.sends_s) * c.virtual - c.total(c.sends_s * c.is_last)
         all_s = all_s + c.total(c.backs_s, but_last=True) + c.virtual * (c.total(forward_s) + c.pp * c.first_s)
         third = all_s[:, None] + c.total(backward_s)[:, None] - backward_s + v * m * backward_s
-        third = third + (num_left * c.has_stage[:, None]).sum(axis=2) * forward_s
+        chains = _chains(c)
+        third = third + (chains[2].forwards * c.has_stage[:, None]).sum(axis=2) * forward_s
         ties_s = c.tie_s[:, None] * (c.is_first | c.is_last)
         times = (start_s + own_s + ties_s, start_s + own_s + end_s, third)
-        costs, fixed, peaks = [], [], []
-        for chain, time_s in zip(_chains(c, num_left), times, strict=True):
-            own, peak = line_costs(c, chain, prices)
-            costs.append(own)
-            peaks.append(peak)
-            fixed.append(time_s[:, :, None] - room_s)
+        costs, peak = line_costs(c, chains, prices)
+        peaks = self._peaks(peak)
         lean, lean_peak = _lean_costs(c)
         self.costs = np.concatenate([*costs, lean], axis=3)
-        self.fixed = np.concatenate([*fixed, -c.room_bytes[:, :, None]], axis=2)
+        fixed = [time_s[:, :, None] - room_s + peaks for time_s in times]
+        self.fixed = np.concatenate([*fixed, self._peaks(lean_peak) - c.room_bytes[:, :, None]], axis=2)
         self.num_prices = prices.shape[2]
-        self.fixed += self._peaks(np.concatenate([*peaks, lean_peak], axis=3))
         self.is_timed = np.arange(self.costs.shape[3]) < 3 * self.num_prices
 
     def _peaks(self, peaks: Array) -> Array:
         """What is in passing when the last block of a stage is at its peak, at the least of all stages of a rank [i, r, l]."""
-        least = np.where(self.c.may_end()[:, :, :, None], peaks, np.inf).min(axis=4)
+        may_end = self.c.may_end()[:, :, :, None]
+        every = [np.where(may_end[..., k], peaks[..., k], np.inf) for k in range(peaks.shape[4])]
+        least = np.minimum.reduce(every)
         found: Array = np.where(self.c.has_stage[:, None, :, None], least, -np.inf).max(axis=2)
         return found
 
@@ -234,27 +229,28 @@ class _InOrder:
 
     def _takes(self, rows: NDArray[np.intp], time_s: Array, once_s: Array) -> tuple[NDArray[np.bool_], Array]:
         """Whether all blocks are taken, and how many are left for the first rank."""
-        c, laws = self.c, self.laws
+        c, laws, last = self.c, self.laws, len(self.sizes)
         left, first = np.full(len(rows), self.ends[-1]), np.ones(len(rows))
         fits = np.ones(len(rows), dtype=bool)
         time = np.where(laws.is_timed, time_s[:, None] * (1 + 1e-9), 0.0)
         time[:, laws.num_prices : 3 * laws.num_prices] -= once_s[:, None]
+        place_of, lines = rows[:, None], np.arange(time.shape[1])
         for rank in reversed(range(c.active.shape[1])):
             is_here = c.active[rows, rank]
             run = np.searchsorted(self.ends, left) - 1
             cost = self.cost[rows, rank, :, run] + (left - self.ends[run])[:, None] * self.slope[rows, rank, :, run]
             over = cost + laws.fixed[rows, rank] - time  # what the blocks before have to spare this rank
-            saved = self.saved[rows, rank]
-            place = (saved < over[..., None]).sum(axis=2)  # breakpoints at which it takes too much
-            inner = np.clip(place, 1, len(self.sizes)) - 1
-            base = np.take_along_axis(saved, inner[..., None], axis=2)[..., 0]
-            less = np.take_along_axis(self.less[rows, rank], inner[..., None], axis=2)[..., 0]
+            place = (self.saved[rows, rank] < over[..., None]).sum(axis=2)  # breakpoints at which it takes too much
+            inner = np.minimum(np.maximum(place, 1), last) - 1
+            less, base = self.less[place_of, rank, lines, inner], self.saved[place_of, rank, lines, inner]
             with np.errstate(divide="ignore", invalid="ignore"):
                 own = self.ends[inner] + np.ceil((over - base) / less - SLACK)
-            own = np.where(place == 0, 0.0, np.where(place > len(self.sizes), np.inf, own)).max(axis=1)
-            taken = np.maximum(own, rank)
+            own[place == 0] = 0.0
+            own[place > last] = np.inf
+            taken = np.maximum(own.max(axis=1), rank)
             fits &= ~is_here | (taken <= left - 1)
-            first = np.where(is_here & (rank == 0), left, first)
+            if rank == 0:
+                first = np.where(is_here, left, first)
             left = np.where(is_here, np.minimum(taken, left), left)
             if not fits.any():
                 return fits, first
@@ -346,13 +342,18 @@ class _InAnyOrder:
                 value = np.where(more > 0, done + (budget - begun) * more, done).min(axis=2)
             if number < 2:
                 value = np.floor(value + SLACK)
-            fits &= np.where(is_here, value, 0.0).sum(axis=1) >= total[rows] * (1 - 1e-9)
+            value = np.where(is_here, value, 0.0)
+            fits &= value.sum(axis=1) >= total[rows] * (1 - 1e-9)
             if number == 0:
                 fits &= ((value >= self.needed[rows]) | ~is_here).all(axis=1)
-                left = np.flatnonzero(fits & np.isfinite(time_s))
-                if len(left):
-                    some = self._whole(rows[left], value[left], budget[left], own[left], had[rows[left]])
-                    fits[left] = np.where(is_here[left], some, 0.0).sum(axis=1) >= total[rows[left]] * (1 - 1e-9)
+                every = own, value
+        own, value = every
+        # no rank has more than a few blocks taken off
+        is_near = value.sum(axis=1) - TRIES * c.pp[rows] < self.totals[0][rows]
+        left = np.flatnonzero(fits & is_near & np.isfinite(time_s))
+        if len(left):
+            some = self._whole(rows[left], value[left], budget[left], own[left], self.tables[0][1][rows[left]])
+            fits[left] = some.sum(axis=1) >= self.totals[0][rows[left]] * (1 - 1e-9)
         return fits
 
     def _whole(self, rows: NDArray[np.intp], value: Array, budget: Array, spent: Array, had: Array) -> Array:

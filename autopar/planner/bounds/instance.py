@@ -103,7 +103,6 @@ class PipelineInstance:
         sent_bytes: what each stage but the last keeps of a micro-batch beside its blocks.
         tie_s: once a step, on the first rank and on the last one: gradients of parameters that both have.
         most_blocks: of the largest group that a stage may have.
-        least_work_s: of one micro-batch through all blocks at the least, where that is known to be more than of each alone.
     """
 
     schedule: str
@@ -122,7 +121,6 @@ class PipelineInstance:
     sent_bytes: float = 0.0
     tie_s: float = 0.0
     most_blocks: float = np.inf
-    least_work_s: float = 0.0
 
     @property
     def pp(self) -> int:

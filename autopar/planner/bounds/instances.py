@@ -88,7 +88,7 @@ class InstanceMaker:
         Beside what is counted of each block the step has parts that depend on what is beside what: gathers and reductions at
         both ends of the model, those of the last micro-batch, sums in buckets. The more a block recomputes, the more is hidden
         beside it, so that they are least where all blocks recompute as much as they may: what the whole step then takes over
-        the floors is a part of every step, whatever recomputes.
+        the floors is a part of every step, whatever recomputes. Sums take as long as in the quickest size of buckets.
         """
         made, model = self.priced(candidate, layout), self.context.model
         step, compact = self.context.step(candidate, layout), self.context.layouts.compact
@@ -103,7 +103,9 @@ class InstanceMaker:
             counted_s += len(members) * (m * time_s + floor.gather_s + floor.once_s)
         blocks = tuple(layout.costs[k] for k in compact.class_of)
         stage = StageCost(blocks=blocks, recompute=tuple(slowest[k] for k in compact.class_of))
-        beside_s = max(model.breakdown([stage], step).total_s - counted_s, 0.0)
+        sizes = self.context.buckets if model.sums_in_buckets([stage], step) else (step.bucket_bytes,)
+        least_s = min(model.breakdown([stage], replace(step, bucket_bytes=size)).total_s for size in sizes)
+        beside_s = max(least_s - counted_s, 0.0)
         return replace(made, first_s=made.first_s + beside_s)
 
     def _most_blocks(self, candidate: Candidate, layout: PricedLayout) -> float:

@@ -5,6 +5,6 @@ ranks that split experts. :class:`~autopar.planner.layouts.rank_graphs.RankGraph
 :class:`~autopar.planner.layouts.tp_typings.TpTypings` its exact typings under several prices of memory (a Lagrangian sweep: each
 price gives a point of the front of seconds against bytes), :class:`~autopar.planner.layouts.block_pricing.BlockPricing` the costs
 of their blocks, each once for all typings in which it runs alike. :class:`~autopar.planner.layouts.catalogue.Layouts` is what the
-rest of the planner asks: ``typed``, ``price``, ``unsplit``, ``on_device``, ``quickest_s``, ``least_s``. What it knows of a key is
+rest of the planner asks: ``typed``, ``price``, ``unsplit``, ``on_device``. What it knows of a key is
 one :class:`~autopar.planner.layouts.catalogue.LayoutMemo`, which processes exchange.
 """

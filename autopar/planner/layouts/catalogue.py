@@ -10,19 +10,16 @@ from dataclasses import dataclass, field, replace
 
 from autopar.cost.blocks.block_cost import ParameterCost
 from autopar.cost.model import BlockCost, CostModel
-from autopar.cost.step.step import own_times
-from autopar.errors import InfeasibleError
 from autopar.graph.compact import compact
 from autopar.graph.graph import Graph
 from autopar.planner.layouts.rank_graphs import RankGraphs, padding_of
 from autopar.planner.layouts.tp_typings import Order, TpTypings, pinned_types
 from autopar.planner.layouts.types import LayoutKey, Load, PricedLayout, TypedLayout
 from autopar.planner.sharding.axis_costs import Narrow
-from autopar.planner.sharding.block_chain import AxisSolution, every_typing
+from autopar.planner.sharding.block_chain import every_typing
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import Space
 from autopar.rules.apply.apply import shard
-from autopar.rules.apply.experts_over_data import AXIS as SPREAD
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,20 +30,17 @@ class LayoutMemo:
         typed: by the orders of magnitude of their loads.
         priced: by their identities.
         at_best: see :meth:`Layouts.unsplit`; None: nobody asked.
-        quickest_s: see :class:`Layouts`; likewise.
     """
 
     typed: dict[Order, tuple[TypedLayout, ...]] = field(default_factory=dict)
     priced: dict[str, PricedLayout] = field(default_factory=dict)
     at_best: PricedLayout | None = None
-    quickest_s: float | None = None
 
     def learn(self, other: LayoutMemo) -> None:
         """What another process has worked out; what is known already stays."""
         self.typed = other.typed | self.typed
         self.priced = other.priced | self.priced
         self.at_best = other.at_best if self.at_best is None else self.at_best
-        self.quickest_s = other.quickest_s if self.quickest_s is None else self.quickest_s
 
 
 class Layouts:
@@ -91,7 +85,6 @@ class Layouts:
         self._memos: dict[LayoutKey, LayoutMemo] = {}
         self._every: dict[LayoutKey, tuple[TypedLayout, ...]] = {}
         self._on_device: dict[str, PricedLayout] = {}
-        self._owned: dict[int, list[tuple[str, float]]] = {}
         self._parameters: dict[tuple[ParameterCost, ...], tuple[ParameterCost, ...]] = {}
 
     @property
@@ -138,7 +131,7 @@ class Layouts:
         solutions = [[(kind, one) for one in self.typings.solutions(key, kind, order)] for kind in kinds]
         front: dict[str, TypedLayout] = {}
         for kind, solution in (one for at_price in zip(*solutions, strict=True) for one in at_price):
-            typed = self._typed(key, kind, solution)
+            typed = TypedLayout(key=key, kind=kind, solution=solution, time_s=solution.time_s)
             front.setdefault(typed.identity, typed)
         return tuple(front.values())
 
@@ -153,48 +146,9 @@ class Layouts:
                 if solutions is None:
                     every = []
                     break
-                every += [self._typed(key, kind, solution) for solution in solutions]
+                every += [TypedLayout(key=key, kind=kind, solution=one, time_s=one.time_s) for one in solutions]
             self._every[key] = tuple(every)
         return self._every[key]
-
-    def _typed(self, key: LayoutKey, kind: str, solution: AxisSolution) -> TypedLayout:
-        rests = solution.typing.parameters
-        numel = sum(owned / key.tp if rests[name].is_split else owned for name, owned in self._trained(key, kind))
-        return TypedLayout(key=key, kind=kind, solution=solution, numel=numel, time_s=solution.time_s)
-
-    def _trained(self, key: LayoutKey, kind: str) -> list[tuple[str, float]]:
-        """Trained parameters of each block that are not of experts over data ranks, and their elements in all its members."""
-        if key.ep_data not in self._owned:  # neither micro-batches nor cp split parameters
-            graph, owners = self.graphs.before_tp(key, kind).graph, self.graphs.owners
-            self._owned[key.ep_data] = [
-                (p.name, p.spec.numel * len(members) / owners[p.name])
-                for block, members in zip(graph.blocks, self.compact.members, strict=True)
-                for p in graph.block_parameters(block)
-                if p.spec.requires_grad and not any(axis == SPREAD for axis, _ in p.layout)
-            ]
-        return self._owned[key.ep_data]
-
-    # --- the quickest
-
-    def quickest_s(self, key: LayoutKey) -> float:
-        """Seconds of one micro-batch, forward and backward through all blocks, in the quickest layout.
-
-        Sums of gradients and memory are left out: no plan is faster. Zero where no kind of attention fits the axis ``cp``.
-        """
-        memo = self.memo(key)
-        if memo.quickest_s is None:
-            try:
-                memo.quickest_s = min(self._quickest_s(key, kind) for kind in self.graphs.kinds(key))
-            except InfeasibleError:
-                memo.quickest_s = 0.0
-        return memo.quickest_s
-
-    def _quickest_s(self, key: LayoutKey, kind: str) -> float:
-        if key.tp > 1:
-            return self.typings.solver(key, kind).quickest.value
-        costs = self.price(TypedLayout(key=key, kind=kind, solution=None)).costs
-        times = [sum(own_times(cost, recompute="none")) for cost in costs]
-        return sum(len(members) * time_s for members, time_s in zip(self.compact.members, times, strict=True))
 
     # --- priced
 

@@ -49,15 +49,12 @@ class TypedLayout:
         solution: the typing on ``tp``; None where that axis has one rank.
         identity: a text, equal for equal layouts in every process.
         time_s: no plan takes less for a micro-batch, forward and backward through all blocks; 0 where it is not known.
-        numel: trained elements that the ranks of a pipeline hold together at least, those of ``dp_shard`` taken for one;
-            experts over data ranks do not count.
     """
 
     key: LayoutKey
     kind: str
     solution: AxisSolution | None
     time_s: float = 0.0
-    numel: float = 0.0
     identity: str = field(init=False)
 
     def __post_init__(self) -> None:

@@ -37,9 +37,10 @@ class Problem:
     """What the candidates depend on.
 
     Attributes:
-        heads: of the attentions of the model; ``tp`` divides each.
+        heads: of the attentions of the model. Ulysses splits them by ``cp``; ``tp`` need not divide them: a block whose heads it
+            does not divide splits something else, or nothing, which its price decides.
         sequences: lengths that the attentions of the model run over; ``cp`` divides each. Empty: none can be split.
-        key_heads: heads of keys and values; Ulysses splits them by ``cp``.
+        key_heads: heads of keys and values, likewise.
         has_written_attention: some attention is products and a softmax, which no ring runs.
         num_blocks: what pipeline stages are cut from.
         experts: how many each mixture has whose experts may be split over data ranks; empty: there are none.
@@ -91,7 +92,6 @@ def laws(problem: Problem) -> tuple[Constraint, ...]:
             holds=lambda t: batch % samples(t) == 0,
             remedy="take another global batch",
         ),
-        *(_divides("tp", n, f"tp divides {n} attention heads") for n in problem.heads),
         *expert_laws(problem),
         Constraint(
             name=f"pp * virtual_stages <= {problem.num_blocks} blocks",

@@ -14,7 +14,7 @@
 | ``data_shares=3-1``, ``data_shares=equal``      | samples that a rank of each node group takes at once |
 | ``cp_attention=ring``                           | how attention runs under cp: gather, ulysses, ring |
 | ``recompute=full``, ``recompute=full@layers.0-11`` | of every block, or of the blocks of a selector  |
-| ``stage@layers.0-7=0``                          | the pipeline stage of the selected blocks          |
+| ``stage@layers.0-7=0``, ``stage@lm_head=3``     | the pipeline stage of the selected blocks          |
 | ``model.layers.*.mlp.up_proj.weight=tp:S(0)``   | the type at rest of parameters, by a name pattern  |
 | ``opaque=encoder.router``                       | a module runs as it is written (path, pattern, class) |
 
@@ -51,12 +51,14 @@ from autopar.util.text import closest
 
 
 def select_blocks(graph: Graph, selector: str, *, pin: str) -> tuple[int, ...]:
-    """Indices of the blocks that a selector names.
+    """Indices of the blocks that a selector names: by their labels, else by one of the modules that a label joins (``norm+lm_head``).
 
     Raises:
         UsageError: it names none; says which labels there are.
     """
     found = tuple(b.index for b in graph.blocks if not selector or _label_matches(b.label, selector))
+    if not found:
+        found = tuple(b.index for b in graph.blocks if any(_label_matches(m, selector) for m in b.label.split("+")))
     if not found:
         labels = list(dict.fromkeys(b.label for b in graph.blocks if b.label))
         raise UsageError(

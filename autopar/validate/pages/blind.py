@@ -10,7 +10,7 @@ from typing import Any
 
 from autopar.errors import UsageError
 from autopar.validate.figures import Score
-from autopar.validate.pages.report import markdown, worst
+from autopar.validate.pages.report import failures, markdown, worst
 from autopar.validate.runs import Run
 from autopar.validate.scores import Outcome, evaluate
 from autopar.validate.session import Session
@@ -375,4 +375,7 @@ def page(
         "Single rows, missed most:",
         "\n".join(f"- {line}" for line in worst(session.runs, outcome.predictions)),
     ]
+    missing = failures(outcome.failed, len(session.runs) + len(outcome.failed))
+    if missing:
+        lines += ["## Rows without a prediction", missing[0], "\n".join(missing[1:])]
     return "\n\n".join(lines) + "\n"

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from autopar.validate.figures import Score, score
 from autopar.validate.noise import bounds_table
-from autopar.validate.pages.report import markdown, percent, worst
+from autopar.validate.pages.report import failures, markdown, percent, worst
 from autopar.validate.parameters import PARAMETERS
 from autopar.validate.scores import Outcome, scored
 from autopar.validate.session import LEAST_SEEN, Session
@@ -278,13 +278,20 @@ def document(session: Session, outcome: Outcome, *, leave_one_out: bool) -> str:
         "## What is missed most",
         "\n".join(f"- {line}" for line in worst(session.runs, outcome.predictions)),
     ]
+    missing = failures(outcome.failed, len(session.runs) + len(outcome.failed))
+    if missing:
+        lines += ["## Rows without a prediction", missing[0], "\n".join(missing[1:])]
     bounds = bounds_table(session.runs)
     if bounds:
         lines += ["## What noise leaves", _NOISE.strip(), bounds]
     lines += ["## What was chosen with the table in view", _CHOSEN.strip()]
     if outcome.fitted:
         lines += ["## Parameters", _parameters(session, outcome)]
-    lines += ["## The table of runs", "One row is one run; further columns are not read.", _COLUMNS.strip()]
+    lines += [
+        "## The table of runs",
+        "One row is one run; further columns are not read. A row that cannot be predicted has its error in the report, beside the predictions of the others.",
+        _COLUMNS.strip(),
+    ]
     return "\n\n".join(lines) + "\n"
 
 

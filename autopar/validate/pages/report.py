@@ -8,7 +8,7 @@ from html import escape
 
 from autopar.plan.prediction import Prediction
 from autopar.validate.figures import Score
-from autopar.validate.runs import GIB, Run
+from autopar.validate.runs import GIB, FailedRow, Run
 
 HEADER = ("source", "runs", "MAPE", "bias", "scaled", "rho", "inside", "pairs in order", "regret (worst)", "memory",
           "false fits", "false misfits")  # fmt: skip
@@ -57,6 +57,17 @@ def markdown(scores: Sequence[Score]) -> str:
     return "\n".join((lines[0], rule, *lines[1:]))
 
 
+def failures(failed: Sequence[FailedRow], count: int) -> list[str]:
+    """Of how many rows nothing is predicted, and why; nothing where there is none.
+
+    Args:
+        count: of all rows.
+    """
+    if not failed:
+        return []
+    return [f"{len(failed)} of {count} rows failed:", *(f"- {row.name}: {row.error}" for row in failed)]
+
+
 def worst(runs: Sequence[Run], predictions: Sequence[Prediction], count: int = WORST) -> list[str]:
     """The runs that are missed most, with where their predicted time goes."""
     timed = [(r, p) for r, p in zip(runs, predictions, strict=True) if r.step_time_s]
@@ -84,7 +95,9 @@ svg{width:100%;max-width:46rem;display:block}.key{display:inline-block;width:.8r
 _SIDE, _MARGIN = 560, 56
 
 
-def render_html(scores: Sequence[Score], runs: Sequence[Run], predictions: Sequence[Prediction]) -> str:
+def render_html(
+    scores: Sequence[Score], runs: Sequence[Run], predictions: Sequence[Prediction], failed: Sequence[FailedRow] = ()
+) -> str:
     """Scores and scatter plots on one page that needs nothing else; every text of the runs is escaped."""
     names = list(dict.fromkeys(run.release for run in runs))
     colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names)}
@@ -102,10 +115,11 @@ def render_html(scores: Sequence[Score], runs: Sequence[Run], predictions: Seque
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row_of(score)) + "</tr>" for score in scores)
     keys = "".join(f'<span class="key" style="background:{c}"></span>{escape(n)}' for n, c in colours.items())
     plots = f"<h2>Step time (s)</h2>{scatter(times)}" + (f"<h2>Peak memory (GiB)</h2>{scatter(sizes)}" if sizes else "")
+    missing = "".join(f"<p>{escape(line)}</p>" for line in failures(failed, len(runs) + len(failed)))
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>Predicted and measured</title>'
         f"<style>{_STYLE}</style></head><body><h1>Predicted and measured</h1><table><tr>{head}</tr>{body}</table>"
-        f"<p>{keys}</p>{plots}</body></html>\n"
+        f"<p>{keys}</p>{plots}{missing}</body></html>\n"
     )
 
 
