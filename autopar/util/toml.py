@@ -1,0 +1,209 @@
+"""Checked reading of TOML and JSON tables: every fault names the file, the line and the key.
+
+A :class:`Table` hands out typed values and remembers which keys were asked for, so that
+:meth:`Table.finish` can refuse what nobody reads: a misspelt key is an error, not a default.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import cast
+
+from autopar.errors import UsageError
+from autopar.util.text import closest
+
+Key = str | int
+
+_HEADER = re.compile(r"^\s*(\[\[?)\s*([^\[\]#]+?)\s*\]")
+_ASSIGNMENT = re.compile(r"^\s*([A-Za-z0-9_.\"'-]+)\s*=")
+_DECODE_PLACE = re.compile(r"^(?P<law>.*) \(at (?:line (?P<line>\d+), column \d+|end of document)\)$")
+
+
+class Table:
+    """One table of a file; ``keys`` is its path from the root, ``text`` the file's text where there is one."""
+
+    def __init__(self, data: Mapping[str, object], *, file: str, text: str = "", keys: tuple[Key, ...] = ()) -> None:
+        self._data, self._file, self._text, self._keys = data, file, text, keys
+        self._read: set[str] = set()
+
+    @classmethod
+    def load(cls, path: Path) -> Table:
+        """The root table of a TOML file.
+
+        Raises:
+            UsageError: the file cannot be read, or is not TOML (with the line).
+        """
+        try:
+            text = path.read_text(encoding="utf-8-sig")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError("the file can be read as UTF-8 text", value=error, place=str(path)) from error
+        try:
+            return cls(tomllib.loads(text), file=str(path), text=text)
+        except tomllib.TOMLDecodeError as error:
+            found = _DECODE_PLACE.match(str(error))
+            number = int(found["line"]) if found and found["line"] else len(text.splitlines())
+            lines = text.splitlines()
+            content = lines[number - 1].strip() if 0 < number <= len(lines) else ""
+            raise UsageError(
+                "the file is TOML",
+                value=f"{found['law'] if found else error} at key or text '{content}'",
+                place=f"{path}, line {number}",
+            ) from error
+
+    def fault(self, key: str | None, law: str, *, value: object = None, remedy: str = "") -> UsageError:
+        """The error for ``key`` of this table (``None``: the table itself)."""
+        keys = self._keys if key is None else (*self._keys, key)
+        line = line_of(self._text, keys) if self._text else None
+        place = self._file + (f", line {line}" if line else "") + (f", key '{dotted(keys)}'" if keys else "")
+        return UsageError(law, value=value, place=place, remedy=remedy)
+
+    def beside(self, name: str) -> Path:
+        """The path of a file that this one names, beside it."""
+        return Path(self._file).parent / name
+
+    def has(self, key: str) -> bool:
+        """Whether the key is there."""
+        self._read.add(key)
+        return key in self._data
+
+    def names(self) -> tuple[str, ...]:
+        """All keys, in order."""
+        return tuple(self._data)
+
+    def raw(self, key: str) -> object:
+        """The value as it is.
+
+        Raises:
+            UsageError: the key is missing.
+        """
+        self._read.add(key)
+        if key not in self._data:
+            remedy = closest(key, set(self._data) - self._read) if set(self._data) - self._read else ""
+            raise self.fault(key, f"the key '{key}' is given", value="nothing", remedy=remedy)
+        return self._data[key]
+
+    def text(self, key: str, default: str | None = None) -> str:
+        """A string."""
+        if default is not None and not self.has(key):
+            return default
+        value = self.raw(key)
+        if not isinstance(value, str):
+            raise self.fault(key, "the value is a string", value=repr(value))
+        return value
+
+    def flag(self, key: str, default: bool | None = None) -> bool:
+        """A boolean."""
+        if default is not None and not self.has(key):
+            return default
+        value = self.raw(key)
+        if not isinstance(value, bool):
+            raise self.fault(key, "the value is true or false", value=repr(value))
+        return value
+
+    def number(self, key: str, default: float | None = None, *, positive: bool = True) -> float:
+        """A finite number; greater than zero, or at least zero if not ``positive``."""
+        if default is not None and not self.has(key):
+            return default
+        value = self.raw(key)
+        law = "the value is a finite number greater than zero" if positive else "the value is a finite number from zero"
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.fault(key, law, value=repr(value))
+        if not (0 < value < float("inf") or (value == 0 and not positive)):
+            raise self.fault(key, law, value=value)
+        return float(value)
+
+    def integer(self, key: str, default: int | None = None, *, positive: bool = True) -> int:
+        """A whole number; ``1e9`` counts as one."""
+        if default is not None and not self.has(key):
+            return default
+        value = self.number(key, positive=positive)
+        if value != int(value):
+            raise self.fault(key, "the value is a whole number", value=value)
+        return int(value)
+
+    def table(self, key: str) -> Table:
+        """A table inside this one."""
+        return self._inner(self.raw(key), (key,))
+
+    def tables(self, key: str) -> tuple[Table, ...]:
+        """An array of tables; empty if the key is missing."""
+        if not self.has(key):
+            return ()
+        value = self.raw(key)
+        if not isinstance(value, list | tuple):
+            raise self.fault(key, "the value is an array of tables", value=repr(value))
+        return tuple(self._inner(item, (key, index)) for index, item in enumerate(value))
+
+    def finish(self) -> None:
+        """Refuse keys that nobody asked for.
+
+        Raises:
+            UsageError: a key is unknown here.
+        """
+        for key in self._data:
+            if key not in self._read:
+                raise self.fault(key, "every key is known", value=f"'{key}'", remedy=closest(key, self._read))
+
+    def _inner(self, value: object, keys: tuple[Key, ...]) -> Table:
+        path = (*self._keys, *keys)
+        if not isinstance(value, Mapping):
+            at = Table(self._data, file=self._file, text=self._text, keys=path)
+            raise at.fault(None, "the value is a table", value=repr(value))
+        return Table(cast("Mapping[str, object]", value), file=self._file, text=self._text, keys=path)
+
+
+def dotted(keys: tuple[Key, ...]) -> str:
+    """A path as it is written in a message.
+
+    >>> dotted(("group", 1, "nic"))
+    'group[1].nic'
+    """
+    text = ""
+    for key in keys:
+        text += f"[{key}]" if isinstance(key, int) else f".{key}" if text else key
+    return text
+
+
+def line_of(text: str, keys: tuple[Key, ...]) -> int | None:
+    """The line (from 1) of the longest part of ``keys`` that is written down in the TOML text.
+
+    >>> line_of('a = 1' + chr(10) + '[[b]]' + chr(10) + 'c = 2', ("b", 0, "c"))
+    3
+    >>> line_of('a = 1' + chr(10) + '[[b]]', ("b",))
+    2
+    """
+    best, best_length, counts = None, 0, dict[tuple[Key, ...], int]()
+    current: tuple[Key, ...] = ()
+    for number, line in enumerate(text.splitlines(), start=1):
+        header, assignment = _HEADER.match(line), _ASSIGNMENT.match(line)
+        if header:
+            current = _header_path(header[2], header[1] == "[[", counts)
+            here = current
+        elif assignment:
+            here = (*current, *_parts(assignment[1]))
+        else:
+            continue
+        if here[: len(keys)] == keys:  # the key itself, or the first of its array of tables
+            return number
+        if len(here) > best_length and keys[: len(here)] == here:
+            best, best_length = number, len(here)
+    return best
+
+
+def _parts(name: str) -> list[str]:
+    return [part.strip().strip("\"'") for part in name.split(".")]
+
+
+def _header_path(name: str, is_array: bool, counts: dict[tuple[Key, ...], int]) -> tuple[Key, ...]:
+    path: tuple[Key, ...] = ()
+    parts = _parts(name)
+    for index, part in enumerate(parts):
+        path = (*path, part)
+        if is_array and index == len(parts) - 1:
+            counts[path] = counts.get(path, -1) + 1
+        if path in counts:
+            path = (*path, counts[path])
+    return path
