@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autopar.api import estimate, parallelize, search, verify
-    from autopar.cluster import Cluster
     from autopar.errors import AutoparError
-    from autopar.graph.ir import Graph
-    from autopar.graph.trace import trace
-    from autopar.marks import pin
-    from autopar.mesh import Mesh
-    from autopar.plan import Plan
-    from autopar.plan_io import load_plan, save_plan
-    from autopar.rules import register_rule
+    from autopar.graph.graph import Graph
+    from autopar.hardware.cluster import Cluster
+    from autopar.pins.on_modules import pin
+    from autopar.plan.file import load_plan, save_plan
+    from autopar.plan.mesh import Mesh
+    from autopar.plan.plan import Plan
+    from autopar.rules.registry import register_rule
+    from autopar.tracing.trace import trace
 
 __version__ = "0.1.0"
 
@@ -38,18 +38,18 @@ __all__ = [
 
 _HOME = {
     "AutoparError": "autopar.errors",
-    "Cluster": "autopar.cluster",
-    "Graph": "autopar.graph.ir",
-    "Mesh": "autopar.mesh",
-    "Plan": "autopar.plan",
+    "Cluster": "autopar.hardware.cluster",
+    "Graph": "autopar.graph.graph",
+    "Mesh": "autopar.plan.mesh",
+    "Plan": "autopar.plan.plan",
     "estimate": "autopar.api",
-    "load_plan": "autopar.plan_io",
+    "load_plan": "autopar.plan.file",
     "parallelize": "autopar.api",
-    "pin": "autopar.marks",
-    "register_rule": "autopar.rules",
-    "save_plan": "autopar.plan_io",
+    "pin": "autopar.pins.on_modules",
+    "register_rule": "autopar.rules.registry",
+    "save_plan": "autopar.plan.file",
     "search": "autopar.api",
-    "trace": "autopar.graph.trace",
+    "trace": "autopar.tracing.trace",
     "verify": "autopar.api",
 }
 

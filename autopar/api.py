@@ -1,4 +1,7 @@
-"""The verbs of autopar, where its wings are put together: search, estimate, parallelize, verify."""
+"""The verbs of autopar, where its packages are put together: search, estimate, parallelize, verify.
+
+Each verb imports what it needs when it is called: who runs a plan loads no planner, who plans no runtime.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +14,19 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 
-from autopar.cluster import Cluster
-from autopar.errors import RuntimeMismatchError
-from autopar.graph.ir import Graph
-from autopar.graph.trace import LossFunction
-from autopar.plan import FP32, Plan
-from autopar.plan_io import load_plan
-from autopar.planner.branch_and_bound.process_group import cores
-from autopar.planner.planner import Planner
-from autopar.planner.studies.workers import shared
-from autopar.planner.task import Limits, Progress
-from autopar.tracing import samples_of, trace_model
-from autopar.wish import PRECISIONS, PrecisionName, Wish, planner_of, task_of, texts_of
+from autopar.errors import AutoparError, RuntimeMismatchError
+from autopar.graph.graph import Graph
+from autopar.hardware.cluster import Cluster
+from autopar.plan.file import load_plan
+from autopar.plan.plan import FP32, PRECISIONS, Plan, Precision, PrecisionName
 
 if TYPE_CHECKING:
-    from autopar.runtime.parallel import Parallel
-    from autopar.runtime.verify import Subject, VerifyReport
+    from autopar.planner.request import Request
+    from autopar.planner.task import Limits, Progress
+    from autopar.runtime.parallel_model import Parallel
+    from autopar.tracing.trace import LossFunction
+    from autopar.verification.against_one_device import VerifyReport
+    from autopar.verification.subject import Subject
 
 __all__ = ["PRECISIONS", "estimate", "parallelize", "search", "trace_model", "verify"]
 
@@ -86,7 +86,7 @@ def search(  # noqa: PLR0913  keywords of the public call
         seed: of the sampler; a search without draws no random numbers.
         progress: called with (what, done, total).
         loss_fn: ``loss_fn(output, batch)`` gives the scalar loss, where the model does not.
-        opaque: modules that run as they are written, by path, pattern or class name; see ``autopar.graph.opaque``.
+        opaque: modules that run as they are written, by path, pattern or class name; see ``autopar.tracing.opaque.regions``.
         name: of the model in the plan.
         cache_dir: where rules that are found by execution are kept; nowhere when None.
 
@@ -98,26 +98,27 @@ def search(  # noqa: PLR0913  keywords of the public call
         KeyboardInterrupt: before there was any plan.
         InfeasibleError: no plan satisfies the constraints; names the smallest set that conflicts.
     """
+    from autopar.planner.planner import Planner
+    from autopar.planner.request import Request, task_of
+    from autopar.planner.studies.workers import shared
+    from autopar.planner.task import Limits
+
     sharing = shared(storage, study_name, 1 if workers is None else workers)
-    task = task_of(
-        model,
-        cluster,
-        Wish(
-            example_inputs,
-            global_batch_size,
-            texts_of(pins),
-            precision,
-            optimizer,
-            space,
-            name,
-            cache_dir,
-            loss_fn,
-            texts_of(opaque),
-            sampler,
-            seed,
-        ),
-        progress,
+    request = Request(
+        example_inputs=example_inputs,
+        global_batch_size=global_batch_size,
+        pins=_texts(pins),
+        precision=precision,
+        optimizer=optimizer,
+        space=space,
+        name=name,
+        cache_dir=cache_dir,
+        loss_fn=loss_fn,
+        opaque=_texts(opaque),
+        sampler=sampler,
+        seed=seed,
     )
+    task = task_of(model, cluster, request, progress)
     limits = Limits(trials=trials, timeout_s=timeout_s, max_step_time_s=max_step_time_s)
     processes = _idle_cores() if workers is None else workers
     return Planner(task).search(limits=limits, sharing=sharing, progress=progress, processes=processes)
@@ -125,8 +126,44 @@ def search(  # noqa: PLR0913  keywords of the public call
 
 def _idle_cores() -> int:
     """For copies of this process: none where threads, devices or other ranks would not know of them."""
+    from autopar.planner.branch_and_bound.process_group import cores
+
     is_busy = torch.cuda.is_initialized() or (dist.is_available() and dist.is_initialized())  # type: ignore[no-untyped-call]
     return cores() if threading.active_count() == 1 and not is_busy else 1
+
+
+def _texts(texts: Sequence[str]) -> tuple[str, ...]:
+    """Pins or names; a text alone is one of them, and not one for each of its letters.
+
+    >>> _texts("tp=2"), _texts(["tp=2", "pp=1"])
+    (('tp=2',), ('tp=2', 'pp=1'))
+    """
+    return (texts,) if isinstance(texts, str) else tuple(texts)
+
+
+def trace_model(
+    model: torch.nn.Module,
+    example_inputs: Mapping[str, Any] | Sequence[Any] | torch.Tensor | None,
+    precision: Precision,
+    *,
+    global_batch_size: int | None = None,
+    name: str = "",
+    loss_fn: LossFunction | None = None,
+    opaque: Sequence[str] = (),
+) -> Graph:
+    """The graph that plans of this model, precision and global batch are for; see :func:`autopar.models.graph_for_plan.trace_model`."""
+    from autopar.models.graph_for_plan import trace_model as traced
+
+    return traced(
+        model,
+        example_inputs,
+        precision,
+        global_batch_size=global_batch_size,
+        name=name,
+        loss_fn=loss_fn,
+        opaque=opaque,
+        samples_apart=_samples_apart,
+    )
 
 
 def estimate(  # noqa: PLR0913  keywords of the public call
@@ -150,24 +187,21 @@ def estimate(  # noqa: PLR0913  keywords of the public call
     Raises:
         InfeasibleError: it does not exist or does not fit.
     """
-    planner = planner_of(
-        model,
-        cluster,
-        Wish(
-            example_inputs,
-            global_batch_size,
-            texts_of(pins),
-            precision,
-            optimizer,
-            space,
-            name,
-            cache_dir,
-            loss_fn,
-            texts_of(opaque),
-        ),
-        progress,
+    from autopar.planner.request import Request, planner_of
+
+    request = Request(
+        example_inputs=example_inputs,
+        global_batch_size=global_batch_size,
+        pins=_texts(pins),
+        precision=precision,
+        optimizer=optimizer,
+        space=space,
+        name=name,
+        cache_dir=cache_dir,
+        loss_fn=loss_fn,
+        opaque=_texts(opaque),
     )
-    return planner.estimate()
+    return planner_of(model, cluster, request, progress).estimate()
 
 
 def operator_calls(  # noqa: PLR0913  keywords of the public call
@@ -189,16 +223,24 @@ def operator_calls(  # noqa: PLR0913  keywords of the public call
         global_batch_size: 8 a rank when None; the rest as in :func:`search`.
 
     Returns:
-        Calls as :class:`autopar.measured.OperatorTime` has them.
+        Calls as :class:`autopar.hardware.measured_times.OperatorTime` has them.
     """
     from autopar.planner.planner import operator_calls as calls_of
+    from autopar.planner.request import Request, planner_of
 
     where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     samples = global_batch_size or SAMPLES_PER_RANK * where.world_size
-    wish = Wish(
-        example_inputs, samples, texts_of(pins), precision, "adamw", space, name, None, None, texts_of(opaque)
-    )  # fmt: skip
-    return calls_of(planner_of(model, where, wish, progress), progress=progress)
+    request = Request(
+        example_inputs=example_inputs,
+        global_batch_size=samples,
+        pins=_texts(pins),
+        precision=precision,
+        optimizer="adamw",
+        space=space,
+        name=name,
+        opaque=_texts(opaque),
+    )
+    return calls_of(planner_of(model, where, request, progress), progress=progress)
 
 
 def parallelize(  # noqa: PLR0913  keywords of the public call
@@ -247,9 +289,9 @@ def parallelize(  # noqa: PLR0913  keywords of the public call
         PlanError: the plan is for another model.
         InfeasibleError: no plan satisfies the constraints.
     """
-    from autopar.profile.places import cluster_at, gathered_places
-    from autopar.runtime.calls import ordinary
-    from autopar.runtime.checks import check_can_run
+    from autopar.hardware.detect.places import cluster_at, gathered_places
+    from autopar.runtime.guard.checks import check_can_run
+    from autopar.runtime.guard.collective_calls import ordinary
     from autopar.runtime.job import check_alone, how_to_start, start
     from autopar.runtime.launch import launch
 
@@ -274,40 +316,70 @@ def parallelize(  # noqa: PLR0913  keywords of the public call
 
     def make() -> tuple[Plan, Graph]:
         if plan is not None:
-            return plan, _trace_for(plan, model, example_inputs, loss_fn)
-        samples = global_batch_size or samples_of(example_inputs) or SAMPLES_PER_RANK * ranks
-        wish = Wish(
-            example_inputs, samples, texts_of(pins), precision, optimizer, space, "", None, loss_fn, texts_of(opaque)
+            return plan, _graph_of(plan, model, example_inputs, loss_fn)
+        from autopar.models.graph_for_plan import samples_of
+        from autopar.planner.request import Request
+        from autopar.planner.task import Limits
+
+        request = Request(
+            example_inputs=example_inputs,
+            global_batch_size=global_batch_size or samples_of(example_inputs) or SAMPLES_PER_RANK * ranks,
+            pins=_texts(pins),
+            precision=precision,
+            optimizer=optimizer,
+            space=space,
+            loss_fn=loss_fn,
+            opaque=_texts(opaque),
         )
         limits = Limits(trials=trials, timeout_s=search_timeout_s)
-        return _searched(model, where or cluster_at(places), wish, limits)
+        return _searched(model, where or cluster_at(places), request, limits)
 
     log = None if log_dir is None else Path(log_dir)
     return launch(model, make, device_type=device_type, weights=weights, seed=seed, timeout_s=timeout_s, log_dir=log)
 
 
-def _trace_for(
+def _graph_of(
     plan: Plan,
     model: torch.nn.Module,
     example_inputs: Mapping[str, Any] | Sequence[Any] | None,
     loss_fn: LossFunction | None,
+    precision: Precision | None = None,
 ) -> Graph:
-    """The graph that a given plan is for."""
-    return trace_model(
+    """The graph that a given plan is for. The plan's own typing of axis ``batch`` says whether samples are apart, without a planner."""
+    from autopar.lower.read_plan import check_batch_typing
+    from autopar.models.graph_for_plan import trace_model as traced
+
+    def samples_apart(graph: Graph) -> None:
+        try:
+            check_batch_typing(plan, graph)
+        except AutoparError:  # of another model, or samples meet: then the typing says where
+            _samples_apart(graph)
+
+    return traced(
         model,
         example_inputs,
-        plan.precision,
+        plan.precision if precision is None else precision,
         name=plan.model.name,
         loss_fn=loss_fn,
         opaque=plan.opaque,
         global_batch_size=plan.global_batch_size,
+        samples_apart=samples_apart,
     )
 
 
-def _searched(model: torch.nn.Module, cluster: Cluster, wish: Wish, limits: Limits) -> tuple[Plan, Graph]:
+def _samples_apart(graph: Graph) -> None:
+    """Raises RuleError where samples meet, by the planner's typing of axis ``batch``."""
+    from autopar.planner.request import samples_apart
+
+    samples_apart(graph)
+
+
+def _searched(model: torch.nn.Module, cluster: Cluster, request: Request, limits: Limits) -> tuple[Plan, Graph]:
     """The plan that a search finds, and the graph that it is for."""
-    graph = wish.trace(model)
-    return planner_of(graph, cluster, wish, None).search(limits=limits), graph
+    from autopar.planner.request import planner_of
+
+    graph = request.trace(model)
+    return planner_of(graph, cluster, request, None).search(limits=limits), graph
 
 
 def _device_type(plan: Plan | None, cluster: Cluster | None) -> str:
@@ -352,7 +424,7 @@ def verify(
     What is past the limits is run again in fp64, which tells rounding from a wrong program.
 
     Args:
-        subject: what ``autopar.models.resolve_model`` gives, or anything else that builds the model
+        subject: what ``autopar.models.resolve.resolve_model`` gives, or anything else that builds the model
             and makes batches.
         plan: for the subject's model.
         graph: the traced model; made from ``subject`` when None.
@@ -361,19 +433,11 @@ def verify(
         precision: ``fp64`` compares in float64 alone, within far tighter limits.
         loss_fn: as in :func:`search`; a function that can be imported, as every rank does.
     """
-    from autopar.runtime.verify import verify as compare
+    from autopar.verification.against_one_device import verify as compare
 
     if graph is None:
         batch = subject.make_batch(2, seed=0, padded=True)
-        graph = trace_model(
-            subject.build(),
-            batch,
-            FP32,
-            name=plan.model.name,
-            loss_fn=loss_fn,
-            opaque=plan.opaque,
-            global_batch_size=plan.global_batch_size,
-        )
+        graph = _graph_of(plan, subject.build(), batch, loss_fn, FP32)
     return compare(
         subject, plan, graph, steps=steps, timeout_s=timeout_s, precision=PRECISIONS[precision], loss_fn=loss_fn
     )

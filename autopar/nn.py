@@ -15,8 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from autopar import expert_ops
 from autopar.errors import UsageError
+from autopar.ops import experts as expert_ops
 
 
 @torch.library.custom_op("autopar::experts", mutates_args=())
@@ -51,7 +51,7 @@ def experts(
         indices: [tokens..., k], integers: which experts.
         gate, up: [E, f, h]; ``gate`` None: experts without a gate.
         down: [E, h, f].
-        activation: one of ``autopar.expert_ops.ACTIVATIONS``.
+        activation: one of ``autopar.ops.experts.ACTIVATIONS``.
 
     Returns:
         As hidden: sum over a token's experts of weight * down(act(gate x) * (up x)), no token dropped.

@@ -4,22 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopar.layout import I, S
-from autopar.mesh import Mesh
-from autopar.plan import (
-    BF16,
-    FP32,
-    AxisTyping,
-    BlockLayout,
-    BlockPlan,
-    Breakdown,
-    Memory,
-    ModelInfo,
-    Plan,
-    Prediction,
-    SearchRecord,
-    StagePlan,
-)
+from autopar.plan.mesh import Mesh
+from autopar.plan.plan import BF16, FP32, AxisTyping, BlockLayout, BlockPlan, ModelInfo, Plan, SearchRecord, StagePlan
+from autopar.plan.prediction import Breakdown, Memory, Prediction
+from autopar.plan.tensor_types import I, S
 
 _GIB = 2**30
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopar.cluster import Cluster, NodeGroup
-from autopar.scaling import scaled
+from autopar.hardware.cluster import Cluster, NodeGroup
+from autopar.hardware.scale import scaled
 
 
 def slow_group(

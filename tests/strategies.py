@@ -1,26 +1,24 @@
-"""Hypothesis strategies shared by the tests: whole plans that keep every law of ``autopar.plan_check``."""
+"""Hypothesis strategies shared by the tests: whole plans that keep every law of ``autopar.plan.check``."""
 
 from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from autopar.layout import I, S, Type
-from autopar.mesh import Mesh
-from autopar.plan import (
+from autopar.plan.mesh import Mesh
+from autopar.plan.plan import (
     BF16,
     FP32,
     RECOMPUTES,
     AxisTyping,
     BlockLayout,
     BlockPlan,
-    Breakdown,
-    Memory,
     ModelInfo,
     Plan,
-    Prediction,
     SearchRecord,
     StagePlan,
 )
+from autopar.plan.prediction import Breakdown, Memory, Prediction
+from autopar.plan.tensor_types import I, S, Type
 
 _SECONDS = st.floats(min_value=0, max_value=1e9, allow_subnormal=False)
 _BYTES = st.integers(0, 2**50)

@@ -9,7 +9,7 @@ import torch
 
 from autopar.api import estimate, trace_model
 from autopar.lower.program import lower
-from autopar.plan import FP32
+from autopar.plan.plan import FP32
 from tests.lower.ranks import dense, run_ranks, sharded, slice_of
 
 

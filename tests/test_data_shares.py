@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 from autopar import api
+from autopar.api import trace_model
 from autopar.errors import PlanError, UsageError
 from autopar.lower.program import lower
-from autopar.plan import Plan
-from autopar.plan_io import diff_plans, dumps, plan_from_dict, plan_to_dict
-from autopar.report.summary import plan_summary
-from autopar.tracing import trace_model
+from autopar.plan.diff import diff_plans
+from autopar.plan.file import dumps, plan_from_dict, plan_to_dict
+from autopar.plan.plan import Plan
+from autopar.report.json_summary import plan_summary
 from tests.mixed_clusters import two_kinds
 from tests.planner.graphs import mlp
 

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from autopar import api
-from autopar.device import Device
 from autopar.errors import UsageError
-from autopar.plan import FP32, TF32, Plan
-from autopar.plan_io import plan_from_dict, plan_to_dict
-from autopar.profile.detect import _check_alike, fingerprint, identity
-from autopar.profile.modes import multiplies_in_tf32
-from autopar.profile.store import load_profile
-from autopar.runtime.checks import check_can_run, check_modes
+from autopar.hardware.detect.machine import _check_alike, fingerprint, identity
+from autopar.hardware.detect.tf32 import multiplies_in_tf32
+from autopar.hardware.device import Device
+from autopar.hardware.read import load_profile
+from autopar.plan.file import plan_from_dict, plan_to_dict
+from autopar.plan.plan import FP32, TF32, Plan
+from autopar.runtime.guard.checks import check_can_run, check_modes
 from tests.distributed.plans import make_plan
 from tests.distributed.subjects import HfSubject
 
@@ -87,7 +87,7 @@ def test_steps_on_a_gpu_multiply_as_the_plan_says(mode: str, precision: Any) -> 
 
 
 def api_mesh() -> Any:
-    from autopar.mesh import Mesh
+    from autopar.plan.mesh import Mesh
 
     return Mesh()
 

@@ -15,9 +15,9 @@ class Row:
     Attributes:
         measured_s: median over all timed steps of the slowest rank's time; None where it failed.
         spread: half the distance between the quartiles, relative to the median: how far to trust it.
-        layers_s: of a pass of ``autopar.profile.measure.Layers`` between its steps: how fast the machine was; 0: not taken.
+        layers_s: of a pass of ``autopar.measure.timers.Layers`` between its steps: how fast the machine was; 0: not taken.
         predicted_bytes, measured_bytes: peak of tensors on the fullest rank, reserves left out.
-        predicted_parts, measured_parts: by category (``autopar.run_log.CATEGORIES``).
+        predicted_parts, measured_parts: by category (``autopar.plan.run_log.CATEGORIES``).
         failure: why there is no measurement.
     """
 

@@ -12,7 +12,19 @@ from typing import Annotated
 
 import typer
 
-from autopar.cli import benchmark, doctor, models, planning, plans, profile, search, study, validate
+from autopar.cli.commands import (
+    benchmark,
+    doctor,
+    estimate,
+    explain,
+    profile,
+    search,
+    show,
+    study,
+    trace,
+    validate,
+    verify,
+)
 from autopar.errors import AutoparError
 
 INTERRUPTED = 130
@@ -30,12 +42,12 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("search")(search.search)
-app.command("estimate")(planning.estimate)
-app.command("show")(plans.show)
-app.command("explain")(planning.explain)
-app.command("compare")(plans.compare)
-app.command("verify")(models.verify)
-app.command("trace")(models.trace)
+app.command("estimate")(estimate.estimate)
+app.command("show")(show.show)
+app.command("explain")(explain.explain)
+app.command("compare")(show.compare)
+app.command("verify")(verify.verify)
+app.command("trace")(trace.trace)
 app.command("validate")(validate.validate)
 app.add_typer(profile.app, name="profile")
 app.add_typer(benchmark.app, name="benchmark")

@@ -31,7 +31,7 @@ def write_report(path: Path, text: str) -> None:
     Raises:
         UsageError: the file cannot be written.
     """
-    from autopar.files import write_text
+    from autopar.util.files import write_text
 
     write_text(path, text)
     warn(f"wrote {path}")

@@ -12,7 +12,7 @@ from autopar.cli.console import cache_dir
 from autopar.errors import UsageError
 
 if TYPE_CHECKING:
-    from autopar.cluster import Cluster
+    from autopar.hardware.cluster import Cluster
 
 Model = Annotated[
     str,
@@ -65,7 +65,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on std
 
 def parse_cluster(text: str) -> Cluster:
     """The cluster of ``--cluster``; ``AUTOPAR_CACHE`` says where measurements of this machine are kept."""
-    from autopar.cluster import Cluster
+    from autopar.hardware.cluster import Cluster
 
     return Cluster.parse(text, cache_dir=cache_dir())
 
@@ -100,6 +100,6 @@ def is_factory(model: str) -> bool:
     >>> is_factory("my.models:net"), is_factory("hf:gpt2")
     (True, False)
     """
-    from autopar.model_specs import FAMILIES
+    from autopar.models.specs import FAMILIES
 
     return model.partition(":")[0] not in ("hf", *FAMILIES)

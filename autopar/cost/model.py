@@ -12,7 +12,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autopar.cluster import Cluster
 from autopar.cost.blocks.block_cost import BlockCost
 from autopar.cost.blocks.block_work import BlockWork, block_work, price_block
 from autopar.cost.network.collectives import CollectiveModel
@@ -25,10 +24,12 @@ from autopar.cost.step.runtime import Runtime
 from autopar.cost.step.simulation import Chain, chains_of, compiled, durations_of, sends_of, simulate
 from autopar.cost.step.step import StageCost, Step
 from autopar.cost.step.step_model import Ranks, StepModel
-from autopar.graph.ir import Block, Graph, Op, TensorSpec
-from autopar.host import HostLink
-from autopar.mesh import Mesh
-from autopar.plan import Breakdown, Memory, Precision, Prediction
+from autopar.graph.graph import Block, Graph, Op, TensorSpec
+from autopar.hardware.cluster import Cluster
+from autopar.hardware.device import HostLink
+from autopar.plan.mesh import Mesh
+from autopar.plan.plan import Precision
+from autopar.plan.prediction import Breakdown, Memory, Prediction
 
 __all__ = ["BlockCost", "CostModel", "StageCost", "Step"]
 
@@ -129,7 +130,7 @@ class CostModel:
 
         Args:
             at_best: what its parts take together at the least, however they are padded and aligned
-                (:meth:`autopar.device.Device.at_best`).
+                (:meth:`autopar.hardware.device.Device.at_best`).
         """
         device = self._at_best if at_best else self.device
         return price_block(work, mesh, device, self.collectives, quantized=self.quantized, measured=self.measured)

@@ -1,6 +1,4 @@
-"""From a model and a batch to a graph: tracing, clean-up, blocks, counts."""
+"""The graph of a model as plain data, and questions asked of it: blocks, aliases, FLOPs, attention, an interpreter.
 
-from autopar.graph.ir import Graph
-from autopar.graph.trace import trace
-
-__all__ = ["Graph", "trace"]
+Nothing here traces: :mod:`autopar.tracing` makes graphs.
+"""

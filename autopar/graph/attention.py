@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.graph.ir import Graph, Op
+from autopar.graph.graph import Graph, Op
 
 
 def is_attention(op: Op) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from autopar.graph.ir import Block, Graph, Op, Ref
+from autopar.graph.graph import Block, Graph, Op, Ref
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

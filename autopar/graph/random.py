@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 
 import torch
 
 from autopar.errors import RuleError
-from autopar.graph.builder import Builder, Call, Value
-from autopar.graph.canonical import generic
-from autopar.graph.ir import Ref
-from autopar.ops import resolve
+from autopar.ops.names import resolve
 
 _BY_ARGUMENT = "aten.scaled_dot_product_attention.default"
 """Random where an argument says so: the pass that emits code looks at it."""
 
 _TAKEN_APART = frozenset(f"aten.{name}.input" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"))
 """Recurrent networks: in a graph the dropout between their layers is an operator of its own."""
-
-_SAMPLERS = frozenset(
-    ["bernoulli", "binomial", "cauchy", "exponential", "geometric", "log_normal", "multinomial", "normal", "normal_functional",
-     "poisson", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "randperm", "uniform"]
-)  # fmt: skip
-"""Operators that draw from a distribution whose gradient torch takes as zero; others (rrelu) pass gradients on."""
 
 
 @cache
@@ -35,26 +25,12 @@ def draws_random(target: str) -> bool:
     """
     if target in _TAKEN_APART:
         return False
-    if target in ("autopar.dropout", _BY_ARGUMENT):
-        return target != _BY_ARGUMENT
+    if target == _BY_ARGUMENT:
+        return False
+    if target.startswith("autopar."):  # its kernels need not be loaded to say so
+        return target == "autopar.dropout"
     try:
         found = resolve(target)
     except RuleError:  # no operator of torch's: it has no tags
         return False
     return torch.Tag.nondeterministic_seeded in getattr(found, "tags", ())
-
-
-def random_call(builder: Builder, call: Call) -> Value:
-    """The call as it is, cut off from the gradient of its operands where its own is zero."""
-    if call.target.split(".")[1].rstrip("_") not in _SAMPLERS:
-        return generic(builder, call)
-    args = tuple(_detached(builder, call, arg) if isinstance(arg, Ref) else arg for arg in call.args)
-    kwargs = {key: value for key, value in call.kwargs.items() if key != "generator"}
-    return generic(builder, replace(call, args=args, kwargs=kwargs, grad=False))
-
-
-def _detached(builder: Builder, call: Call, ref: Ref) -> Ref:
-    spec = builder.specs[ref]
-    if not spec.requires_grad:
-        return ref
-    return builder.emit(replace(call, grad=False), "aten.detach.default", (ref,), replace(spec, requires_grad=False))

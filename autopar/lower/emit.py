@@ -12,14 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from autopar import ops as emitted
-from autopar.graph.ir import Argument, Buffer, Graph, Layout, Op, Parameter, Ref, TensorSpec
+from autopar.graph.graph import Argument, Buffer, Graph, Layout, Op, Parameter, Ref, TensorSpec
 from autopar.graph.random import draws_random
-from autopar.layout import I, P, R, S
-from autopar.mesh import DATA_AXES
-from autopar.opaque_ops import Holder, region_of
-from autopar.rules.apply import BATCH
-from autopar.rules.spread import AXIS as SPREAD
+from autopar.ops import names, plain
+from autopar.ops.opaque import Holder
+from autopar.ops.region import region_of
+from autopar.plan.mesh import DATA_AXES
+from autopar.plan.tensor_types import I, P, R, S
+from autopar.rules.apply.apply import BATCH
+from autopar.rules.apply.experts_over_data import AXIS as SPREAD
 
 SEED = "rng_seed"
 """Name of the input that random operators draw from: a Python int, other for each step and micro-batch."""
@@ -135,7 +136,7 @@ class Emitter:
         seed = self._seed_of(op) if is_random(op) else None
         node = self.graph.create_node(
             "call_function",
-            _FUNCTIONS.get(target) or emitted.resolve(target),
+            _FUNCTIONS.get(target) or names.resolve(target),
             (*self._region(op), *(self._argument(arg) for arg in args)),
             {key: self._argument(value) for key, value in kwargs.items()},
             name=op.name,
@@ -185,7 +186,7 @@ class Emitter:
         name = f"{parameter.name}_local"
         is_cast_here = not parameter.spec.shape or any(axis == SPREAD for axis, _ in parameter.layout)  # not by FSDP
         args = (node, parameter.spec.dtype) if is_cast_here else (node,)
-        local = self.graph.create_node("call_function", emitted.local, args, name=name)
+        local = self.graph.create_node("call_function", plain.local, args, name=name)
         local.meta["reads"] = Ref(parameter.name)
         self.values[Ref(parameter.name)] = _typed(local, parameter.spec, parameter.layout)
 
@@ -229,7 +230,7 @@ def _comment(node: fx.Node) -> str:
 
 
 def _has_device(target: str) -> bool:
-    overload = emitted.resolve(target)
+    overload = names.resolve(target)
     schema = getattr(overload, "_schema", None)
     return schema is not None and any(argument.name == "device" for argument in schema.arguments)
 
@@ -238,10 +239,7 @@ _SHORT = (
     ("torch.ops.aten.", "aten."),
     ("torch._C._nn.", "F."),
     ("torch.nn.functional.", "F."),
-    ("autopar_sharded_ops_", "sharded_ops."),
-    ("autopar_expert_ops_", "expert_ops."),
-    ("autopar_sequence_ops_", "sequence_ops."),
-    ("autopar_ops_", "ops."),
+    *((f"autopar_ops_{kernels}_", f"{kernels}.") for kernels in names.KERNELS),
 )
 
 

@@ -22,16 +22,16 @@ from functools import cached_property
 import torch
 from torch import fx
 
-from autopar.graph.again import made_again
-from autopar.graph.ir import Block, Buffer, Graph, Layout, Parameter, Ref
-from autopar.layout import R
+from autopar.graph.graph import Block, Buffer, Graph, Layout, Parameter, Ref
+from autopar.graph.selective_recompute import made_again
 from autopar.lower.emit import SEED, Emitter, ancestors, is_random, layout_of, readable, str_name
-from autopar.lower.typings import local_graph
-from autopar.mesh import Mesh
-from autopar.plan import Plan, Recompute, StagePlan
-from autopar.rules.apply import BATCH
+from autopar.lower.read_plan import local_graph
+from autopar.plan.mesh import Mesh
+from autopar.plan.plan import Plan, Recompute, StagePlan
+from autopar.plan.tensor_types import R
+from autopar.rules.apply.apply import BATCH
 
-_HEADER = "import torch\nimport torch.nn.functional as F\nfrom autopar import ops, sequence_ops, sharded_ops\naten = torch.ops.aten"
+_HEADER = "import torch\nimport torch.nn.functional as F\nfrom autopar.ops import collectives, experts, plain, seeded, sequence, sharded\naten = torch.ops.aten"
 
 
 @dataclass(frozen=True, kw_only=True)

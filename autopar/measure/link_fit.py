@@ -9,17 +9,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy.optimize import minimize
 
-from autopar.cluster import Cluster, NodeGroup
 from autopar.cost.network.collectives import CollectiveModel, volume_factor
 from autopar.cost.network.placement import shapes_of
-from autopar.device import Device
 from autopar.errors import AutoparError
-from autopar.links import CollectiveLibrary, Link
-from autopar.measured import CollectiveTime
-from autopar.profile.fit import fit_pieces, residual
-from autopar.profile.groups import GroupSet
-from autopar.profile.links_file import Links
-from autopar.profile.store import MachineProfile, load_library
+from autopar.hardware.cluster import Cluster, NodeGroup
+from autopar.hardware.device import Device
+from autopar.hardware.link import CollectiveLibrary, Link
+from autopar.hardware.links_file import Links
+from autopar.hardware.measured_times import CollectiveTime
+from autopar.hardware.read import MachineProfile, load_library
+from autopar.measure.piecewise_fit import fit_pieces, residual
+from autopar.measure.rank_groups import GroupSet
 
 ROBUST = 0.3
 """Relative distance (in log space) from which a point counts less: a disturbed sample must not decide."""
@@ -119,7 +119,7 @@ def links_of(
 
     Args:
         sets: groups that were measured.
-        points: ``[groups, kind, bytes, seconds, spread]``, as ``autopar.profile.links.LinkPoints`` has them.
+        points: ``[groups, kind, bytes, seconds, spread]``, as ``autopar.measure.collective_times.LinkPoints`` has them.
         nodes: the node of each rank of the job.
         machine: where the fits begin; its link stands where a tier was not measured.
         library: name of the collective library that ran.

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from autopar.cost.model import CostModel, Step
 from autopar.cost.operators.work import work
-from autopar.device import KernelKind
 from autopar.errors import InfeasibleError
 from autopar.graph.compact import Compact
-from autopar.graph.ir import Graph
-from autopar.plan import Recompute
+from autopar.graph.graph import Graph
+from autopar.hardware.device import KernelKind
+from autopar.plan.plan import Recompute
 from autopar.planner.layouts.catalogue import Layouts
 from autopar.planner.layouts.types import Load, PricedLayout, TypedLayout, layout_key_of
 from autopar.planner.space.candidates import Candidate

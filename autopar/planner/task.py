@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError, UsageError
-from autopar.graph.ir import Graph
-from autopar.plan import Precision, Prediction
+from autopar.graph.graph import Graph
+from autopar.hardware.cluster import Cluster
+from autopar.plan.plan import Precision
+from autopar.plan.prediction import Prediction
 from autopar.planner.evaluate.evaluation import Evaluation, Misfit
 from autopar.planner.space.pin_syntax import ChoicePin
 from autopar.planner.space.pins import Pins

@@ -1,1 +1,1 @@
-"""Pictures of a plan: text for a terminal, one HTML file, a trace for Perfetto. All read the plan alone."""
+"""Pictures of a plan: one HTML file, a trace for Perfetto, JSON, two plans side by side. All read the plan alone."""

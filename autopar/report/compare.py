@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from autopar.plan_io import diff_plans
-from autopar.report.table import plain_table
-from autopar.report.units import batch_text, num_bytes, schedule_text, seconds, share, time_parts, zero_text
+from autopar.plan.diff import diff_plans
+from autopar.plan.words import batch_text, schedule_text, time_parts, zero_text
+from autopar.util.text_table import plain_table
+from autopar.util.units import num_bytes, seconds, share
 
 if TYPE_CHECKING:
-    from autopar.plan import Plan
+    from autopar.plan.plan import Plan
 
 _MAX_CHANGES = 40
 

@@ -5,31 +5,27 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING
 
-from autopar.plan import recompute_text
-from autopar.plan_io import dumps, plan_to_dict
-from autopar.report.text import layout_groups
-from autopar.report.timeline import timeline
-from autopar.report.units import (
+from autopar.plan.file import dumps, plan_to_dict
+from autopar.plan.plan import recompute_text
+from autopar.plan.text import layout_groups
+from autopar.plan.words import (
     batch_text,
-    count,
     devices_text,
     fits,
     groups_text,
     memory_parts,
     memory_text,
-    num_bytes,
-    ranges,
     schedule_text,
-    seconds,
-    share,
     time_parts,
     zero_text,
 )
+from autopar.report.timeline import timeline
+from autopar.util.units import count, num_bytes, ranges, seconds, share
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from autopar.plan import Plan
+    from autopar.plan.plan import Plan
 
 _MAX_SPANS = 4000
 _COLOURS = ("#4269d0", "#97bbf5", "#efb118", "#ff725c", "#6cc5b0", "#c9c9c9", "#9c6b4e")

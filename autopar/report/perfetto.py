@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from autopar.report.timeline import timeline
 
 if TYPE_CHECKING:
-    from autopar.plan import Plan
+    from autopar.plan.plan import Plan
 
 _CATEGORY = {"F": "forward", "B": "backward"}
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from autopar.report.table import plain_table
-from autopar.report.units import num_bytes, seconds
-from autopar.run_log import RunRecord
+from autopar.plan.run_log import RunRecord
+from autopar.util.text_table import plain_table
+from autopar.util.units import num_bytes, seconds
 
 
 def render_run(record: RunRecord) -> str:

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from autopar.errors import PlanError
-from autopar.schedule import Action, dependencies, schedule_actions
+from autopar.plan.schedule import Action, dependencies, schedule_actions
 
 if TYPE_CHECKING:
-    from autopar.plan import Plan
+    from autopar.plan.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

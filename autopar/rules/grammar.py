@@ -29,9 +29,9 @@ from functools import lru_cache
 import torch
 
 from autopar.errors import RuleError
-from autopar.graph.ir import TensorSpec
-from autopar.layout import I, P, R, S, Type
-from autopar.rules.types import Strategy
+from autopar.graph.graph import TensorSpec
+from autopar.plan.tensor_types import I, P, R, S, Type
+from autopar.rules.strategy import Strategy
 
 Labels = tuple[str, ...]
 """The label of each dim of a tensor; the empty label stands for a dim that has nothing to split."""

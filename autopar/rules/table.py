@@ -11,11 +11,15 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from autopar.errors import RuleError
-from autopar.graph.ir import Argument, Op, Ref, TensorSpec
-from autopar.layout import I, R
-from autopar.rules import compute, images, sharded, special, zigzag
+from autopar.graph.graph import Argument, Op, Ref, TensorSpec
+from autopar.plan.tensor_types import I, R
+from autopar.rules.apply import zigzag
 from autopar.rules.grammar import Pattern, bind, enumerate_strategies, parse
-from autopar.rules.types import Strategy
+from autopar.rules.patterns import computing as compute
+from autopar.rules.patterns import images
+from autopar.rules.patterns import moving as special
+from autopar.rules.patterns import other_kernels as sharded
+from autopar.rules.strategy import Strategy
 
 PatternMaker = Callable[[Op, tuple[TensorSpec, ...]], Pattern]
 MoreStrategies = Callable[[Op, tuple[TensorSpec, ...], str, Fraction], Iterator[Strategy]]
@@ -95,7 +99,7 @@ class RuleTable:
     def strategies(
         self, op: Op, operands: tuple[TensorSpec, ...], *, axis: str, size: Fraction, fallback: bool = False
     ) -> tuple[Strategy, ...]:
-        """See :func:`autopar.rules.strategies`."""
+        """See :func:`autopar.rules.registry.strategies`."""
         key = (
             op.target,
             without_refs(op.args),

@@ -1,1 +1,1 @@
-"""The running wing: executes one rank's program under torchrun. See docs/tour.md."""
+"""Runs one rank's program: groups, parameters, steps, checkpoints; it knows neither planner nor cost."""

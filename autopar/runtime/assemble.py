@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from autopar.errors import UsageError
-from autopar.graph.ir import Buffer, Parameter
+from autopar.graph.graph import Buffer, Parameter
 from autopar.lower.program import PreludeProgram, Program, StageProgram
-from autopar.mesh import EXPERT_MESH_AXES, MESH_AXES
-from autopar.opaque_ops import Holder
-from autopar.rules.spread import AXIS as SPREAD
-from autopar.runtime import data_parallel
-from autopar.runtime.gradients import Group, Held, hand_over, lengthened
-from autopar.runtime.materialize import Weights, local_index
-from autopar.runtime.stage import BlockModule, StageModule
+from autopar.ops.opaque import Holder
+from autopar.plan.mesh import EXPERT_MESH_AXES, MESH_AXES
+from autopar.rules.apply.experts_over_data import AXIS as SPREAD
+from autopar.runtime.step import fsdp as data_parallel
+from autopar.runtime.step.gradients import Group, Held, hand_over, lengthened
+from autopar.runtime.step.stage import BlockModule, StageModule
+from autopar.runtime.weights.from_model import Weights, local_index
 from autopar.runtime.world import World
 
 

@@ -14,8 +14,8 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from autopar.errors import RuntimeMismatchError
-from autopar.plan import RankGroup
-from autopar.profile.names import shipped_profile_name
+from autopar.hardware.detect.gpu_names import shipped_profile_name
+from autopar.plan.plan import RankGroup
 
 DEFAULT_TIMEOUT_S = 600.0
 

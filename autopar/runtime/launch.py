@@ -11,21 +11,21 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import Store
 
-from autopar.checksum import checksums
 from autopar.errors import AutoparError, RankFailedError
-from autopar.graph.failures import first_line
-from autopar.graph.ir import Graph
-from autopar.lower.backward import check_program
+from autopar.graph.graph import Graph
+from autopar.lower.check_gradients import check_program
 from autopar.lower.program import lower
-from autopar.plan import Plan
-from autopar.plan_check import check_model, check_plan
-from autopar.runtime.alarm import Alarm
-from autopar.runtime.calls import ordinary
-from autopar.runtime.file_weights import FileWeights
+from autopar.plan.check import check_model, check_plan
+from autopar.plan.plan import Plan
+from autopar.runtime.guard.collective_calls import ordinary
+from autopar.runtime.guard.failure_watch import Alarm
 from autopar.runtime.job import DEFAULT_TIMEOUT_S, check_groups, own_store, start
-from autopar.runtime.materialize import ModelWeights, Weights
-from autopar.runtime.parallel import Parallel
+from autopar.runtime.optimizer.checksum import checksums
+from autopar.runtime.parallel_model import Parallel
+from autopar.runtime.weights.from_files import FileWeights
+from autopar.runtime.weights.from_model import ModelWeights, Weights
 from autopar.runtime.world import World
+from autopar.util.text import first_line
 
 Make = Callable[[], tuple[Plan, Graph]]
 """Gives the plan and the traced model that it is for."""

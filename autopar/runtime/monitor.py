@@ -25,8 +25,8 @@ import torch.distributed._functional_collectives as funcol
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from autopar.plan import Plan
-from autopar.run_log import (
+from autopar.plan.plan import Plan
+from autopar.plan.run_log import (
     CATEGORIES,
     COMPUTE,
     CONTEXT,

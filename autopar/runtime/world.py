@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import debug as tensor_debug
 
 from autopar.errors import RuntimeMismatchError
-from autopar.mesh import EXPERT_AXIS, EXPERT_MESH_AXES, MESH_AXES, Mesh
+from autopar.plan.mesh import EXPERT_AXIS, EXPERT_MESH_AXES, MESH_AXES, Mesh
 from autopar.runtime.job import DEFAULT_TIMEOUT_S, FAKE, how_to_start, local_device, num_cores
 
 _CLEARING = ("_clear_sharding_prop_cache", "_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache")
@@ -40,7 +40,7 @@ class World:
         device: of this rank's tensors.
         device_mesh: torch's, with dims ``pp, dp_replicate, dp_shard, cp, tp``.
         expert_mesh: the same ranks with dims ``pp, ep_outer, ep_data, cp, tp``; None where no data ranks are borrowed.
-        meshes: for :func:`autopar.ops.on_meshes`.
+        meshes: for :func:`autopar.ops.collectives.on_meshes`.
 
     Args:
         timeout_s: of every collective in every group that is made here.

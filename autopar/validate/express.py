@@ -11,25 +11,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from autopar.cluster import Cluster
 from autopar.cost.blocks.block_collectives import Message
 from autopar.cost.blocks.block_cost import BlockCost
 from autopar.cost.blocks.block_work import BlockWork, block_work, price_block
 from autopar.cost.model import CostModel, StageCost, Step
 from autopar.cost.network.collectives import CollectiveModel
-from autopar.device import KernelKind
-from autopar.graph.ir import Graph, Op
-from autopar.graph.trace import trace
-from autopar.mesh import Mesh
-from autopar.plan import Precision, Prediction, Recompute
+from autopar.graph.graph import Graph, Op
+from autopar.hardware.cluster import Cluster
+from autopar.hardware.device import KernelKind
+from autopar.models.transformer import Sizes, build
+from autopar.plan.mesh import Mesh
+from autopar.plan.plan import Precision, Recompute
+from autopar.plan.prediction import Prediction
 from autopar.planner.context import flops_of_block
 from autopar.planner.layouts.catalogue import Layouts
 from autopar.planner.layouts.types import LayoutKey, Load, PricedLayout
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
-from autopar.validate.families import Sizes, build
-from autopar.validate.filled import filled
+from autopar.tracing.trace import trace
 from autopar.validate.foreign import ForeignRuntime
+from autopar.validate.kernels.filled import filled
 from autopar.validate.kernels.fusion import EAGER, ForeignKernels
 from autopar.validate.practice import as_megatron, attention_core, cheap, regathered, second_products
 from autopar.validate.runs import Run

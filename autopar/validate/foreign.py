@@ -10,9 +10,9 @@ from autopar.cost.step.data_parallel import DataParallel, Unit, itemsize
 from autopar.cost.step.runtime import Parts, Runtime, StageMessages
 from autopar.cost.step.simulation import StageTimes
 from autopar.cost.step.step import StageSums, Step
-from autopar.device import Device
-from autopar.mesh import Mesh
-from autopar.plan import Precision
+from autopar.hardware.device import Device
+from autopar.plan.mesh import Mesh
+from autopar.plan.plan import Precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

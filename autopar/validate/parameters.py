@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from autopar.device import Device
-from autopar.profile.store import MachineProfile
-from autopar.rates import CurvePoint, MatmulRate
+from autopar.hardware.device import Device
+from autopar.hardware.device_rates import CurvePoint, MatmulRate
+from autopar.hardware.read import MachineProfile
 
 ARCHITECTURES = {"v100": "volta", "a100": "ampere", "h100": "hopper", "h200": "hopper", "b200": "blackwell",
                  "gb200": "blackwell"}  # fmt: skip

@@ -6,8 +6,8 @@ Which strategies its tensor parallelism has, and what its recompute makes again 
 from __future__ import annotations
 
 from autopar.cost.operators.work import LINEAR
-from autopar.graph.ir import Graph, Op, Ref
-from autopar.rules.types import Strategy
+from autopar.graph.graph import Graph, Op, Ref
+from autopar.rules.strategy import Strategy
 from autopar.validate.kernels.fusion import LOSSES
 
 TABLE = Ref("p_embedding_weight")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from autopar.errors import AutoparError, UsageError, closest
-from autopar.validate.families import ATTENTIONS, FAMILIES
+from autopar.models.transformer import ATTENTIONS, FAMILIES
 
 RECOMPUTES = ("none", "selective", "full")
 PRECISIONS = ("fp32", "fp16", "bf16", "bf16_fp32_grad_accum", "bf16_true", "fp8")

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import numpy as np
 
-from autopar.cluster import Cluster
 from autopar.cost.network.collectives import CollectiveModel
 from autopar.errors import AutoparError, UsageError
-from autopar.links import CollectiveLibrary
-from autopar.plan import Prediction
-from autopar.profile.store import MachineProfile, load_library, load_profile
-from autopar.rates import ALIGNED_ELEMENTS
+from autopar.hardware.cluster import Cluster
+from autopar.hardware.device_rates import ALIGNED_ELEMENTS
+from autopar.hardware.link import CollectiveLibrary
+from autopar.hardware.read import MachineProfile, load_library, load_profile
+from autopar.plan.prediction import Prediction
 from autopar.validate import parameters as free
 from autopar.validate.express import Expressed, Structure, predict, step_time_s
-from autopar.validate.fit import Array, Fit, Linearized, corrected, fit, robust_loss, sensitivities
 from autopar.validate.parameters import PARAMETERS, Parameter
+from autopar.validate.robust_fit import Array, Fit, Linearized, corrected, fit, robust_loss, sensitivities
 from autopar.validate.runs import FailedRow, Run
 from autopar.validate.sites import Site, cluster_of, load_sites, released, site_of
 

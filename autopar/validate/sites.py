@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-from autopar import resources
-from autopar.cluster import Cluster
-from autopar.device import Device
-from autopar.links import CollectiveLibrary, Link
-from autopar.profile.store import MachineProfile, load_library
-from autopar.rates import MatmulRate
-from autopar.table import Table
-from autopar.validate.families import ATTENTIONS, FAMILIES
+from autopar.hardware.cluster import Cluster
+from autopar.hardware.device import Device
+from autopar.hardware.device_rates import MatmulRate
+from autopar.hardware.link import CollectiveLibrary, Link
+from autopar.hardware.read import MachineProfile, load_library
+from autopar.models.transformer import ATTENTIONS, FAMILIES
+from autopar.util import data_files as resources
+from autopar.util.toml import Table
 from autopar.validate.runs import PRECISIONS, Run
 
 

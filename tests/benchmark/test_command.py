@@ -11,11 +11,11 @@ from unittest import mock
 
 import pytest
 
-from autopar.benchmark.command import MAX_AGE_S, Wish, run_local, whether_again
-from autopar.benchmark.ranks import QUIET_PROFILER
+from autopar.benchmark.batches import Outcome
+from autopar.benchmark.local import MAX_AGE_S, Wish, run_local, whether_again
+from autopar.benchmark.rank_runs import QUIET_PROFILER
 from autopar.benchmark.score import Row, score
-from autopar.benchmark.session import Outcome
-from tests.cli_runner import Run, run_fixture
+from tests.cli.cli_runner import Run, run_fixture
 
 run = run_fixture
 
@@ -43,7 +43,9 @@ def test_a_shipped_profile_is_never_measured() -> None:
 
 
 def test_counting_memory_says_nothing_beside_the_table() -> None:
-    code = "import torch; from autopar.benchmark.ranks import cpu_peak_bytes as c; print(c(lambda: torch.ones(1024)))"
+    code = (
+        "import torch; from autopar.benchmark.rank_runs import cpu_peak_bytes as c; print(c(lambda: torch.ones(1024)))"
+    )
     environment = {**os.environ, **QUIET_PROFILER}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
     assert (done.stdout.strip(), done.stderr) == ("4096", "")
@@ -68,7 +70,7 @@ def test_a_benchmark_all_of_whose_plans_fail_has_failed(run: Run, failures: tupl
         for number, failure in enumerate(failures)
     )
     outcome = Outcome(title="t", rows=rows, score=score(rows, "0"), num_candidates=2, misfits=())
-    with mock.patch("autopar.benchmark.command.run_local", return_value=outcome):
+    with mock.patch("autopar.benchmark.local.run_local", return_value=outcome):
         done = run("benchmark", "local", "own:model")
     assert done.code == code
     assert "failed: plan 1: ValueError: boom" in done.out
@@ -82,9 +84,7 @@ def test_a_model_that_cannot_make_a_step_is_refused_before_the_machine_is_measur
     lines += ("        return self.rows(x + 4).sum()", "", "def make():")
     lines += ("    return Net(), {'x': torch.zeros(4, 3, dtype=torch.int64)}",)
     (tmp_path / "beyond.py").write_text("\n".join(lines), encoding="utf-8")
-    measured = mock.patch(
-        "autopar.benchmark.command.machine_profile", side_effect=NotImplementedError("it is measured")
-    )
+    measured = mock.patch("autopar.benchmark.local.machine_profile", side_effect=NotImplementedError("it is measured"))
     with measured, mock.patch("torch.cuda.is_available", return_value=False):
         done = run("benchmark", "local", "beyond:make", "--ranks", "2")
         with pytest.raises(NotImplementedError, match="it is measured"):  # as the model may be too large for one device

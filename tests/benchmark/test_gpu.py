@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from autopar.benchmark import gpu
-from autopar.benchmark.device import Comparison, Setting, cluster_of, compare, false_fits
-from autopar.benchmark.device_page import page
-from autopar.benchmark.ranks import Job
-from autopar.benchmark.session import Launch, local_ranks
-from autopar.profile.store import load_profile
+from autopar.benchmark.batches import Launch, local_ranks
+from autopar.benchmark.gpu import __main__ as gpu
+from autopar.benchmark.gpu.device_page import page
+from autopar.benchmark.gpu.one_device import Comparison, Setting, cluster_of, compare, false_fits
+from autopar.benchmark.rank_runs import Job
+from autopar.hardware.read import load_profile
 from tests.benchmarks import device as ratios
 
 LLAMA = (
@@ -58,7 +58,7 @@ def test_profile_predictions_and_page_of_one_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """All that a GPU machine does, but for the device: operators, a profile, every plan, both predictions, a page."""
-    monkeypatch.setattr("autopar.profile.detect.machine_profile", lambda: load_profile("cpu"))
+    monkeypatch.setattr("autopar.hardware.detect.machine.machine_profile", lambda: load_profile("cpu"))
     assert gpu.run_profile(tmp_path, [SMALL])
     profile = load_profile(str(tmp_path / gpu.PROFILE))
     assert profile.device.operators is not None and profile.device.operators.times

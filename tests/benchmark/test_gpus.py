@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.benchmark import gpu
-from autopar.benchmark.facts import facts_text, machine_facts
+from autopar.benchmark.gpu import __main__ as gpu
 from autopar.benchmark.gpus import __main__ as gpus
 from autopar.benchmark.gpus import ranks
 from autopar.benchmark.gpus.cases import BATCH, cases_of
 from autopar.benchmark.gpus.page import page
+from autopar.benchmark.machine_facts import facts_text, machine_facts
 from autopar.planner.space.pins import Pins
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from autopar.benchmark.links import KINDS, LinkTask, measured_cluster
+from autopar.benchmark.rank_links import KINDS, LinkTask, measured_cluster
 from autopar.cost.network.collectives import CollectiveModel
-from autopar.mesh import Mesh
-from autopar.profile.groups import group_sets
-from autopar.profile.store import load_profile
+from autopar.hardware.read import load_profile
+from autopar.measure.rank_groups import group_sets
+from autopar.plan.mesh import Mesh
 
 SIZES = (1024, 8192, 65536)
 

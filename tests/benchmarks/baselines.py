@@ -20,18 +20,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from autopar.api import PRECISIONS
-from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError
-from autopar.graph.ir import Graph
-from autopar.graph.trace import trace
+from autopar.graph.graph import Graph
+from autopar.hardware.cluster import Cluster
+from autopar.models.transformer import Sizes, build
 from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.planner import Planner, Task
 from autopar.planner.space import preferences as experts
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
 from autopar.planner.task import Limits
-from autopar.profile.files import write_text
-from autopar.validate.families import Sizes, build
+from autopar.tracing.trace import trace
+from autopar.util.files import write_text
 from tests.benchmarks.tpe import Sampler
 
 TIMES, LEAST_TRIALS, SEED = 10, 100, 0
@@ -228,7 +228,7 @@ def worse(results: dict[str, list[Row]]) -> list[str]:
 def give(text: str, path: Path | None, found_worse: Sequence[str]) -> int:
     """Write a page, or print it; the exit code says whether anything was worse."""
     if path is not None:
-        write_text(path, text)
+        write_text(path, text, make_folder=True)
     else:
         print(text)
     for line in found_worse:
@@ -249,7 +249,9 @@ def main() -> int:
         if name not in kept:
             kept[name] = compare(name, lambda text: print(text, flush=True))
             write_text(
-                options.results, json.dumps({k: [asdict(row) for row in rows] for k, rows in kept.items()}, indent=1)
+                options.results,
+                json.dumps({k: [asdict(row) for row in rows] for k, rows in kept.items()}, indent=1),
+                make_folder=True,
             )
     results = {name: kept[name] for name in PROBLEMS if name in kept}
     return give(page(results), options.page, worse(results))

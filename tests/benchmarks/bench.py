@@ -15,16 +15,16 @@ from typing import Any
 
 import torch
 
-from autopar.graph.ir import Graph
-from autopar.graph.trace import trace
-from autopar.layout import I, S, Type
+from autopar.graph.graph import Graph
 from autopar.lower.program import lower
-from autopar.mesh import Mesh
-from autopar.plan import Plan
-from autopar.runtime.materialize import ModelWeights
-from autopar.runtime.parallel import Parallel
-from autopar.runtime.workers import WorkerPool
+from autopar.plan.mesh import Mesh
+from autopar.plan.plan import Plan
+from autopar.plan.tensor_types import I, S, Type
+from autopar.runtime.parallel_model import Parallel
+from autopar.runtime.weights.from_model import ModelWeights
 from autopar.runtime.world import World
+from autopar.tracing.trace import trace
+from autopar.verification.rank_pool import WorkerPool
 from tests.benchmarks import rivals
 from tests.distributed.plans import make_plan
 

@@ -22,16 +22,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from autopar import api
-from autopar.graph.ir import Graph
+from autopar.graph.graph import Graph
 from autopar.lower.program import lower
-from autopar.mesh import Mesh
-from autopar.models import ModelSource, resolve_model
-from autopar.plan import BF16, FP32, Precision
-from autopar.profile.files import write_json
+from autopar.models.resolve import ModelSource, resolve_model
+from autopar.plan.mesh import Mesh
+from autopar.plan.plan import BF16, FP32, Precision
 from autopar.runtime.job import start, stop
-from autopar.runtime.materialize import ModelWeights
-from autopar.runtime.parallel import Parallel
+from autopar.runtime.parallel_model import Parallel
+from autopar.runtime.weights.from_model import ModelWeights
 from autopar.runtime.world import World
+from autopar.util.files import write_json
 from tests.benchmarks.rivals import Step, updater
 from tests.distributed.plans import make_plan
 

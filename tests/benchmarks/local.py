@@ -22,17 +22,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from autopar.benchmark.command import Wish, on_cluster
-from autopar.benchmark.links import LinkTask, measured_cluster
-from autopar.benchmark.ranks import QUIET_PROFILER, Job, read_result, write_job
-from autopar.benchmark.session import Launch, Outcome, local_ranks
-from autopar.cluster import Cluster
+from autopar.benchmark.batches import Launch, Outcome, local_ranks
+from autopar.benchmark.local import Wish, on_cluster
+from autopar.benchmark.rank_links import LinkTask, measured_cluster
+from autopar.benchmark.rank_runs import QUIET_PROFILER, Job, read_result, write_job
 from autopar.errors import AutoparError
-from autopar.measured import load_json
-from autopar.profile.detect import machine_profile
-from autopar.profile.files import write_json, write_text
-from autopar.profile.store import MachineProfile
-from autopar.report.units import seconds
+from autopar.hardware.cluster import Cluster
+from autopar.hardware.detect.machine import machine_profile
+from autopar.hardware.measured_times import load_json
+from autopar.hardware.read import MachineProfile
+from autopar.util.files import write_json, write_text
+from autopar.util.units import seconds
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = {
@@ -96,7 +96,7 @@ def through(netcluster: Path, setting: Setting, timeout_s: float) -> Launch:
             write_job(job, job_file)
             command = [sys.executable, str(netcluster), f"--nodes={setting.nodes}", f"--nproc={setting.per_node}"]
             command += [f"--rate={setting.rate}", f"--delay-ms={setting.delay_ms}", f"--timeout={timeout_s}", "--"]
-            command += [str(ROOT / "autopar/benchmark/ranks.py"), str(job_file), str(result)]
+            command += [str(ROOT / "autopar/benchmark/rank_runs.py"), str(job_file), str(result)]
             environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
             try:
                 done = subprocess.run(
@@ -301,7 +301,7 @@ def main() -> int:
     found = measure(options)
     text = page(found, options)
     if options.page is not None:
-        write_text(options.page, text)
+        write_text(options.page, text, make_folder=True)
     print(text)
     return 0
 

@@ -26,23 +26,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar.benchmark import ranks
-from autopar.benchmark.ranks import Job
-from autopar.benchmark.session import PRELOAD
-from autopar.cluster import Cluster
+from autopar.benchmark import rank_runs as ranks
+from autopar.benchmark.batches import PRELOAD
+from autopar.benchmark.rank_runs import Job
 from autopar.errors import InfeasibleError, UsageError
-from autopar.graph.ir import Graph
-from autopar.models import resolve_model
-from autopar.plan import FP32, Plan, Precision
+from autopar.graph.graph import Graph
+from autopar.hardware.cluster import Cluster
+from autopar.hardware.detect.machine import machine_profile
+from autopar.hardware.read import load_library
+from autopar.models.resolve import resolve_model
+from autopar.plan.plan import FP32, Plan, Precision
+from autopar.plan.words import micro_batch_text
 from autopar.planner.planner import Planner
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
 from autopar.planner.task import Limits, Task
-from autopar.profile.detect import machine_profile
-from autopar.profile.files import write_text
-from autopar.profile.store import load_library
-from autopar.report.units import micro_batch_text, seconds
-from autopar.runtime.workers import WorkerPool
+from autopar.util.files import write_text
+from autopar.util.units import seconds
+from autopar.verification.rank_pool import WorkerPool
 
 FP16 = Precision(name="fp16", compute="float16", storage="float32", reduce="float32")
 """What both devices multiply fast; for planning alone, since nothing scales the loss."""
@@ -113,7 +114,7 @@ def best_equal(graph: Graph, cluster: Cluster, batch: int, precision: Precision,
             except InfeasibleError:
                 continue
     if best is None:
-        raise InfeasibleError("some plan has equal stages", value="none")
+        raise InfeasibleError("No plan has equal stages", fix="Take other degrees")
     return best
 
 
@@ -168,7 +169,7 @@ def write_part(page: Path, name: str, text: str) -> None:
     _, closed, after = rest.partition(end)
     if not found or not closed:
         raise UsageError(f"No comments around the part '{name}'", where=str(page), fix="Write both")
-    write_text(page, f"{before}{begin}{text}{end}{after}")
+    write_text(page, f"{before}{begin}{text}{end}{after}", make_folder=True)
 
 
 # --- on this machine

@@ -25,6 +25,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import fields
 from functools import partial
 from importlib.util import find_spec
@@ -34,6 +35,9 @@ from typing import Any
 
 PLANNER = next(name for name in ("autopar.planner", "autopar.search") if find_spec(name) is not None)
 """The package of the planner: it had the second name."""
+
+STUDIES = ("autopar.questions.published_layouts", "autopar.studies")
+"""Where published layouts are posed as problems, or were."""
 
 
 def found(name: str, *modules: str) -> Any:
@@ -58,8 +62,12 @@ def evaluations_of(
     problem: Mapping[str, Any], graph: Any, cluster: Any
 ) -> Iterator[tuple[Any, Callable[[], float | str]]]:
     """Every candidate of the pool, with what evaluates it: seconds of its best plan, or the reason why it has none."""
-    task_of = found("task_of", "autopar.wish", f"{PLANNER}.task", "autopar.api")
-    wish_type = found("Wish", "autopar.wish", f"{PLANNER}.task", "autopar.api")
+    homes = (f"{PLANNER}.request", "autopar.wish", f"{PLANNER}.task", "autopar.api")
+    task_of = found("task_of", *homes)
+    try:
+        wish_type = found("Request", *homes)
+    except ImportError:
+        wish_type = found("Wish", *homes)
     given = asked(problem, cluster)
     wish = wish_type(
         example_inputs=None, global_batch_size=given["global_batch_size"], pins=given["pins"],
@@ -80,11 +88,11 @@ def evaluations_of(
 def graph_of(problem: Mapping[str, Any]) -> Any:
     """The traced model."""
     if "study" in problem:
-        load, graph = (
-            found(name, "autopar.studies", "autopar.questions.studies") for name in ("load_study", "graph_of")
-        )
+        load, graph = (found(name, *STUDIES) for name in ("load_study", "graph_of"))
         return graph(load(problem["study"]))
-    source = found("resolve_model", "autopar.models")(problem["model"], sequence_length=problem["sequence"])
+    source = found("resolve_model", "autopar.models.resolve", "autopar.models")(
+        problem["model"], sequence_length=problem["sequence"]
+    )
     precision = found("PRECISIONS", "autopar.api", "autopar.wish")[problem["precision"]]
     trace_model = found("trace_model", "autopar.api", "autopar.tracing")
     return trace_model(
@@ -105,9 +113,7 @@ def reads(graph_file: Path) -> bool:
 def cluster_of(problem: Mapping[str, Any]) -> Any:
     """The cluster: of a study, of groups, or of a text."""
     if "study" in problem:
-        load, cluster = (
-            found(name, "autopar.studies", "autopar.questions.studies") for name in ("load_study", "cluster_of")
-        )
+        load, cluster = (found(name, *STUDIES) for name in ("load_study", "cluster_of"))
         return cluster(load(problem["study"]))
     parse = found("Cluster", "autopar").parse
     if not problem["groups"]:
@@ -125,7 +131,7 @@ def asked(problem: Mapping[str, Any], cluster: Any) -> dict[str, Any]:
     """Arguments that a search and an evaluation share."""
     batch, precision = problem["batch"], problem["precision"]
     if "study" in problem:
-        study = found("load_study", "autopar.studies", "autopar.questions.studies")(problem["study"])
+        study = found("load_study", *STUDIES)(problem["study"])
         batch, precision = study.global_batch_size, study.precision
     return {
         "cluster": cluster,
@@ -279,8 +285,10 @@ def main() -> int:
     tree, home = os.environ["PYTHONPATH"].split(os.pathsep)[0], importlib.import_module("autopar").__file__
     if home is None or Path(home).parents[1].resolve() != Path(tree).resolve():
         raise SystemExit(f"The package comes from {home}, not from {tree}. Put the tree first in PYTHONPATH.")
-    for module in ("autopar.api", f"{PLANNER}.planner", "scipy.optimize"):  # so that no import is timed
-        importlib.import_module(module)
+    importlib.import_module("autopar.api")  # and what its verbs import when they are called: so that no import is timed
+    for module in (f"{PLANNER}.planner", f"{PLANNER}.request", f"{PLANNER}.studies.workers", "scipy.optimize"):
+        with suppress(ModuleNotFoundError):
+            importlib.import_module(module)
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     for line in sys.stdin:

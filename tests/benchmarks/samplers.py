@@ -17,8 +17,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from autopar.api import PRECISIONS
-from autopar.cluster import Cluster
-from autopar.graph.ir import Graph
+from autopar.graph.graph import Graph
+from autopar.hardware.cluster import Cluster
 from autopar.planner.branch_and_bound.branch_and_bound import BranchAndBound
 from autopar.planner.branch_and_bound.sampling import BY_BOUNDS, BY_SAMPLER, Sampling
 from autopar.planner.planner import Planner, Task

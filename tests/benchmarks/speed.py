@@ -24,9 +24,9 @@ from typing import Any, cast
 import torch
 
 from autopar import api
-from autopar.graph.ir import Graph
-from autopar.models import resolve_model
-from autopar.profile.files import write_text
+from autopar.graph.graph import Graph
+from autopar.models.resolve import resolve_model
+from autopar.util.files import write_text
 
 SELF = "tests.benchmarks.speed"
 WORKERS = 2
@@ -223,7 +223,7 @@ def main() -> int:
     if options.page is None:
         print(text)
     else:
-        write_text(options.page, text)
+        write_text(options.page, text, make_folder=True)
     return 0
 
 

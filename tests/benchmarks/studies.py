@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from autopar.plan import Plan
-from autopar.profile.files import write_text
-from autopar.studies import load_study, run_study, study_files
+from autopar.plan.plan import Plan
+from autopar.questions.published_layouts import load_study, run_study, study_files
+from autopar.util.files import write_text
 
 HEAD = """# Studies
 
@@ -89,10 +89,10 @@ def main() -> int:
         if name not in kept:
             kept[name] = run(name)
             print(f"{name}: {kept[name]}", flush=True)
-            write_text(options.results, json.dumps(kept, indent=1))
+            write_text(options.results, json.dumps(kept, indent=1), make_folder=True)
     text = page({name: kept[name] for name in sorted(kept)})
     if options.page is not None:
-        write_text(options.page, text)
+        write_text(options.page, text, make_folder=True)
     else:
         print(text)
     slower = [

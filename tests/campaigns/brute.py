@@ -17,10 +17,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from autopar.api import PRECISIONS, search
-from autopar.cluster import Cluster
 from autopar.cost.model import CostModel
 from autopar.errors import InfeasibleError
-from autopar.plan import BUCKET_BYTES, Plan
+from autopar.hardware.cluster import Cluster
+from autopar.plan.plan import BUCKET_BYTES, Plan
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import Space
 from autopar.planner.task import Task

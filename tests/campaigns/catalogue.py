@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from autopar.graph.ir import Ref
+from autopar.graph.graph import Ref
 
 if TYPE_CHECKING:
     from tests.campaigns.draw import Builder

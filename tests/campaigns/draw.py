@@ -16,8 +16,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from autopar.graph.evaluate import run
-from autopar.graph.ir import Argument, Block, Buffer, Graph, Input, Op, Parameter, Ref, TensorSpec, digest
+from autopar.graph.graph import Argument, Block, Buffer, Graph, Input, Op, Parameter, Ref, TensorSpec, digest
+from autopar.graph.interpreter import run
 from autopar.graph.random import draws_random
 from tests.campaigns.catalogue import LOSSES, STEPS, UnfitError
 

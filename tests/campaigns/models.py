@@ -16,16 +16,18 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from autopar import api, rules
-from autopar.cli.models import DEFAULT_SAMPLES, VerifiedModel, with_free_links
-from autopar.cluster import Cluster
+from autopar import api
+from autopar.cli.commands.verify import DEFAULT_SAMPLES
 from autopar.errors import AutoparError
 from autopar.graph.attention import is_attention, is_scores
-from autopar.graph.ir import Graph, Op
-from autopar.models import USER_FAILURES, resolve_model
-from autopar.plan import Plan
+from autopar.graph.graph import Graph, Op
+from autopar.hardware.cluster import Cluster
+from autopar.hardware.scale import with_free_links
+from autopar.models.resolve import USER_FAILURES, resolve_model
+from autopar.plan.plan import Plan
 from autopar.planner.space.space import ATTENTION_KINDS
-from autopar.runtime.verify import (
+from autopar.rules import registry as rules
+from autopar.verification.against_one_device import (
     LOSS_TOLERANCE,
     PRELOAD,
     TENSOR_TOLERANCE,
@@ -33,7 +35,8 @@ from autopar.runtime.verify import (
     VerifyReport,
     verify,
 )
-from autopar.runtime.workers import WorkerPool
+from autopar.verification.rank_pool import WorkerPool
+from autopar.verification.verified_model import VerifiedModel
 
 RANKS = 4
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"

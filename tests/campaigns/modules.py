@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.errors import AutoparError
-from autopar.graph.evaluate import evaluate
-from autopar.graph.ir import Graph
-from autopar.graph.trace import trace
+from autopar.graph.graph import Graph
+from autopar.graph.interpreter import evaluate
 from autopar.nn import Experts
+from autopar.tracing.trace import trace
 from tests.campaigns.catalogue import UnfitError
 from tests.campaigns.draw import Choose, value_of
 

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from autopar.graph.ir import TensorSpec
-from autopar.layout import I, P, R, S, Type
-from autopar.rules import default_table
-from autopar.rules.types import Strategy
-from autopar.rules.verify import call, verify_rule
+from autopar.graph.graph import TensorSpec
+from autopar.plan.tensor_types import I, P, R, S, Type
+from autopar.rules.check.by_execution import call, verify_rule
+from autopar.rules.registry import default_table
+from autopar.rules.strategy import Strategy
 from tests.rules.rule_examples import Example, every
 
 SIZE = 2

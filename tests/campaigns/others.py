@@ -27,14 +27,16 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from autopar import api
-from autopar.cli.models import DEFAULT_SAMPLES, VerifiedModel, with_free_links
-from autopar.cluster import Cluster
+from autopar.cli.commands.verify import DEFAULT_SAMPLES
 from autopar.errors import AutoparError, VerificationError
-from autopar.graph.ir import Graph
-from autopar.models import resolve_model
-from autopar.plan import Plan
-from autopar.runtime.verify import PRELOAD, verify
-from autopar.runtime.workers import WorkerPool
+from autopar.graph.graph import Graph
+from autopar.hardware.cluster import Cluster
+from autopar.hardware.scale import with_free_links
+from autopar.models.resolve import resolve_model
+from autopar.plan.plan import Plan
+from autopar.verification.against_one_device import PRELOAD, verify
+from autopar.verification.rank_pool import WorkerPool
+from autopar.verification.verified_model import VerifiedModel
 from tests.campaigns.models import LAYOUTS, RANKS, USER_FAILURES, Result, result_of, said, splits
 from tests.campaigns.others_page import (
     BROKEN,

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from autopar.graph.ir import Graph
-from autopar.plan import Plan
-from autopar.runtime.verdict import DOUBLE_TENSOR_TOLERANCE, LOSS_TOLERANCE, TENSOR_TOLERANCE
+from autopar.graph.graph import Graph
+from autopar.plan.plan import Plan
+from autopar.verification.results import DOUBLE_TENSOR_TOLERANCE, LOSS_TOLERANCE, TENSOR_TOLERANCE
 from tests.campaigns.models import Result
 from tests.campaigns.types import TYPES
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from autopar.runtime.verdict import DOUBLE_TENSOR_TOLERANCE, LOSS_TOLERANCE, TENSOR_TOLERANCE
+from autopar.verification.results import DOUBLE_TENSOR_TOLERANCE, LOSS_TOLERANCE, TENSOR_TOLERANCE
 from tests.campaigns.models import EXPERT_LAYOUTS, LAYOUTS, SEQUENCE_LAYOUTS, Result, Row
 
 _HEAD = """# Model families

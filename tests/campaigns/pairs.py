@@ -11,22 +11,23 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from autopar import rules
 from autopar.errors import RuleError
 from autopar.graph.compact import compact
-from autopar.graph.ir import Graph, Op, Ref
+from autopar.graph.graph import Graph, Op, Ref
 from autopar.graph.random import draws_random
-from autopar.layout import I, P, R, S, Type
-from autopar.lower.check import typecheck
+from autopar.lower.check_types import typecheck
 from autopar.lower.program import lower
-from autopar.lower.typings import SHARDED_AXES
-from autopar.mesh import Mesh
-from autopar.plan import RECOMPUTES, Plan, StagePlan
+from autopar.lower.read_plan import SHARDED_AXES
+from autopar.plan.mesh import Mesh
+from autopar.plan.plan import RECOMPUTES, Plan, StagePlan
+from autopar.plan.tensor_types import I, P, R, S, Type
 from autopar.planner.sharding.batch_axis import solve_batch
-from autopar.rules import apply, spread
-from autopar.rules.conversions import conversion
-from autopar.rules.missing import complete
-from autopar.rules.types import Strategy, Typing
+from autopar.rules import registry as rules
+from autopar.rules.apply import apply
+from autopar.rules.apply import experts_over_data as spread
+from autopar.rules.apply.conversions import conversion
+from autopar.rules.check.missing import complete
+from autopar.rules.strategy import Strategy, Typing
 from tests.campaigns.catalogue import UnfitError
 from tests.campaigns.draw import Choose, draw_model, value_of
 from tests.campaigns.modules import draw_traced

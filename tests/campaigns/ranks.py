@@ -13,19 +13,19 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
-from autopar import ops
-from autopar.graph.ir import Buffer, Graph, Op, Parameter, Ref
+from autopar.graph.graph import Buffer, Graph, Op, Parameter, Ref
 from autopar.graph.random import draws_random
-from autopar.layout import Type
 from autopar.lower.program import Program, StageProgram
-from autopar.mesh import DATA_AXES
-from autopar.rules.apply import BATCH
-from autopar.rules.spread import AXIS as SPREAD
-from autopar.rules.zigzag import RING
-from autopar.runtime import data_parallel
+from autopar.ops import seeded
+from autopar.plan.mesh import DATA_AXES
+from autopar.plan.tensor_types import Type
+from autopar.rules.apply.apply import BATCH
+from autopar.rules.apply.experts_over_data import AXIS as SPREAD
+from autopar.rules.apply.zigzag import RING
 from autopar.runtime.monitor import Monitor
-from autopar.runtime.pipeline import Pipeline, micro_batches
-from autopar.runtime.stage import StageModule
+from autopar.runtime.step import fsdp as data_parallel
+from autopar.runtime.step.runner import Pipeline, micro_batches
+from autopar.runtime.step.stage import StageModule
 from tests.lower.ranks import axis_group, run_sums, slice_of, these_meshes, this_mesh
 
 STEP = 7
@@ -180,7 +180,7 @@ def _draws(stages: Sequence[StageProgram], count: int) -> Draws:
     for stage in stages:
         for block in stage.blocks:
             for node in block.module.graph.nodes:
-                if node.target in (ops.dropout, ops.draw):
+                if node.target in (seeded.dropout, seeded.draw):
                     for number in range(count):
                         found[node.name, number] = _drawn(node, STEP * (count + 1) + number)
     return found
@@ -191,7 +191,7 @@ def _drawn(node: fx.Node, seed: int) -> Tensor:
     source = kwargs["seed"]
     kwargs["seed"] = seed // source.args[1] if source.target is operator.floordiv else seed
     args = [torch.ones(x.meta["spec"].shape, dtype=torch.float64) if isinstance(x, fx.Node) else x for x in node.args]
-    if node.target is ops.dropout and not isinstance(node.args[0], fx.Node):
+    if node.target is seeded.dropout and not isinstance(node.args[0], fx.Node):
         raise AssertionError(node)
     made = node.target(*args, **kwargs)  # type: ignore[operator]
     assert isinstance(made, Tensor)

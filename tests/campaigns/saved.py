@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from autopar.graph.ir import Block, Buffer, Graph, Input, Op, Parameter, Ref, TensorSpec
-from autopar.plan_io import plan_from_dict, plan_to_dict
+from autopar.graph.graph import Block, Buffer, Graph, Input, Op, Parameter, Ref, TensorSpec
+from autopar.plan.file import plan_from_dict, plan_to_dict
 from tests.campaigns.pairs import Pair
 
 

@@ -9,7 +9,7 @@ from itertools import islice
 
 import torch
 
-from autopar.graph.ir import Argument, Block, Graph, Input, Op, Parameter, Ref, TensorSpec
+from autopar.graph.graph import Argument, Block, Graph, Input, Op, Parameter, Ref, TensorSpec
 from tests.campaigns.product import Small, typings
 
 GPUS = ("h100-sxm5-80gb", "a100-sxm4-40gb", "a10g-24gb", "l4-24gb")

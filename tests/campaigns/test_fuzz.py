@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from autopar.rules import default_table
+from autopar.rules.registry import default_table
 from autopar.rules.table import Rule, torch_rules
 from tests.campaigns.fuzz import Tally, run_chunk
 from tests.campaigns.pairs import check_pair

@@ -6,8 +6,8 @@ from typing import Any
 
 from autopar.cost.blocks.block_cost import BlockCost, ParameterCost
 from autopar.cost.model import StageCost, Step
-from autopar.mesh import Mesh
-from autopar.plan import Recompute
+from autopar.plan.mesh import Mesh
+from autopar.plan.plan import Recompute
 
 
 def block(name: str = "layer", *, rows: int = 1024, width: int = 1024, **changes: Any) -> BlockCost:

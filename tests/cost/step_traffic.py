@@ -28,7 +28,7 @@ from autopar.cost.model import CostModel
 from autopar.cost.step.data_parallel import DataParallel, itemsize
 from autopar.cost.step.gradient_buckets import Summed, buckets, is_fsdps, late_sums, scalars, stage_parameters, tied
 from autopar.cost.step.step import StageCost, Step
-from autopar.schedule import schedule_actions
+from autopar.plan.schedule import schedule_actions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,15 +10,15 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from autopar.cluster import Cluster
 from autopar.cost.blocks.block_collectives import Message, messages
 from autopar.cost.model import CostModel
 from autopar.cost.operators.roofline import EXPERT_TARGETS, experts_as_run, experts_wait_s, op_time
 from autopar.cost.operators.work import work
-from autopar.graph import trace
-from autopar.graph.ir import Argument, Block, Graph, Input, Op, Parameter, Ref, TensorSpec
-from autopar.mesh import Mesh
-from autopar.plan import FP32
+from autopar.graph.graph import Argument, Block, Graph, Input, Op, Parameter, Ref, TensorSpec
+from autopar.hardware.cluster import Cluster
+from autopar.plan.mesh import Mesh
+from autopar.plan.plan import FP32
+from autopar.tracing.trace import trace
 
 MODEL = CostModel(Cluster.parse("cpu:1x4"), FP32, "adamw")
 B, S, H = 4, 64, 96

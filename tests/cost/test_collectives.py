@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.cluster import Cluster, Tier
 from autopar.cost.network.collectives import KINDS, CollectiveModel, volume_factor
 from autopar.cost.network.placement import GroupShape, group_place, group_shape
 from autopar.errors import UsageError
-from autopar.links import Link
-from autopar.mesh import Mesh
-from autopar.topology import Fabric
+from autopar.hardware.cluster import Cluster, Tier
+from autopar.hardware.link import Link
+from autopar.hardware.topology import Fabric
+from autopar.plan.mesh import Mesh
 
 TABLE = Path(__file__).parents[3] / "shared" / "validation" / "collective_bandwidth.csv"
 

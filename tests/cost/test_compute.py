@@ -10,13 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.cluster import Cluster
 from autopar.cost.operators.roofline import op_time
 from autopar.cost.operators.work import operand_specs, work
 from autopar.errors import UsageError
-from autopar.graph import trace
-from autopar.graph.ir import Argument, Op, Ref, TensorSpec
-from autopar.rates import CurvePoint
+from autopar.graph.graph import Argument, Op, Ref, TensorSpec
+from autopar.hardware.cluster import Cluster
+from autopar.hardware.device_rates import CurvePoint
+from autopar.tracing.trace import trace
 
 H100 = Cluster.parse("h100-sxm5-80gb:1x8").devices[0]
 BF16, F32 = torch.bfloat16, torch.float32

@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.cluster import Cluster
 from autopar.cost.blocks.block_cost import BlockCost
 from autopar.cost.blocks.block_work import BlockWork, block_work
 from autopar.cost.model import CostModel
 from autopar.cost.operators.work_record import Work
-from autopar.graph import trace
-from autopar.graph.ir import Graph
-from autopar.mesh import Mesh
-from autopar.plan import FP32, Precision
-from autopar.validate.families import Sizes, build
+from autopar.graph.graph import Graph
+from autopar.hardware.cluster import Cluster
+from autopar.models.transformer import Sizes, build
+from autopar.plan.mesh import Mesh
+from autopar.plan.plan import FP32, Precision
+from autopar.tracing.trace import trace
 from autopar.validate.foreign import ForeignRuntime, copies_s
 from autopar.validate.kernels.fusion import ForeignKernels
 from tests.cost.blocks_by_hand import block, stage, step

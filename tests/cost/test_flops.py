@@ -30,9 +30,9 @@ from torch.utils.flop_counter import (
 
 from autopar.cost.operators.work import operand_specs, work
 from autopar.cost.operators.work_record import argument
-from autopar.graph import Graph, trace
-from autopar.graph.ir import Op
-from autopar.models import resolve_model
+from autopar.graph.graph import Graph, Op
+from autopar.models.resolve import resolve_model
+from autopar.tracing.trace import trace
 from tests.campaigns.models import FAMILIES
 
 Shape = Sequence[int]

@@ -10,9 +10,9 @@ import torch
 from autopar.cost.blocks.block_work import BlockWork, block_work
 from autopar.cost.operators.work import LINEAR
 from autopar.cost.operators.work_record import Work
-from autopar.graph import trace
-from autopar.graph.ir import Graph, Op, Ref, TensorSpec
-from autopar.validate.families import Sizes, build
+from autopar.graph.graph import Graph, Op, Ref, TensorSpec
+from autopar.models.transformer import Sizes, build
+from autopar.tracing.trace import trace
 from autopar.validate.kernels.fusion import EAGER, ForeignKernels, fuse_ring
 from autopar.validate.practice import second_products
 

@@ -13,15 +13,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.cluster import Cluster
 from autopar.cost.model import CostModel
 from autopar.cost.operators.measured import Measured, decode, encode, key_of, measurement_note
 from autopar.cost.operators.roofline import OpTime, op_time
 from autopar.errors import UsageError
-from autopar.graph.ir import Argument, Op, Ref, TensorSpec
-from autopar.measured import OperatorTable, OperatorTime
-from autopar.plan import FP32
-from autopar.profile.store import load_profile, profile_to_dict
+from autopar.graph.graph import Argument, Op, Ref, TensorSpec
+from autopar.hardware.cluster import Cluster
+from autopar.hardware.measured_times import OperatorTable, OperatorTime
+from autopar.hardware.read import load_profile, profile_to_dict
+from autopar.plan.plan import FP32
 
 CPU = Cluster.parse("cpu:1x1").devices[0]
 X, W = Ref("x"), Ref("w")

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from autopar.cluster import Cluster
 from autopar.cost.blocks.block_cost import ParameterCost
 from autopar.cost.model import CostModel, StageCost
 from autopar.cost.network.collectives import CollectiveModel
@@ -20,9 +19,10 @@ from autopar.cost.step.memory import State, state_bytes
 from autopar.cost.step.optimizer import optimizer_cost
 from autopar.cost.step.runtime import Runtime
 from autopar.errors import UsageError
-from autopar.graph import trace
-from autopar.mesh import Mesh
-from autopar.plan import BF16, FP32, Precision
+from autopar.hardware.cluster import Cluster
+from autopar.plan.mesh import Mesh
+from autopar.plan.plan import BF16, FP32, Precision
+from autopar.tracing.trace import trace
 from tests.cost.blocks_by_hand import block, stage, step
 
 CLUSTER = Cluster.parse("h100-sxm5-80gb:4x8")

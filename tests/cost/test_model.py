@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.cluster import Cluster
 from autopar.cost.blocks.block_cost import BlockCost, ParameterCost
 from autopar.cost.model import CostModel, StageCost
-from autopar.device import Overheads
 from autopar.errors import UsageError
-from autopar.host import HostLink
-from autopar.mesh import Mesh
-from autopar.plan import BF16, FP32, Prediction, Recompute
+from autopar.hardware.cluster import Cluster
+from autopar.hardware.device import HostLink, Overheads
+from autopar.plan.mesh import Mesh
+from autopar.plan.plan import BF16, FP32, Recompute
+from autopar.plan.prediction import Prediction
 from autopar.validate.foreign import ForeignRuntime
 from tests.cost.blocks_by_hand import block, stage, step
 from tests.cost.step_traffic import traffic

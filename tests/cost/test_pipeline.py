@@ -16,7 +16,7 @@ from autopar.cost.step.simulation import (
     simulate,
     whole,
 )
-from autopar.schedule import dependencies, schedule_actions, schedule_numbers
+from autopar.plan.schedule import dependencies, schedule_actions, schedule_numbers
 
 F, B = 1.0, 2.0
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from autopar import api
-from autopar.cluster import Cluster
-from autopar.graph.ir import Graph
-from autopar.plan import Plan
+from autopar.graph.graph import Graph
+from autopar.hardware.cluster import Cluster
+from autopar.plan.plan import Plan
 from tests.mixed_clusters import of_one, two_kinds
 from tests.planner.graphs import mlp
 

@@ -135,13 +135,13 @@ LISTED: dict[tuple[str, str, str], str] = {
     (
         "host waits",
         "Tensor.tolist",
-        "autopar/expert_ops.py:_read",
+        "autopar/ops/experts.py:_read",
     ): "sizes of what is sent to the ranks of experts, or of each "
     "expert's rows where no grouped product is: once a call, and priced",
     (
         "host waits",
         "event.synchronize",
-        "autopar/host_copy.py:wait",
+        "autopar/runtime/optimizer/host_copy.py:wait",
     ): "a step on the host begins when its gradients are down, and the next one when its parameters are up",
     (
         "host waits",
@@ -151,13 +151,17 @@ LISTED: dict[tuple[str, str, str], str] = {
     (
         "host waits",
         "event.synchronize",
-        "autopar/runtime/shared_samples.py:read",
+        "autopar/runtime/guard/shared_samples.py:read",
     ): "what was queued before one step in 32 is read before the step after it, of which the device has all work by then",
-    ("host waits", "Tensor.item", "autopar/runtime/loss_scale.py:step"): "torch's scaler asks whether a step is made",
+    (
+        "host waits",
+        "Tensor.item",
+        "autopar/runtime/step/loss_scale.py:step",
+    ): "torch's scaler asks whether a step is made",
     (
         "host waits",
         "Tensor.__int__",
-        "autopar/runtime/replicas.py:check_now",
+        "autopar/runtime/guard/replicas.py:check_now",
     ): "whether copies of parameters differ: before one step in a thousand, and before a checkpoint",
 }
 """Where a program may wait or keep states: kind, what, and file and function, with the reason."""

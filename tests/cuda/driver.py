@@ -34,10 +34,10 @@ def run(case: Case, rank: int, record: Any) -> int:
 
     from autopar import api
     from autopar.lower.program import lower
+    from autopar.runtime.guard.replicas import EVERY
     from autopar.runtime.job import stop
-    from autopar.runtime.materialize import ModelWeights
-    from autopar.runtime.parallel import Parallel
-    from autopar.runtime.replicas import EVERY
+    from autopar.runtime.parallel_model import Parallel
+    from autopar.runtime.weights.from_model import ModelWeights
     from autopar.runtime.world import World
     from tests.cuda.watch import Watch
 
@@ -97,7 +97,7 @@ def run(case: Case, rank: int, record: Any) -> int:
 
 def _look(parallel: Any, case: Case, batch: Any, record: Any, phase: str) -> None:
     """A step whose batch is compared with those of other ranks, and calls after it."""
-    from autopar.runtime.shared_samples import EVERY
+    from autopar.runtime.guard.shared_samples import EVERY
 
     record.phase = phase
     parallel._shared._calls = EVERY
@@ -149,7 +149,7 @@ def _call(parallel: Any, batch: Any, record: Any) -> None:
 
 def _save(parallel: Any, optimizer: Any, record: Any) -> dict[str, Any]:
     """What goes to a checkpoint, but for the files."""
-    from autopar.runtime import checkpoint
+    from autopar.runtime.weights import checkpoint
 
     kept: list[Any] = []
     record.phase = "save"
@@ -173,7 +173,7 @@ def _load(parallel: Any, saved: dict[str, Any], record: Any) -> None:
     from torch._subclasses.fake_tensor import unset_fake_temporarily
     from torch.distributed.tensor import DTensor
 
-    from autopar.runtime import checkpoint
+    from autopar.runtime.weights import checkpoint
 
     def read(path: Path, state: dict[str, Any]) -> None:
         assert saved.keys() >= state.keys(), sorted(state.keys() - saved.keys())
@@ -213,7 +213,7 @@ def _traced(case: Case) -> tuple[Any, Any, Any]:
     import torch
 
     from autopar import api
-    from autopar.models import resolve_model
+    from autopar.models.resolve import resolve_model
     from tests.distributed.oddities import UnusualSubject
     from tests.distributed.remembering import RememberingSubject
 
@@ -278,8 +278,9 @@ def main(guard: str, output: str, group: str) -> None:
     """See the module."""
     ctypes.CDLL(guard, mode=ctypes.RTLD_GLOBAL)  # before torch looks for devices
     warnings.filterwarnings("ignore")
-    from autopar import expert_ops, host_copy
-    from autopar.runtime import shared_samples
+    from autopar.ops import experts as expert_ops
+    from autopar.runtime.guard import shared_samples
+    from autopar.runtime.optimizer import host_copy
     from tests.cuda.watch import Record, install
 
     record = Record()

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from autopar.runtime.verify import PRELOAD
-from autopar.runtime.workers import WorkerPool
+from autopar.verification.against_one_device import PRELOAD
+from autopar.verification.rank_pool import WorkerPool
 
 
 @pytest.fixture(scope="session")

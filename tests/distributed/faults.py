@@ -11,11 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import autopar.lower.program
-import autopar.ops
-from autopar.graph.ir import Graph, Op
-from autopar.lower.typings import local_graph
-from autopar.plan import Plan
-from autopar.runtime.verify import Subject
+import autopar.ops.collectives
+import autopar.ops.names
+from autopar.graph.graph import Graph, Op
+from autopar.lower.read_plan import local_graph
+from autopar.plan.plan import Plan
+from autopar.verification.subject import Subject
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,8 @@ def planted(local: Graph, fault: Fault) -> Graph:
         assert any(p.name in read and p.gradient_sum_axes for p in local.parameters)
         forgotten = (replace(p, gradient_sum_axes=()) if p.name in read else p for p in local.parameters)
         return replace(local, parameters=tuple(forgotten))
-    setattr(autopar.ops, f"fault_{fault.kind}", KINDS[fault.kind](op))
-    autopar.ops.resolve.cache_clear()
+    setattr(autopar.ops.collectives, f"fault_{fault.kind}", KINDS[fault.kind](op))
+    autopar.ops.names.resolve.cache_clear()
     wrong = replace(op, target=f"autopar.fault_{fault.kind}")
     return replace(local, ops=tuple(wrong if one is op else one for one in local.ops))
 
@@ -95,18 +96,18 @@ def _scaled(made: Any, forward: float, backward: float) -> Any:
 def _no_sum(op: Op) -> Callable[..., Tensor]:
     """A reduce-scatter that hands on the rank's own summand."""
     assert op.target == "autopar.reduce_scatter"
-    return lambda x, axis, dim: autopar.ops.shard(x, axis, dim, "R")
+    return lambda x, axis, dim: autopar.ops.collectives.shard(x, axis, dim, "R")
 
 
 def _no_gradient_sum(op: Op) -> Callable[..., Tensor]:
     """An all-gather for readers that do the same work, where each does its own."""
     assert op.target == "autopar.all_gather"
-    return lambda x, axis, dim, _: autopar.ops.all_gather(x, axis, dim, "I")
+    return lambda x, axis, dim, _: autopar.ops.collectives.all_gather(x, axis, dim, "I")
 
 
 def _one_rank(op: Op) -> Callable[..., Tensor]:
     """A wrong value on the last rank."""
-    right = autopar.ops.resolve(op.target)
+    right = autopar.ops.names.resolve(op.target)
 
     def call(*args: Any, **kwargs: Any) -> Tensor:
         last = dist.get_rank() == dist.get_world_size() - 1
@@ -116,12 +117,12 @@ def _one_rank(op: Op) -> Callable[..., Tensor]:
 
 
 def _value(op: Op) -> Callable[..., Tensor]:
-    right = autopar.ops.resolve(op.target)
+    right = autopar.ops.names.resolve(op.target)
     return lambda *args, **kwargs: _scaled(right(*args, **kwargs), 1.25, 1.0)
 
 
 def _gradient(op: Op) -> Callable[..., Tensor]:
-    right = autopar.ops.resolve(op.target)
+    right = autopar.ops.names.resolve(op.target)
     return lambda *args, **kwargs: _scaled(right(*args, **kwargs), 1.0, 1.25)
 
 

@@ -19,20 +19,20 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError, UsageError
-from autopar.graph.ir import Graph
+from autopar.graph.graph import Graph
 from autopar.lower.program import lower
-from autopar.plan import Plan
-from autopar.runtime import shared_samples
-from autopar.runtime.alarm import Alarm
-from autopar.runtime.data_parallel import fsdp_modules
-from autopar.runtime.gradients import local_part
+from autopar.plan.plan import Plan
+from autopar.runtime.guard import shared_samples
+from autopar.runtime.guard.failure_watch import Alarm
+from autopar.runtime.guard.replicas import EVERY
 from autopar.runtime.launch import launch
-from autopar.runtime.materialize import ModelWeights
 from autopar.runtime.monitor import MEASURED_STEPS, WARM_UP_STEPS
-from autopar.runtime.parallel import Parallel
-from autopar.runtime.replicas import EVERY
-from autopar.runtime.verify import adamw
+from autopar.runtime.parallel_model import Parallel
+from autopar.runtime.step.fsdp import fsdp_modules
+from autopar.runtime.step.gradients import local_part
+from autopar.runtime.weights.from_model import ModelWeights
 from autopar.runtime.world import World
+from autopar.verification.against_one_device import adamw
 from tests.distributed.subjects import HfSubject
 
 Batch = Mapping[str, Tensor]
@@ -41,7 +41,7 @@ Batch = Mapping[str, Tensor]
 def _alarmed(subject: HfSubject, plan: Plan, graph: Graph, path: Path) -> Parallel:
     """One that soon finds out what other ranks do; what is logged goes to the file."""
     logging.getLogger("autopar").addHandler(logging.FileHandler(path))
-    with mock.patch("autopar.runtime.parallel.Alarm", partial(Alarm, poll_s=0.05, grace_s=0.2)):
+    with mock.patch("autopar.runtime.parallel_model.Alarm", partial(Alarm, poll_s=0.05, grace_s=0.2)):
         return build(subject, plan, graph)
 
 
@@ -125,7 +125,7 @@ def called_back(parallel: Parallel, batch: Batch, *, fails: bool) -> None:
     with ExitStack() as stack:
         if fails:
             error = IndexError("Target 1000000 is out of bounds.")
-            stack.enter_context(mock.patch("autopar.runtime.step_gradients.SetAside.begin", side_effect=error))
+            stack.enter_context(mock.patch("autopar.runtime.step.step_gradients.SetAside.begin", side_effect=error))
         loss.backward()
 
 
@@ -134,7 +134,7 @@ def clipped_to(parallel: Parallel, *, fails: bool) -> None:
     with ExitStack() as stack:
         if fails:
             error = IndexError("Target 1000000 is out of bounds.")
-            stack.enter_context(mock.patch("autopar.runtime.parallel.Norm.__call__", side_effect=error))
+            stack.enter_context(mock.patch("autopar.runtime.parallel_model.Norm.__call__", side_effect=error))
         parallel.clip_grad_norm_(1.0)
 
 

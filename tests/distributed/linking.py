@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import AutoparError
-from autopar.profile.groups import GroupSet
-from autopar.profile.links import COLLECTIVES, Limits, LinkJob, LinkPoints, measure_links
+from autopar.measure.collective_times import COLLECTIVES, Limits, LinkJob, LinkPoints, measure_links
+from autopar.measure.rank_groups import GroupSet
 
 LARGEST = 16 * 1024
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.graph.ir import Graph
-from autopar.plan import Plan
+from autopar.graph.graph import Graph
+from autopar.plan.plan import Plan
 from tests.distributed.jobs import build
 from tests.distributed.subjects import HfSubject
 

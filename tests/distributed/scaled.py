@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.func import functional_call
 
-from autopar.graph.ir import Graph
-from autopar.plan import Plan
-from autopar.runtime.loss_scale import ParallelScaler
-from autopar.runtime.parallel import Parallel
-from autopar.runtime.verify import loss_of
+from autopar.graph.graph import Graph
+from autopar.plan.plan import Plan
+from autopar.runtime.parallel_model import Parallel
+from autopar.runtime.step.loss_scale import ParallelScaler
+from autopar.verification.against_one_device import loss_of
 from tests.distributed.jobs import build
 
 Batch = Mapping[str, Tensor]

@@ -76,7 +76,7 @@ class HfSubject:
         return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
     def trace(self) -> Any:
-        from autopar.graph.trace import trace
+        from autopar.tracing.trace import trace
 
         return trace(self.build(), kwargs=self.make_batch(2, seed=0), name=self.kind)
 

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 
 from autopar import api
-from autopar.benchmark import ranks
-from autopar.benchmark.command import Wish, on_cluster, one_device_pins, run_local, task_of
-from autopar.benchmark.links import KINDS, LinkTask
-from autopar.benchmark.plans import Choice, entry_of, variants
-from autopar.benchmark.ranks import Job
-from autopar.benchmark.session import benchmark
-from autopar.cluster import Cluster
+from autopar.benchmark import rank_runs as ranks
+from autopar.benchmark.batches import benchmark
+from autopar.benchmark.chosen_plans import Choice, entry_of, variants
+from autopar.benchmark.local import Wish, on_cluster, one_device_pins, run_local, task_of
+from autopar.benchmark.rank_links import KINDS, LinkTask
+from autopar.benchmark.rank_runs import Job
 from autopar.errors import UsageError
-from autopar.models import resolve_model
-from autopar.runtime.workers import WorkerPool
+from autopar.hardware.cluster import Cluster
+from autopar.models.resolve import resolve_model
+from autopar.verification.rank_pool import WorkerPool
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(180)]
 
@@ -120,9 +120,9 @@ def test_one_rank_of_plans_for_more_is_held_against_its_own_compute_and_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pool: WorkerPool
 ) -> None:
     monkeypatch.setattr(Cluster, "parse", lambda text, cache_dir=None: CPU4)  # nothing is measured
-    monkeypatch.setattr("autopar.benchmark.command.machine_profile", lambda **options: None)
+    monkeypatch.setattr("autopar.benchmark.local.machine_profile", lambda **options: None)
     monkeypatch.setattr(
-        "autopar.benchmark.command.local_ranks",
+        "autopar.benchmark.local.local_ranks",
         lambda count, timeout_s: nullcontext(lambda job: pool.run(ranks.run, job, size=count, timeout_s=timeout_s)),
     )
     wish = replace(WISH, num_ranks=4, as_rank=3, pins=("tp=2", "micro_batch=2"), sample=1, rounds=1, steps=1)

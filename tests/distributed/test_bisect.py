@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from autopar import api
-from autopar.cli.verify_report import render_verification, verification
 from autopar.errors import VerificationError
-from autopar.graph.ir import Graph, Op
-from autopar.lower.typings import local_graph
-from autopar.mesh import Mesh
-from autopar.plan import Plan
-from autopar.runtime.verify import PRELOAD, VerifyReport, verify
-from autopar.runtime.workers import WorkerPool
+from autopar.graph.graph import Graph, Op
+from autopar.lower.read_plan import local_graph
+from autopar.plan.mesh import Mesh
+from autopar.plan.plan import Plan
+from autopar.verification.against_one_device import PRELOAD, VerifyReport, verify
+from autopar.verification.as_text import render_verification, verification
+from autopar.verification.rank_pool import WorkerPool
 from tests.distributed.faults import Fault, Faulty
 from tests.distributed.plans import make_plan
 from tests.distributed.subjects import HfSubject, Unpadded

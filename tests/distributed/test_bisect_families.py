@@ -10,15 +10,16 @@ import pytest
 import torch
 
 from autopar import api
-from autopar.cli.models import VerifiedModel, with_free_links
-from autopar.cluster import Cluster
-from autopar.graph.ir import Graph
-from autopar.lower.typings import local_graph
-from autopar.models import resolve_model
-from autopar.plan import Plan
-from autopar.runtime.bisect import bisect
-from autopar.runtime.verify import PRELOAD, in_dtype, loss_of
-from autopar.runtime.workers import WorkerPool
+from autopar.graph.graph import Graph
+from autopar.hardware.cluster import Cluster
+from autopar.hardware.scale import with_free_links
+from autopar.lower.read_plan import local_graph
+from autopar.models.resolve import resolve_model
+from autopar.plan.plan import Plan
+from autopar.verification.against_one_device import PRELOAD, in_dtype, loss_of
+from autopar.verification.first_difference import bisect
+from autopar.verification.rank_pool import WorkerPool
+from autopar.verification.verified_model import VerifiedModel
 from tests.distributed.faults import Fault, Faulty
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]

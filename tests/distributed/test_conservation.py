@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from autopar import api
-from autopar.graph.trace import trace
-from autopar.plan import FP16
-from autopar.runtime.workers import WorkerPool
+from autopar.plan.plan import FP16
+from autopar.tracing.trace import trace
+from autopar.verification.rank_pool import WorkerPool
 from tests.distributed import jobs
 from tests.distributed.mixtures import Subject
 from tests.distributed.test_layouts import traced

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from autopar import api
-from autopar.runtime.workers import WorkerPool
+from autopar.verification.rank_pool import WorkerPool
 from tests.distributed import jobs
 from tests.distributed.masked import SAMPLES, TOKENS, WIDTH, MaskedSubject
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from autopar import api
-from autopar.cli.models import VerifiedModel
-from autopar.graph.ir import Graph
-from autopar.graph.trace import trace
-from autopar.models import resolve_model
-from autopar.plan import BF16, Plan
-from autopar.runtime.verify import adamw, verify
-from autopar.runtime.workers import WorkerPool
+from autopar.graph.graph import Graph
+from autopar.models.resolve import resolve_model
+from autopar.plan.plan import BF16, Plan
+from autopar.tracing.trace import trace
+from autopar.verification.against_one_device import adamw, verify
+from autopar.verification.rank_pool import WorkerPool
+from autopar.verification.verified_model import VerifiedModel
 from tests.distributed import jobs
 from tests.distributed.mixtures import Subject
 

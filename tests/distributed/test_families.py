@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from autopar import api
-from autopar.cli.models import VerifiedModel
 from autopar.errors import InfeasibleError, PlanError, VerificationError
 from autopar.lower.program import lower
-from autopar.models import resolve_model
-from autopar.plan import FP64
-from autopar.runtime.verify import verify
-from autopar.runtime.workers import WorkerPool
+from autopar.models.resolve import resolve_model
+from autopar.plan.plan import FP64
+from autopar.verification.against_one_device import verify
+from autopar.verification.rank_pool import WorkerPool
+from autopar.verification.verified_model import VerifiedModel
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
 

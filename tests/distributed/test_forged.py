@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from autopar.errors import AutoparError
 from autopar.runtime.job import start, stop
-from autopar.runtime.reader import Planner, Reader
-from autopar.runtime.workers import WorkerPool
-from autopar.runtime.writer import Writer
+from autopar.runtime.weights.checkpoint_reader import Planner, Reader
+from autopar.runtime.weights.checkpoint_writer import Writer
+from autopar.verification.rank_pool import WorkerPool
 from tests.distributed import jobs
 from tests.distributed.test_state import planned, traced
 

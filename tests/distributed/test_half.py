@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from autopar import api
-from autopar.mesh import Mesh
-from autopar.plan import BF16, FP16, Plan
-from autopar.runtime.verify import loss_of
-from autopar.runtime.workers import WorkerPool
+from autopar.plan.mesh import Mesh
+from autopar.plan.plan import BF16, FP16, Plan
+from autopar.verification.against_one_device import loss_of
+from autopar.verification.rank_pool import WorkerPool
 from tests.distributed import scaled
 from tests.distributed.mixtures import Subject
 from tests.distributed.plans import make_plan, micro_batch_size

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from autopar.mesh import Mesh
-from autopar.runtime.verify import verify
-from autopar.runtime.workers import WorkerPool
+from autopar.plan.mesh import Mesh
+from autopar.verification.against_one_device import verify
+from autopar.verification.rank_pool import WorkerPool
 from tests.distributed.plans import make_plan, micro_batch_size
 from tests.distributed.subjects import HfSubject
 

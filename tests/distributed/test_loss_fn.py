@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from autopar import api
-from autopar.plan import FP32, FP64
-from autopar.runtime.verify import verify
-from autopar.runtime.workers import WorkerPool
+from autopar.plan.plan import FP32, FP64
+from autopar.verification.against_one_device import verify
+from autopar.verification.rank_pool import WorkerPool
 from tests.distributed.tagger import TaggerSubject, doubled, parallelized, tagging_loss
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from autopar import api
-from autopar.cluster import Cluster
-from autopar.plan_io import load_plan, save_plan
-from autopar.profile.files import write_toml
-from autopar.runtime.verify import verify
-from autopar.runtime.workers import WorkerPool
+from autopar.hardware.cluster import Cluster
+from autopar.plan.file import load_plan, save_plan
+from autopar.util.files import write_toml
+from autopar.verification.against_one_device import verify
+from autopar.verification.rank_pool import WorkerPool
 from tests.distributed.subjects import HfSubject
 from tests.mixed_clusters import two_kinds
 

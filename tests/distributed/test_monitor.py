@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from autopar import api
-from autopar.cli.models import with_free_links
-from autopar.cluster import Cluster
-from autopar.run_log import CATEGORIES, DATA, OPTIMIZER, PIPELINE, TENSOR, read_log
+from autopar.hardware.cluster import Cluster
+from autopar.hardware.scale import with_free_links
+from autopar.plan.run_log import CATEGORIES, DATA, OPTIMIZER, PIPELINE, TENSOR, read_log
 from autopar.runtime.monitor import MEASURED_STEPS
-from autopar.runtime.workers import WorkerPool
+from autopar.verification.rank_pool import WorkerPool
 from tests.distributed import jobs
 from tests.distributed.test_layouts import traced
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from autopar import api
-from autopar.cluster import Cluster
 from autopar.cost.model import CostModel
-from autopar.host import HostLink
-from autopar.runtime.workers import WorkerPool
+from autopar.hardware.cluster import Cluster
+from autopar.hardware.device import HostLink
+from autopar.verification.rank_pool import WorkerPool
 from tests.distributed import jobs
 from tests.distributed.plans import make_plan, micro_batch_size
 from tests.distributed.subjects import SEQUENCE, HfSubject

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from autopar import api
-from autopar.plan import FP32, FP64
-from autopar.runtime.verify import verify
-from autopar.runtime.workers import WorkerPool
+from autopar.plan.plan import FP32, FP64
+from autopar.verification.against_one_device import verify
+from autopar.verification.rank_pool import WorkerPool
 from tests.distributed.oddities import UnusualSubject
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from autopar import api
-from autopar.graph.ir import Graph
-from autopar.models import resolve_model
-from autopar.plan import FP32, Plan
-from autopar.runtime.verify import Subject, verify
-from autopar.runtime.workers import WorkerPool
+from autopar.graph.graph import Graph
+from autopar.models.resolve import resolve_model
+from autopar.plan.plan import FP32, Plan
+from autopar.verification.against_one_device import verify
+from autopar.verification.rank_pool import WorkerPool
+from autopar.verification.subject import Subject
 from tests.distributed import jobs
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]

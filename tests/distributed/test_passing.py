@@ -1,6 +1,6 @@
 """What stages of a pipeline pass to each other beside activations with gradients, against one device.
 
-Up to torch 2.11 pipelines ask of all of it for what activations have (``autopar/runtime/passing.py``); 2.13 does not.
+Up to torch 2.11 pipelines ask of all of it for what activations have (``autopar/runtime/step/stage_io.py``); 2.13 does not.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from autopar import api
-from autopar.graph.ir import Graph, Ref
+from autopar.graph.graph import Graph, Ref
 from autopar.lower.emit import str_name
 from autopar.lower.program import Program, lower
-from autopar.mesh import Mesh
-from autopar.plan import FP32
-from autopar.runtime.verify import verify
-from autopar.runtime.workers import WorkerPool
+from autopar.plan.mesh import Mesh
+from autopar.plan.plan import FP32
+from autopar.verification.against_one_device import verify
+from autopar.verification.rank_pool import WorkerPool
 from tests.distributed.oddities import UnusualSubject
 from tests.distributed.plans import make_plan, micro_batch_size
 

@@ -6,10 +6,10 @@ import pytest
 
 from autopar import api
 from autopar.lower.program import lower
-from autopar.mesh import Mesh
-from autopar.plan import FP32
-from autopar.runtime.verify import verify
-from autopar.runtime.workers import WorkerPool
+from autopar.plan.mesh import Mesh
+from autopar.plan.plan import FP32
+from autopar.verification.against_one_device import verify
+from autopar.verification.rank_pool import WorkerPool
 from tests.distributed.oddities import UnusualSubject
 from tests.distributed.plans import micro_batch_size
 from tests.distributed.test_layouts import traced

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from autopar.profile.links import COLLECTIVES, FEWEST, Limits, LinkPoints
-from autopar.runtime.workers import WorkerPool
+from autopar.measure.collective_times import COLLECTIVES, FEWEST, Limits, LinkPoints
+from autopar.verification.rank_pool import WorkerPool
 from tests.distributed.linking import LARGEST, SlowLink, leave, measure
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]

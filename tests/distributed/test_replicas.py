@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from autopar.runtime.workers import WorkerPool
+from autopar.verification.rank_pool import WorkerPool
 from tests.distributed import jobs
 from tests.distributed.test_training import batches, planned
 

@@ -9,8 +9,8 @@ import pytest
 
 from autopar import api
 from autopar.lower.program import lower
-from autopar.runtime.verify import verify
-from autopar.runtime.workers import WorkerPool
+from autopar.verification.against_one_device import verify
+from autopar.verification.rank_pool import WorkerPool
 from tests.distributed.subjects import HfSubject, Unpadded
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]

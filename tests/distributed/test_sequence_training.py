@@ -11,10 +11,10 @@ import torch
 
 from autopar import api
 from autopar.lower.program import lower
-from autopar.mesh import Mesh
-from autopar.plan import FP32, Plan
-from autopar.runtime.verify import loss_of, verify
-from autopar.runtime.workers import WorkerPool
+from autopar.plan.mesh import Mesh
+from autopar.plan.plan import FP32, Plan
+from autopar.verification.against_one_device import loss_of, verify
+from autopar.verification.rank_pool import WorkerPool
 from tests.distributed import jobs
 from tests.distributed.oddities import SinksSubject
 from tests.distributed.plans import make_plan

@@ -7,10 +7,10 @@ from functools import cache
 import pytest
 
 from autopar import api
-from autopar.graph.ir import Graph
-from autopar.plan import Plan
-from autopar.runtime.verify import loss_of, verify
-from autopar.runtime.workers import WorkerPool
+from autopar.graph.graph import Graph
+from autopar.plan.plan import Plan
+from autopar.verification.against_one_device import loss_of, verify
+from autopar.verification.rank_pool import WorkerPool
 from tests.distributed import jobs
 from tests.distributed.subjects import HfSubject
 from tests.distributed.test_training import clipped, close

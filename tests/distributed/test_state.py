@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from autopar import api
-from autopar.graph.ir import Graph
-from autopar.plan import FP32, Plan
-from autopar.runtime.verify import verify
-from autopar.runtime.workers import WorkerPool
+from autopar.graph.graph import Graph
+from autopar.plan.plan import FP32, Plan
+from autopar.verification.against_one_device import verify
+from autopar.verification.rank_pool import WorkerPool
 from tests.distributed import jobs
 from tests.distributed.remembering import RememberingSubject
 

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from autopar import api
-from autopar.cluster import Cluster
 from autopar.cost.model import CostModel, StageCost, Step
-from autopar.graph import Graph
+from autopar.graph.graph import Graph
+from autopar.hardware.cluster import Cluster
 from autopar.lower.program import lower
-from autopar.mesh import Mesh
-from autopar.plan import BF16, FP16, Plan
-from autopar.runtime.workers import WorkerPool
+from autopar.plan.mesh import Mesh
+from autopar.plan.plan import BF16, FP16, Plan
+from autopar.verification.rank_pool import WorkerPool
 from tests.cost.step_traffic import Collective, traffic
 from tests.distributed import recording
 from tests.distributed.plans import make_plan, micro_batch_size

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from autopar.errors import AutoparError
-from autopar.mesh import Mesh
-from autopar.plan import BF16, RECOMPUTES, Recompute
-from autopar.runtime.verify import PRELOAD, adamw, loss_of
-from autopar.runtime.workers import WorkerPool
+from autopar.plan.mesh import Mesh
+from autopar.plan.plan import BF16, RECOMPUTES, Recompute
+from autopar.verification.against_one_device import PRELOAD, adamw, loss_of
+from autopar.verification.rank_pool import WorkerPool
 from tests.distributed import jobs
 from tests.distributed.plans import make_plan, micro_batch_size
 from tests.distributed.subjects import HfSubject
@@ -293,7 +293,7 @@ def test_bf16_stays_near_fp32(pool: WorkerPool, layout: str) -> None:
 
 
 def _bf16_plan(layout: str) -> tuple[Any, Any]:
-    from autopar.graph.trace import trace
+    from autopar.tracing.trace import trace
 
     subject = HfSubject("llama")
     graph = trace(subject.build().bfloat16(), kwargs=subject.make_batch(2, seed=0), name="llama")

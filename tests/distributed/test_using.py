@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from autopar.runtime.verify import adamw, loss_of
-from autopar.runtime.workers import WorkerPool
+from autopar.verification.against_one_device import adamw, loss_of
+from autopar.verification.rank_pool import WorkerPool
 from tests.distributed import using
 from tests.distributed.test_training import batches, planned
 

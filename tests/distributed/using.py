@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import nn
 
 from autopar import api
-from autopar.cluster import Cluster
-from autopar.graph.ir import Graph
-from autopar.plan import Plan
-from autopar.profile.places import place_here
-from autopar.profile.store import load_profile
+from autopar.graph.graph import Graph
+from autopar.hardware.cluster import Cluster
+from autopar.hardware.detect.places import place_here
+from autopar.hardware.read import load_profile
+from autopar.plan.plan import Plan
 from autopar.runtime.launch import launch
-from autopar.runtime.verify import adamw
+from autopar.verification.against_one_device import adamw
 from tests.distributed.jobs import Batch
 from tests.distributed.subjects import HfSubject
 
@@ -57,8 +57,8 @@ def without_a_cluster(subject: HfSubject, batch: Batch) -> tuple[str, str, list[
         return search(model, cluster, *rest)
 
     with (
-        mock.patch("autopar.profile.places.place_here", return_value=node),
-        mock.patch("autopar.profile.places.machine_profile", return_value=load_profile("cpu")),
+        mock.patch("autopar.hardware.detect.places.place_here", return_value=node),
+        mock.patch("autopar.hardware.detect.places.machine_profile", return_value=load_profile("cpu")),
         mock.patch("autopar.api._searched", noted),
     ):
         parallel = api.parallelize(subject.build(), example_inputs=batch, global_batch_size=16, pins=["dp=4"])

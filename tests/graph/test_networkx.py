@@ -5,8 +5,8 @@ from __future__ import annotations
 import networkx
 import pytest
 
-from autopar.graph.ir import Graph
-from autopar.models import resolve_model
+from autopar.graph.graph import Graph
+from autopar.models.resolve import resolve_model
 
 
 @pytest.fixture(scope="module")

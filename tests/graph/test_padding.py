@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.graph import trace
-from autopar.graph.evaluate import evaluate
-from autopar.graph.ir import Graph
-from autopar.graph.padding import lengths, pad
-from autopar.runtime.gradients import lengthened
+from autopar.graph.graph import Graph
+from autopar.graph.interpreter import evaluate
+from autopar.graph.vocabulary_padding import lengths, pad
+from autopar.runtime.step.gradients import lengthened
+from autopar.tracing.trace import trace
 
 
 class Language(nn.Module):

@@ -9,13 +9,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.cost.operators.work import work
-from autopar.graph import Graph
-from autopar.graph.evaluate import evaluate
-from autopar.graph.ir import Ref
-from autopar.graph.stats import backward_flops, op_flops
-from autopar.graph.storage import contiguous, storage_roots
-from autopar.models import resolve_model
-from tests.graph.zoo import loss_of, subject, traced
+from autopar.graph.aliasing import contiguous, storage_roots
+from autopar.graph.flops import backward_flops, op_flops
+from autopar.graph.graph import Graph, Ref
+from autopar.graph.interpreter import evaluate
+from autopar.models.resolve import resolve_model
+from tests.tracing.zoo import loss_of, subject, traced
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "vit", "handwritten"])

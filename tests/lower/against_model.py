@@ -11,16 +11,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import autopar
-from autopar import ops
 from autopar.api import trace_model
-from autopar.graph.evaluate import part_of
-from autopar.graph.ir import Parameter
-from autopar.graph.trace import LossFunction, pick_loss
-from autopar.lower.check import typecheck
+from autopar.graph.graph import Parameter
+from autopar.graph.interpreter import part_of
+from autopar.lower.check_types import typecheck
 from autopar.lower.program import Program, lower
-from autopar.mesh import DATA_AXES
-from autopar.opaque_ops import Holder
-from autopar.plan import FP32, Plan
+from autopar.ops import collectives
+from autopar.ops.opaque import Holder
+from autopar.plan.mesh import DATA_AXES
+from autopar.plan.plan import FP32, Plan
+from autopar.tracing.trace import LossFunction, pick_loss
 from tests.lower.ranks import run_program, run_ranks, run_sums, slice_of
 
 
@@ -105,11 +105,11 @@ def _rank(program: Program, whole: Mapping[str, nn.Parameter], batch: Mapping[st
         leaf = leaves[parameter.name]
         gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.contiguous()
         for axis in (*DATA_AXES, *parameter.gradient_sum_axes):
-            dist.all_reduce(gradient, group=ops.group(axis))
+            dist.all_reduce(gradient, group=collectives.group(axis))
         gradients[parameter.name] = gradient
     return loss, gradients
 
 
 def _sum(value: Tensor) -> None:
     for axis in DATA_AXES:
-        dist.all_reduce(value, group=ops.group(axis))
+        dist.all_reduce(value, group=collectives.group(axis))

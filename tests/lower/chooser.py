@@ -6,11 +6,11 @@ import random
 from collections.abc import Callable
 from fractions import Fraction
 
-from autopar import rules
-from autopar.graph.ir import Graph, Op, Ref
-from autopar.layout import I, P, R, S, Type
-from autopar.rules.conversions import conversion
-from autopar.rules.types import Strategy, Typing
+from autopar.graph.graph import Graph, Op, Ref
+from autopar.plan.tensor_types import I, P, R, S, Type
+from autopar.rules import registry as rules
+from autopar.rules.apply.conversions import conversion
+from autopar.rules.strategy import Strategy, Typing
 
 Score = Callable[[Op, Strategy, list[Type], list[Ref]], float]
 

@@ -8,12 +8,12 @@ from itertools import pairwise
 
 import torch
 
-from autopar.graph.ir import Graph
-from autopar.graph.trace import trace
-from autopar.layout import I
-from autopar.mesh import Mesh
-from autopar.plan import AxisTyping, BlockLayout, BlockPlan, Plan, StagePlan
-from autopar.rules.types import Typing
+from autopar.graph.graph import Graph
+from autopar.plan.mesh import Mesh
+from autopar.plan.plan import AxisTyping, BlockLayout, BlockPlan, Plan, StagePlan
+from autopar.plan.tensor_types import I
+from autopar.rules.strategy import Typing
+from autopar.tracing.trace import trace
 from tests.example_plans import single_plan
 
 BATCH, SEQ, VOCABULARY = 4, 8, 64

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autopar.graph.ir import Graph
-from autopar.graph.trace import trace
+from autopar.graph.graph import Graph
 from autopar.nn import Experts
+from autopar.tracing.trace import trace
 
 
 class Layer(nn.Module):

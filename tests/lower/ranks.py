@@ -21,10 +21,10 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
     _uninstall_threaded_pg,
 )
 
-from autopar import ops
-from autopar.graph.ir import Argument, Graph, Ref
+from autopar.graph.graph import Argument, Graph, Ref
 from autopar.lower.program import Program
-from autopar.mesh import EXPERT_AXIS, EXPERT_MESH_AXES, MESH_AXES, Mesh
+from autopar.ops import collectives, names
+from autopar.plan.mesh import EXPERT_AXIS, EXPERT_MESH_AXES, MESH_AXES, Mesh
 
 TIMEOUT_S = 60.0
 """For all ranks together."""
@@ -128,7 +128,7 @@ def run_ranks(mesh: Mesh, work: Callable[[int], Any]) -> list[Any]:
             if mesh.ep_data > 1:
                 expert_mesh = init_device_mesh("cpu", mesh.expert_degrees, mesh_dim_names=EXPERT_MESH_AXES)
                 _HERE.meshes = (expert_mesh["ep_data", "tp"]._flatten(EXPERT_AXIS), expert_mesh, device_mesh)
-            with torch.autograd.set_multithreading_enabled(False), ops.on_meshes(_HERE.meshes):
+            with torch.autograd.set_multithreading_enabled(False), collectives.on_meshes(_HERE.meshes):
                 results[rank] = work(rank)
         except BaseException as error:  # noqa: BLE001  raised again by the caller's thread
             errors.append(error)
@@ -195,7 +195,7 @@ def interpret(graph: Graph, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor
         return [value(item) for item in argument] if isinstance(argument, tuple) else argument
 
     for op in (*graph.prelude, *graph.ops):
-        result = ops.resolve(op.target)(*map(value, op.args), **{key: value(item) for key, item in op.kwargs})
+        result = names.resolve(op.target)(*map(value, op.args), **{key: value(item) for key, item in op.kwargs})
         many = result if isinstance(result, (tuple, list)) else (result,)
         env |= {Ref(op.name, i): item for i, item in enumerate(many)}
     found = env[graph.loss]
@@ -284,19 +284,19 @@ def sharded(
     ]
     totals = run_sums(program, batches)
     for value in totals.values():
-        dist.all_reduce(value, group=ops.group("dp_replicate"))
+        dist.all_reduce(value, group=collectives.group("dp_replicate"))
     leaves = parts(graph, whole, mesh, rank)
     loss = torch.zeros(())
     for batch in batches:
         part = run_program(program, leaves, batch, totals)
         part.backward()
         loss += part.detach()
-    dist.all_reduce(loss, group=ops.group("dp_replicate"))
+    dist.all_reduce(loss, group=collectives.group("dp_replicate"))
     gradients = {}
     for parameter in graph.parameters:
         gradient = leaves[parameter.name].grad
         assert gradient is not None, parameter.name
         for axis in ("dp_replicate", *parameter.gradient_sum_axes):
-            dist.all_reduce(gradient, group=ops.group(axis))
+            dist.all_reduce(gradient, group=collectives.group(axis))
         gradients[parameter.name] = gradient
     return loss, gradients

@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from autopar import rules
 from autopar.errors import InternalError
-from autopar.graph.ir import Block, Graph, Input, Op, Parameter, Ref, TensorSpec
-from autopar.layout import I, R
-from autopar.lower import check
-from autopar.lower.backward import check_gradients
-from autopar.lower.check import typecheck
+from autopar.graph.graph import Block, Graph, Input, Op, Parameter, Ref, TensorSpec
+from autopar.lower import check_types as check
+from autopar.lower.check_gradients import check_gradients
+from autopar.lower.check_types import typecheck
 from autopar.lower.program import Program, lower
-from autopar.mesh import Mesh
-from autopar.rules import apply
-from autopar.rules.types import Strategy, Typing
+from autopar.plan.mesh import Mesh
+from autopar.plan.tensor_types import I, R
+from autopar.rules import registry as rules
+from autopar.rules.apply import apply
+from autopar.rules.strategy import Strategy, Typing
 from tests.lower.mlp import op, spec
 from tests.lower.models import plan_of
 

@@ -13,10 +13,10 @@ from torch import fx
 
 from autopar.api import estimate
 from autopar.errors import InternalError, UsageError
-from autopar.lower.check import typecheck
+from autopar.lower.check_types import typecheck
 from autopar.lower.program import BlockProgram, Program, lower
-from autopar.mesh import Mesh
-from autopar.rules import apply
+from autopar.plan.mesh import Mesh
+from autopar.rules.apply import apply
 from tests.lower import chooser, mlp
 from tests.lower.models import plan_of, traced
 from tests.lower.ranks import run_ranks

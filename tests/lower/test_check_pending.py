@@ -9,14 +9,14 @@ from fractions import Fraction
 import pytest
 import torch
 
-from autopar import rules
-from autopar.graph.ir import Block, Graph, Input, Op, Parameter, Ref, TensorSpec
-from autopar.layout import P
-from autopar.lower.check import typecheck
+from autopar.graph.graph import Block, Graph, Input, Op, Parameter, Ref, TensorSpec
+from autopar.lower.check_types import typecheck
 from autopar.lower.program import Program, lower
-from autopar.mesh import Mesh
-from autopar.rules import apply
-from autopar.rules.types import Typing
+from autopar.plan.mesh import Mesh
+from autopar.plan.tensor_types import P
+from autopar.rules import registry as rules
+from autopar.rules.apply import apply
+from autopar.rules.strategy import Typing
 from tests.campaigns.pairs import Pair, check_pair
 from tests.lower import chooser
 from tests.lower.models import plan_of

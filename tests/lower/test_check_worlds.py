@@ -8,7 +8,7 @@ import pytest
 
 from autopar.api import estimate
 from autopar.errors import InternalError
-from autopar.lower.check import typecheck
+from autopar.lower.check_types import typecheck
 from autopar.lower.program import Program, lower
 from tests.lower.models import traced
 from tests.lower.moe import mixture_graph

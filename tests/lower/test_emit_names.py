@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.graph.ir import Ref
+from autopar.graph.graph import Ref
 from autopar.lower.emit import str_name
 
 

@@ -7,10 +7,10 @@ import torch
 
 from autopar import nn as autopar_nn
 from autopar.errors import UsageError
-from autopar.lower.check import typecheck
+from autopar.lower.check_types import typecheck
 from autopar.lower.program import Program, lower
-from autopar.mesh import Mesh
-from autopar.rules import apply
+from autopar.plan.mesh import Mesh
+from autopar.rules.apply import apply
 from tests.lower import chooser
 from tests.lower.models import plan_of, whole_tensors
 from tests.lower.moe import Mixture, mixture_graph

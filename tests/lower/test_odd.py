@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import InfeasibleError
-from autopar.layout import S
-from autopar.models import resolve_model
-from autopar.plan import Plan
+from autopar.models.resolve import resolve_model
+from autopar.plan.plan import Plan
+from autopar.plan.tensor_types import S
 from tests.lower.against_model import check
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*_functional_collectives.*:FutureWarning")

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import AutoparError, TraceError, UsageError
-from autopar.graph import trace
-from autopar.plan_io import load_plan, save_plan
+from autopar.plan.file import load_plan, save_plan
+from autopar.tracing.trace import trace
 from tests.lower import unusual as u
 from tests.lower.against_model import check
 

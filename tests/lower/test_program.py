@@ -8,12 +8,12 @@ from fractions import Fraction
 import pytest
 import torch
 
-from autopar.graph.ir import Graph, Ref
-from autopar.graph.trace import trace
+from autopar.graph.graph import Graph, Ref
 from autopar.lower.emit import str_name
 from autopar.lower.program import Program, from_local_graph, lower
-from autopar.mesh import Mesh
-from autopar.rules import apply
+from autopar.plan.mesh import Mesh
+from autopar.rules.apply import apply
+from autopar.tracing.trace import trace
 from tests.lower import chooser, mlp
 from tests.lower.models import plan_of, traced, whole_tensors
 from tests.lower.ranks import dense, parts, run_program, run_ranks, sharded, slice_of
@@ -75,7 +75,7 @@ def test_equal_blocks_are_printed_once_and_lines_say_their_layout() -> None:
     assert code.count("def forward(") == 1 + 1 + 3  # sums, prelude; first layer (from x, not split), layer, head
     assert "h1 = F.linear(" in code
     assert "[2, 8, 16] batch: S(0), tp: S(2)" in code
-    assert "ops.reduce_scatter(y1, 'tp', 1)" in code
+    assert "collectives.reduce_scatter(y1, 'tp', 1)" in code
 
 
 def test_a_stage_passes_on_what_it_receives_for_later_ones() -> None:
@@ -144,7 +144,7 @@ def test_attention_dropout_draws_from_the_stream_of_the_program() -> None:
     batch = chooser.batch_typing(graph, 2)
     program = lower(plan_of(graph, Mesh(), 2, (batch,)), graph)
     code = program.code
-    assert "ops.attention(" in code and "F.scaled_dot_product_attention" not in code
+    assert "seeded.attention(" in code and "F.scaled_dot_product_attention" not in code
     whole = whole_tensors(graph)
 
     def losses(rank: int) -> list[float]:

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from autopar.errors import PlanError, RuleError
-from autopar.layout import S
 from autopar.lower.program import lower
-from autopar.lower.typings import axis_typing, batch_typing, local_graph
-from autopar.mesh import Mesh
-from autopar.plan import AxisTyping, Plan
-from autopar.rules import apply
-from autopar.rules.types import Typing
+from autopar.lower.read_plan import axis_typing, batch_typing, local_graph
+from autopar.plan.mesh import Mesh
+from autopar.plan.plan import AxisTyping, Plan
+from autopar.plan.tensor_types import S
+from autopar.rules.apply import apply
+from autopar.rules.strategy import Typing
 from tests.lower import chooser
 from tests.lower.models import plan_of, traced
 

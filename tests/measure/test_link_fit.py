@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from autopar.cluster import Cluster
 from autopar.cost.network.collectives import CollectiveModel
 from autopar.cost.network.placement import shapes_of
 from autopar.errors import AutoparError, UsageError
+from autopar.hardware.cluster import Cluster
+from autopar.hardware.read import load_profile
 from autopar.measure.link_fit import links_of
-from autopar.mesh import Mesh
-from autopar.profile.groups import GroupSet, group_sets
-from autopar.profile.store import load_profile
+from autopar.measure.rank_groups import GroupSet, group_sets
+from autopar.plan.mesh import Mesh
 
 TRUE = """
 name = "true"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from autopar.graph.ir import Block, Graph, Input, Op, Parameter, Ref, TensorSpec
+from autopar.graph.graph import Block, Graph, Input, Op, Parameter, Ref, TensorSpec
 
 
 def spec(*shape: int, grad: bool = True, dtype: torch.dtype = torch.float32) -> TensorSpec:

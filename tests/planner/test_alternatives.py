@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.graph.ir import Graph
-from autopar.plan import Plan
+from autopar.graph.graph import Graph
+from autopar.plan.plan import Plan
 from autopar.planner.branch_and_bound.process_group import ProcessGroup, available
 from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.explain.alternatives import compare

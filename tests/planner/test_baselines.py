@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopar.validate.families import Sizes
+from autopar.models.transformer import Sizes
 from tests.benchmarks import samplers
 from tests.benchmarks.baselines import (
     PROBLEMS,

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autopar.plan.schedule import check_schedule
 from autopar.planner.space.candidates import Candidate, candidates, num_micro_batches, strict
 from autopar.planner.space.conflict import _open, conflict, remedies
 from autopar.planner.space.constraints import Problem, practice
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
-from autopar.schedule import check_schedule
 
 PROBLEM = Problem(
     world_size=64, devices_per_node=8, global_batch_size=512, num_blocks=82, heads=(64,), space=load_space("default")

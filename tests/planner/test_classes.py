@@ -8,7 +8,7 @@ import pytest
 
 from autopar.errors import UsageError
 from autopar.graph.compact import compact
-from autopar.graph.ir import Ref
+from autopar.graph.graph import Ref
 from autopar.planner.space.space import load_space
 
 from .graphs import mlp

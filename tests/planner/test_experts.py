@@ -9,16 +9,16 @@ import torch
 
 from autopar import search as search_plan
 from autopar.api import estimate
-from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError, PlanError, UsageError
-from autopar.graph.trace import trace
-from autopar.layout import S
-from autopar.lower.check import typecheck
+from autopar.hardware.cluster import Cluster
+from autopar.lower.check_types import typecheck
 from autopar.lower.program import lower
-from autopar.mesh import Mesh
-from autopar.plan import Plan
-from autopar.plan_check import check_plan
-from autopar.plan_io import plan_from_dict, plan_to_dict
+from autopar.plan.check import check_plan
+from autopar.plan.file import plan_from_dict, plan_to_dict
+from autopar.plan.mesh import Mesh
+from autopar.plan.plan import Plan
+from autopar.plan.tensor_types import S
+from autopar.tracing.trace import trace
 from tests.lower.moe import Layer, mixture_graph
 
 from .graphs import mlp

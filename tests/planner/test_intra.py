@@ -10,11 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar import rules
-from autopar.graph import trace
 from autopar.graph.compact import compact
-from autopar.graph.ir import Graph, Op, Ref
-from autopar.layout import I, P, R, S, Type
+from autopar.graph.graph import Graph, Op, Ref
+from autopar.plan.tensor_types import I, P, R, S, Type
 from autopar.planner.sharding import block_chain as chain
 from autopar.planner.sharding import block_table as intra
 from autopar.planner.sharding.axis_costs import AxisCosts
@@ -22,9 +20,11 @@ from autopar.planner.sharding.block_chain import AxisSolution, AxisSolver, owner
 from autopar.planner.sharding.block_table import repeated
 from autopar.planner.sharding.energy import Weights
 from autopar.planner.sharding.strategy_energy import Problem, rests_of
-from autopar.rules.apply import shard
-from autopar.rules.conversions import conversion
-from autopar.rules.types import Strategy
+from autopar.rules import registry as rules
+from autopar.rules.apply.apply import shard
+from autopar.rules.apply.conversions import conversion
+from autopar.rules.strategy import Strategy
+from autopar.tracing.trace import trace
 
 from .graphs import attention, llama_block, mlp
 from .toy import ToyPricing

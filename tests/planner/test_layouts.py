@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from autopar import api
-from autopar.cluster import Cluster
 from autopar.cost.model import CostModel
-from autopar.graph.ir import Graph
-from autopar.models import resolve_model
-from autopar.plan import BF16
+from autopar.graph.graph import Graph
+from autopar.hardware.cluster import Cluster
+from autopar.models.resolve import resolve_model
+from autopar.plan.plan import BF16
 from autopar.planner.layouts.catalogue import Layouts
 from autopar.planner.layouts.types import LayoutKey, Load
 from autopar.planner.planner import Planner, Task

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.cluster import Cluster
 from autopar.cost.model import CostModel
-from autopar.graph.ir import Graph
-from autopar.plan import FP32, Memory
+from autopar.graph.graph import Graph
+from autopar.hardware.cluster import Cluster
+from autopar.plan.plan import FP32
+from autopar.plan.prediction import Memory
 from autopar.planner.evaluate.evaluation import Evaluation, Misfit
 from autopar.planner.evaluate.evaluator import Evaluator
 from autopar.planner.space.candidates import candidates

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from autopar import api
-from autopar.cluster import Cluster
 from autopar.cost.model import CostModel
 from autopar.errors import InfeasibleError, UsageError
-from autopar.graph.ir import Graph
-from autopar.plan import FP32
+from autopar.graph.graph import Graph
+from autopar.hardware.cluster import Cluster
+from autopar.plan.plan import FP32
 from autopar.planner.bounds.cascade import LEVELS
 from autopar.planner.branch_and_bound.branch_and_bound import BranchAndBound
 from autopar.planner.evaluate.evaluation import Evaluation
@@ -162,7 +162,7 @@ def test_an_order_of_groups_needs_whole_domains_of_switches() -> None:
     assert cluster.orders == ((0, 1), (1, 0))
     three = replace(cluster, groups=(*cluster.groups, cluster.groups[0]))
     assert three.orders == ((0, 1, 2), (0, 2, 1), (1, 0, 2))
-    from autopar.cluster import Tier
+    from autopar.hardware.cluster import Tier
 
     rack = Tier(name="rack", num_nodes=2, uplink=cluster.groups[0].nic)
     assert replace(cluster, tiers=(rack,)).orders == ((0, 1),)

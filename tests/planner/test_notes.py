@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.cli.models import with_free_links
-from autopar.cluster import Cluster
+from autopar.hardware.cluster import Cluster
+from autopar.hardware.scale import with_free_links
 from autopar.planner.space.space import load_space
 
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from autopar import api, resources
-from autopar.cluster import Cluster
+from autopar import api
 from autopar.cost.model import CostModel
 from autopar.errors import InfeasibleError, UsageError
-from autopar.graph.ir import Graph
-from autopar.host import HostLink
-from autopar.plan import FP32, Plan
-from autopar.plan_io import plan_from_dict, plan_to_dict
+from autopar.graph.graph import Graph
+from autopar.hardware.cluster import Cluster
+from autopar.hardware.device import HostLink
+from autopar.plan.file import plan_from_dict, plan_to_dict
+from autopar.plan.plan import FP32, Plan
 from autopar.planner.bounds.cascade import LEVELS
 from autopar.planner.branch_and_bound.branch_and_bound import BranchAndBound
 from autopar.planner.evaluate.evaluation import Evaluation
@@ -30,6 +30,7 @@ from autopar.planner.stages.activation_modes import MOVED, BlockOption, CutBlock
 from autopar.planner.stages.stage_cut import Cut, CutBlocks, cut, stage_masks
 from autopar.planner.studies.study import params
 from autopar.planner.task import Limits
+from autopar.util import data_files as resources
 
 from .graphs import mlp
 

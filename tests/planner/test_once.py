@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.cluster import Cluster
 from autopar.cost.blocks.block_cost import BlockCost, ParameterCost
 from autopar.cost.model import CostModel, Step
 from autopar.cost.step.step import StageCost
-from autopar.mesh import Mesh
-from autopar.plan import BF16
+from autopar.hardware.cluster import Cluster
+from autopar.plan.mesh import Mesh
+from autopar.plan.plan import BF16
 from autopar.planner.bounds.gradient_sums import at_both_ends, least_sums_s, tie_s
 
 MODEL = CostModel(Cluster.parse("h100-sxm5-80gb:2x8"), BF16, "adamw")

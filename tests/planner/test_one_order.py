@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.errors import UsageError
-from autopar.mesh import Mesh
+from autopar.plan.mesh import Mesh
 from autopar.planner.bounds.cascade import LEVELS
 from autopar.planner.branch_and_bound.branch_and_bound import PATIENCE, BranchAndBound
 from autopar.planner.branch_and_bound.ledger import Result

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from autopar.errors import UsageError
-from autopar.layout import S
-from autopar.models import resolve_model
-from autopar.plan import BUCKET_BYTES
+from autopar.models.resolve import resolve_model
+from autopar.plan.plan import BUCKET_BYTES
+from autopar.plan.tensor_types import S
 from autopar.planner.space.pin_syntax import NumberPin, ParameterPin, RecomputePin, StagePin, parse_pin
 from autopar.planner.space.pins import Pins
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError
-from autopar.plan import Plan
+from autopar.plan.plan import Plan
 from autopar.planner import planner as planning
 from autopar.planner.branch_and_bound.branch_and_bound import BranchAndBound
 from autopar.planner.branch_and_bound.process_group import LostProcessError, ProcessGroup, available

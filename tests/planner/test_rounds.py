@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from optuna.trial import TrialState
 
 from autopar.errors import UsageError
-from autopar.graph.ir import Graph
-from autopar.mesh import Mesh
-from autopar.plan import ScheduleName
+from autopar.graph.graph import Graph
+from autopar.plan.mesh import Mesh
+from autopar.plan.plan import ScheduleName
 from autopar.planner.branch_and_bound.branch_and_bound import BranchAndBound
 from autopar.planner.branch_and_bound.optuna_sampler import Encoding, Sampler
 from autopar.planner.branch_and_bound.sampling import Sampling
@@ -29,7 +29,7 @@ from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.preferences import rules, seeds
 from autopar.planner.space.space import SamplerName, load_space
 from autopar.planner.task import Limits
-from tests.cli_runner import Run, run_fixture
+from tests.cli.cli_runner import Run, run_fixture
 
 from .graphs import mlp
 from .test_one_order import Board, Known, View, in_turns, interleave

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from autopar.cluster import Cluster
-from autopar.plan import Plan
-from autopar.plan_io import save_plan
+from autopar.hardware.cluster import Cluster
+from autopar.plan.file import save_plan
+from autopar.plan.plan import Plan
 from autopar.planner import planner as planning
 from autopar.planner.bounds.cascade import LEVELS
 from autopar.planner.branch_and_bound.process_group import ProcessGroup, available

@@ -11,13 +11,13 @@ import torch
 
 import autopar
 from autopar import api
-from autopar.cluster import Cluster
 from autopar.cost.model import CostModel
 from autopar.errors import InfeasibleError, UsageError
-from autopar.graph.ir import Graph
-from autopar.layout import S
-from autopar.models import resolve_model
-from autopar.plan import FP32, FP64, Plan, SearchRecord
+from autopar.graph.graph import Graph
+from autopar.hardware.cluster import Cluster
+from autopar.models.resolve import resolve_model
+from autopar.plan.plan import FP32, FP64, Plan, SearchRecord
+from autopar.plan.tensor_types import S
 from autopar.planner.bounds.cascade import LEVELS
 from autopar.planner.branch_and_bound.branch_and_bound import BranchAndBound
 from autopar.planner.evaluate.evaluation import Evaluation, Misfit
@@ -29,7 +29,7 @@ from autopar.planner.space.constraints import Problem
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import Space, load_space
 from autopar.planner.task import Limits, Task
-from autopar.runtime.verify import in_dtype
+from autopar.verification.against_one_device import in_dtype
 
 from .graphs import llama_block, mlp
 

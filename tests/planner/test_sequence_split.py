@@ -11,8 +11,8 @@ import torch
 from autopar import api
 from autopar.cost.operators.work import work
 from autopar.errors import InfeasibleError
-from autopar.graph.ir import Graph, Op, Ref, TensorSpec
-from autopar.plan import Plan
+from autopar.graph.graph import Graph, Op, Ref, TensorSpec
+from autopar.plan.plan import Plan
 from autopar.planner.space.candidates import candidates
 from autopar.planner.space.conflict import conflict
 from autopar.planner.space.pins import Pins

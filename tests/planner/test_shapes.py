@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from autopar import api
-from autopar.cluster import Cluster
 from autopar.cost.operators.measured import Recorder, decode, key_of
-from autopar.graph.ir import Graph
-from autopar.measured import OperatorTable, OperatorTime
-from autopar.models import resolve_model
-from autopar.plan import FP32
+from autopar.graph.graph import Graph
+from autopar.hardware.cluster import Cluster
+from autopar.hardware.measured_times import OperatorTable, OperatorTime
+from autopar.models.resolve import resolve_model
+from autopar.plan.plan import FP32
 from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.planner import Planner, Task, operator_calls
 from autopar.planner.space.pins import Pins

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar import api
-from autopar.cluster import Cluster
 from autopar.errors import AutoparError
-from autopar.graph.ir import Graph
-from autopar.plan import FP32, Plan
+from autopar.graph.graph import Graph
+from autopar.hardware.cluster import Cluster
+from autopar.plan.plan import FP32, Plan
 from autopar.planner.bounds.cascade import LEVELS
 from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.planner import Planner

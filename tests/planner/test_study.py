@@ -22,10 +22,10 @@ from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy.pool import NullPool
 
 from autopar import api
-from autopar.cluster import Cluster
 from autopar.errors import UsageError
-from autopar.graph.ir import Graph
-from autopar.plan import FP32, Plan, SearchRecord
+from autopar.graph.graph import Graph
+from autopar.hardware.cluster import Cluster
+from autopar.plan.plan import FP32, Plan, SearchRecord
 from autopar.planner.branch_and_bound.ledger import Result
 from autopar.planner.planner import Planner, Task
 from autopar.planner.space.pins import Pins
@@ -34,7 +34,7 @@ from autopar.planner.studies import workers
 from autopar.planner.studies.study import Study
 from autopar.planner.studies.workers import Job, identity, study_name
 from autopar.planner.task import Limits
-from tests.cli_runner import Run, run_fixture
+from tests.cli.cli_runner import Run, run_fixture
 
 from .graphs import mlp
 from .interleaved import Turns
@@ -255,7 +255,7 @@ def test_the_version_of_a_study_is_that_of_all_code_that_prices(
     assert workers.sources() == shipped
     for name, counts in (
         ("cost/model.py", True),
-        ("graph/ir.py", True),
+        ("graph/graph.py", True),
         ("planner/planner.py", True),
         ("cli/app.py", False),
     ):

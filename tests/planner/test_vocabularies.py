@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from autopar import api
-from autopar.cluster import Cluster
 from autopar.errors import UsageError
-from autopar.graph import trace
-from autopar.graph.ir import Graph
-from autopar.graph.padding import vocabulary_sizes
-from autopar.models import resolve_model
-from autopar.plan_io import plan_from_dict, plan_to_dict
+from autopar.graph.graph import Graph
+from autopar.graph.vocabulary_padding import vocabulary_sizes
+from autopar.hardware.cluster import Cluster
+from autopar.models.resolve import resolve_model
+from autopar.plan.file import plan_from_dict, plan_to_dict
+from autopar.plan.plan import PRECISIONS, PrecisionName
 from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.planner import Planner
 from autopar.planner.space.candidates import candidates
@@ -24,7 +24,7 @@ from autopar.planner.space.constraints import Problem
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
 from autopar.planner.task import Task
-from autopar.wish import PRECISIONS, PrecisionName
+from autopar.tracing.trace import trace
 
 A100 = "a100-sxm4-80gb:1x8"
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from autopar.graph.ir import Op, Ref, TensorSpec
+from autopar.graph.graph import Op, Ref, TensorSpec
 from autopar.planner.sharding.energy import FREE, Cost
 
 SAVES_INPUTS = ("linear", "mul", "silu", "scaled_dot", "pow", "cross_entropy", "embedding", "div", "gelu", "layer_norm")

@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from rich.cells import cell_len
 
 from autopar.errors import PlanError
-from autopar.plan import Plan
+from autopar.plan.plan import Plan
+from autopar.plan.schedule import schedule_actions
+from autopar.plan.text import render_plan
 from autopar.report.compare import render_comparison
 from autopar.report.html import render_html
 from autopar.report.perfetto import perfetto_trace
-from autopar.report.text import render_plan
 from autopar.report.timeline import timeline
-from autopar.schedule import schedule_actions
 from tests.example_plans import llama_plan, single_plan
 from tests.strategies import plans
 

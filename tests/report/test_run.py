@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from autopar.errors import UsageError
+from autopar.plan.run_log import CATEGORIES, FILE_NAME, RankTimes, read_log, record_of, step_of, write_log
 from autopar.report.run import render_run
-from autopar.run_log import CATEGORIES, FILE_NAME, RankTimes, read_log, record_of, step_of, write_log
-from tests.cli_runner import (
+from tests.cli.cli_runner import (
     Run,
     run_fixture,
 )

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from autopar.graph.ir import Op, Ref, map_refs
+from autopar.graph.graph import Op, Ref, map_refs
 from autopar.graph.random import draws_random
-from autopar.ops import resolve
+from autopar.ops.names import resolve
 from autopar.rules.table import RuleTable
 
 OUTSIDE = frozenset((

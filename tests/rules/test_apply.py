@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from autopar.errors import InternalError, RuleError
-from autopar.graph.ir import Graph, Op, Ref, TensorSpec
-from autopar.layout import I, P, R, S
-from autopar.rules.apply import shard
-from autopar.rules.signature import signature
-from autopar.rules.types import Typing
+from autopar.graph.graph import Graph, Op, Ref, TensorSpec
+from autopar.plan.tensor_types import I, P, R, S
+from autopar.rules.apply.apply import shard
+from autopar.rules.apply.signature import signature
+from autopar.rules.strategy import Typing
 from tests.lower import mlp
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from autopar.errors import RuleError
-from autopar.rules import RuleTable
-from autopar.rules.discover import discover_rule
-from autopar.rules.verify import verify_rule
+from autopar.rules.check.by_execution import verify_rule
+from autopar.rules.check.discover import discover_rule
+from autopar.rules.registry import RuleTable
 from tests.rules.rule_examples import Maker
 
 make = Maker()

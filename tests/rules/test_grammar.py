@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import RuleError
-from autopar.graph.ir import TensorSpec
-from autopar.graph.shapes import dim_groups
-from autopar.layout import I, P, R, S
+from autopar.graph.aliasing import dim_groups
+from autopar.graph.graph import TensorSpec
+from autopar.plan.tensor_types import I, P, R, S
 from autopar.rules.grammar import Pattern, bind, enumerate_strategies, parse
-from autopar.rules.types import Strategy
+from autopar.rules.strategy import Strategy
 
 LINEAR = "b... k+, n k+, n -> b... n; linear 0+2?, 1+2?"
 

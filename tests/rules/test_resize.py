@@ -10,17 +10,17 @@ from functools import partial
 import pytest
 import torch
 
-from autopar.cluster import Cluster
 from autopar.cost.blocks.block_work import block_work, price_block
 from autopar.cost.network.collectives import CollectiveModel
 from autopar.errors import RuleError
 from autopar.graph.compact import compact
-from autopar.graph.ir import Graph
-from autopar.mesh import Mesh
-from autopar.models import resolve_model
+from autopar.graph.graph import Graph
+from autopar.hardware.cluster import Cluster
+from autopar.models.resolve import resolve_model
+from autopar.plan.mesh import Mesh
 from autopar.planner.sharding.batch_axis import solve_batch
-from autopar.rules.apply import shard
-from autopar.rules.resize import Resizer, can_resize, resized
+from autopar.rules.apply.apply import shard
+from autopar.rules.apply.resize import Resizer, can_resize, resized
 from tests.lower.moe import mixture_graph
 from tests.planner.graphs import attention, llama_block
 

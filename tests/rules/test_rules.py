@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import RuleError
-from autopar.graph.ir import Op, TensorSpec
-from autopar.layout import I, P, R, S
-from autopar.rules import Local, RuleTable, Strategy, default_table, has_rule, localize, register_rule, strategies
-from autopar.rules.verify import call, verify_rule
+from autopar.graph.graph import Op, TensorSpec
+from autopar.plan.tensor_types import I, P, R, S
+from autopar.rules.apply.literals import localize
+from autopar.rules.check.by_execution import call, verify_rule
+from autopar.rules.registry import Local, RuleTable, Strategy, default_table, has_rule, register_rule, strategies
 from tests.rules.rule_examples import Example, Maker
 
 TP, TWO = "tp", Fraction(2)

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from autopar.graph.ir import TensorSpec
-from autopar.rules import default_table
+from autopar.graph.graph import TensorSpec
+from autopar.rules.check.by_execution import _gloo, _in_threads, call, verify_rule
 from autopar.rules.grammar import Pattern, enumerate_strategies
+from autopar.rules.registry import default_table
 from autopar.rules.table import RuleTable, torch_rules
-from autopar.rules.verify import _gloo, _in_threads, call, verify_rule
 from tests.rules.rule_examples import (
     OUTSIDE,
     Example,
@@ -64,7 +64,7 @@ def test_no_rank_begins_before_all_are_connected(monkeypatch: pytest.MonkeyPatch
         made.append(rank)
         return group
 
-    monkeypatch.setattr("autopar.rules.verify._gloo", slowly)
+    monkeypatch.setattr("autopar.rules.check.by_execution._gloo", slowly)
     _in_threads(lambda index, group: seen.append(len(made)), 3)
     assert seen == [3, 3, 3]
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar.graph.ir import Argument, Graph, Op, TensorSpec
-from autopar.graph.trace import trace
-from autopar.rules import strategies
-from autopar.rules.verify import verify_rule
+from autopar.graph.graph import Argument, Graph, Op, TensorSpec
+from autopar.rules.check.by_execution import verify_rule
+from autopar.rules.registry import strategies
+from autopar.tracing.trace import trace
 
 transformers = pytest.importorskip("transformers")
 

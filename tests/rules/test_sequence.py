@@ -11,10 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar import rules, sequence_ops
-from autopar.graph.ir import TensorSpec
-from autopar.rules.types import Strategy
-from autopar.rules.verify import _in_threads, verify_rule
+from autopar.graph.graph import TensorSpec
+from autopar.ops import sequence as sequence_ops
+from autopar.rules import registry as rules
+from autopar.rules.check.by_execution import _in_threads, verify_rule
+from autopar.rules.strategy import Strategy
 from tests.rules.rule_examples import Example, Maker
 
 ATTENTION = "aten.scaled_dot_product_attention.default"

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from autopar import sharded_ops
+from autopar.ops import sharded as sharded_ops
 
 
 @pytest.fixture

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from autopar.errors import RuleError
-from autopar.graph.ir import Block, Graph, Op, Parameter, Ref, TensorSpec
-from autopar.graph.ir import Input as Leaf
-from autopar.layout import I, P, R, S, Type
-from autopar.rules import default_table
-from autopar.rules.apply import shard
-from autopar.rules.types import Strategy, Typing
-from autopar.rules.verify import verify_rule
-from autopar.rules.zigzag import RING, ZIGZAG_SAFE, check_strategy
+from autopar.graph.graph import Block, Graph, Op, Parameter, Ref, TensorSpec
+from autopar.graph.graph import Input as Leaf
+from autopar.plan.tensor_types import I, P, R, S, Type
+from autopar.rules.apply.apply import shard
+from autopar.rules.apply.zigzag import RING, ZIGZAG_SAFE, check_strategy
+from autopar.rules.check.by_execution import verify_rule
+from autopar.rules.registry import default_table
+from autopar.rules.strategy import Strategy, Typing
 from tests.rules.rule_examples import every
 
 ATTENTION = "aten.scaled_dot_product_attention.default"

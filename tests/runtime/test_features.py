@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar.graph.trace import trace
-from autopar.mesh import Mesh
-from autopar.models import resolve_model
+from autopar.models.resolve import resolve_model
+from autopar.plan.mesh import Mesh
 from autopar.runtime.job import stop
 from autopar.runtime.launch import launch
-from autopar.runtime.parallel import Parallel
-from autopar.runtime.verify import adamw, loss_of
+from autopar.runtime.parallel_model import Parallel
+from autopar.tracing.trace import trace
+from autopar.verification.against_one_device import adamw, loss_of
 from tests.distributed.plans import make_plan
 from tests.distributed.subjects import HfSubject
 

@@ -13,11 +13,11 @@ from torch.nn import functional
 
 import autopar
 from autopar.errors import UsageError
-from autopar.graph.ir import Parameter, TensorSpec
-from autopar.runtime.file_weights import FileWeights
+from autopar.graph.graph import Parameter, TensorSpec
 from autopar.runtime.job import start, stop
-from autopar.runtime.materialize import ModelWeights
-from autopar.runtime.parallel import Parallel
+from autopar.runtime.parallel_model import Parallel
+from autopar.runtime.weights.from_files import FileWeights
+from autopar.runtime.weights.from_model import ModelWeights
 
 
 class Head(nn.Module):

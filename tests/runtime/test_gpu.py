@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from autopar.graph.trace import trace
-from autopar.mesh import Mesh
-from autopar.plan import BF16, FP16, FP32
+from autopar.plan.mesh import Mesh
+from autopar.plan.plan import BF16, FP16, FP32
 from autopar.runtime.job import stop
 from autopar.runtime.launch import launch
-from autopar.runtime.verify import adamw, loss_of
+from autopar.tracing.trace import trace
+from autopar.verification.against_one_device import adamw, loss_of
 from tests.distributed.plans import make_plan
 from tests.distributed.subjects import HfSubject
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.runtime import gradients
-from autopar.runtime.gradients import Group, Held, sum_in_place
+from autopar.runtime.step import gradients
+from autopar.runtime.step.gradients import Group, Held, sum_in_place
 
 
 def held(name: str, value: float) -> Held:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.runtime.host_saved import Mover
+from autopar.runtime.step.activation_offload import Mover
 
 
 class Block(nn.Module):

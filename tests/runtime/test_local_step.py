@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from autopar.errors import UsageError
-from autopar.local_step import ELEMENTWISE, LocalSteps
 from autopar.runtime.job import start, stop
+from autopar.runtime.optimizer.local_step import ELEMENTWISE, LocalSteps
 
 ELEMENTWISE_BY_NAME = sorted(ELEMENTWISE - {torch.optim.Rprop}, key=lambda kind: kind.__name__)
 

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
+from autopar.api import trace_model
 from autopar.errors import UsageError
 from autopar.lower.program import lower
-from autopar.mesh import Mesh
-from autopar.plan import BF16, FP16, Precision
+from autopar.ops.sharded import partial_mean
+from autopar.plan.mesh import Mesh
+from autopar.plan.plan import BF16, FP16, Precision
 from autopar.runtime.job import start, stop
-from autopar.runtime.materialize import ModelWeights
-from autopar.runtime.parallel import Parallel
+from autopar.runtime.parallel_model import Parallel
+from autopar.runtime.weights.from_model import ModelWeights
 from autopar.runtime.world import World
-from autopar.sharded_ops import partial_mean
-from autopar.tracing import trace_model
 from tests.distributed import scaled
 from tests.distributed.plans import make_plan
 from tests.distributed.subjects import HfSubject

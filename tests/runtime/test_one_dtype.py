@@ -10,18 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, spectral_norm
 
+from autopar.api import trace_model
 from autopar.errors import UsageError
-from autopar.graph.evaluate import evaluate
-from autopar.graph.trace import trace
+from autopar.graph.interpreter import evaluate
 from autopar.lower.program import lower
-from autopar.mesh import Mesh
-from autopar.plan import BF16
+from autopar.plan.mesh import Mesh
+from autopar.plan.plan import BF16, PRECISIONS
 from autopar.runtime.job import start, stop
-from autopar.runtime.materialize import ModelWeights
-from autopar.runtime.parallel import Parallel
+from autopar.runtime.parallel_model import Parallel
+from autopar.runtime.weights.from_model import ModelWeights
 from autopar.runtime.world import World
-from autopar.tracing import trace_model
-from autopar.wish import PRECISIONS
+from autopar.tracing.trace import trace
 from tests.distributed.plans import make_plan
 
 F = nn.functional
@@ -120,7 +119,7 @@ def test_an_operator_without_a_kernel_is_told_with_a_remedy() -> None:
     """The kernel's own name was all that a step said, without what to do."""
     lacking = NotImplementedError("\"cdist\" not implemented for 'BFloat16'")
     with (
-        mock.patch("autopar.runtime.pipeline.Accumulation.run", side_effect=lacking),
+        mock.patch("autopar.runtime.step.runner.Accumulation.run", side_effect=lacking),
         pytest.raises(UsageError, match=r"No kernel cdist for BFloat16 on this device\. Cast .* x\.float\(\)"),
     ):
         losses(Mixed(OPS["positions"]), "bf16")

@@ -19,21 +19,20 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 import autopar
-from autopar.checksum import checksums
+from autopar.api import trace_model
 from autopar.errors import PlanError, RankFailedError, RuntimeMismatchError, UsageError
-from autopar.graph.trace import trace
 from autopar.lower.program import lower
-from autopar.mesh import Mesh
-from autopar.plan import BF16
-from autopar.runtime.gradients import BucketedSums, Held
+from autopar.plan.mesh import Mesh
+from autopar.plan.plan import BF16, PRECISIONS
 from autopar.runtime.job import start, stop
 from autopar.runtime.launch import launch
-from autopar.runtime.materialize import ModelWeights
-from autopar.runtime.parallel import Parallel
-from autopar.runtime.verify import adamw, loss_of
+from autopar.runtime.optimizer.checksum import checksums
+from autopar.runtime.parallel_model import Parallel
+from autopar.runtime.step.gradients import BucketedSums, Held
+from autopar.runtime.weights.from_model import ModelWeights
 from autopar.runtime.world import World
-from autopar.tracing import trace_model
-from autopar.wish import PRECISIONS
+from autopar.tracing.trace import trace
+from autopar.verification.against_one_device import adamw, loss_of
 from tests.distributed.plans import make_plan
 from tests.distributed.subjects import HfSubject
 

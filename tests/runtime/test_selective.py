@@ -13,20 +13,20 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.cluster import Cluster
 from autopar.cost.blocks.block_cost import BlockCost
 from autopar.cost.model import CostModel
-from autopar.graph.again import made_again
-from autopar.graph.ir import Graph, Ref
-from autopar.graph.trace import trace
+from autopar.graph.graph import Graph, Ref
+from autopar.graph.selective_recompute import made_again
+from autopar.hardware.cluster import Cluster
 from autopar.lower.emit import SEED
 from autopar.lower.program import BlockProgram, lower
-from autopar.mesh import Mesh
-from autopar.ops import on_meshes
-from autopar.plan import FP32, RECOMPUTES, Recompute
+from autopar.ops.collectives import on_meshes
+from autopar.plan.mesh import Mesh
+from autopar.plan.plan import FP32, RECOMPUTES, Recompute
 from autopar.runtime.job import start, stop
-from autopar.runtime.stage import BlockModule
+from autopar.runtime.step.stage import BlockModule
 from autopar.runtime.world import World
+from autopar.tracing.trace import trace
 from tests.distributed.plans import make_plan
 from tests.distributed.subjects import HfSubject
 

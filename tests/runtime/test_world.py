@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import HashStore
 
 from autopar import api
 from autopar.errors import RankFailedError, RuntimeMismatchError
-from autopar.plan import RankGroup
+from autopar.plan.plan import RankGroup
 from autopar.runtime.job import check_alone, check_backend, check_devices, check_groups, device_index, start, stop
 from autopar.runtime.launch import _wait_for
 

@@ -11,13 +11,13 @@ import pytest
 
 from autopar.cost.operators.work_record import Work
 from autopar.errors import UsageError
-from autopar.plan import Memory
-from autopar.profile.store import known_devices, load_profile
+from autopar.hardware.read import known_devices, load_profile
+from autopar.plan.prediction import Memory
 from autopar.validate import parameters as free
-from autopar.validate.blind import FIFTH, FOURTH, SIXTH, TESTS, THIRD, Words, hidden, page, read_before, words_of
-from autopar.validate.command import evaluate
 from autopar.validate.express import predict
+from autopar.validate.pages.blind import FIFTH, FOURTH, SIXTH, TESTS, THIRD, Words, hidden, page, read_before, words_of
 from autopar.validate.runs import Run, read_runs
+from autopar.validate.scores import evaluate
 from autopar.validate.session import Session
 from autopar.validate.sites import PLAIN, cluster_of, load_sites, site_of
 

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from autopar.errors import UsageError
-from autopar.profile.store import load_profile, profile_to_dict
-from autopar.table import Table
+from autopar.hardware.read import load_profile, profile_to_dict
+from autopar.util.toml import Table
 from autopar.validate import parameters as free
-from autopar.validate.command import calibrate, evaluate, memory_width, write_profile
-from autopar.validate.document import ERRATA, document, unslowed, without_errata
 from autopar.validate.express import scaled
-from autopar.validate.report import markdown, render_html
+from autopar.validate.figures import as_read, may_fit, score
+from autopar.validate.pages.document import ERRATA, document, unslowed, without_errata
+from autopar.validate.pages.report import markdown, render_html
 from autopar.validate.runs import read_runs
-from autopar.validate.score import as_read, may_fit, score
+from autopar.validate.scores import calibrate, evaluate, memory_width, write_profile
 from autopar.validate.session import Session
 from autopar.validate.sites import cluster_of, load_sites, site_from, site_of
 

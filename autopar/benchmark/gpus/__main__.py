@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from autopar.benchmark.facts import machine_facts
 from autopar.benchmark.gpus.cases import cases_of
 from autopar.benchmark.gpus.page import page
-from autopar.profile.files import write_json, write_text
-from autopar.runtime.verdict import LOSS_TOLERANCE, TENSOR_TOLERANCE
+from autopar.benchmark.machine_facts import machine_facts
+from autopar.util.files import write_json, write_text
+from autopar.verification.results import LOSS_TOLERANCE, TENSOR_TOLERANCE
 
 TIMEOUT_S = 300.0
 """Of a job of one part."""
@@ -126,7 +126,7 @@ def _torchrun(options: argparse.Namespace, log: Path, arguments: Sequence[str]) 
 
 def _write(found: Found, out: Path) -> None:
     write_json(out / "gpus.json", found)
-    write_text(out / "gpus.md", page(found))
+    write_text(out / "gpus.md", page(found), make_folder=True)
 
 
 def run(options: argparse.Namespace) -> int:

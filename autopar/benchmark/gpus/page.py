@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from autopar.benchmark.facts import facts_text
-from autopar.report.units import seconds
+from autopar.benchmark.machine_facts import facts_text
+from autopar.util.units import seconds
 
 _HEAD = """# Plans on {ranks} ranks of one machine
 

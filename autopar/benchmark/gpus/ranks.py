@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from autopar.api import parallelize
 from autopar.benchmark.gpus.cases import BATCH, LENGTH, Case, cases_of
-from autopar.models import ModelSource, resolve_model
-from autopar.profile.files import write_json
+from autopar.models.resolve import ModelSource, resolve_model
+from autopar.runtime.guard.shared_samples import EVERY
 from autopar.runtime.job import start, stop
-from autopar.runtime.parallel import Parallel
-from autopar.runtime.shared_samples import EVERY
-from autopar.runtime.trained import adamw, loss_of
+from autopar.runtime.parallel_model import Parallel
+from autopar.util.files import write_json
+from autopar.verification.reference import adamw, loss_of
 
 STEPS, TIMED = 3, 7
 

@@ -7,9 +7,9 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 
 from autopar.cost.operators.work import VIEWS, Work
-from autopar.graph.ir import Block, Graph, Op, Ref, TensorSpec
-from autopar.graph.lookups import SAME
-from autopar.graph.storage import numbered_roots
+from autopar.graph.aliasing import numbered_roots
+from autopar.graph.graph import Block, Graph, Op, Ref, TensorSpec
+from autopar.graph.index import SAME
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

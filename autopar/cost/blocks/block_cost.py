@@ -7,7 +7,7 @@ from math import prod
 
 from autopar.cost.blocks.block_collectives import Message
 from autopar.errors import InternalError
-from autopar.plan import Recompute
+from autopar.plan.plan import Recompute
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class ParameterCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remade:
-    """A block that makes again in backward what is cheap (:mod:`autopar.graph.again`).
+    """A block that makes again in backward what is cheap (:mod:`autopar.graph.selective_recompute`).
 
     Attributes:
         time_s: seconds that making it again takes.

@@ -12,10 +12,10 @@ from autopar.cost.blocks.block_cost import BlockCost, ParameterCost, Remade
 from autopar.cost.network.collectives import CollectiveModel
 from autopar.cost.operators.roofline import OperatorTimes, OpTime, time_of_work
 from autopar.cost.operators.work import Specs, Work, work
-from autopar.device import Device, KernelKind
-from autopar.graph.again import is_dear, made_again
-from autopar.graph.ir import Block, Graph, Op, TensorSpec
-from autopar.mesh import Mesh
+from autopar.graph.graph import Block, Graph, Op, TensorSpec
+from autopar.graph.selective_recompute import is_dear, made_again
+from autopar.hardware.device import Device, KernelKind
+from autopar.plan.mesh import Mesh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

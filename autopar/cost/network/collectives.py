@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from autopar.cluster import Cluster
 from autopar.cost.network.placement import GroupShape, group_place, group_shape, hop_shape, send_shape
 from autopar.errors import UsageError
-from autopar.links import Algorithm
-from autopar.measured import CollectiveTime
-from autopar.mesh import Mesh
-from autopar.topology import Fabric
+from autopar.hardware.cluster import Cluster
+from autopar.hardware.link import Algorithm
+from autopar.hardware.measured_times import CollectiveTime
+from autopar.hardware.topology import Fabric
+from autopar.plan.mesh import Mesh
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
 

@@ -15,13 +15,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.cluster import Cluster
-from autopar.device import Device
 from autopar.errors import InternalError, UsageError
-from autopar.host import HostLink
-from autopar.links import Link
-from autopar.mesh import Mesh
-from autopar.topology import Fabric
+from autopar.hardware.cluster import Cluster
+from autopar.hardware.device import Device, HostLink
+from autopar.hardware.link import Link
+from autopar.hardware.topology import Fabric
+from autopar.plan.mesh import Mesh
 
 
 def places_of(mesh: Mesh, cluster: Cluster) -> tuple[frozenset[int], ...]:
@@ -254,7 +253,7 @@ def _crossing(nodes: NDArray[Any], fabric: Fabric) -> tuple[NDArray[Any], ...]:
     """For each group: index of its slowest node group, egress, one-way delay between nodes, half-bandwidth size.
 
     A group that does not fit into a domain of a tier leaves each domain that it has ranks in: those ranks use a link each, as far
-    as there are, beside the other groups that leave it (:mod:`autopar.topology`).
+    as there are, beside the other groups that leave it (:mod:`autopar.hardware.topology`).
     """
     groups = fabric.cluster.groups
     kinds = np.repeat(np.arange(len(groups)), [group.num_nodes for group in groups])

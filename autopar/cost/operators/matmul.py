@@ -9,10 +9,10 @@ from typing import cast
 
 import torch
 
-from autopar import flash
 from autopar.cost.operators.work_record import FLOAT, Product, Specs, Work, argument, total, with_grad
-from autopar.device import KernelKind
-from autopar.graph.ir import Op, TensorSpec
+from autopar.graph.graph import Op, TensorSpec
+from autopar.hardware.device import KernelKind
+from autopar.ops.attention.flash_shapes import takes_shapes
 
 _LINE_BYTES = 64
 
@@ -139,17 +139,17 @@ _SPLIT = frozenset({"autopar.attention_ring", "autopar.attention_gathered"})
 
 
 def _is_fused_in_blocks(op: Op, operands: Specs, kind: KernelKind) -> bool:
-    """Whether a fused kernel takes it, or its blocks, as :mod:`autopar.sequence_ops` decides."""
+    """Whether a fused kernel takes it, or its blocks, as :mod:`autopar.ops.sequence` decides."""
     query, value = operands[0], operands[2]
     is_whole = op.target == "autopar.attention_gathered" and kind == "cuda"  # one kernel, which drops as well
     drops = bool(argument(op, 4, "dropout_p", 0.0)) and not is_whole
     if len(operands) > 3 or drops or len(query.shape) != 4:
         return False
-    return flash.takes_shapes(kind, query.dtype, query.shape[-1], value.shape[-1])
+    return takes_shapes(kind, query.dtype, query.shape[-1], value.shape[-1])
 
 
 def _in_blocks(op: Op, operands: Specs, fused: Work, blocks: int) -> Work:
-    """Fused attention on one block of columns after the other (:mod:`autopar.flash`).
+    """Fused attention on one block of columns after the other (:mod:`autopar.ops.attention.flash`).
 
     Forward keeps the sum in fp32 or better and merges each further block into it: it is read and written, the block's output is
     read, cast and read again. Backward adds each block's gradients to sums in fp32 or better.

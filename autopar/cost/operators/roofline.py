@@ -1,6 +1,6 @@
 """Time of one operator on one device: the roofline of its profile.
 
-Mixtures of experts (``autopar.expert_ops``) run in grouped products or in a loop, and the host waits for their routing.
+Mixtures of experts (``autopar.ops.experts``) run in grouped products or in a loop, and the host waits for their routing.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 
 from autopar.cost.operators.work import LINEAR, VIEWS, Product, Specs, work
 from autopar.cost.operators.work_record import Work
-from autopar.device import Device
-from autopar.graph.ir import Op
-from autopar.rates import MatmulRate
+from autopar.graph.graph import Op
+from autopar.hardware.device import Device
+from autopar.hardware.device_rates import MatmulRate
 
 ONE_RANK = "autopar.experts"
 EXPERT_TARGETS = frozenset((ONE_RANK, *(f"{ONE_RANK}_{name}" for name in ("split", "dispatch", "dispatch_split"))))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.graph.ir import Op, TensorSpec
+from autopar.graph.graph import Op, TensorSpec
 
 Specs = Sequence[TensorSpec]
 

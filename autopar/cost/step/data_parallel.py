@@ -21,10 +21,10 @@ from typing import TypeAlias
 import torch
 
 from autopar.cost.blocks.block_cost import BlockCost, ParameterCost
-from autopar.device import Device
 from autopar.errors import UsageError
-from autopar.mesh import Mesh
-from autopar.plan import Precision
+from autopar.hardware.device import Device
+from autopar.plan.mesh import Mesh
+from autopar.plan.plan import Precision
 
 
 @cache

@@ -18,8 +18,8 @@ from autopar.cost.blocks.block_cost import BlockCost, ParameterCost
 from autopar.cost.step.data_parallel import DataParallel
 from autopar.cost.step.data_parallel import itemsize as itemsize_of
 from autopar.cost.step.step import StageCost, own_times
-from autopar.mesh import DATA_AXES, MESH_AXES, Mesh
-from autopar.plan import BUCKET_BYTES
+from autopar.plan.mesh import DATA_AXES, MESH_AXES, Mesh
+from autopar.plan.plan import BUCKET_BYTES
 
 SCALAR_BYTES = 4
 """Of a loss, a norm or a flag, which the runtime sums in fp32."""

@@ -22,9 +22,9 @@ from autopar.cost.step.data_parallel import DataParallel, Unit, itemsize
 from autopar.cost.step.gradient_buckets import Summed, buckets
 from autopar.cost.step.optimizer import OptimizerCost
 from autopar.cost.step.step import StageCost, Step
-from autopar.device import Device
-from autopar.plan import Memory
-from autopar.schedule import peak_table
+from autopar.hardware.device import Device
+from autopar.plan.prediction import Memory
+from autopar.plan.schedule import peak_table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

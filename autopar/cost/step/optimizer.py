@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from autopar.cost.step.data_parallel import Unit
-from autopar.device import Device
 from autopar.errors import UsageError
-from autopar.host import HostLink
+from autopar.hardware.device import Device, HostLink
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +115,7 @@ def stepped_s(
     """What the optimizer reads and writes; and, where it does so on the host, of copies: gradients down, parameters up.
 
     Nothing runs beside any of them: a step begins when gradients are summed and clipped, and forward waits for it. Checksums read
-    the parameters on the device before and after (``autopar.host_copy``), which go down only where somebody else has written them.
+    the parameters on the device before and after (``autopar.runtime.optimizer.host_copy``), which go down only where somebody else has written them.
 
     Args:
         itemsize: bytes of an element at rest.

@@ -12,10 +12,10 @@ from autopar.cost.step.runtime import StageMessages
 from autopar.cost.step.simulation import PipelineTimes, StageTimes, simulate
 from autopar.cost.step.step import Runs, StageCost, StageSums, Step, gathering_share
 from autopar.cost.step.step_model import StepModel
-from autopar.device import Overheads
 from autopar.errors import UsageError
-from autopar.plan import Breakdown, Memory
-from autopar.schedule import check_schedule
+from autopar.hardware.device import Overheads
+from autopar.plan.prediction import Breakdown, Memory
+from autopar.plan.schedule import check_schedule
 
 
 class PipelineStep:

@@ -15,9 +15,9 @@ from autopar.cost.network.collectives import CollectiveModel
 from autopar.cost.step.data_parallel import DataParallel, Unit, itemsize
 from autopar.cost.step.simulation import StageTimes
 from autopar.cost.step.step import StageSums, Step
-from autopar.device import Device
-from autopar.mesh import Mesh
-from autopar.plan import Precision
+from autopar.hardware.device import Device
+from autopar.plan.mesh import Mesh
+from autopar.plan.plan import Precision
 
 Parts: TypeAlias = Sequence[tuple[ParameterCost, int]]
 """Parameters that are not of experts over data ranks, each with the elements of it that the fullest rank of dp_shard keeps."""

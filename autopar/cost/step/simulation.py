@@ -16,7 +16,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.schedule import check_schedule, schedule_moments, schedule_numbers
+from autopar.plan.schedule import check_schedule, schedule_moments, schedule_numbers
 
 ROUNDS = (5, 10, 20)
 """Of as many micro-batches as there are ranks, after which it is looked whether all ranks repeat themselves."""

@@ -10,10 +10,10 @@ from typing import TypeAlias
 
 from autopar.cost.blocks.block_cost import BlockCost
 from autopar.cost.step.data_parallel import DataParallel, Unit
-from autopar.host import HostLink
-from autopar.mesh import Mesh
-from autopar.plan import BUCKET_BYTES, Offload, Recompute
-from autopar.schedule import schedule_actions
+from autopar.hardware.device import HostLink
+from autopar.plan.mesh import Mesh
+from autopar.plan.plan import BUCKET_BYTES, Offload, Recompute
+from autopar.plan.schedule import schedule_actions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,10 +25,9 @@ from autopar.cost.step.memory import (
 from autopar.cost.step.optimizer import OptimizerCost, stepped_s
 from autopar.cost.step.runtime import Runtime
 from autopar.cost.step.step import Runs, StageCost, StageSums, Step, moving, own_times, stage_sums
-from autopar.device import Device
-from autopar.host import HostLink
-from autopar.mesh import Mesh
-from autopar.plan import Precision, Recompute
+from autopar.hardware.device import Device, HostLink
+from autopar.plan.mesh import Mesh
+from autopar.plan.plan import Precision, Recompute
 
 Beside: TypeAlias = tuple[BlockCost | None, BlockCost | None]
 """The blocks before and after another one; None where there is none."""

@@ -93,7 +93,7 @@ class Cascade:
                 # of ranks that are alike, blocks in parts spread as whole ones do: integer programs take long there and raise little
                 is_near = whole_s is not None and (found[i] >= whole_s or not self.maker.is_mixed(candidate))
                 aim_s = 0.0 if is_near else whole_s
-                bound = chain_bound(instance, goal_s, (*known, *proofs), whole_s=aim_s)
+                bound = chain_bound(instance, goal_s, (*known, *proofs), above_s=found[i], whole_s=aim_s)
                 if bound is not None:
                     found[i] = max(found[i], min(bound.time_s, goal_s))
                     if all(bound.proof.weights != one.weights for one in (*known, *proofs)):

@@ -11,7 +11,8 @@ blocks, one at least on each stage, is found by dynamic programming, and is a bo
 is data: chains, weights and prices, from which the bound is worked out again without a solver.
 
 The best weights are those of the linear program over cuts into parts of blocks (Kelley's cutting planes): it is solved with the
-chains that are known, its cut is simulated, and the longest chain of that simulation is added, until the two agree.
+chains that are known, the cut half way to the best one is simulated, and the longest chain of that simulation is added, until the
+two agree.
 
 Blocks in parts spread evenly; of whole ones a slow device that has time for 1.6 takes one or two. So where the bound is still below what is
 aimed at, the same program is solved with whole numbers of blocks on each stage, as an integer program whose step is no longer than that
@@ -110,13 +111,19 @@ class ChainBound:
 
 
 def chain_bound(
-    instance: PipelineInstance, goal_s: float, known: Sequence[ChainProof] = (), *, whole_s: float | None = 0.0
+    instance: PipelineInstance,
+    goal_s: float,
+    known: Sequence[ChainProof] = (),
+    *,
+    above_s: float = 0.0,
+    whole_s: float | None = 0.0,
 ) -> ChainBound | None:
     """The best bound that is found, at least ``goal_s`` where it gets there; None where the schedule is too long, or nothing fits.
 
     Args:
         goal_s: the program is left where its bound is no less.
         known: proofs of other instances of the schedule: their weights are tried first, and their chains are the first ones.
+        above_s: the program is left where some parts of blocks take no more: its bound then comes to no more than that.
         whole_s: up to here the bound is raised by whole blocks, where the one of parts of blocks is near. None: it is only asked whether
             the bound comes to the goal, and the program is left where some parts of blocks take less.
     """
@@ -131,16 +138,17 @@ def chain_bound(
         if best.bound_s >= goal_s:
             return ChainBound(time_s=best.bound_s, proof=best)
     program = _Program(stages, [chain for proof in known for chain in proof.chains])
+    least_s = goal_s if whole_s is None else above_s
     for _ in range(ROUNDS):
         solved = program.solve()
         if solved is None:
             break
-        proof, step_s, chain = solved
+        proof, blocks = solved
         if best is None or proof.bound_s > best.bound_s:
             best = proof
-        if best.bound_s >= goal_s or step_s - best.bound_s <= PRECISION * step_s or not program.add(chain):
-            break
-        if whole_s is None and step_s < goal_s:
+        is_new = program.separate(blocks)
+        is_near = program.step_s - best.bound_s <= PRECISION * program.step_s
+        if best.bound_s >= goal_s or is_near or not is_new or program.step_s <= least_s:
             break
     if best is None:
         return None
@@ -276,10 +284,15 @@ class _Program:
 
     Args:
         chains: that are known; the longest one of even stages is added.
+
+    Attributes:
+        step_s, center: the shortest step of parts of blocks so far, and these parts.
     """
 
     def __init__(self, stages: _Stages, chains: Sequence[tuple[int, ...]]) -> None:
         self.stages = stages
+        self.step_s = np.inf
+        self.center: Array | None = None
         num, kinds, _ = shape = stages.backward_s.shape
         may = np.ones(shape, dtype=bool)
         self.count = np.bincount(stages.kinds, minlength=kinds).astype(float)
@@ -298,6 +311,20 @@ class _Program:
         self.limits = np.concatenate([stages.room / self.scale_bytes, -np.ones(num)])
         self._add([*dict.fromkeys((even, *chains))])
 
+    def separate(self, blocks: Array) -> bool:
+        """Whether a chain is added: the longest one half way from a solution to the best parts, or else of the solution itself.
+
+        Half way as chains of solutions alone are far from those of the optimum (in-out separation, Ben-Ameur and Neto 2007).
+        """
+        ways = [blocks] if self.center is None else [np.round((blocks + self.center) / 2, DIGITS), blocks]
+        for parts in ways:
+            step_s, chain = self.stages.longest(parts)
+            if step_s < self.step_s:
+                self.step_s, self.center = step_s, parts
+            if self.add(chain):
+                return True
+        return False
+
     def add(self, chain: tuple[int, ...]) -> bool:
         """Whether a chain was not known."""
         if chain in self.chains:
@@ -314,8 +341,8 @@ class _Program:
         self.rows = np.concatenate([self.rows, rows])
         self.limits = np.concatenate([self.limits, (-stages.fixed_s(counts) / self.scale_s).round(DIGITS)])
 
-    def solve(self) -> tuple[ChainProof, float, tuple[int, ...]] | None:
-        """The proof of the best weights, and the step and the longest chain of the stages of the solution; None: there is none."""
+    def solve(self) -> tuple[ChainProof, Array] | None:
+        """The proof of the best weights, and the stages of the solution [s, k, o]; None: there is none."""
         size, stages, fixed = self.rows.shape[1], self.stages, self.stages.pp + self.stages.num
         found = linprog(
             np.arange(size) == size - 1, A_ub=self.rows, b_ub=self.limits, A_eq=np.pad(self.of_kind, ((0, 0), (0, 1))),
@@ -334,7 +361,7 @@ class _Program:
             byte_s=tuple((byte_s / total * self.scale_s / self.scale_bytes).tolist()),
         )  # fmt: skip
         proof = replace(proof, bound_s=float(stages.least_s([proof])[0]) * (1 - ROUNDING))
-        return proof, *stages.longest(self._blocks(found.x))
+        return proof, self._blocks(found.x)
 
     def whole_s(self, goal_s: float) -> float:
         """The least step in which each stage, and each rank, has a whole number of blocks, up to ``goal_s``.

@@ -16,7 +16,7 @@ from autopar.cost.blocks.block_cost import ParameterCost
 from autopar.cost.model import BlockCost, CostModel, Step
 from autopar.cost.step.step import own_times
 from autopar.cost.step.step_model import Beside
-from autopar.plan import Recompute
+from autopar.plan.plan import Recompute
 from autopar.planner.bounds.gradient_sums import at_both_ends, least_sums_s
 from autopar.planner.bounds.instance import BlockFloor, FloorTable, ModeFloor
 from autopar.planner.layouts.types import PricedLayout

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from autopar.cost.blocks.block_cost import ParameterCost
 from autopar.cost.model import CostModel, StageCost, Step
-from autopar.plan import Recompute
+from autopar.plan.plan import Recompute
 from autopar.planner.bounds.floors import BlockFloors
 from autopar.planner.bounds.gradient_sums import tie_s
 from autopar.planner.bounds.instance import FloorTable, PipelineInstance, runs_of

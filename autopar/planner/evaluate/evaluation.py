@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopar.cost.model import CostModel
-from autopar.plan import BUCKET_BYTES, Prediction
+from autopar.plan.plan import BUCKET_BYTES
+from autopar.plan.prediction import Prediction
 from autopar.planner.context import readable
 from autopar.planner.layouts.types import PricedLayout
 from autopar.planner.space.candidates import Candidate

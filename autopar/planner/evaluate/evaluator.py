@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from autopar.cost.model import CostModel
 from autopar.errors import InfeasibleError
-from autopar.graph.ir import Graph
+from autopar.graph.graph import Graph
 from autopar.planner.bounds.cascade import LEVELS, Cascade
 from autopar.planner.bounds.chain_program import KEPT, ChainProof, Key, key_of
 from autopar.planner.context import SearchContext, readable

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from autopar.errors import InfeasibleError
-from autopar.plan import Memory
+from autopar.plan.prediction import Memory
 from autopar.planner.context import SearchContext
 from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.layouts.types import PricedLayout

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autopar.cost.model import CostModel, StageCost, Step, predict_shares, shared_memory, shared_step_s
-from autopar.plan import RECOMPUTES, Memory, Recompute
+from autopar.plan.plan import RECOMPUTES, Recompute
+from autopar.plan.prediction import Memory
 from autopar.planner.context import SearchContext
 from autopar.planner.evaluate.evaluation import SLOW, Evaluation, Misfit, needs_text
 from autopar.planner.evaluate.layout_plans import ROUNDING

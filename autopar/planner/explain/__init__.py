@@ -2,5 +2,5 @@
 
 :func:`~autopar.planner.explain.alternatives.compare` finds for each choice the nearest candidates with another value of it, and says
 by their bounds, or by evaluating them, how much slower they are; one that is faster becomes the plan.
-:func:`~autopar.planner.explain.plan_writer.plan_of` writes a :class:`autopar.plan.Plan`.
+:func:`~autopar.planner.explain.plan_writer.plan_of` writes a :class:`autopar.plan.plan.Plan`.
 """

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import ne
 
-from autopar.plan import Prediction
+from autopar.plan.prediction import Prediction
 from autopar.planner.bounds.cascade import LEVELS
 from autopar.planner.branch_and_bound.process_group import ProcessGroup
 from autopar.planner.evaluate.evaluation import Evaluation

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from autopar.cluster import Cluster
 from autopar.cost.operators.measured import Measured, Source, measurement_note
 from autopar.cost.operators.roofline import op_time
 from autopar.cost.operators.work import operand_specs
-from autopar.graph.ir import Graph, Op
+from autopar.graph.graph import Graph, Op
+from autopar.hardware.cluster import Cluster
 from autopar.planner.context import readable
 from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.evaluate.evaluator import Evaluator

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from autopar.cost.blocks.block_cost import ParameterCost
 from autopar.cost.model import BlockCost, CostModel
 from autopar.graph.compact import compact
-from autopar.graph.ir import Graph
+from autopar.graph.graph import Graph
 from autopar.planner.layouts.rank_graphs import RankGraphs, padding_of
 from autopar.planner.layouts.tp_typings import Order, TpTypings, pinned_types
 from autopar.planner.layouts.types import LayoutKey, Load, PricedLayout, TypedLayout
@@ -19,7 +19,7 @@ from autopar.planner.sharding.axis_costs import Narrow
 from autopar.planner.sharding.block_chain import every_typing
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import Space
-from autopar.rules.apply import shard
+from autopar.rules.apply.apply import shard
 
 
 @dataclass(slots=True, kw_only=True)
@@ -156,7 +156,7 @@ class Layouts:
         """What the parts of a key's layouts are taken of: the layout with neither a context- nor a tensor-parallel axis.
 
         Where the key has one of these axes, as no padding of vocabularies and no alignment takes it below
-        (:meth:`autopar.device.Device.at_best`): a part of it is then a floor. Where it has none, this is its layout.
+        (:meth:`autopar.hardware.device.Device.at_best`): a part of it is then a floor. Where it has none, this is its layout.
         """
         if key.cp == key.tp == 1:
             return self.price(TypedLayout(key=key, kind="", solution=None))

@@ -13,11 +13,11 @@ from autopar.cost.model import CostModel
 from autopar.cost.step.data_parallel import itemsize
 from autopar.errors import InfeasibleError
 from autopar.graph.compact import Compact
-from autopar.graph.ir import Graph
-from autopar.graph.padding import lengths, pad
-from autopar.layout import I
-from autopar.mesh import Mesh
-from autopar.plan import PaddedParameter
+from autopar.graph.graph import Graph
+from autopar.graph.vocabulary_padding import lengths, pad
+from autopar.plan.mesh import Mesh
+from autopar.plan.plan import PaddedParameter
+from autopar.plan.tensor_types import I
 from autopar.planner.layouts.block_pricing import BlockPricing
 from autopar.planner.layouts.types import LayoutKey
 from autopar.planner.sharding.axis_costs import AxisCosts, AxisPricing
@@ -28,10 +28,10 @@ from autopar.planner.sharding.resharding import Structures
 from autopar.planner.sharding.sequence_axis import CP, SequenceSplit
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import ATTENTION_KINDS
-from autopar.rules.apply import shard
-from autopar.rules.resize import Resizer, can_resize
-from autopar.rules.spread import spread
-from autopar.rules.types import Typing
+from autopar.rules.apply.apply import shard
+from autopar.rules.apply.experts_over_data import spread
+from autopar.rules.apply.resize import Resizer, can_resize
+from autopar.rules.strategy import Typing
 
 COLLECTIVE_WEIGHT = 1e-3
 """Of collectives in the typing on ``cp``: the axis is there to split work and what is kept for backward, and a typing

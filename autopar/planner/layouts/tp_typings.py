@@ -6,8 +6,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.errors import InfeasibleError
-from autopar.graph.ir import Graph, Op, Ref
-from autopar.layout import Type
+from autopar.graph.graph import Graph, Op, Ref
+from autopar.plan.tensor_types import Type
 from autopar.planner.layouts.rank_graphs import RankGraphs
 from autopar.planner.layouts.types import LayoutKey
 from autopar.planner.sharding.axis_costs import AxisCosts, Narrow
@@ -15,9 +15,9 @@ from autopar.planner.sharding.block_chain import AxisSolution, AxisSolver
 from autopar.planner.sharding.energy import Cost, Weights
 from autopar.planner.sharding.strategy_energy import rests_of
 from autopar.planner.space.pins import Pins
-from autopar.rules.sharded import EXPERT_TARGETS
-from autopar.rules.spread import EXPERTS
-from autopar.rules.types import Strategy
+from autopar.rules.apply.experts_over_data import EXPERTS
+from autopar.rules.patterns.other_kernels import EXPERT_TARGETS
+from autopar.rules.strategy import Strategy
 
 TP = "tp"
 SPREAD_EXPERTS = "autopar.experts_dispatch"

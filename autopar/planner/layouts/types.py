@@ -6,10 +6,10 @@ import hashlib
 from dataclasses import dataclass, field, replace
 
 from autopar.cost.model import BlockCost
-from autopar.plan import PaddedParameter
+from autopar.plan.plan import PaddedParameter
 from autopar.planner.sharding.block_chain import AxisSolution
 from autopar.planner.space.candidates import Candidate
-from autopar.rules.sharded import EXPERT_TARGETS
+from autopar.rules.patterns.other_kernels import EXPERT_TARGETS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

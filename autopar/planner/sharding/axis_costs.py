@@ -10,20 +10,20 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from autopar import rules
 from autopar.cost.network.collectives import CollectiveModel
 from autopar.cost.operators.roofline import OperatorTimes, time_of_work
 from autopar.cost.operators.work import VIEWS, is_elementwise, work
-from autopar.device import Device
 from autopar.errors import InfeasibleError
-from autopar.graph.ir import Graph, Op, Parameter, Ref, TensorSpec
-from autopar.layout import I, P, R, Type
-from autopar.mesh import Mesh
+from autopar.graph.graph import Graph, Op, Parameter, Ref, TensorSpec
+from autopar.hardware.device import Device
+from autopar.plan.mesh import Mesh
+from autopar.plan.tensor_types import I, P, R, Type
 from autopar.planner.sharding.energy import FREE, Cost, Table
 from autopar.planner.sharding.strategy_energy import rests_of
-from autopar.rules.conversions import collective_bytes, conversion, emitted_arguments
+from autopar.rules import registry as rules
+from autopar.rules.apply.conversions import collective_bytes, conversion, emitted_arguments
+from autopar.rules.strategy import Local, Strategy
 from autopar.rules.table import without_refs
-from autopar.rules.types import Local, Strategy
 
 Narrow = Callable[[Op, tuple[Strategy, ...]], tuple[Strategy, ...]]
 """Keeps those of an operator's strategies that it may take."""

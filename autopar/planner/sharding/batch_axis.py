@@ -13,18 +13,17 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from operator import contains
 
-from autopar import rules
 from autopar.errors import RuleError
 from autopar.graph.compact import Compact
-from autopar.graph.ir import Graph, Mutation, Op, Parameter, Ref
-from autopar.graph.opaque import reason_of
-from autopar.layout import I, P, R, S, Type
-from autopar.opaque_ops import region_of
+from autopar.graph.graph import Graph, Mutation, Op, Parameter, Ref
+from autopar.ops.region import region_of
+from autopar.plan.tensor_types import I, P, R, S, Type
 from autopar.planner.sharding.elimination import Entry
 from autopar.planner.sharding.energy import FREE, Cost, Table, Weights
 from autopar.planner.sharding.strategy_energy import Problem
-from autopar.rules.conversions import conversion
-from autopar.rules.types import Strategy, Typing
+from autopar.rules import registry as rules
+from autopar.rules.apply.conversions import conversion
+from autopar.rules.strategy import Strategy, Typing
 
 BATCH = "batch"
 TOTAL_ELEMENTS = 1e12
@@ -238,6 +237,8 @@ def _changes(graph: Graph, mutation: Mutation, found: set[Type]) -> RuleError:
 def _opaque(graph: Graph, op: Op) -> RuleError:
     """An operator that nothing is offered for: a region of unknown code whose backward is not linear, or not known to be."""
     region = region_of(str(op.args[0]))
+    from autopar.tracing.opaque.regions import reason_of  # the tracer is slow to import
+
     reason = reason_of(graph.notes, region.name)
     return RuleError(
         "The samples of this opaque module may depend on each other, and its gradients may not add up",

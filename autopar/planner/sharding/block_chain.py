@@ -24,16 +24,16 @@ import numpy as np
 
 from autopar.errors import InfeasibleError
 from autopar.graph.compact import Compact
-from autopar.graph.ir import Block, Ref
-from autopar.layout import Type
-from autopar.plan import AxisTyping
+from autopar.graph.graph import Block, Ref
+from autopar.plan.plan import AxisTyping
+from autopar.plan.tensor_types import Type
 from autopar.planner.sharding.axis_costs import AxisCosts
 from autopar.planner.sharding.block_table import MAX_BOUNDARY_STATES, BlockProblem, boundary_of, crossing_types
 from autopar.planner.sharding.elimination import Entry, Marginals, Prepared, marginalise, prepare
 from autopar.planner.sharding.energy import Energy, Factor, Table, Weights
 from autopar.planner.sharding.resharding import Structures
 from autopar.planner.sharding.strategy_energy import Choice, rests_of
-from autopar.rules.types import Strategy, Typing
+from autopar.rules.strategy import Strategy, Typing
 
 Assignment = tuple[int, ...]
 """A state for each variable of a block's problem."""

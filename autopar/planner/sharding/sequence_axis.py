@@ -18,11 +18,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopar.graph.attention import is_attention, is_scores
-from autopar.graph.ir import Graph, Op, Ref
-from autopar.layout import Type
-from autopar.rules.apply import BATCH
-from autopar.rules.types import Strategy
-from autopar.rules.zigzag import ZIGZAG_SAFE
+from autopar.graph.graph import Graph, Op, Ref
+from autopar.plan.tensor_types import Type
+from autopar.rules.apply.apply import BATCH
+from autopar.rules.apply.zigzag import ZIGZAG_SAFE
+from autopar.rules.strategy import Strategy
 
 CP = "cp"
 

@@ -25,12 +25,12 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.graph.ir import Graph, Op, Parameter, Ref, TensorSpec
-from autopar.layout import I, P, R, S, Type
+from autopar.graph.graph import Graph, Op, Parameter, Ref, TensorSpec
+from autopar.plan.tensor_types import I, P, R, S, Type
 from autopar.planner.sharding.elimination import Marginals, Prepared, prepare
 from autopar.planner.sharding.energy import FREE, Cost, Energy, Factor, PartedFactor, Table, Weights, columns_of
 from autopar.planner.sharding.resharding import Flow, Made, Structures, Wanted, forbidding, one_reader, several_readers
-from autopar.rules.types import Strategy
+from autopar.rules.strategy import Strategy
 
 MAX_EXTRAS = 2
 """Further types that one value may be changed to inside a block; one in blocks that are too wide for more."""

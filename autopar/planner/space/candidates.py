@@ -13,8 +13,9 @@ from math import gcd
 
 import numpy as np
 
-from autopar.mesh import Mesh
-from autopar.plan import Offload, ScheduleName
+from autopar.plan.mesh import Mesh
+from autopar.plan.plan import Offload, ScheduleName
+from autopar.plan.schedule import SCHEDULES
 from autopar.planner.space.constraints import (
     Column,
     Constraint,
@@ -28,7 +29,6 @@ from autopar.planner.space.constraints import (
 )
 from autopar.planner.space.pin_syntax import ChoicePin, NumberPin
 from autopar.planner.space.pins import Pins
-from autopar.schedule import SCHEDULES
 
 DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
@@ -43,7 +43,7 @@ class Candidate:
         shares: samples that a data rank of each node group takes at once, in the order of ranks; ``micro_batch_size`` is then
             the largest. Empty: all take as many.
         moves: blocks may keep there what their backward needs.
-        vocab_multiple: of the rows of each rank's part of a vocabulary, which is padded to it (:mod:`autopar.graph.padding`).
+        vocab_multiple: of the rows of each rank's part of a vocabulary, which is padded to it (:mod:`autopar.graph.vocabulary_padding`).
     """
 
     mesh: Mesh

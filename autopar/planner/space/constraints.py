@@ -12,12 +12,12 @@ from math import gcd
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.graph.padding import length
+from autopar.graph.vocabulary_padding import length
+from autopar.hardware.device_rates import ALIGNED_ELEMENTS
+from autopar.plan.schedule import SCHEDULES
 from autopar.planner.space.pin_syntax import BUCKET, ChoicePin, NumberPin
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import ATTENTION_KINDS, Space
-from autopar.rates import ALIGNED_ELEMENTS
-from autopar.schedule import SCHEDULES
 
 Column = NDArray[np.int64]
 Table = Mapping[str, Column]

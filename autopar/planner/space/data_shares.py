@@ -12,10 +12,10 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 
-from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError, UsageError
-from autopar.mesh import Mesh
-from autopar.plan_check import SHARES_ALONE, shares_fault
+from autopar.hardware.cluster import Cluster
+from autopar.plan.check import SHARES_ALONE, shares_fault
+from autopar.plan.mesh import Mesh
 from autopar.planner.space.candidates import Candidate, candidates, divisors
 from autopar.planner.space.conflict import conflict
 from autopar.planner.space.constraints import Problem

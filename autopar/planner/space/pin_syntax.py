@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from autopar.errors import UsageError
-from autopar.layout import Type, parse_type
-from autopar.plan import RECOMPUTES, Recompute
+from autopar.plan.plan import RECOMPUTES, Recompute
+from autopar.plan.schedule import SCHEDULES
+from autopar.plan.tensor_types import Type, parse_type
 from autopar.planner.space.space import ATTENTION_KINDS
-from autopar.schedule import SCHEDULES
 
 _RELATIONS: dict[str, Callable[[int, int], bool]] = {
     "=": operator.eq,

@@ -19,7 +19,7 @@
 | ``opaque=encoder.router``                       | a module runs as it is written (path, pattern, class) |
 
 Pins stand in options, in a file (``--pin @FILE``, one in a line, ``#`` before a remark) and at modules of the model
-(:mod:`autopar.marks`); where two speak of one block, options win over modules, and later ones over earlier ones.
+(:mod:`autopar.pins.on_modules`); where two speak of one block, options win over modules, and later ones over earlier ones.
 
 A selector is a dotted path whose parts may be ``*`` or a range: it selects the blocks whose label contains it.
 """
@@ -32,9 +32,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from autopar.errors import UsageError, closest
-from autopar.graph.ir import Graph
-from autopar.graph.padding import vocabulary_sizes
-from autopar.plan import BUCKET_BYTES, Recompute
+from autopar.graph.graph import Graph
+from autopar.graph.vocabulary_padding import vocabulary_sizes
+from autopar.plan.plan import BUCKET_BYTES, Recompute
 from autopar.planner.space.pin_syntax import (
     BUCKET,
     ActivationPin,

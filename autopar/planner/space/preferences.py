@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.plan.schedule import SCHEDULES
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.constraints import pin_constraints
 from autopar.planner.space.pins import Pins
-from autopar.schedule import SCHEDULES
 
 
 def usual(candidate: Candidate) -> tuple[int, ...]:

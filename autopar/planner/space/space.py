@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, cast
 
-from autopar import resources
 from autopar.errors import UsageError
-from autopar.plan import BUCKET_BYTES, RECOMPUTES, Recompute, ScheduleName
-from autopar.schedule import SCHEDULES
-from autopar.table import Table
+from autopar.plan.plan import BUCKET_BYTES, RECOMPUTES, Recompute, ScheduleName
+from autopar.plan.schedule import SCHEDULES
+from autopar.util import data_files as resources
+from autopar.util.toml import Table
 
 SamplerName = Literal["none", "tpe", "cmaes", "nsga2"]
 SAMPLERS: tuple[SamplerName, ...] = ("none", "tpe", "cmaes", "nsga2")

@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autopar.cluster import Cluster
 from autopar.cost.network.placement import places_of
 from autopar.cost.step.optimizer import OPTIMIZERS, optimizer_cost
 from autopar.errors import UsageError
-from autopar.plan import Offload, RankGroup
+from autopar.hardware.cluster import Cluster
+from autopar.plan.plan import Offload, RankGroup
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.pin_syntax import ActivationPin, ChoicePin
 from autopar.planner.space.pins import Pins

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from autopar.plan import Recompute
+from autopar.plan.plan import Recompute
 
 MOVED: Literal["moved"] = "moved"
 """Recomputes nothing, and keeps on the host what backward needs."""

@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cost.model import CostModel, StageCost, Step
-from autopar.plan import Memory
+from autopar.plan.prediction import Memory
+from autopar.plan.schedule import peak_table
 from autopar.planner.layouts.types import PricedLayout
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.stages.activation_modes import Way
 from autopar.planner.stages.stage_cut import CutBlocks, Mask, stage_masks
-from autopar.schedule import peak_table
 
 Stops = tuple[int, ...]
 Modes = tuple[Way, ...]

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from autopar.cost.step.step import own_times
 from autopar.graph.compact import Compact
-from autopar.plan import Recompute
+from autopar.plan.plan import Recompute
 from autopar.planner.layouts.types import PricedLayout
 
 LATE = 6

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autopar.errors import UsageError
-from autopar.graph.ir import Graph, digest
+from autopar.graph.graph import Graph, digest
 from autopar.planner.branch_and_bound.process_group import available
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.task import Limits, Task
-from autopar.rules.missing import OwnRule, own_rules
+from autopar.rules.check.missing import OwnRule, own_rules
 
 if TYPE_CHECKING:
     from autopar.planner.studies.study import Study
@@ -166,7 +166,7 @@ def _log(folder: Path, number: int) -> Path:
 PACKAGE = Path(__file__).resolve().parents[2]
 """The folder of autopar."""
 
-_NOT_PRICED = ("cli", "report", "runtime", "lower", "benchmark", "validate", "profile")
+_NOT_PRICED = ("cli", "report", "runtime", "lower", "benchmark", "validate", "measure", "verification")
 """Folders of the package that no time depends on."""
 
 

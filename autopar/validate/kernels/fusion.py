@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from autopar.cost.operators.work import LINEAR, Specs, Work
 from autopar.cost.operators.work_record import Product, total
-from autopar.graph.ir import Graph, Op, Ref
+from autopar.graph.graph import Graph, Op, Ref
 from autopar.validate.kernels.megatron import as_megatron, split_projections
 
 _NAMES = (

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autopar.cost.operators.work_record import FLOAT, Specs, Work
-from autopar.graph.ir import Graph, Op, Ref
+from autopar.graph.graph import Graph, Op, Ref
 
 LOSSES = frozenset(("autopar.cross_entropy_sum", "aten.cross_entropy_loss.default", "autopar.cross_entropy_vocabulary"))
 SOFTMAX, PRODUCT, NORM = "aten.softmax.int", "aten.matmul.default", "aten.layer_norm.default"

@@ -9,10 +9,10 @@ from itertools import accumulate, product
 import numpy as np
 import pytest
 
-from autopar.cluster import Cluster
-from autopar.graph.ir import Graph
-from autopar.models import resolve_model
-from autopar.plan import FP32, Recompute
+from autopar.graph.graph import Graph
+from autopar.hardware.cluster import Cluster
+from autopar.models.resolve import resolve_model
+from autopar.plan.plan import FP32, Recompute
 from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.planner import Planner
 from autopar.planner.space.pins import Pins

@@ -1,0 +1,1 @@
+"""What ``make gpu`` runs: ``python -m autopar.benchmark.gpu``."""

@@ -1,0 +1,123 @@
+"""The graph of a MODEL, kept in the cache directory where its description says all about it.
+
+To trace a large model takes ten times as long as to search a plan for it, and a search is repeated with other pins and
+clusters. Kept are graphs of families and of Hugging Face model types: what they depend on is in their name, which is a hash
+of the description, the versions of torch and transformers, the model type's files and autopar's own sources. A factory or a
+folder may have changed in any way and is traced each time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from autopar.cli.console import cache_dir
+from autopar.errors import UsageError
+
+if TYPE_CHECKING:
+    from autopar.graph.graph import Graph
+
+MAX_FILES = 64
+"""Graphs that are kept, those that were used last; one takes about a megabyte."""
+
+
+def traced(
+    model: str,
+    *,
+    sequence: int | None,
+    precision: str,
+    opaque: Sequence[str],
+    global_batch_size: int,
+    advance: Callable[[str, int, int], None] = lambda what, done, total: None,
+) -> Graph:
+    """The graph that plans of a MODEL are for.
+
+    Raises:
+        UsageError: an unknown precision; whatever else ``resolve_model`` refuses.
+        TraceError: the model cannot be traced.
+    """
+    from autopar import api
+
+    if precision not in api.PRECISIONS:
+        raise UsageError.unknown("precision", precision, api.PRECISIONS)
+    recipe = api.PRECISIONS[precision]
+    files = [_file(f"{own}, {sequence} tokens, {recipe.compute}, opaque {list(opaque)}")
+             for own in (model, f"{model} at {global_batch_size}")] if _is_told(model) else []  # fmt: skip
+    for file in files:
+        if (kept := _load(file)) is not None:
+            return kept
+    from autopar.models.resolve import resolve_model
+
+    advance("tracing the model", 0, 0)
+    found = resolve_model(model, sequence_length=sequence)
+    graph = api.trace_model(found.model, found.example_inputs, recipe, name=found.name, opaque=opaque,
+                            global_batch_size=global_batch_size)  # fmt: skip
+    if files:
+        _keep(graph, files[graph.exact])
+    return graph
+
+
+def _is_told(model: str) -> bool:
+    """Whether a description says all about a model."""
+    from autopar.models.specs import FAMILIES
+
+    kind, _, rest = model.partition(":")
+    return kind in FAMILIES or (kind == "hf" and not Path(rest.partition("?")[0]).exists())
+
+
+def _folder() -> Path:
+    return (cache_dir() or Path.home() / ".cache" / "autopar") / "graphs"
+
+
+def _file(described: str) -> Path:
+    from autopar.planner.studies.workers import sources
+
+    parts = [described, sources(), version("torch"), *_of_transformers(described)]
+    return _folder() / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.pickle"
+
+
+def _of_transformers(described: str) -> list[str]:
+    """The version of transformers and the files of a model type, where it is one."""
+    kind, _, rest = described.partition(":")
+    if kind != "hf":
+        return []
+    with suppress(PackageNotFoundError):
+        package = find_spec("transformers")
+        root = Path(package.origin).parent if package is not None and package.origin else Path()
+        name = rest.partition("?")[0].partition(",")[0].replace("-", "_")
+        files = sorted((root / "models" / name).glob("*.py"))
+        stats = [(file.name, file.stat()) for file in files]
+        return [version("transformers"), *(f"{n} {s.st_size} {s.st_mtime_ns}" for n, s in stats)]
+    return []
+
+
+def _load(file: Path) -> Graph | None:
+    """What is kept there; nothing where it is not, or cannot be read."""
+    from autopar.graph.graph import Graph
+
+    try:
+        found = pickle.loads(file.read_bytes())
+        os.utime(file)
+    except (OSError, pickle.UnpicklingError, EOFError, AttributeError, ImportError, TypeError, ValueError):
+        return None
+    return found if isinstance(found, Graph) else None
+
+
+def _keep(graph: Graph, file: Path) -> None:
+    """A cache that cannot be written is none."""
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=file.parent, suffix=".new", delete=False) as new:
+            new.write(pickle.dumps(graph))
+        Path(new.name).replace(file)
+        kept = sorted(file.parent.glob("*.pickle"), key=lambda path: path.stat().st_mtime_ns)
+        for old in kept[:-MAX_FILES]:
+            old.unlink(missing_ok=True)

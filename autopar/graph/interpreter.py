@@ -1,0 +1,116 @@
+"""Running a graph on one device: the meaning of every other way to run it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from autopar.errors import AutoparError
+from autopar.graph.graph import Argument, Graph, Op, Parameter, Ref
+from autopar.graph.random import draws_random
+from autopar.ops.names import resolve
+from autopar.ops.opaque import Holder
+from autopar.ops.region import region_of
+from autopar.ops.seeded import draw
+
+
+def evaluate(
+    graph: Graph,
+    batch: Mapping[str, torch.Tensor],
+    parameters: Mapping[str, torch.Tensor],
+    buffers: Mapping[str, torch.Tensor] | None = None,
+    model: torch.nn.Module | None = None,
+) -> torch.Tensor:
+    """The loss of ``batch``, differentiable in ``parameters``.
+
+    Args:
+        batch: tensors by the names of ``graph.inputs``, in the shapes of the graph.
+        parameters: model parameters by name (``fqn``), whole; parts are cut from them.
+        buffers: model buffers by name (``fqn``), for those whose value the graph does not hold.
+        model: for the code of its opaque regions.
+
+    Raises:
+        AutoparError: an input or buffer is missing, or the model where the graph has opaque modules.
+    """
+    return step(graph, batch, parameters, buffers, model)[0]
+
+
+def step(
+    graph: Graph,
+    batch: Mapping[str, torch.Tensor],
+    parameters: Mapping[str, torch.Tensor],
+    buffers: Mapping[str, torch.Tensor] | None = None,
+    model: torch.nn.Module | None = None,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """As :func:`evaluate`; also the new values of the buffers that a step changes, by name (``fqn``)."""
+    env = leaves(graph, batch, parameters, buffers or {})
+    run((*graph.prelude, *graph.ops), env, model)
+    names = {buffer.name: buffer.fqn for buffer in graph.buffers}
+    return env[graph.loss], {names[m.buffer]: env[m.value].detach() for m in graph.mutations}
+
+
+def leaves(
+    graph: Graph,
+    batch: Mapping[str, torch.Tensor],
+    parameters: Mapping[str, torch.Tensor],
+    buffers: Mapping[str, torch.Tensor],
+) -> dict[Ref, torch.Tensor]:
+    """Values of inputs, parameters and buffers."""
+    device = next(iter(batch.values())).device
+    env: dict[Ref, torch.Tensor] = {}
+    for entry in graph.inputs:
+        if entry.name not in batch:
+            raise AutoparError.missing(f"input '{entry.name}' of the batch", fix="Give all inputs of the graph by name")
+        env[Ref(entry.name)] = batch[entry.name]
+    for parameter in graph.parameters:
+        env[Ref(parameter.name)] = part_of(parameter, parameters[parameter.fqn])
+    for buffer in graph.buffers:
+        value = buffers.get(buffer.fqn, buffer.value) if buffer.fqn else buffer.value
+        if value is None:
+            raise AutoparError.missing(f"value of buffer '{buffer.fqn or buffer.name}'", fix="Pass it in buffers=")
+        env[Ref(buffer.name)] = value.to(device)
+    return env
+
+
+def part_of(parameter: Parameter, whole: torch.Tensor) -> torch.Tensor:
+    """What ``parameter`` is of the model's tensor."""
+    part = parameter.part
+    return whole if part is None else whole.narrow(part.dim, part.start, part.stop - part.start)
+
+
+def function_of(op: Op, model: torch.nn.Module | None) -> Callable[..., Any]:
+    """What computes ``op``; the code of an opaque region is that of ``model``."""
+    if op.target != "autopar.opaque":
+        return resolve(op.target)
+    holder = Holder(region_of(str(op.args[0])))
+    if model is not None:
+        holder.bind(model)
+    return partial(resolve(op.target), holder)
+
+
+def run(ops: Iterable[Op], env: dict[Ref, torch.Tensor], model: torch.nn.Module | None = None) -> None:
+    """Executes ``ops`` in order, adding their outputs to ``env``; random numbers are the same in every run.
+
+    Args:
+        model: has the code of opaque regions.
+    """
+    for number, op in enumerate(ops):
+        args, kwargs = [_value(a, env) for a in op.args], dict[str, Any]((k, _value(a, env)) for k, a in op.kwargs)
+        if op.target.startswith("aten.") and draws_random(op.target):
+            where = None if op.operands else next(iter(env.values())).device
+            result = partial(draw, salt=number, device=where)(op.target, *args, **kwargs)
+        else:
+            result = function_of(op, model)(*args, **kwargs)
+        for i, value in enumerate(result if isinstance(result, tuple | list) else (result,)):
+            env[Ref(op.name, i)] = value
+
+
+def _value(argument: Argument, env: Mapping[Ref, torch.Tensor]) -> object:
+    if isinstance(argument, Ref):
+        return env[argument]
+    if isinstance(argument, tuple):
+        return [_value(item, env) for item in argument]
+    return argument

@@ -1,0 +1,252 @@
+"""Clusters: which devices there are, on which nodes, and what connects them.
+
+Ranks count the devices group by group, node by node. The tiers of a cluster, from the inside out: the device itself,
+its node, then each :class:`Tier` of switches (racks, pods), and at last the network that joins everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from itertools import permutations
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autopar.errors import UsageError
+from autopar.hardware.device import Device
+from autopar.hardware.link import CollectiveLibrary, Link
+from autopar.util.toml import Table
+
+if TYPE_CHECKING:
+    import networkx
+
+NETWORK = "network"
+
+MAX_PERMUTED_GROUPS = 3
+"""Node groups of which all orders are tried as an order of ranks; of more the given one and its reverse."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeGroup:
+    """Equal nodes.
+
+    Attributes:
+        intra_node: the link from each device to the node's switch (or its peers).
+        nic: one network card of a node.
+        nics_per_node: device i of a node uses card ``i * nics_per_node // devices_per_node``.
+    """
+
+    device: Device
+    num_nodes: int
+    devices_per_node: int
+    intra_node: Link
+    nic: Link
+    nics_per_node: int
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all nodes of the group."""
+        return self.num_nodes * self.devices_per_node
+
+    def to_dict(self) -> dict[str, Any]:
+        """The group as plain data: a ``[[group]]`` of a cluster file with everything written out."""
+        return {
+            "num_nodes": self.num_nodes,
+            "devices_per_node": self.devices_per_node,
+            "nics_per_node": self.nics_per_node,
+            "device": self.device.to_dict(),
+            "intra_node": self.intra_node.to_dict(),
+            "nic": self.nic.to_dict(),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tier:
+    """A layer of switches: each domain of ``num_nodes`` consecutive nodes shares one ``uplink`` to what lies above."""
+
+    name: str
+    num_nodes: int
+    uplink: Link
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Groups of nodes, tiers of switches between them (innermost first) and the collective library that they run.
+
+    >>> cluster = Cluster.parse("h100-sxm5-80gb:4x8")
+    >>> cluster.world_size, cluster.num_nodes, cluster.devices_per_node
+    (32, 4, 8)
+    >>> cluster.tier_of([0, 7]), cluster.tier_of([0, 8])
+    ('node', 'network')
+    """
+
+    name: str
+    groups: tuple[NodeGroup, ...]
+    tiers: tuple[Tier, ...] = ()
+    library: CollectiveLibrary
+
+    @classmethod
+    def parse(cls, text: str, *, cache_dir: Path | None = None) -> Cluster:
+        """A cluster from ``DEVICE:NODESxPER_NODE``, ``local`` or the path of a TOML file.
+
+        The first two take options as in ``cpu:1x4?memory=1e9&cores=2``: ``memory`` (bytes of one device, ``80GB`` or
+        ``80GiB``), ``host_memory`` (of its host, for offloading), ``nics`` (cards of a node), ``nic_bandwidth`` (bytes/s of one), ``cores`` (of a node of CPU ranks: more ranks than cores share
+        them) and for ``local`` ``ranks``.
+
+        Args:
+            cache_dir: where ``local`` keeps its measurements; ``None`` for the user's cache directory.
+
+        Raises:
+            UsageError: names the unknown device or option with the closest known one, or the file, line and key.
+        """
+        from autopar.hardware.describe import parse_cluster  # below this module would be a cycle: it builds clusters
+
+        return parse_cluster(text, cache_dir=cache_dir)
+
+    @classmethod
+    def load(cls, path: Path) -> Cluster:
+        """A cluster from a TOML file; the schema stands in ``profiles/README.md``."""
+        from autopar.hardware import read as store
+
+        return store.load_cluster(path)
+
+    @classmethod
+    def detect(cls, *, num_ranks: int | None = None, cache_dir: Path | None = None, refresh: bool = False) -> Cluster:
+        """Measure this machine: matmul, memory and the link between two local ranks, in a few seconds.
+
+        Args:
+            num_ranks: devices to plan for; ``None`` for the number of GPUs, or of CPU cores where there is none.
+            cache_dir: where the measurement is kept; ``None`` for the user's cache directory.
+            refresh: measure again even if a measurement is kept.
+        """
+        from autopar.hardware.detect import machine as detect
+
+        return detect.detect(num_ranks=num_ranks, cache_dir=cache_dir, refresh=refresh)
+
+    @property
+    def world_size(self) -> int:
+        """Devices in all."""
+        return sum(group.num_devices for group in self.groups)
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes in all."""
+        return sum(group.num_nodes for group in self.groups)
+
+    @property
+    def devices_per_node(self) -> int:
+        """Devices of every node; of the smallest where the groups differ."""
+        return min(group.devices_per_node for group in self.groups)
+
+    @property
+    def is_homogeneous(self) -> bool:
+        """Whether all nodes are equal."""
+        return all(replace(group, num_nodes=1) == replace(self.groups[0], num_nodes=1) for group in self.groups)
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """The different devices, group by group."""
+        return tuple(dict.fromkeys(group.device for group in self.groups))
+
+    @property
+    def orders(self) -> tuple[tuple[int, ...], ...]:
+        """Orders of the groups in which ranks may count them, the given one first; those that look alike once.
+
+        Switches stand for consecutive nodes, so that groups change places only where each is made of whole domains.
+        """
+        given = tuple(range(len(self.groups)))
+        if any(group.num_nodes % tier.num_nodes for group in self.groups for tier in self.tiers):
+            return (given,)
+        found = permutations(given) if len(given) <= MAX_PERMUTED_GROUPS else (given, given[::-1])
+        different = {tuple(self.groups[i] for i in order): order for order in reversed(list(found))}
+        return tuple(sorted(different.values()))
+
+    def reordered(self, order: tuple[int, ...]) -> Cluster:
+        """The same nodes, with ranks counted through the groups in one of :attr:`orders`."""
+        return replace(self, groups=tuple(self.groups[i] for i in order))
+
+    def group_of(self, rank: int) -> NodeGroup:
+        """The group that the rank's node belongs to."""
+        return self._locate(rank)[0]
+
+    def device_of(self, rank: int) -> Device:
+        """The rank's device."""
+        return self._locate(rank)[0].device
+
+    def node_of(self, rank: int) -> int:
+        """The rank's node, counted over all groups."""
+        return self._locate(rank)[1]
+
+    def ranks_by_node(self, ranks: Iterable[int]) -> dict[int, tuple[int, ...]]:
+        """The ranks that share each node.
+
+        >>> Cluster.parse("h100-sxm5-80gb:2x8").ranks_by_node([0, 4, 8])
+        {0: (0, 4), 1: (8,)}
+        """
+        by_node: dict[int, tuple[int, ...]] = {}
+        for rank in ranks:
+            node = self.node_of(rank)
+            by_node[node] = (*by_node.get(node, ()), rank)
+        return by_node
+
+    def tier_of(self, ranks: Iterable[int]) -> str:
+        """The innermost tier that holds all ranks: ``device``, ``node``, the name of a :class:`Tier`, or ``network``."""
+        from autopar.hardware import topology  # it reads clusters
+
+        return topology.Fabric(self).tier_of(ranks)
+
+    def link_between(self, rank: int, other: int) -> Link:
+        """The link that a message from ``rank`` to ``other`` feels when it is alone: the narrowest, with all delays."""
+        from autopar.hardware import topology
+
+        return topology.Fabric(self).link_between(rank, other)
+
+    def topology(self) -> networkx.Graph[str]:
+        """Devices, node switches, cards and switches as a graph of networkx; see :func:`autopar.hardware.topology.topology`."""
+        from autopar.hardware import topology
+
+        return topology.topology(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The cluster as plain data with nothing left to look up; a cluster file as well once written as TOML."""
+        return {
+            "name": self.name,
+            "group": [group.to_dict() for group in self.groups],
+            "tier": [
+                {"name": tier.name, "num_nodes": tier.num_nodes, "uplink": tier.uplink.to_dict()} for tier in self.tiers
+            ],
+            "library": self.library.to_dict(),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, object], *, place: str = "cluster") -> Cluster:
+        """Read what :meth:`to_dict` gives.
+
+        Args:
+            place: what an error calls the source.
+
+        Raises:
+            UsageError: a key is missing, unknown or wrong.
+        """
+        from autopar.hardware import read as store
+
+        return store.cluster_from_table(Table(data, file=place))
+
+    def with_memory(self, num_bytes: int, provenance: str = "stated by the user") -> Cluster:
+        """The same cluster with this much memory on every device."""
+        groups = []
+        for group in self.groups:
+            notes = {**dict(group.device.provenance), "memory": provenance}
+            device = replace(group.device, memory_bytes=num_bytes, provenance=tuple(notes.items()))
+            groups.append(replace(group, device=device))
+        return replace(self, groups=tuple(groups))
+
+    def _locate(self, rank: int) -> tuple[NodeGroup, int]:
+        left, node = rank, 0
+        for group in self.groups:
+            if 0 <= left < group.num_devices:
+                return group, node + left // group.devices_per_node
+            left, node = left - group.num_devices, node + group.num_nodes
+        raise UsageError(
+            f"No rank {rank} in this cluster", where=self.name, fix=f"Take a rank from 0 to {self.world_size - 1}"
+        )

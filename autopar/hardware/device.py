@@ -1,0 +1,330 @@
+"""Devices as plain data, read from profiles; ``links.py`` has what connects them.
+
+Every number is in SI units (bytes, seconds, FLOP/s) and every group of numbers names its provenance. The TOML files in
+``profiles/``, the dictionaries of :meth:`Device.to_dict` and the cluster files share one schema (``profiles/README.md``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from autopar.errors import UsageError
+from autopar.hardware.device_rates import FunctionRate, MatmulRate, function_of, rate_of
+from autopar.hardware.measured_times import OperatorTable
+from autopar.util.toml import Table
+
+Kind = Literal["cpu", "cuda"]
+
+KernelKind = Literal["cpu", "cuda", "cuda without flash"]
+"""Which fused kernels a device has."""
+
+TOPICS = ("memory", "bandwidth", "launch", "fragmentation", "interference", "uncertainty")
+"""What the scalar numbers of a device are about; each has its provenance."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overheads:
+    """Host time of what surrounds operators, in seconds; 0 where it was not measured or hides behind the device.
+
+    Attributes:
+        gradient_s: of one operator's backward, for each gradient that it makes; 0: as ``Device.launch_s``.
+        view_s: of a view, forward, and again backward.
+        product_s, product_gradient_s: of one product of matrices, forward and in backward, besides its launch and what the
+            curve gives its operations: what a library does around small ones.
+        sharded_launch_s: of one operator of an optimizer on a parameter that is a DTensor; 0: as ``Device.launch_s``.
+        unit_s, unit_parameter_s: of FSDP's hooks around one unit, for a forward or backward, and more for each parameter.
+        gather_s, gather_parameter_s: of one gather of a unit besides collective and copies, and more for each parameter.
+        reduce_s, reduce_parameter_s: of one reduction of a unit's gradients, likewise.
+        collective_s: of calling a collective from emitted code, besides the collective.
+        action_s: of one action of a pipeline schedule where each rank has one stage, posting its messages included.
+        message_s: what other threads of the process do for each tensor that such a rank sends or receives; gloo's wake up
+            several times for each, and spin while the calling thread holds their lock.
+        interleaved_action_s, interleaved_message_s: likewise where ranks have several stages, which torch runs by another
+            engine; 0: as ``action_s``.
+        layers_s: of one pass of ``autopar.measure.timers.Layers``: how fast the machine was when it was measured.
+    """
+
+    gradient_s: float = 0.0
+    view_s: float = 0.0
+    product_s: float = 0.0
+    product_gradient_s: float = 0.0
+    sharded_launch_s: float = 0.0
+    unit_s: float = 0.0
+    unit_parameter_s: float = 0.0
+    gather_s: float = 0.0
+    gather_parameter_s: float = 0.0
+    reduce_s: float = 0.0
+    reduce_parameter_s: float = 0.0
+    collective_s: float = 0.0
+    action_s: float = 0.0
+    message_s: float = 0.0
+    interleaved_action_s: float = 0.0
+    interleaved_message_s: float = 0.0
+    layers_s: float = 0.0
+    provenance: str = "not measured"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The table ``[device.overheads]``."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+    def of_actions(self, virtual_stages: int) -> tuple[float, float]:
+        """Seconds of one action, and of each tensor that it sends or receives, where a rank has so many stages."""
+        if virtual_stages > 1 and self.interleaved_action_s:
+            return self.interleaved_action_s, self.interleaved_message_s
+        return self.action_s, self.message_s
+
+    def scaled(self, factor: float, note: str) -> Overheads:
+        """All of them times ``factor``."""
+        times = {name: getattr(self, name) * factor for name in self.__slots__ if name != "provenance"}
+        return Overheads(**times, provenance=self.provenance + note)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reserve:
+    """Device memory that no tensor of the program can have: a context, a library's buffers."""
+
+    name: str
+    num_bytes: int
+    provenance: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One rank's device.
+
+    Attributes:
+        memory_bytes: what the framework can address in all, reserves included.
+        memory_bandwidth_bytes_per_s: read plus write, as a large copy reaches it.
+        launch_s: host and device overhead of one operator.
+        fragmentation: fraction of the tensors' bytes that the allocator adds on top.
+        interference: compute lost to each second of communication that runs beside it; 0 is free, 1 is no overlap.
+        uncertainty: half width of the interval of a predicted step time, relative to it.
+        provenance: by topic (:data:`TOPICS`).
+        kernel_fraction: of the memory bandwidth that operators other than copies reach.
+        blocking_launch_s: of one operator when the host waits for each (``CUDA_LAUNCH_BLOCKING``), and of one value that it
+            reads (``autopar.cost.operators.roofline``); 0: as ``launch_s``.
+        fixed_segments: the fraction where the allocator cannot join its segments; 0: as ``fragmentation``.
+        memory_uncertainty: half width of the interval of a predicted peak memory, relative to it.
+        operators: whose time was measured at given shapes; None: all are priced by the roofline.
+        functions: elementwise functions that were measured; others take what their bytes take.
+        overheads: host time around operators.
+        host: what offloading can use; None: the profile has no link to a host, and nothing is offloaded.
+    """
+
+    name: str
+    kind: Kind
+    memory_bytes: int
+    memory_bandwidth_bytes_per_s: float
+    matmul: tuple[MatmulRate, ...]
+    launch_s: float
+    reserves: tuple[Reserve, ...]
+    fragmentation: float
+    interference: float
+    uncertainty: float
+    provenance: tuple[tuple[str, str], ...]
+    kernel_fraction: float = 1.0
+    blocking_launch_s: float = 0.0
+    fixed_segments: float = 0.0
+    memory_uncertainty: float = 0.0
+    operators: OperatorTable | None = field(default=None, hash=False)
+    functions: tuple[FunctionRate, ...] = ()
+    overheads: Overheads = Overheads()
+    host: HostLink | None = None
+
+    def function(self, name: str) -> FunctionRate | None:
+        """What was measured of an elementwise function."""
+        return next((rate for rate in self.functions if rate.name == name), None)
+
+    @property
+    def kernel_kind(self) -> KernelKind:
+        """GPUs that multiply bfloat16 are those that torch has flash kernels for: from compute capability 8.0 on."""
+        if self.kind == "cpu" or any(rate.dtype == "bfloat16" for rate in self.matmul):
+            return self.kind
+        return "cuda without flash"
+
+    @property
+    def gradient_s(self) -> float:
+        """Host time of one gradient."""
+        return self.overheads.gradient_s or self.launch_s
+
+    @property
+    def reserved_bytes(self) -> int:
+        """The sum of the reserves."""
+        return sum(reserve.num_bytes for reserve in self.reserves)
+
+    def rate(self, dtype: str) -> MatmulRate:
+        """The matmul rate of ``dtype`` (``"bfloat16"``).
+
+        Raises:
+            UsageError: the profile has no number for this dtype.
+        """
+        for rate in self.matmul:
+            if rate.dtype == dtype:
+                return rate
+        known = [rate.dtype for rate in self.matmul]
+        raise UsageError(
+            f"No matmul rate for {dtype}",
+            where=f"device '{self.name}'",
+            fix=f"Choose another precision (the profile has {', '.join(known)}), or add [device.matmul.{dtype}] to it",
+        )
+
+    def multiplying(self, dtype: str, products: str) -> Device:
+        """The same device, whose products of ``dtype`` are as fast as the profile says of ``products``.
+
+        Raises:
+            UsageError: it does not say it.
+        """
+        if dtype == products:
+            return self
+        others = tuple(rate for rate in self.matmul if rate.dtype != dtype)
+        return replace(self, matmul=(*others, replace(self.rate(products), dtype=dtype)))
+
+    def at_best(self) -> Device:
+        """A device on which no part of a product takes less than its share of the whole; see :meth:`MatmulRate.at_best`.
+
+        This one where that is so here.
+        """
+        best = tuple(rate.at_best() for rate in self.matmul)
+        return self if best == self.matmul else replace(self, matmul=best)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The profile's ``[device]`` table, as plain data."""
+        notes = dict(self.provenance)
+        measured = {} if self.operators is None else {"operators": self.operators.to_dict()}
+        host = {} if self.host is None else {"host": self.host.to_dict()}
+        return {
+            **host,
+            **measured,
+            "name": self.name,
+            "kind": self.kind,
+            "memory": {"num_bytes": self.memory_bytes, "provenance": notes["memory"]},
+            "bandwidth": {
+                "bytes_per_s": self.memory_bandwidth_bytes_per_s,
+                "kernel_fraction": self.kernel_fraction,
+                "provenance": notes["bandwidth"],
+            },
+            "launch": {
+                "time_s": self.launch_s,
+                "blocking_time_s": self.blocking_launch_s,
+                "provenance": notes["launch"],
+            },
+            "fragmentation": {
+                "fraction": self.fragmentation,
+                "fixed_segments_fraction": self.fixed_segments,
+                "provenance": notes["fragmentation"],
+            },
+            "interference": {"fraction": self.interference, "provenance": notes["interference"]},
+            "uncertainty": {
+                "fraction": self.uncertainty,
+                "memory_fraction": self.memory_uncertainty,
+                "provenance": notes["uncertainty"],
+            },
+            "overheads": self.overheads.to_dict(),
+            "function": [
+                {"name": f.name, "forward_s": f.forward_s, "backward_s": f.backward_s} for f in self.functions
+            ],
+            "reserve": [{"name": r.name, "num_bytes": r.num_bytes, "provenance": r.provenance} for r in self.reserves],
+            "matmul": {rate.dtype: rate.to_dict() for rate in self.matmul},
+        }
+
+    @classmethod
+    def from_table(cls, table: Table) -> Device:
+        """Read what :meth:`to_dict` gives.
+
+        Raises:
+            UsageError: a key is missing, unknown or has a wrong value; names file, line and key.
+        """
+        kind = table.text("kind")
+        if kind not in ("cpu", "cuda"):
+            raise table.wrong("kind", "'cpu' or 'cuda'", repr(kind))
+        parts = {topic: table.table(topic) for topic in TOPICS}
+        matmul = table.table("matmul")
+        device = cls(
+            name=table.text("name"),
+            kind="cpu" if kind == "cpu" else "cuda",
+            memory_bytes=parts["memory"].integer("num_bytes"),
+            memory_bandwidth_bytes_per_s=parts["bandwidth"].number("bytes_per_s"),
+            kernel_fraction=parts["bandwidth"].number("kernel_fraction", 1.0),
+            launch_s=parts["launch"].number("time_s", positive=False),
+            blocking_launch_s=parts["launch"].number("blocking_time_s", 0.0, positive=False),
+            fragmentation=parts["fragmentation"].number("fraction", positive=False),
+            interference=parts["interference"].number("fraction", positive=False),
+            uncertainty=parts["uncertainty"].number("fraction", positive=False),
+            fixed_segments=parts["fragmentation"].number("fixed_segments_fraction", 0.0, positive=False),
+            memory_uncertainty=parts["uncertainty"].number("memory_fraction", 0.0, positive=False),
+            reserves=tuple(_reserve(item) for item in table.tables("reserve")),
+            functions=tuple(function_of(item) for item in table.tables("function")) if table.has("function") else (),
+            overheads=_overheads(table.table("overheads")) if table.has("overheads") else Overheads(),
+            host=HostLink.from_table(table.table("host")) if table.has("host") else None,
+            matmul=tuple(rate_of(dtype, matmul.table(dtype)) for dtype in matmul.names()),
+            provenance=tuple((topic, part.text("provenance")) for topic, part in parts.items()),
+            operators=OperatorTable.from_table(table.table("operators")) if table.has("operators") else None,
+        )
+        for part in parts.values():
+            part.finish()
+        table.finish()
+        return device
+
+
+def _overheads(table: Table) -> Overheads:
+    names = [name for name in Overheads.__slots__ if name != "provenance"]
+    found = Overheads(
+        **{name: table.number(name, 0.0, positive=False) for name in names}, provenance=table.text("provenance")
+    )
+    table.finish()
+    return found
+
+
+def _reserve(table: Table) -> Reserve:
+    reserve = Reserve(
+        name=table.text("name"),
+        num_bytes=table.integer("num_bytes", positive=False),
+        provenance=table.text("provenance"),
+    )
+    table.finish()
+    return reserve
+
+
+_RATES = ("to_host_bytes_per_s", "to_device_bytes_per_s", "memory_bandwidth_bytes_per_s", "launch_s", "latency_s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostLink:
+    """One device's share of its node's host while all devices of the node use it.
+
+    Attributes:
+        to_host_bytes_per_s, to_device_bytes_per_s: of large copies out of the device and into it, page-locked on the host.
+        latency_s: of one copy, besides its bytes.
+        memory_bandwidth_bytes_per_s: of the host's memory, read plus write.
+        launch_s: of one operator on the host.
+        memory_bytes: of the host's memory; None where the profile does not know it: then it limits nothing, and plans say so.
+    """
+
+    to_host_bytes_per_s: float
+    to_device_bytes_per_s: float
+    latency_s: float
+    memory_bandwidth_bytes_per_s: float
+    launch_s: float
+    memory_bytes: int | None = None
+    provenance: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """The table ``[device.host]``."""
+        known = {} if self.memory_bytes is None else {"num_bytes": self.memory_bytes}
+        return {**{name: getattr(self, name) for name in _RATES}, **known, "provenance": self.provenance}
+
+    @classmethod
+    def from_table(cls, table: Table) -> HostLink:
+        """Read what :meth:`to_dict` gives."""
+        found = cls(
+            to_host_bytes_per_s=table.number("to_host_bytes_per_s"),
+            to_device_bytes_per_s=table.number("to_device_bytes_per_s"),
+            memory_bandwidth_bytes_per_s=table.number("memory_bandwidth_bytes_per_s"),
+            launch_s=table.number("launch_s", positive=False),
+            latency_s=table.number("latency_s", positive=False),
+            memory_bytes=table.integer("num_bytes") if table.has("num_bytes") else None,
+            provenance=table.text("provenance"),
+        )
+        table.finish()
+        return found

@@ -1,0 +1,324 @@
+"""Reads machine profiles and cluster files, and builds clusters from them. Schema: ``profiles/README.md``.
+
+Clusters in one line of text are read by ``autopar.hardware.describe``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from autopar.errors import UsageError
+from autopar.hardware.cluster import Cluster, NodeGroup, Tier
+from autopar.hardware.device import Device
+from autopar.hardware.link import CollectiveLibrary, Link
+from autopar.hardware.links_file import Links
+from autopar.util import data_files as resources
+from autopar.util.toml import Table
+
+RESERVED_TIERS = ("device", "node", "nic", "network")
+"""What else the topology of a cluster is made of."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineProfile:
+    """A device and the node it stands in.
+
+    Attributes:
+        num_devices: devices of the node that ``num_nics`` cards belong to.
+        link_domain: devices that the node's links join, where they reach over several nodes (NVL72); 0: one node's.
+        num_cores: ranks that run at full speed; more of them share it. ``None`` where every rank has its own device.
+        shares_memory: whether ``device.memory_bytes`` is the node's, divided among its ranks.
+    """
+
+    device: Device
+    intra_node: Link
+    nic: Link
+    num_devices: int
+    num_nics: int
+    num_cores: int | None
+    shares_memory: bool
+    library: str
+    link_domain: int = 0
+    node_provenance: str = "stated by the caller"
+
+    def group(
+        self, num_nodes: int, devices_per_node: int, *, num_cores: float | None = None, memory_bytes: int | None = None
+    ) -> NodeGroup:
+        """Equal nodes of this machine; nodes that its links join count as one, in equal domains.
+
+        Args:
+            num_cores: overrides the profile's; a fraction where ranks were measured to get less than their share.
+            memory_bytes: of one device; overrides the profile's and its division.
+        """
+        joined = _joined(num_nodes, devices_per_node, self.link_domain)
+        num_nodes, devices_per_node = num_nodes // joined, devices_per_node * joined
+        cores = num_cores or self.num_cores or devices_per_node
+        share = min(1.0, cores / devices_per_node)
+        device = _slowed(self.device, share)
+        if memory_bytes is not None:
+            device = _with_memory(device, memory_bytes, "stated by the user")
+        elif self.shares_memory:
+            note = dict(device.provenance)["memory"]
+            device = _with_memory(
+                device, device.memory_bytes // devices_per_node, f"{note}; divided among {devices_per_node} ranks"
+            )
+        return NodeGroup(
+            device=device,
+            num_nodes=num_nodes,
+            devices_per_node=devices_per_node,
+            intra_node=_slowed_link(self.intra_node, share),
+            nic=self.nic,
+            nics_per_node=max(1, devices_per_node * self.num_nics // self.num_devices),
+        )
+
+
+def _joined(num_nodes: int, devices_per_node: int, link_domain: int) -> int:
+    """Nodes of one domain of links: as many as fit and divide all.
+
+    >>> _joined(16, 4, 72), _joined(64, 4, 72), _joined(20, 4, 72), _joined(4, 8, 0)
+    (16, 16, 10, 1)
+    """
+    return max((n for n in range(1, link_domain // devices_per_node + 1) if num_nodes % n == 0), default=1)
+
+
+def at_speed(profile: MachineProfile, factor: float, note: str) -> MachineProfile:
+    """The machine as it is while all its computation takes ``factor`` times as long as when it was measured."""
+    return replace(profile, device=_slowed(profile.device, 1.0 / factor, note))
+
+
+def profile_to_dict(profile: MachineProfile) -> dict[str, Any]:
+    """The profile as the tables of its file."""
+    cores = {} if profile.num_cores is None else {"num_cores": profile.num_cores}
+    return {
+        "library": profile.library,
+        "device": profile.device.to_dict(),
+        "intra_node": profile.intra_node.to_dict(),
+        "nic": profile.nic.to_dict(),
+        "node": {
+            "num_devices": profile.num_devices,
+            "num_nics": profile.num_nics,
+            **({"link_domain": profile.link_domain} if profile.link_domain else {}),
+            **cores,
+            "shares_memory": profile.shares_memory,
+            "provenance": profile.node_provenance,
+        },
+    }
+
+
+def _with_memory(device: Device, num_bytes: int, note: str) -> Device:
+    return replace(
+        device, memory_bytes=num_bytes, provenance=tuple({**dict(device.provenance), "memory": note}.items())
+    )
+
+
+def _slowed_link(link: Link, share: float) -> Link:
+    """The link where several ranks share a core: messages between processes of one node are work of its cores."""
+    if share == 1.0:
+        return link
+    return replace(
+        link,
+        bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * share,
+        latency_s=link.latency_s / share,
+        provenance=f"{link.provenance}; times {share:.3g}, the cores that each rank has",
+    )
+
+
+def _slowed(device: Device, share: float, why: str = "the cores that each rank has") -> Device:
+    """The device at ``share`` of its speed: several ranks on one core."""
+    if share == 1.0:
+        return device
+    note = f"; times {share:.3g}, {why}"
+    rates = tuple(
+        replace(
+            rate,
+            ceiling_flops_per_s=rate.ceiling_flops_per_s * share,
+            datasheet_flops_per_s=rate.datasheet_flops_per_s * share,
+            provenance=rate.provenance + note,
+        )
+        for rate in device.matmul
+    )
+    table = device.operators
+    notes = {key: text + note if key in ("bandwidth", "launch") else text for key, text in device.provenance}
+    return replace(
+        device,
+        matmul=rates,
+        memory_bandwidth_bytes_per_s=device.memory_bandwidth_bytes_per_s * share,
+        launch_s=device.launch_s / share,
+        operators=None if table is None else replace(table, scale=table.scale / share),
+        functions=tuple(
+            replace(rate, forward_s=rate.forward_s / share, backward_s=rate.backward_s / share)
+            for rate in device.functions
+        ),
+        overheads=device.overheads.scaled(1 / share, note),
+        provenance=tuple(notes.items()),
+    )
+
+
+def known_devices() -> tuple[str, ...]:
+    """The names of the shipped machine profiles."""
+    return tuple(resources.files("profiles"))
+
+
+def load_profile(name: str, *, relative_to: Path | None = None) -> MachineProfile:
+    """A shipped profile by name, or a profile file by path (it ends in ``.toml``).
+
+    Raises:
+        UsageError: the name is unknown (with the closest known one), or the file is malformed.
+    """
+    if name.endswith(".toml"):
+        return profile_from_table(Table.load((relative_to or Path()) / name))
+    path = resources.files("profiles").get(name.lower())
+    if path is None:
+        raise UsageError.unknown("device profile", name, known_devices(), fix="or give the path of a .toml profile")
+    return profile_from_table(Table.load(path))
+
+
+def load_library(name: str) -> CollectiveLibrary:
+    """A shipped collective library.
+
+    Raises:
+        UsageError: the name is unknown.
+    """
+    known = resources.files("profiles/links")
+    if name not in known:
+        raise UsageError.unknown("collective library", name, known)
+    return CollectiveLibrary.from_table(Table.load(known[name]))
+
+
+def profile_from_table(table: Table) -> MachineProfile:
+    """Read the tables of a profile file."""
+    node = table.table("node")
+    profile = MachineProfile(
+        device=Device.from_table(table.table("device")),
+        intra_node=Link.from_table(table.table("intra_node")),
+        nic=Link.from_table(table.table("nic")),
+        num_devices=node.integer("num_devices"),
+        num_nics=node.integer("num_nics"),
+        link_domain=node.integer("link_domain", 0, positive=False),
+        num_cores=node.integer("num_cores") if node.has("num_cores") else None,
+        shares_memory=node.flag("shares_memory", False),
+        library=table.text("library"),
+        node_provenance=node.text("provenance"),
+    )
+    node.finish()
+    table.finish()
+    return profile
+
+
+def load_cluster(path: Path) -> Cluster:
+    """A cluster from a TOML file.
+
+    Raises:
+        UsageError: names file, line and key.
+    """
+    return cluster_from_table(Table.load(path), folder=path.parent, default_name=path.stem)
+
+
+def cluster_from_table(table: Table, *, folder: Path | None = None, default_name: str | None = None) -> Cluster:
+    """Read a cluster file or what :meth:`Cluster.to_dict` gives; devices and the library may be names of profiles."""
+    groups, libraries = [], []
+    for item in table.tables("group"):
+        group, library = _group(item, folder)
+        groups.append(group)
+        libraries.append(library)
+        item.finish()
+    if not groups:
+        for key in ("name", "tier", "library", "links"):
+            table.has(key)
+        table.finish()  # a misspelt [[group]] is named, with its line
+        raise UsageError.missing("[[group]] of nodes", where=table.place(None), fix="Add at least one")
+    tiers = tuple(_tier(item) for item in table.tables("tier"))
+    _check_tiers(table, tiers)
+    cluster = Cluster(
+        name=table.text("name", default_name),
+        groups=tuple(groups),
+        tiers=tiers,
+        library=_library(table, libraries),
+    )
+    if table.has("links"):
+        cluster = with_links(cluster, (folder or Path()) / table.text("links"))
+    table.finish()
+    return cluster
+
+
+def with_links(cluster: Cluster, path: Path) -> Cluster:
+    """``cluster`` with the links that ``autopar profile links`` measured."""
+    links = Links.load(path)
+    return links.on(cluster, load_library(links.library))
+
+
+def _group(table: Table, folder: Path | None) -> tuple[NodeGroup, str | None]:
+    num_nodes, per_node = table.integer("num_nodes"), table.integer("devices_per_node")
+    memory = table.integer("memory_bytes") if table.has("memory_bytes") else None
+    if isinstance(table.raw("device"), str):
+        try:
+            profile = load_profile(table.text("device"), relative_to=folder)
+        except UsageError as error:
+            raise error.becoming(UsageError, where=table.place("device")) from error
+        group, library = profile.group(num_nodes, per_node, memory_bytes=memory), profile.library
+        if table.has("intra_node"):
+            group = replace(group, intra_node=Link.from_table(table.table("intra_node")))
+        if table.has("nic"):
+            group = replace(group, nic=Link.from_table(table.table("nic")))
+        return replace(group, nics_per_node=table.integer("nics_per_node", group.nics_per_node)), library
+    device = Device.from_table(table.table("device"))
+    if memory is not None:
+        device = _with_memory(device, memory, "stated by the user")
+    group = NodeGroup(
+        device=device,
+        num_nodes=num_nodes,
+        devices_per_node=per_node,
+        intra_node=Link.from_table(table.table("intra_node")),
+        nic=Link.from_table(table.table("nic")),
+        nics_per_node=table.integer("nics_per_node"),
+    )
+    return group, None
+
+
+def _tier(table: Table) -> Tier:
+    tier = Tier(
+        name=table.text("name"), num_nodes=table.integer("num_nodes"), uplink=Link.from_table(table.table("uplink"))
+    )
+    table.finish()
+    return tier
+
+
+def _check_tiers(table: Table, tiers: Sequence[Tier]) -> None:
+    """Tiers are a tree of switches, in which each is known by its name.
+
+    Raises:
+        UsageError: they are not.
+    """
+    names = [*RESERVED_TIERS, *(tier.name for tier in tiers)]
+    if len({*names}) < len(names):
+        raise table.wrong(
+            "tier", f"different names, and none of {', '.join(RESERVED_TIERS)}", ", ".join(tier.name for tier in tiers)
+        )
+    for below, above in pairwise(tiers):
+        if above.num_nodes % below.num_nodes:
+            raise table.wrong(
+                "tier",
+                "domains that are made of complete domains of the tier before",
+                f"{above.name} of {above.num_nodes} nodes over {below.name} of {below.num_nodes}",
+            )
+
+
+def _library(table: Table, from_profiles: list[str | None]) -> CollectiveLibrary:
+    if table.has("library") and not isinstance(table.raw("library"), str):
+        return CollectiveLibrary.from_table(table.table("library"))
+    names = {name for name in from_profiles if name is not None}
+    if not table.has("library") and len(names) != 1:
+        raise UsageError.missing(
+            "collective library of the cluster",
+            where=table.place(None),
+            fix=f'Add library = "NAME"{": the groups have " + ", ".join(sorted(names)) if names else ""}',
+        )
+    name = table.text("library", next(iter(names), None))
+    try:
+        return load_library(name)
+    except UsageError as error:
+        raise error.becoming(UsageError, where=table.place("library")) from error

@@ -1,0 +1,365 @@
+"""Checks a program's types before it runs: on this machine, for the whole world, without weights.
+
+Every distinct block runs operator by operator on meta tensors under a fake process group of the full
+world size, and ``spmd_types.checker`` infers types beside those that the program states:
+
+- *local, strict* for every operator: an I mixed with split work (a gradient that nobody sums), a
+  pending sum in an operator that is not linear, a wrong operand of a collective. It calls the
+  result of a split contraction varying; where the program states P there, P is what flows on, so
+  that a missing reduction is found at the next operator;
+- *global* for the operators that it has rules for (:data:`GLOBAL`): contractions, norms, attention,
+  elementwise operators and collectives, each on operands of the stated types and dims.
+
+Stated and inferred types must agree; operands have the types that their operator was lowered for;
+shapes are as stated, and so are block outputs and the loss: I on every axis of the program, a
+pending sum over samples. At last gradients are followed from the loss to the parameters (backward.py).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
+
+import spmd_types
+import torch
+import torch.distributed as dist
+from spmd_types.checker import typecheck as checking
+from torch import fx
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from autopar.errors import InternalError, UsageError
+from autopar.graph.graph import Layout, TensorSpec
+from autopar.lower.check_gradients import check_program
+from autopar.lower.emit import SEED, layout_of, str_name
+from autopar.lower.pending_sums import CHANGES, linear_call, passes_by, target_name
+from autopar.lower.program import Program
+from autopar.ops import collectives, plain
+from autopar.ops.opaque import opaque
+from autopar.plan.mesh import DATA_AXES, MESH_AXES, Mesh
+from autopar.plan.tensor_types import Type
+from autopar.rules.apply.apply import BATCH
+from autopar.rules.apply.experts_over_data import AXIS as SPREAD
+
+GLOBAL = frozenset(
+    {
+        "aten.add.Tensor", "aten.gelu.default", "aten.layer_norm.default", "aten.linear.default", "aten.mul.Tensor",
+        "aten.neg.default", "aten.pow.Tensor_Scalar", "aten.rsqrt.default", "aten.silu.default",
+        "aten.scaled_dot_product_attention.default", "aten.softmax.int", "aten.tanh.default", "aten.transpose.int",
+        "autopar.all_gather", "autopar.all_reduce", "autopar.invariant_to_replicate", "autopar.linear_t",
+        "autopar.reduce_scatter",
+    }
+)  # fmt: skip
+"""Targets for which global mode has a rule that fits any shapes."""
+
+
+def typecheck(program: Program, mesh: Mesh | None = None, *, rank: int = 0) -> int:
+    """Checks every distinct block and prelude of ``program``.
+
+    Args:
+        mesh: default that of the plan; another one must have the same degrees on sharded axes.
+        rank: which rank of the world this process stands for: what it sees of a causal mask depends on it.
+
+    Returns:
+        The number of operators checked.
+
+    Raises:
+        InternalError: a violation; names block and operator.
+        UsageError: this process has a process group already.
+    """
+    mesh = mesh or program.mesh
+    with _fake_world(mesh, rank) as device_mesh, spmd_types.set_current_mesh(device_mesh):
+        return _Check(program, mesh).run()
+
+
+@contextmanager
+def _fake_world(mesh: Mesh, rank: int) -> Iterator[DeviceMesh]:
+    """A mesh over ranks that do not exist; pipeline ranks run other programs, so ``pp`` has no place in it."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise UsageError("A program cannot be checked beside a process group", fix="Check it in a separate process")
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=mesh.world_size)
+    try:
+        yield init_device_mesh("cpu", mesh.degrees, mesh_dim_names=MESH_AXES)[MESH_AXES[1:]]
+    finally:
+        dist.destroy_process_group()
+
+
+class _Check:
+    """The state of one :func:`typecheck`."""
+
+    def __init__(self, program: Program, mesh: Mesh) -> None:
+        self.program = program
+        self.axes = tuple(axis for axis in MESH_AXES[1:] if getattr(mesh, axis) > 1)
+        self.count = 0
+
+    def run(self) -> int:
+        program = self.program
+        if program.sums is not None:
+            self.module(program.sums.module, "sums", program.sums.outputs)
+        seen: set[str] = set()
+        for stage in program.stages:
+            if stage.prelude is not None:
+                self.module(stage.prelude.module, f"prelude of stage {stage.index}", stage.prelude.outputs)
+            for block in stage.blocks:
+                if block.kind not in seen:
+                    seen.add(block.kind)
+                    self.module(block.module, f"block {block.index} ({block.label})", block.outputs)
+        self.loss()
+        check_program(self.program)
+        return self.count
+
+    def loss(self) -> None:
+        """The loss is I on every axis of the program and a pending sum over samples."""
+        layout = dict(layout_of(self.program.graph, self.program.graph.loss))
+        for axis, kind in layout.items():
+            if kind.kind != ("P" if axis == BATCH else "I"):
+                raise InternalError(
+                    "The loss of the program has the wrong type",
+                    where="loss",
+                    expected="P over samples and I on other axes",
+                    got=f"{kind} on {axis}",
+                )
+
+    # --- one module
+
+    def module(self, module: fx.GraphModule, place: str, outputs: tuple[str, ...]) -> None:
+        env: dict[fx.Node, Any] = {}
+        for node in module.graph.nodes:
+            here = f"{place}: {node.name} ({_target(node)})"
+            if node.op == "placeholder":
+                env[node] = 0 if node.target == SEED else self.tensor(node)
+            elif node.op == "get_attr":
+                env[node] = self.tensor(node) if "spec" in node.meta else None  # None: the code of an opaque region
+            elif node.target is operator.floordiv:
+                env[node] = 0  # the seed of a step, from that of a micro-batch
+            elif node.op == "call_function":
+                with _named(here):
+                    env[node] = self.call(node, env, here)
+            else:
+                self.returned(node, place, outputs)
+
+    def returned(self, node: fx.Node, place: str, outputs: tuple[str, ...]) -> None:
+        """What comes out holds what later blocks take it for."""
+        graph = self.program.graph
+        stated = {str_name(ref): layout_of(graph, ref) for ref in graph._index.refs if not graph.is_parameter(ref)}
+        for name, value in zip(outputs, cast("tuple[fx.Node, ...]", node.args[0]), strict=True):
+            for axis, kind in stated[name]:
+                found = dict(value.meta["types"]).get(axis, kind)
+                total = axis == BATCH and kind.kind == "P" and found.kind == "R"  # a sum, summed before the prelude
+                if found != kind and not total:
+                    raise InternalError(
+                        f"{name} leaves with the wrong type",
+                        where=f"{place}: {value.name}",
+                        expected=f"{axis}: {kind}",
+                        got=f"{axis}: {found}",
+                    )
+
+    def call(self, node: fx.Node, env: dict[fx.Node, Any], place: str) -> Any:
+        args, kwargs = _arguments(node, env)
+        operands = [n for n in node.all_input_nodes if "types" in n.meta]
+        changed = node.args[1] if node.target in CHANGES else ""
+        pending = [axis for axis in self.axes if axis != changed and any(self.kind(n, axis) == "P" for n in operands)]
+        stated = [node] if "types" in node.meta else list(node.users)  # several outputs: each getitem states its own
+        partial = bool(pending) and all(self.kind(n, axis) in ("P", None) for n in stated for axis in pending)
+        call = linear_call(node.target) if partial else cast("Callable[..., Any]", node.target)
+        if not operands and "types" in node.meta:  # a factory: what it makes has the types that it is stated to have
+            self.count += 1
+            made = cast("Callable[..., Any]", node.target)(*args, **kwargs)
+            if node.target is operator.getitem and not node.meta["spec"].requires_grad:  # of I, where R is stated
+                self.check_values(made, node, place)
+                made = _plain(made)
+            return self.annotate(made, node)
+        if node.target is opaque:  # unknown code: it gives what it is stated to give
+            self.operands(node, operands, place)
+            parts = {cast("int", user.args[1]): _empty(user.meta["spec"]) for user in node.users}
+            return [parts.get(i) for i in range(1 + max(parts, default=-1))]
+        passes = partial and passes_by(node.target, call)
+        if node.target is operator.getitem or passes:
+            with spmd_types.no_typecheck():  # the checker does not know that this operator is linear
+                result = cast("Callable[..., Any]", node.target)(*args, **kwargs)
+            self.operands(node, operands, place)
+            return self.annotate(_plain(result), node) if "types" in node.meta else result
+        self.count += 1
+        with checking(strict_mode="strict", local=True):
+            result = call(*args, **kwargs)
+        self.operands(node, operands, place)
+        if "types" in node.meta:
+            self.compare(result, node, place)
+            if node.meta["spec"].shape != tuple(result.shape):
+                raise InternalError(
+                    "The result of the operator has the wrong shape",
+                    where=place,
+                    expected=str(node.meta["spec"].shape),
+                    got=tuple(result.shape),
+                )
+            if self.axes and _has_global_rule(node):
+                self.globally(node, call, place)
+        return result
+
+    def operands(self, node: fx.Node, operands: list[fx.Node], place: str) -> None:
+        """Each operand has the types that the operator was lowered for."""
+        for operand, wanted in zip(operands, node.meta.get("takes", ()), strict=False):
+            if operand.meta["types"] != wanted:
+                raise InternalError(
+                    "An operand of the operator has the wrong type",
+                    where=place,
+                    expected=_text(wanted),
+                    got=f"{operand.name} of {_text(operand.meta['types'])}",
+                )
+
+    def compare(self, result: torch.Tensor, node: fx.Node, place: str) -> None:
+        """Inferred types against stated ones; P goes on where the checker sees a varying tensor."""
+        if not node.meta["spec"].requires_grad:
+            self.check_values(result, node, place)
+            return
+        for axis in self.axes:
+            stated, found = self.kind(node, axis), spmd_types.maybe_get_axis_local_type(result, collectives.group(axis))
+            if node.target is plain.local or stated is None:
+                continue
+            if found is spmd_types.V and stated == "P":
+                spmd_types.mutate_type(result, collectives.group(axis), src=spmd_types.V, dst=spmd_types.P)
+            elif found is spmd_types.R and stated == "S" and _target(node) == "aten.expand.default":
+                spmd_types.mutate_type(result, collectives.group(axis), src=spmd_types.R, dst=spmd_types.V)
+            elif found is not _LOCAL[stated]:
+                raise InternalError(
+                    "The result of the operator has the wrong type",
+                    where=place,
+                    expected=f"{axis}: {stated}",
+                    got=f"{found}",
+                )
+
+    def check_values(self, result: torch.Tensor, node: fx.Node, place: str) -> None:
+        """Without a gradient I is R; the checker's R is enough."""
+        for axis in self.axes:
+            stated, found = self.kind(node, axis), spmd_types.maybe_get_axis_local_type(result, collectives.group(axis))
+            if found is spmd_types.V and stated == "P":
+                spmd_types.mutate_type(result, collectives.group(axis), src=spmd_types.V, dst=spmd_types.P)
+            elif found is spmd_types.V and stated in ("R", "I"):
+                raise InternalError(
+                    "The result of the operator has the wrong type",
+                    where=place,
+                    expected=f"{axis}: {stated}",
+                    got=f"{found}",
+                )
+
+    def globally(self, node: fx.Node, call: Callable[..., Any], place: str) -> None:
+        """The operator once more on operands of the stated types, with dims."""
+        with checking(strict_mode="strict", local=False):
+            fresh = {n: self.tensor(n, with_dims=True) for n in node.all_input_nodes}
+            args, kwargs = _arguments(node, fresh)
+            try:
+                result = call(*args, **kwargs)
+            except spmd_types.SpmdTypeError as error:
+                if _FLATTENS in str(error.__cause__):
+                    return
+                raise
+        for axis in self.axes:
+            stated, found = self.kind(node, axis), spmd_types.maybe_get_axis_local_type(result, collectives.group(axis))
+            same = not node.meta["spec"].requires_grad and stated in ("R", "I")
+            if stated is not None and found is not _LOCAL[stated] and not same:
+                raise InternalError(
+                    "The result of the operator has the wrong type, dims considered",
+                    where=place,
+                    expected=f"{axis}: {stated}",
+                    got=f"{found}",
+                )
+
+    # --- tensors
+
+    def tensor(self, node: fx.Node, *, with_dims: bool = False) -> torch.Tensor:
+        spec: TensorSpec = node.meta["spec"]
+        tensor = torch.empty(spec.shape, dtype=spec.dtype, device="meta", requires_grad=spec.requires_grad)
+        return self.annotate(tensor, node, with_dims=with_dims)
+
+    def annotate(self, tensor: torch.Tensor, node: fx.Node, *, with_dims: bool = False) -> torch.Tensor:
+        dims: list[list[str]] = [[] for _ in tensor.shape]
+        types: dict[str, Any] = {}
+        for axis in self.axes:
+            kind = self.type(node, axis)
+            types[axis] = _LOCAL[kind.kind if kind is not None else "R"]
+            if kind is not None and kind.is_split:
+                dims[kind.dim].append(axis)
+        if not types:
+            return tensor
+        if not with_dims or not any(dims):
+            return cast("torch.Tensor", spmd_types.assert_type(tensor, types))
+        spec = spmd_types.PartitionSpec(*(tuple(d) if len(d) > 1 else d[0] if d else None for d in dims))
+        return cast("torch.Tensor", spmd_types.assert_type(tensor, types, partition_spec=spec))
+
+    def type(self, node: fx.Node, axis: str) -> Type | None:
+        """The stated type on a mesh axis; without a gradient I is R."""
+        layout: Layout = node.meta["types"]
+        if node.op == "call_function" and node.target is plain.local:
+            layout = cast("fx.Node", node.args[0]).meta["types"]
+        known = dict(layout)
+        kind = known.get(BATCH if axis in DATA_AXES else axis)
+        if axis in DATA_AXES and SPREAD in known:  # other experts on other data ranks, of ep_data at least
+            kind = known[SPREAD]
+        if kind is not None and kind.kind == "I" and not node.meta["spec"].requires_grad:
+            return Type("R")
+        return kind
+
+    def kind(self, node: fx.Node, axis: str) -> str | None:
+        found = self.type(node, axis)
+        return None if found is None else found.kind
+
+
+_FLATTENS = "Attempted to flatten multiple dimensions"
+"""Up to torch 2.11 (not in 2.13) the checker's rules of linears and attention view their rows, or samples and heads, as one
+dim, which they cannot where another than the first of these is split: there local types alone are checked."""
+
+_LOCAL = {"I": spmd_types.I, "R": spmd_types.R, "S": spmd_types.V, "P": spmd_types.P}
+
+
+def _text(layout: Layout) -> str:
+    return ", ".join(f"{axis}: {kind}" for axis, kind in layout) or "no type"
+
+
+def _has_global_rule(node: fx.Node) -> bool:
+    """Causal attention makes its mask inside, where the checker cannot follow; nor does it know grouped heads.
+
+    A linear whose inner dims have length one here becomes a batch of products, for which the checker has no rule, nor has
+    it one for truth values, which travel as bytes.
+    """
+    target = _target(node)
+    is_attention = target == "aten.scaled_dot_product_attention.default"
+    beyond = is_attention and (node.args[5:6] == (True,) or node.kwargs.get("enable_gqa", False))
+    thin = "linear" in target and 1 in node.all_input_nodes[0].meta["spec"].shape[1:-1]
+    truth = target.startswith("autopar.") and node.meta["spec"].dtype == torch.bool
+    return target in GLOBAL and not beyond and not thin and not truth
+
+
+def _arguments(node: fx.Node, values: Mapping[fx.Node, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    args = fx.node.map_arg(node.args, lambda n: values[n])
+    kwargs = fx.node.map_arg(node.kwargs, lambda n: values[n])
+    if "device" in kwargs:  # a factory makes its tensor where the checker's are
+        kwargs = {**kwargs, "device": torch.device("meta")}
+    return cast("tuple[Any, ...]", args), cast("dict[str, Any]", kwargs)
+
+
+def _empty(spec: TensorSpec) -> torch.Tensor:
+    return torch.empty(spec.shape, dtype=spec.dtype, device="meta", requires_grad=spec.requires_grad)
+
+
+def _plain(result: torch.Tensor) -> torch.Tensor:
+    """The result without types that it may have taken over from an operand."""
+    made = torch.empty(result.shape, dtype=result.dtype, device=result.device)
+    return made.requires_grad_(result.requires_grad)
+
+
+def _target(node: fx.Node) -> str:
+    return target_name(node.target)
+
+
+@contextmanager
+def _named(place: str) -> Iterator[None]:
+    try:
+        yield
+    except (spmd_types.SpmdTypeError, RuntimeError, ValueError, IndexError) as error:
+        # operators refuse shapes that a missing change of type leaves behind
+        raise InternalError(
+            "The generated program is inconsistent", where=place, got=str(error).strip().partition("\n")[0]
+        ) from error

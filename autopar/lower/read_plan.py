@@ -1,0 +1,253 @@
+"""Reads a plan's typings back: names of strategies become strategies for each operator of a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
+
+from autopar.errors import PlanError
+from autopar.graph.graph import Graph, Op, digest
+from autopar.graph.vocabulary_padding import pad
+from autopar.plan.mesh import Mesh
+from autopar.plan.plan import AxisTyping, Plan
+from autopar.plan.tensor_types import Type
+from autopar.rules import registry as rules
+from autopar.rules.apply import experts_over_data as spread
+from autopar.rules.apply.apply import BATCH, crosses_samples, shard
+from autopar.rules.apply.signature import signature
+from autopar.rules.check.missing import complete
+from autopar.rules.strategy import Strategy, Typing
+
+_AGAIN = "Search again with this model and this version of autopar"
+
+SHARDED_AXES = ("cp", "tp")
+"""Axes that are carried out by operators in the program, in the order in which they are applied."""
+
+
+def local_graph(plan: Plan, graph: Graph, data_rank: int = 0) -> Graph:
+    """One rank's graph for one micro-batch: the traced ``graph`` with every typing of the plan applied.
+
+    Args:
+        data_rank: whose micro-batch, where they differ (``Plan.data_shares``).
+
+    Raises:
+        PlanError: the plan is for another graph, or names a strategy that no rule gives.
+        RuleError: a typing does not hold.
+    """
+    return local_graph_and_typings(plan, graph, data_rank)[0]
+
+
+def local_graph_and_typings(plan: Plan, graph: Graph, data_rank: int = 0) -> tuple[Graph, tuple[Typing, ...]]:
+    """:func:`local_graph` with the typings that it applies, in their order: ``batch``, then the sharded axes."""
+    if plan.model.fingerprint != graph.fingerprint:
+        raise PlanError(
+            f"This plan was made for model '{plan.model.name}' ({plan.model.fingerprint}), "
+            f"not for '{graph.name}' ({graph.fingerprint})",
+            fix="Search a plan for this model",
+        )
+    if len(plan.blocks) != len(graph.blocks):
+        raise PlanError.mismatch(
+            "The number of blocks of the plan", expected=len(graph.blocks), got=len(plan.blocks), fix=_AGAIN
+        )
+    complete(graph)  # a plan may name strategies of rules that were found when it was made
+    size = plan.micro_batch_of(data_rank)
+    typings = [batch_typing(plan, graph, size)]
+    result = shard(graph, typings[0], global_batch_size=plan.global_batch_size, micro_batch_size=size)
+    totalled = crosses_samples(result)
+    if totalled and plan.num_micro_batches > 1:
+        raise _one_micro_batch(plan, totalled[0])
+    if totalled and plan.data_shares:
+        raise _equal_shares(plan, f"{totalled[0].name} ({totalled[0].target}), {totalled[0].module}")
+    if plan.mesh.ep_data > 1:
+        result = spread.spread(result, plan.mesh.ep_data, _spread_mixtures(plan, graph))
+    result = _padded(plan, result)
+    for axis in SHARDED_AXES:
+        if getattr(plan.mesh, axis) > 1:
+            typings.append(axis_typing(plan, result, axis))
+            result = shard(result, typings[-1])
+    return result, tuple(typings)
+
+
+def whole_graph(plan: Plan, graph: Graph) -> Graph:
+    """The traced ``graph`` for the plan's global batch on one device: every operator as traced, shapes aside."""
+    one = replace(plan, mesh=Mesh(), micro_batch_size=plan.global_batch_size, data_shares=())
+    typing = batch_typing(one, graph)
+    as_traced = {
+        name: replace(strategy, target="", extra=(), communication=()) for name, strategy in typing.strategies.items()
+    }
+    size = plan.global_batch_size
+    as_traced_typing = replace(typing, strategies=as_traced)
+    return shard(graph, as_traced_typing, global_batch_size=size, micro_batch_size=size, whole=True)
+
+
+def _spread_mixtures(plan: Plan, graph: Graph) -> frozenset[str]:
+    """Names of the mixtures of the traced ``graph`` whose experts the plan splits over ``ep_data``."""
+    found: list[str] = []
+    for block, planned in zip(graph.blocks, plan.blocks, strict=True):
+        place = f"block {block.index} ({block.label})"
+        typing = _chosen(plan, planned.layout, spread.AXIS, place)
+        names, ops = typing.strategies if typing is not None else (), graph.block_ops(block)
+        if len(names) != len(ops):
+            raise PlanError.mismatch(
+                f"The number of strategies on axis {spread.AXIS}",
+                where=place,
+                expected=len(ops),
+                got=len(names),
+                fix=_AGAIN,
+            )
+        for op, name in zip(ops, names, strict=True):
+            if name == spread.DISPATCH and op.target == spread.EXPERTS:
+                found.append(op.name)
+            elif name != spread.SAMPLES:
+                raise PlanError(
+                    f"{op.target} has no strategy '{name}' on axis {spread.AXIS}",
+                    where=f"{place}: {op.name}",
+                    expected=spread.SAMPLES,
+                    fix=_AGAIN,
+                )
+    return frozenset(found)
+
+
+def _padded(plan: Plan, graph: Graph) -> Graph:
+    """With the vocabularies that the plan pads."""
+    try:
+        return pad(graph, {entry.parameter: entry.length for entry in plan.padding})
+    except ValueError as error:
+        raise PlanError("The plan pads a vocabulary that the model does not have", got=error, fix=_AGAIN) from error
+
+
+def batch_typing(plan: Plan, graph: Graph, micro_batch_size: int | None = None) -> Typing:
+    """The typing that cuts a micro-batch out: prelude strategies stand in the plan, inputs split by samples.
+
+    Args:
+        micro_batch_size: default that of the plan.
+    """
+    size = Fraction(graph.batch_size, micro_batch_size or plan.micro_batch_size)
+    reader = _Reader(graph, BATCH, size)
+    if len(plan.prelude) != len(graph.prelude):
+        raise PlanError.mismatch(
+            "The number of strategies of the prelude", expected=len(graph.prelude), got=len(plan.prelude), fix=_AGAIN
+        )
+    reader.read(graph.prelude, plan.prelude, "prelude")
+    typing = _read_blocks(plan, graph, reader)
+    if graph.exact and plan.global_batch_size != graph.batch_size:
+        raise PlanError(
+            f"The model was traced for a global batch of {graph.batch_size} and holds for no other, "
+            f"but the plan has {plan.global_batch_size}",
+            where=graph.mixing or graph.name,
+            fix="Trace the model at the plan's global batch",
+        )
+    if graph.mixing and plan.num_micro_batches > 1:
+        raise PlanError(
+            f"Samples of the batch depend on each other, so a data rank cannot cut them into {plan.num_micro_batches} micro-batches",
+            where=graph.mixing,
+            fix="Pin num_micro_batches=1",
+        )
+    mixing = next((op for op in graph.ops if reader.strategies[op.name].name.startswith("statistics")), None)
+    if mixing is not None and plan.num_micro_batches > 1:
+        raise _one_micro_batch(plan, mixing)
+    if plan.data_shares and (graph.mixing or mixing is not None):
+        place = f"{mixing.name} ({mixing.target}), {mixing.module}" if mixing is not None else graph.mixing
+        raise _equal_shares(plan, place)
+    return typing
+
+
+def _equal_shares(plan: Plan, place: str) -> PlanError:
+    return PlanError(
+        "Samples of the batch depend on each other, so data ranks cannot take the unequal shares "
+        f"{'-'.join(map(str, plan.data_shares))}",
+        where=place,
+        fix="Pin data_shares=equal",
+    )
+
+
+def _one_micro_batch(plan: Plan, op: Op) -> PlanError:
+    is_norm = op.target == "autopar.batch_norm"
+    return PlanError(
+        f"Statistics over the batch cannot be taken in {plan.num_micro_batches} micro-batches",
+        where=f"{op.name} ({op.target}), {op.module}",
+        fix="Pin num_micro_batches=1" + (", or use a norm that looks at one sample (group norm)" if is_norm else ""),
+    )
+
+
+def check_batch_typing(plan: Plan, graph: Graph) -> None:
+    """The plan's typing of axis ``batch`` holds on the graph: where samples do not meet in it, they are apart.
+
+    Raises:
+        PlanError: the plan has none for the graph.
+        RuleError: it does not hold.
+    """
+    size = plan.micro_batch_of(0)
+    typing = batch_typing(plan, graph, size)
+    shard(graph, typing, global_batch_size=plan.global_batch_size, micro_batch_size=size)
+
+
+def axis_typing(plan: Plan, graph: Graph, axis: str) -> Typing:
+    """The typing on a sharded axis; the prelude is repeated on every rank."""
+    return _read_blocks(plan, graph, _Reader(graph, axis, Fraction(getattr(plan.mesh, axis))))
+
+
+def _read_blocks(plan: Plan, graph: Graph, reader: _Reader) -> Typing:
+    parameters: dict[str, Type] = {}
+    for block, planned in zip(graph.blocks, plan.blocks, strict=True):
+        place = f"block {block.index} ({block.label})"
+        chosen = _chosen(plan, planned.layout, reader.axis, place)
+        if chosen is None:
+            raise PlanError.missing(f"types and strategies of the block on axis {reader.axis}", where=place, fix=_AGAIN)
+        reader.read(graph.block_ops(block), chosen.strategies, place)
+        owned = graph.block_parameters(block)
+        if len(owned) != len(chosen.parameters):
+            raise PlanError.mismatch(
+                "The number of types of the block's parameters",
+                where=place,
+                expected=len(owned),
+                got=len(chosen.parameters),
+                fix=_AGAIN,
+            )
+        for parameter, kind in zip(owned, chosen.parameters, strict=True):
+            if parameters.setdefault(parameter.name, kind) != kind:
+                raise PlanError(
+                    f"The plan gives a parameter two types on axis {reader.axis}: {parameters[parameter.name]} and {kind}",
+                    where=f"{place}: {parameter.fqn}",
+                    fix=_AGAIN,
+                )
+    return Typing(axis=reader.axis, size=reader.size, strategies=reader.strategies, parameters=parameters)
+
+
+def _chosen(plan: Plan, layout: int, axis: str, place: str) -> AxisTyping | None:
+    if not 0 <= layout < len(plan.layouts):
+        raise PlanError(f"The plan has no layout {layout}", where=place, fix=_AGAIN)
+    return next((t for t in plan.layouts[layout].typings if t.axis == axis), None)
+
+
+class _Reader:
+    """Finds strategies by name; equal operators of equal blocks are looked up once."""
+
+    def __init__(self, graph: Graph, axis: str, size: Fraction) -> None:
+        self.graph, self.axis, self.size = graph, axis, size
+        self.strategies: dict[str, Strategy] = {}
+        self.seen: dict[tuple[str, tuple[str, ...]], tuple[Strategy, ...]] = {}
+
+    def read(self, ops: Sequence[Op], names: Sequence[str], place: str) -> None:
+        if len(ops) != len(names):
+            raise PlanError.mismatch(
+                "The number of strategies", where=place, expected=len(ops), got=len(names), fix=_AGAIN
+            )
+        key = (digest(signature(ops, self.graph.spec)), tuple(names))
+        if key not in self.seen:
+            self.seen[key] = tuple(self._find(op, name, place) for op, name in zip(ops, names, strict=True))
+        self.strategies.update((op.name, s) for op, s in zip(ops, self.seen[key], strict=True))
+
+    def _find(self, op: Op, name: str, place: str) -> Strategy:
+        specs = tuple(self.graph.spec(ref) for ref in op.operands)
+        offered = rules.strategies(op, specs, axis=self.axis, size=self.size, fallback=True)
+        for strategy in offered:
+            if strategy.name == name:
+                return strategy
+        raise PlanError(
+            f"{op.target} has no strategy '{name}' on axis {self.axis}",
+            where=f"{place}: {op.name}",
+            expected=f"one of {', '.join(s.name for s in offered) or 'none'}",
+            fix=_AGAIN,
+        )

@@ -1,0 +1,257 @@
+"""Times operators one by one, at given shapes, on one device: what ``autopar profile ops`` runs.
+
+A call is the JSON text of :class:`autopar.hardware.measured_times.OperatorTime`. Its tensors are filled with random numbers; those of
+whole numbers with what the operator can look up. Backward is the time of ``torch.autograd.grad`` less what the engine
+takes for a call of its own: in training one call serves the whole step.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autopar.errors import UsageError
+from autopar.hardware.measured_times import load_json
+from autopar.measure.timers import free_bytes, timer
+from autopar.ops.collectives import on_meshes
+from autopar.ops.names import resolve
+from autopar.ops.seeded import draw
+from autopar.util.files import write_json
+
+REPEATS = 15
+MIN_BATCH_S = 1e-3
+OPERATOR_BUDGET_S = 0.5
+"""Of one direction: operators that take longer are repeated less often, never less than :data:`LEAST_REPEATS` times."""
+LEAST_REPEATS = 3
+SAVE_EVERY_S = 5.0
+ROOM = 6
+"""An operator, its gradients and its temporaries take at most so many times the bytes of its operands and results."""
+
+_POSITIVE = ("pow", "sqrt", "log", "reciprocal", "div")
+
+Progress = Callable[[str, int, int], None]
+
+
+class _Tensors:
+    """The tensors of one call."""
+
+    def __init__(self, call: str, device: torch.device) -> None:
+        self.target, args, kwargs, self.outputs = json.loads(call)
+        self.device = device
+        self.specs: list[tuple[str, list[int], bool]] = []
+        _collect((args, list(kwargs.values())), self.specs)
+        self.made: list[torch.Tensor] = []
+        self.args = [self._value(a) for a in args]
+        self.kwargs = {name: self._value(a) for name, a in kwargs.items()}
+
+    def _value(self, value: Any) -> Any:
+        if isinstance(value, list):
+            return [self._value(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        ((kind, inner),) = value.items()
+        if kind == "tensor":
+            self.made.append(self._tensor(*inner))
+            return self.made[-1]
+        return self.device if kind == "device" else getattr(torch, inner)
+
+    def _tensor(self, dtype_name: str, shape: list[int], requires_grad: bool) -> torch.Tensor:
+        dtype = getattr(torch, dtype_name)
+        if dtype == torch.bool:
+            return torch.ones(shape, dtype=dtype, device=self.device)
+        if not dtype.is_floating_point and not dtype.is_complex:
+            return torch.randint(0, self._limit(), shape, dtype=dtype, device=self.device)
+        value = torch.randn(shape, device=self.device).to(dtype)
+        if any(name in self.target for name in _POSITIVE):
+            value = value.abs() + 0.1
+        return value.requires_grad_(requires_grad)
+
+    def _limit(self) -> int:
+        """Whole numbers below this can be looked up by the operator."""
+        floats = [shape for dtype, shape, _ in self.specs if "float" in dtype and shape]
+        if not floats:
+            return 2
+        if "experts" in self.target:
+            return next((shape[0] for shape in floats if len(shape) == 3), 2)
+        if "embedding" in self.target:
+            return floats[0][0]
+        if "cross_entropy" in self.target or "nll_loss" in self.target:
+            return floats[0][1] if self.target.startswith("aten.") and len(floats[0]) > 2 else floats[0][-1]
+        return min(floats[0])
+
+
+def _collect(value: Any, found: list[tuple[str, list[int], bool]]) -> None:
+    if isinstance(value, dict) and "tensor" in value:
+        found.append(tuple(value["tensor"]))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _collect(item, found)
+
+
+@contextmanager
+def one_rank(device: torch.device) -> Iterator[None]:
+    """Axes of one rank: operators that sum over their axis are timed with a sum over themselves.
+
+    Where a process group runs already, nothing is set up and such operators fail.
+    """
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import HashStore
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if dist.is_initialized():
+        yield
+        return
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh(device.type, (1, 1), mesh_dim_names=("cp", "tp"))
+        with on_meshes((mesh,)):
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+def time_call(call: str, device: torch.device, *, engine_s: float = 0.0) -> dict[str, Any]:
+    """An entry of the file of operator times.
+
+    Raises:
+        Exception: whatever the operator raises on random numbers, or that its tensors do not fit the memory.
+    """
+    tensors = _fitting(call, device)
+    function: Callable[..., Any] = resolve(tensors.target)
+    if tensors.target.startswith("aten.") and any(name in tensors.target for name in ("rand", "bernoulli", "dropout")):
+        inner = tensors.target
+
+        def function(*args: Any, **kwargs: Any) -> Any:
+            return draw(inner, *args, salt=0, device=None if tensors.made else device, **kwargs)
+
+    def forward() -> Any:
+        return function(*tensors.args, **tensors.kwargs)
+
+    forward_s, spread, repeats = _median(forward, device)
+    backward_s = 0.0
+    result = forward()
+    outputs = [out for out in (result if isinstance(result, tuple | list) else (result,)) if out.requires_grad]
+    inputs = list(dict.fromkeys(tensor for tensor in tensors.made if tensor.requires_grad))
+    if outputs and inputs:
+        gradients = [torch.randn_like(out) for out in outputs]
+
+        def backward() -> Any:
+            return torch.autograd.grad(outputs, inputs, gradients, retain_graph=True, allow_unused=True)
+
+        whole_s, backward_spread, _ = _median(backward, device)
+        backward_s, spread = max(whole_s - engine_s, 0.0), max(spread, backward_spread)
+    return {"call": call, "forward_s": forward_s, "backward_s": backward_s, "spread": spread, "repeats": repeats}
+
+
+def engine_s(device: torch.device) -> float:
+    """What a call of ``torch.autograd.grad`` takes beside the operators' own backwards: by chains of one and two views."""
+    start = torch.ones(1, device=device, requires_grad=True)
+    times = []
+    for length in (1, 2):
+        out = start
+        for _ in range(length):
+            out = out.view(1)
+        gradient = torch.ones_like(out)
+        run = lambda out=out, gradient=gradient: torch.autograd.grad(out, start, gradient, retain_graph=True)  # noqa: E731
+        times.append(_median(run, device)[0])
+    return max(2 * times[0] - times[1], 0.0)
+
+
+def _fitting(call: str, device: torch.device) -> _Tensors:
+    _, args, kwargs, outputs = json.loads(call)
+    specs: list[tuple[str, list[int], bool]] = []
+    _collect((args, list(kwargs.values()), outputs), specs)
+    needs = ROOM * sum(getattr(torch, dtype).itemsize * torch.Size(shape).numel() for dtype, shape, _ in specs)
+    if needs > (room := free_bytes(device)):
+        raise MemoryError(f"needs about {needs:,} bytes, {room:,} are free")
+    return _Tensors(call, device)
+
+
+def _median(function: Callable[[], object], device: torch.device) -> tuple[float, float, int]:
+    """Median seconds of one warm call, the distance of the quartiles over it, and the number of samples."""
+    clock = timer(device)
+    calls = 1
+
+    def batch() -> None:
+        for _ in range(calls):
+            function()
+
+    clock(batch)
+    while (first := clock(batch)) < MIN_BATCH_S and calls < 2**12:
+        calls *= 2
+    repeats = int(min(REPEATS, max(LEAST_REPEATS, OPERATOR_BUDGET_S / max(first, 1e-9))))
+    samples = sorted(clock(batch) / calls for _ in range(repeats))
+    median = statistics.median(samples)
+    quarter = len(samples) // 4
+    return median, (samples[-1 - quarter] - samples[quarter]) / median if median else 0.0, repeats
+
+
+class OperatorFile:
+    """Times of operators on disk: what a run finds there it does not measure again.
+
+    Args:
+        path: of the JSON file.
+        device: text that names machine and software; a file of another one is refused.
+
+    Raises:
+        UsageError: the file is damaged, or of another device.
+    """
+
+    def __init__(self, path: Path, device: str) -> None:
+        self.path, self.device = path, device
+        self.times: dict[str, dict[str, Any]] = {}
+        self.failed: dict[str, str] = {}
+        if path.exists():
+            data = load_json(path)
+            if data.get("device") != device:
+                raise UsageError.mismatch(
+                    "The device of this file of operator times",
+                    where=str(path),
+                    expected=repr(device),
+                    got=repr(data.get("device")),
+                    fix="Write to another file, or remove this one",
+                )
+            self.times = {item["call"]: item for item in data.get("times", [])}
+            self.failed = {item["call"]: item["reason"] for item in data.get("failed", [])}
+
+    def save(self) -> None:
+        """Write everything found so far."""
+        failed = [{"call": call, "reason": reason} for call, reason in self.failed.items()]
+        write_json(self.path, {"device": self.device, "times": list(self.times.values()), "failed": failed})
+
+    def measure(self, calls: Sequence[str], device: torch.device, *, progress: Progress | None = None) -> None:
+        """Time the calls that are not there yet; saved every few seconds and at the end, whatever ends it.
+
+        A call that fails is kept with its reason and tried again in the next run.
+        """
+        missing = [call for call in calls if call not in self.times]
+        if not missing:
+            return
+        saved = time.monotonic()
+        try:
+            with one_rank(device):
+                engine = engine_s(device)
+                for done, call in enumerate(missing):
+                    if progress is not None:
+                        progress(f"timing {json.loads(call)[0]}", len(calls) - len(missing) + done, len(calls))
+                    self._time(call, device, engine)
+                    if time.monotonic() - saved > SAVE_EVERY_S:
+                        self.save()
+                        saved = time.monotonic()
+        finally:
+            self.save()
+
+    def _time(self, call: str, device: torch.device, engine: float) -> None:
+        try:
+            self.times[call] = time_call(call, device, engine_s=engine)
+            self.failed.pop(call, None)
+        except Exception as error:  # noqa: BLE001  one operator that cannot be run alone must not end the others
+            self.failed[call] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

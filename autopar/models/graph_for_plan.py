@@ -1,0 +1,227 @@
+"""From a model and a batch to the graph that plans of a precision and a global batch are for."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils import _pytree as pytree
+
+from autopar.errors import RuleError, TraceError, UsageError
+from autopar.graph.graph import Graph
+from autopar.plan.plan import Precision
+from autopar.rules.check.missing import complete
+from autopar.tracing.failures import EXPORTS, FAILURES, not_copied
+from autopar.tracing.guards.batch_size_numbers import CountError
+from autopar.tracing.trace import LossFunction, trace
+
+Inputs = Mapping[str, Any] | Sequence[Any] | torch.Tensor
+
+
+def samples_of(example_inputs: Inputs | None) -> int | None:
+    """Samples in example inputs: the size of dim 0 that most tensors share, those in lists and dicts among them."""
+    if example_inputs is None:
+        return None
+    leaves = pytree.tree_leaves(_plain(example_inputs))
+    sizes = [value.shape[0] for value in leaves if isinstance(value, torch.Tensor) and value.dim() > 0]
+    return max(sizes, key=sizes.count) if sizes else None
+
+
+def _plain(inputs: Inputs) -> dict[str, Any] | list[Any]:
+    """The same as a dict or list: what else maps names to values (a ``BatchEncoding``) is one value to pytrees.
+
+    A tensor is the only input: its rows would be taken for several ones.
+    """
+    if isinstance(inputs, torch.Tensor):
+        return [inputs]
+    return dict(inputs) if isinstance(inputs, Mapping) else list(inputs)
+
+
+def _mapped(change: Callable[[torch.Tensor], torch.Tensor], inputs: Inputs) -> dict[str, Any] | list[Any]:
+    """The inputs with every tensor changed."""
+    found: dict[str, Any] | list[Any] = pytree.tree_map_only(torch.Tensor, change, _plain(inputs))
+    return found
+
+
+def _with_samples(inputs: Inputs, samples: int | None) -> dict[str, Any] | list[Any]:
+    """Two samples of a batch (graphs, and so plans, do not depend on the size of the example), or so many, on meta."""
+    size = samples_of(inputs)
+
+    def cut(value: torch.Tensor) -> torch.Tensor:
+        if not (value.dim() > 0 and value.shape[0] == size):
+            return value
+        if samples is None:
+            return value[:2]
+        return torch.empty((samples, *value.shape[1:]), dtype=value.dtype, device="meta")
+
+    return _mapped(cut, inputs)
+
+
+def trace_model(
+    model: torch.nn.Module,
+    example_inputs: Inputs | None,
+    precision: Precision,
+    *,
+    global_batch_size: int | None = None,
+    name: str = "",
+    loss_fn: LossFunction | None = None,
+    opaque: Sequence[str] = (),
+    samples_apart: Callable[[Graph], object],
+) -> Graph:
+    """The graph that plans of this model, precision and global batch are for; ``model`` itself stays as it is.
+
+    Without a global batch its samples must be apart.
+
+    Args:
+        samples_apart: see :func:`for_batch`.
+
+    Raises:
+        UsageError: no example inputs, and none can be made; the model is none, is parallel already, or has complex parameters;
+            autocast is on.
+        TraceError: the model cannot be traced.
+    """
+    _check_plain(model)
+    if example_inputs is None:
+        from autopar.models.resolve import example_batch_for
+
+        example_inputs = example_batch_for(model)
+    given = example_inputs
+    dtype = getattr(torch, precision.compute)
+    is_cast = any(p.is_floating_point() and p.dtype != dtype for p in model.parameters())
+    if is_cast:
+        model = on_meta(model, dtype)
+
+    def trace_at(samples: int | None) -> Graph:
+        inputs = _with_samples(given, samples)
+        if is_cast or precision.compute != "float32":
+            inputs = _mapped(lambda value: value.to(dtype) if value.is_floating_point() else value, inputs)
+        options: dict[str, Any] = {"name": name, "loss_fn": loss_fn, "opaque": opaque, "exact": samples is not None}
+        if isinstance(inputs, Mapping):
+            return trace(model, (), inputs, **options)
+        return trace(model, tuple(inputs), {}, **options)
+
+    return trace_at(None) if global_batch_size is None else for_batch(trace_at, global_batch_size, samples_apart)
+
+
+def for_batch(
+    trace_at: Callable[[int | None], Graph], global_batch_size: int, samples_apart: Callable[[Graph], object]
+) -> Graph:
+    """A traced model, whether its samples are apart or not.
+
+    Args:
+        trace_at: traces it: at the given number of samples, exactly, or at any (None).
+        global_batch_size: at which it is traced again where samples meet, because shapes such as [B, B] and numbers
+            such as B - 1 hold for one batch size alone.
+        samples_apart: raises :class:`~autopar.errors.RuleError` where they are not. The planner asks its typing of axis ``batch``
+            (:func:`autopar.planner.request.samples_apart`), who has a plan asks that.
+
+    Raises:
+        TraceError: of ``trace_at``.
+    """
+    try:
+        graph = _at_any_size(trace_at, global_batch_size)
+        complete(graph)
+        samples_apart(graph)
+    except (CountError, RuleError):
+        if global_batch_size == 1:
+            raise
+    else:
+        return graph
+    graph = trace_at(global_batch_size)
+    complete(graph)
+    try:
+        samples_apart(graph)
+    except RuleError as error:
+        note = (
+            f"samples meet in {error.where}: each data rank takes all its samples in one micro-batch, and where they "
+            "meet they are gathered from all data ranks"
+        )
+        return replace(graph, mixing=error.where, notes=(*graph.notes, note))
+    return graph
+
+
+def _at_any_size(trace_at: Callable[[int | None], Graph], global_batch_size: int) -> Graph:
+    """A trace at two samples; at the global batch where operators do not run on as few (the ten largest losses, say).
+
+    Raises:
+        TraceError: of the first one, where no batch can be traced.
+    """
+    try:
+        return trace_at(None)
+    except TraceError as error:
+        if global_batch_size <= 2 or EXPORTS not in error.problem:
+            raise
+        try:
+            return trace_at(global_batch_size)
+        except TraceError:
+            raise error from None
+
+
+def _check_plain(model: torch.nn.Module) -> None:
+    """Refuses what is no model of one device, and a caller's autocast, which a trace would take for a part of the model.
+
+    Raises:
+        UsageError: says which of them it is.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise UsageError(
+            f"The model is the class {model.__qualname__}, not an instance of it"
+            if isinstance(model, type)
+            else f"The model is a {type(model).__qualname__}, not a torch.nn.Module",
+            fix="Pass the model that trains on one device",
+        )
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # slow to import
+    from torch.distributed.tensor import DTensor
+
+    parallel = (DataParallel, DistributedDataParallel, FSDPModule, FullyShardedDataParallel)
+    wrapped = next((m for m in model.modules() if isinstance(m, parallel)), None)
+    split = next((name for name, p in model.named_parameters() if isinstance(p, DTensor)), None)
+    if wrapped is not None or split is not None:
+        raise UsageError(
+            f"The parameter {split} is a DTensor already"
+            if wrapped is None
+            else f"The model is wrapped in {type(wrapped).__name__}",
+            fix="Pass the model before it is made parallel (DistributedDataParallel, fully_shard, parallelize_module ...)",
+        )
+    numbers = next(((name, p.dtype) for name, p in model.named_parameters() if p.is_complex()), None)
+    if numbers is not None:
+        raise UsageError.unsupported(
+            f"A parameter of dtype {str(numbers[1]).removeprefix('torch.')}",
+            where=numbers[0],
+            instead="Keep a real parameter whose last dim is 2, and use torch.view_as_complex(parameter) in forward",
+        )
+    device = next((kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)), None)
+    if device is not None:
+        dtype = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+        raise UsageError(
+            f"The model cannot be traced inside torch.autocast({device!r}, dtype={dtype})",
+            fix='Leave autocast out, and choose the precision of the plan: precision="bf16"',
+        )
+
+
+def on_meta(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
+    """A copy on meta whose floating parameters have ``dtype``, and the buffers that had theirs; no memory is taken for parameters.
+
+    Buffers in single precision stay so whatever parameters had: statistics and positions are kept in it on purpose.
+    """
+    memo: dict[int, Any] = {}
+    own = {p.dtype for p in model.parameters() if p.is_floating_point()} - {torch.float32}
+    for parameter in model.parameters():
+        kind = dtype if parameter.is_floating_point() else parameter.dtype
+        empty = torch.empty_like(parameter, dtype=kind, device="meta")
+        memo[id(parameter)] = torch.nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        if buffer.dtype in own and buffer.dtype != dtype:
+            memo[id(buffer)] = buffer.detach().to(dtype)
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, torch.Tensor) and not value.is_leaf:  # made of parameters: a normed weight
+                memo[id(value)] = value.detach().to(dtype if value.dtype in own else value.dtype)
+    try:
+        return copy.deepcopy(model, memo)
+    except FAILURES as error:
+        raise not_copied(error, model) from error

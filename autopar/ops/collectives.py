@@ -1,0 +1,142 @@
+"""Typed collectives over a mesh axis by name: what emitted code calls most.
+
+The collectives are those of ``spmd-types``: each is a pair of a forward and the backward that the
+types ask for (:mod:`autopar.plan.tensor_types`). An axis is a name, looked up in the mesh that
+``spmd_types.set_current_mesh(device_mesh)`` set on the calling thread; the process group is found
+in the forward pass, so that backward runs on any thread. Whoever recomputes a block in backward
+sets the mesh again around it. Tensors without gradient, integers and booleans pass as well.
+
+Shapes: collectives keep every dim except the one they name; x is one rank's tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, cast
+
+import spmd_types
+import torch
+import torch.distributed as dist
+from spmd_types import _state
+from spmd_types._mesh import _pg_for_axis  # the only look-up of a name's group in spmd-types 0.3
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.errors import InternalError
+
+
+class _ContiguousGradient(torch.autograd.Function):
+    """Identity; its gradient is laid out densely, which collectives ask of what they send."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0].contiguous()
+
+
+spmd_types.register_local_autograd_function(_ContiguousGradient)
+
+
+@contextmanager
+def on_meshes(meshes: Sequence[DeviceMesh]) -> Iterator[None]:
+    """Sets the meshes whose axes emitted code names: the job's mesh last, before it other ways to cut the same ranks."""
+    with ExitStack() as stack:
+        for mesh in meshes:
+            stack.enter_context(spmd_types.set_current_mesh(mesh))
+        yield
+
+
+def group(axis: str) -> dist.ProcessGroup:
+    """This rank's process group on an axis of the current mesh; axes of experts are those of a mesh set before it.
+
+    Raises:
+        RuntimeError: no mesh is set on this thread, or it has no such axis.
+    """
+    if axis in ("ep", "ep_data"):
+        for entry in reversed(getattr(_state._tls, "mesh_stack", [])):
+            if axis in entry.all_names:
+                return cast("dist.ProcessGroup", entry.pgs[entry.all_names[axis]])
+    return cast("dist.ProcessGroup", _pg_for_axis(axis))
+
+
+def all_reduce(x: Tensor, axis: str, to: str) -> Tensor:
+    """P to ``to`` (``I`` or ``R``): the sum over the axis. Backward: nothing for I, an all-reduce for R."""
+    y: Tensor = spmd_types.all_reduce(
+        _dense(x), group(axis), src=spmd_types.P, dst=_TYPES[to], backward_options=_backward(x)
+    )
+    return _dense_gradient(y) if to == "R" else y
+
+
+def all_gather(x: Tensor, axis: str, dim: int, to: str) -> Tensor:
+    """S(dim) to ``to`` (``I`` or ``R``): all parts. Backward: the own slice for I, a reduce-scatter for R."""
+    flat = x.view(torch.uint8) if x.dtype == torch.bool else x
+    y: Tensor = spmd_types.all_gather(
+        flat, group(axis), src=spmd_types.S(dim), dst=_TYPES[to], backward_options=_backward(x)
+    )
+    return y.view(torch.bool) if x.dtype == torch.bool else y
+
+
+def reduce_scatter(x: Tensor, axis: str, dim: int) -> Tensor:
+    """P to S(dim): this rank's part of the sum. Backward: an all-gather."""
+    y: Tensor = spmd_types.reduce_scatter(
+        x, group(axis), src=spmd_types.P, dst=spmd_types.S(dim), backward_options=_backward(x)
+    )
+    return y
+
+
+def all_to_all(x: Tensor, axis: str, split_dim: int, gathered_dim: int) -> Tensor:
+    """S(gathered_dim) to S(split_dim). Backward: the reverse."""
+    pg = group(axis)
+    if dist.get_backend(pg) == "gloo" and torch.__version__ < "2.13":  # gloo had no all-to-all of lists before
+        return shard(all_gather(x, axis, gathered_dim, "R"), axis, split_dim, "R")
+    y: Tensor = spmd_types.all_to_all(
+        x,
+        pg,
+        src=spmd_types.S(gathered_dim),
+        dst=spmd_types.S(split_dim),
+        backward_options=_backward(x),
+    )
+    return y
+
+
+def shard(x: Tensor, axis: str, dim: int, source: str) -> Tensor:
+    """``source`` (``I`` or ``R``) to S(dim): the own slice. Backward: an all-gather for I, zeros around it for R."""
+    pg = group(axis)
+    size = dist.get_world_size(pg)
+    if x.shape[dim] % size:
+        raise InternalError(f"A dim of {x.shape[dim]} does not divide by {axis}={size}")
+    y: Tensor = spmd_types.shard(x, pg, src=_TYPES[source], dst=spmd_types.S(dim), backward_options=_backward(x))
+    return y
+
+
+def keep_on_first(x: Tensor, axis: str, source: str) -> Tensor:
+    """``source`` (``I`` or ``R``) to P: the tensor on the axis' first rank, zeros on the others."""
+    y: Tensor = spmd_types.convert(
+        x, group(axis), src=_TYPES[source], dst=spmd_types.P, expert_mode=True, backward_options=_backward(x)
+    )
+    return y
+
+
+def invariant_to_replicate(x: Tensor, axis: str) -> Tensor:
+    """I to R: the same tensor. Backward: an all-reduce of the pending sum."""
+    return _dense_gradient(spmd_types.invariant_to_replicate(x, group(axis), backward_options=_backward(x)))
+
+
+_TYPES = {"I": spmd_types.I, "R": spmd_types.R}
+
+
+def _backward(x: Tensor) -> dict[str, torch.dtype] | None:
+    """Gradients are summed in the dtype in which they arrive; spmd-types wants that said."""
+    return {"op_dtype": x.dtype} if x.requires_grad else None
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x if x.is_contiguous() else x.contiguous()
+
+
+def _dense_gradient(x: Tensor) -> Tensor:
+    return cast("Tensor", _ContiguousGradient.apply(x)) if x.requires_grad else x  # type: ignore[no-untyped-call]

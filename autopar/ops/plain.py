@@ -1,0 +1,71 @@
+"""Operators of autopar that ask nothing of other ranks, and a rank's part of a parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import spmd_types
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def local(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """This rank's part of a parameter. Its gradient is stored as it comes: pending sums stay pending.
+
+    ``dtype``: in which it is used, where no one else casts what is at rest.
+    """
+    if isinstance(parameter, DTensor):
+        parameter = parameter.to_local(grad_placements=parameter.placements)
+    return parameter if dtype is None else parameter.to(dtype)
+
+
+def linear_t(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x @ weight + bias``: x [..., in], weight [in, out], bias [out]; the result is [..., out]."""
+    return F.linear(x, weight.t(), bias)
+
+
+class _RealClasses(torch.autograd.Function):
+    """The first ``classes`` of padded logits in a dtype: one pass each way, where a slice and a cast are two and four."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, classes: int, dtype: torch.dtype) -> Tensor:
+        ctx.like, ctx.classes = (logits.shape, logits.dtype), classes
+        return logits[..., :classes].to(dtype, memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        shape, dtype = ctx.like
+        whole = grad.new_empty(shape, dtype=dtype)
+        whole[..., : ctx.classes].copy_(grad)
+        whole[..., ctx.classes :].zero_()
+        return whole, None, None
+
+
+spmd_types.register_local_autograd_function(_RealClasses)
+
+
+def cross_entropy_sum(
+    logits: Tensor, target: Tensor, ignore_index: int = -100, label_smoothing: float = 0.0, classes: int = 0
+) -> Tensor:
+    """Summed cross entropy, a scalar in fp32 or better: logits [..., classes], target [...] of class ids.
+
+    ``classes``: how many of the logits are real, the first ones; 0: all.
+    """
+    wide = torch.float32 if logits.dtype in (torch.float16, torch.bfloat16) else logits.dtype
+    if classes:
+        logits = cast("Tensor", _RealClasses.apply(logits, classes, wide))  # type: ignore[no-untyped-call]
+    return F.cross_entropy(
+        logits.to(wide).reshape(-1, logits.shape[-1]),
+        target.reshape(-1),
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        reduction="sum",
+    )
+
+
+def scatter_sum(index: Tensor, source: Tensor, dim: int, shape: Sequence[int]) -> Tensor:
+    """Zeros of ``shape`` with ``source`` added where ``index`` says, along ``dim``."""
+    return source.new_zeros(tuple(shape)).scatter_add(dim, index, source)

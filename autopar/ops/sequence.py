@@ -1,0 +1,165 @@
+"""Attention over a sequence that is split over a mesh axis, and the zig-zag order in which ring attention splits it.
+
+Called by emitted code, next to :mod:`autopar.ops.sharded`; an axis is a mesh axis by name. Shapes: q is
+[batch, heads, rows, width], k and v [batch, key heads, columns, width], of which fewer heads than those of q are
+repeated (``enable_gqa``); a mask broadcasts to [batch, heads, rows, columns], bool (True: attended) or added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.ops import collectives, seeded
+from autopar.ops.attention import flash
+from autopar.ops.attention.ring import FlashRing, Ring, RingWork
+
+
+def attention_gathered(  # noqa: PLR0913  the signature of scaled_dot_product_attention
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = True,
+    *,
+    axis: str,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    salt: seeded.Salt = 0,
+    seed: int = 0,
+    axes: Sequence[str] = (),
+) -> Tensor:
+    """Causal attention of this rank's queries over all keys and values.
+
+    Args:
+        query: S(rows): rank r has the r-th part of the sequence.
+        key, value: whole, R: the gradient of each rank is a summand.
+        attn_mask: None; ``is_causal`` stands for the mask.
+        axis: over which the queries are split.
+        salt, seed, axes: of dropout, see :func:`autopar.ops.seeded.dropout`.
+
+    Returns:
+        [batch, heads, rows, width], S(rows).
+    """
+    assert attn_mask is None
+    assert is_causal
+    rows = query.shape[-2]
+    first = collectives.group(axis).rank() * rows
+    seen = first + rows  # later keys are not attended by any row here
+    k, v = key.narrow(-2, 0, seen), value.narrow(-2, 0, seen)
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    if query.is_cuda and flash.takes(query, value, drops=dropout_p > 0.0):
+        with seeded.drawing(query.device, salt, seed, axes) if dropout_p else nullcontext():
+            return flash.rows_after(query, k, v, factor, dropout_p)
+    if not dropout_p and flash.takes(query, value):
+        return flash.RowsAfter.apply(query, k, v, factor)  # type: ignore[no-untyped-call, no-any-return]
+    if enable_gqa:  # under a mask the one kernel that shares heads is that which keeps all scores
+        repeats = query.shape[1] // key.shape[1]
+        k, v, enable_gqa = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1), False
+    mask = torch.ones(rows, seen, dtype=torch.bool, device=query.device).tril(first)
+    return seeded.attention(
+        query, k, v, mask, dropout_p, scale=scale, enable_gqa=enable_gqa, salt=salt, seed=seed, axes=axes
+    )
+
+
+# --- zig-zag order -------------------------------------------------------------------------------
+#
+# 2 n chunks of equal length on n ranks: rank r has chunks r and 2 n - 1 - r, so that under a causal mask every rank
+# has the same work.
+
+
+def zigzag(x: Tensor, dim: int, ranks: int, *, back: bool = False) -> Tensor:
+    """``x``, whole along ``dim``, in the order in which its parts go to ranks; with ``back`` from there.
+
+    >>> zigzag(torch.arange(8), 0, 2).tolist()
+    [0, 1, 6, 7, 2, 3, 4, 5]
+    """
+    order = [chunk for rank in range(ranks) for chunk in (rank, 2 * ranks - 1 - rank)]
+    if back:
+        order = [order.index(chunk) for chunk in range(2 * ranks)]
+    chunks = x.chunk(2 * ranks, dim)
+    return torch.cat([chunks[i] for i in order], dim)
+
+
+def zigzag_shard(x: Tensor, axis: str, dim: int, source: str) -> Tensor:
+    """:func:`autopar.ops.collectives.shard` in zig-zag order."""
+    return collectives.shard(zigzag(x, dim, _ranks(axis)), axis, dim, source)
+
+
+def zigzag_all_gather(x: Tensor, axis: str, dim: int, to: str) -> Tensor:
+    """:func:`autopar.ops.collectives.all_gather` from zig-zag order."""
+    return zigzag(collectives.all_gather(x, axis, dim, to), dim, _ranks(axis), back=True)
+
+
+def zigzag_reduce_scatter(x: Tensor, axis: str, dim: int) -> Tensor:
+    """:func:`autopar.ops.collectives.reduce_scatter` to zig-zag order."""
+    return collectives.reduce_scatter(zigzag(x, dim, _ranks(axis)), axis, dim)
+
+
+def zigzag_all_to_all(x: Tensor, axis: str, split_dim: int, gathered_dim: int) -> Tensor:
+    """:func:`autopar.ops.collectives.all_to_all` between two dims in zig-zag order."""
+    ranks = _ranks(axis)
+    y = collectives.all_to_all(zigzag(x, split_dim, ranks), axis, split_dim, gathered_dim)
+    return zigzag(y, gathered_dim, ranks, back=True)
+
+
+def _ranks(axis: str) -> int:
+    return dist.get_world_size(collectives.group(axis))
+
+
+# --- ring attention ------------------------------------------------------------------------------
+
+
+def attention_ring(  # noqa: PLR0913  the signature of scaled_dot_product_attention
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    axis: str,
+    ranks: int,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    salt: seeded.Salt = 0,
+    seed: int = 0,
+    axes: Sequence[str] = (),
+) -> Tensor:
+    """Attention of this rank's queries over keys and values that go round (Liu et al. 2023, Ring Attention).
+
+    Partial results are merged by their log-sum-exp; backward goes round again with the gradients of keys and values, which are
+    summed in fp32 or better. Blocks are of fused kernels where there is one (:mod:`autopar.ops.attention.flash`); else (masks, dropout, values of
+    another width, fp32 on GPUs) scores are computed in fp32 or better, one rank's block of columns at a time.
+
+    Args:
+        query, key, value: S(rows), S(columns) in zig-zag order.
+        attn_mask: rows of this rank in zig-zag order (or one row, whose gradient is then a summand), all columns in
+            their own order.
+        axis: over which rows and columns are split.
+        ranks: its degree.
+        salt, seed, axes: of dropout, see :func:`autopar.ops.seeded.dropout`.
+
+    Returns:
+        [batch, heads, rows, width], S(rows) in zig-zag order.
+    """
+    if query.device.type == "meta":  # a check of types: what is sent has no place there
+        return Ring.apply(query, key, value, attn_mask, None)  # type: ignore[no-untyped-call, no-any-return]
+    pg = collectives.group(axis)
+    work = RingWork(
+        group=pg,
+        rank=pg.rank(),
+        ranks=ranks,
+        is_causal=is_causal,
+        scale=query.shape[-1] ** -0.5 if scale is None else scale,
+        dropout_p=dropout_p,
+        seed=seeded.stream_seed(salt, seed, axes) if dropout_p else 0,
+    )
+    if attn_mask is None and not dropout_p and flash.takes(query, value):
+        return FlashRing.apply(query, key, value, work)  # type: ignore[no-untyped-call, no-any-return]
+    return Ring.apply(query, key, value, attn_mask, work)  # type: ignore[no-untyped-call, no-any-return]

@@ -1,0 +1,1 @@
+"""Pins that the modules of a model carry for the plan."""

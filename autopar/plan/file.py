@@ -1,0 +1,291 @@
+"""Plans as files: exact JSON both ways, every fault named by file and path, and the difference of two plans."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import os
+import typing
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, cast, get_args
+
+from autopar.errors import AutoparError, PlanError, PlanFileError, reason
+from autopar.plan.check import check_plan
+from autopar.plan.json_schema import WRITTEN_BY, is_tuple, plan_schema
+from autopar.plan.plan import FORMAT_VERSION, Plan
+from autopar.plan.tensor_types import Type, parse_type
+
+if TYPE_CHECKING:
+    from jsonschema.exceptions import ValidationError
+    from jsonschema.protocols import Validator
+
+_LINE_LENGTH = 110
+_MAKE_ANEW = "Make it anew with 'autopar search ... -o FILE'"
+
+
+def plan_to_dict(plan: Plan) -> dict[str, Any]:
+    """The plan as JSON values, keys in the order of the fields; types as ``S(0)``; no number is rounded."""
+    written_by = {WRITTEN_BY: f"autopar {_autopar_version()}"}
+    return {"version": plan.version} | written_by | cast("dict[str, Any]", encode(plan))
+
+
+def plan_from_dict(data: object, *, place: str = "plan") -> Plan:
+    """The plan that :func:`plan_to_dict` gave.
+
+    Args:
+        data: decoded JSON.
+        place: what an error calls the source (the file).
+
+    Raises:
+        PlanError: names the path in the document, what is expected and what there is.
+    """
+    _check_version(data, place)
+    error = next(iter(sorted(_validator().iter_errors(data), key=_error_order)), None)
+    if error is not None:
+        _refuse(error, place)
+    fields = {key: value for key, value in cast("dict[str, Any]", data).items() if key != WRITTEN_BY}
+    plan = cast("Plan", _decode(Plan, fields, f"{place}: "))
+    check_plan(plan, place=place)
+    return plan
+
+
+def save_plan(plan: Plan, path: str | Path) -> None:
+    """Write the plan, whole or not at all: under a temporary name beside ``path``, then renamed.
+
+    Raises:
+        PlanError: the plan is inconsistent, or the file cannot be written.
+    """
+    target = Path(path)
+    check_plan(plan, place=str(target))
+    text = dumps(plan_to_dict(plan)) + "\n"
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("x", encoding="utf-8") as file:
+            file.write(text)
+        temporary.replace(target)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise PlanError(
+            f"Cannot write {target}",
+            got=reason(error),
+            fix="Choose a path in an existing folder that can be written to",
+        ) from error
+
+
+def load_plan(path: str | Path) -> Plan:
+    """Read a plan file.
+
+    Raises:
+        PlanFileError: the file is missing, cut off, not JSON, of a newer format, or inconsistent; says where.
+    """
+    try:
+        return _read_plan(Path(path))
+    except PlanError as error:
+        raise error.becoming(PlanFileError) from error
+
+
+def _read_plan(path: Path) -> Plan:
+    place = str(path)
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        fix = "Make one with 'autopar search ... -o FILE'" if isinstance(error, FileNotFoundError) else _MAKE_ANEW
+        raise PlanError.unreadable(place, error, fix=fix) from error
+    try:
+        data = json.loads(text, object_pairs_hook=_unique(place), parse_constant=_no_constant(place))
+    except json.JSONDecodeError as error:
+        where = f"{place}, line {error.lineno}, column {error.colno}"
+        cut = error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated")
+        found = "is empty" if not text.strip() else "is cut off" if cut else f"is not JSON ({error.msg})"
+        raise PlanError(f"The plan file {found}", where=where, fix=_MAKE_ANEW) from error
+    return plan_from_dict(data, place=place)
+
+
+def dumps(data: object) -> str:
+    """JSON for people: what is short stands on a line, long lists of words are filled like a paragraph."""
+    return _write(data, 0, 0)
+
+
+def encode(value: Any, *, rare: bool = False) -> Any:
+    """``rare``: also the fields that a file has only where they are not the default."""
+    if isinstance(value, Type):
+        return str(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = dataclasses.fields(value)
+        written = (f for f in fields if rare or not (f.metadata and getattr(value, f.name) == f.default))
+        return {field.name: encode(getattr(value, field.name), rare=rare) for field in written}
+    if isinstance(value, tuple):
+        return [encode(item, rare=rare) for item in value]
+    return value
+
+
+def _decode(hint: Any, value: Any, place: str) -> Any:
+    """Rebuild what the schema has already checked."""
+    if hint is Type:
+        return parse_type(value)
+    if hint is float or hint is int:
+        return hint(value)
+    if is_tuple(hint):
+        items = get_args(hint)
+        hints: Sequence[Any] = items[:1] * len(value) if items[-1] is Ellipsis else items
+        return tuple(_decode(h, v, f"{place}[{i}]") for i, (h, v) in enumerate(zip(hints, value, strict=True)))
+    if dataclasses.is_dataclass(hint):
+        annotations = typing.get_type_hints(hint)
+        separator = "" if place.endswith(": ") else "."
+        fields = {key: _decode(annotations[key], item, f"{place}{separator}{key}") for key, item in value.items()}
+        try:
+            return cast("type[Any]", hint)(**fields)
+        except AutoparError as error:
+            raise error.becoming(PlanError, where=place) from error
+    return value
+
+
+def _check_version(data: object, place: str) -> None:
+    if not isinstance(data, Mapping):
+        raise PlanError(
+            f"A plan file holds a JSON object, this one a {type(data).__name__}", where=place, fix=_MAKE_ANEW
+        )
+    version = data.get("version")
+    if isinstance(version, int) and not isinstance(version, bool) and version > FORMAT_VERSION:
+        writer = data.get(WRITTEN_BY)
+        is_newer = isinstance(writer, str) and writer and writer.removeprefix("autopar ") != _autopar_version()
+        newer = f"{writer} or later" if is_newer else "the autopar that wrote it"
+        raise PlanError(
+            f"The plan has format version {version}, but this autopar ({_autopar_version()}) reads formats up to {FORMAT_VERSION}",
+            where=place,
+            fix=f"Read it with {newer}",
+        )
+
+
+@cache
+def _validator() -> Validator:
+    from jsonschema import Draft202012Validator  # a tenth of a second that only readers of plans need
+
+    return Draft202012Validator(plan_schema())
+
+
+def _error_order(error: ValidationError) -> tuple[int, list[str]]:
+    """Unknown and missing keys of outer objects first: they explain what follows."""
+    return len(error.absolute_path), [str(part) for part in error.absolute_path]
+
+
+def _refuse(error: ValidationError, place: str) -> NoReturn:
+    path = _dotted(error.absolute_path)
+    problem, expected, got, fix = (
+        f"Wrong value of '{path}'" if path else "Wrong value",
+        "",
+        short(error.instance),
+        _MAKE_ANEW,
+    )
+    match error.validator:
+        case "additionalProperties":
+            known = sorted(error.schema["properties"])
+            unknown = next(key for key in error.instance if key not in known)
+            close = difflib.get_close_matches(unknown, known, n=1)
+            problem, got = f"Unknown key '{unknown}'" + (f" in '{path}'" if path else ""), ""
+            fix = f"Did you mean '{close[0]}'?" if close else "Remove it"
+        case "required":
+            missing = next(key for key in error.validator_value if key not in error.instance)
+            problem, got = f"Missing key '{missing}'" + (f" in '{path}'" if path else ""), ""
+        case "type":
+            expected = f"a value of type {error.validator_value}"
+        case "enum":
+            expected = f"one of {', '.join(map(str, error.validator_value))}"
+        case "const":
+            expected = str(error.validator_value)
+        case "pattern":
+            expected, fix = "I, R, P or S(d)", "Write for example S(0)"
+        case "minimum":
+            expected = f"at least {error.validator_value}"
+        case "minItems" | "maxItems":
+            expected, got = f"{error.validator_value} items", str(len(error.instance))
+        case _:
+            got = error.message
+    raise PlanError(problem, where=place, expected=expected, got=got or None, fix=fix) from None
+
+
+def _dotted(path: Sequence[str | int]) -> str:
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+    return text
+
+
+def _unique(place: str) -> Any:
+    def build(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            keys = [key for key, _ in pairs]
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise PlanError(f"The key '{twice}' is given twice", where=place, fix="Remove one of them")
+        return found
+
+    return build
+
+
+def _no_constant(place: str) -> Any:
+    def refuse(text: str) -> NoReturn:
+        raise PlanError(f"A number of the plan is {text}", where=place, fix=_MAKE_ANEW)
+
+    return refuse
+
+
+def _write(value: Any, depth: int, lead: int) -> str:
+    """``lead``: characters that stand before the value on its line."""
+    line = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    if not isinstance(value, dict | list) or not value or (depth > 0 and lead + len(line) < _LINE_LENGTH):
+        return line
+    inner, outer = "  " * (depth + 1), "  " * depth
+    if isinstance(value, dict):
+        items = []
+        for key, item in value.items():
+            head = f"{json.dumps(key, ensure_ascii=False)}: "
+            items.append(f"{inner}{head}{_write(item, depth + 1, len(inner) + len(head))}")
+        return "{\n" + ",\n".join(items) + f"\n{outer}}}"
+    if any(isinstance(item, dict | list) for item in value):
+        return "[\n" + ",\n".join(inner + _write(item, depth + 1, len(inner)) for item in value) + f"\n{outer}]"
+    return "[\n" + _fill([json.dumps(item, ensure_ascii=False) for item in value], inner) + f"\n{outer}]"
+
+
+def _fill(words: list[str], indent: str) -> str:
+    lines, line = [], indent
+    for index, word in enumerate(words):
+        piece = word + ("," if index < len(words) - 1 else "")
+        if line != indent and len(line) + 1 + len(piece) > _LINE_LENGTH:
+            lines.append(line)
+            line = indent
+        line += piece if line == indent else f" {piece}"
+    return "\n".join([*lines, line])
+
+
+@cache
+def _autopar_version() -> str:
+    try:
+        return metadata.version("autopar")
+    except metadata.PackageNotFoundError:
+        return "of this checkout"
+
+
+__all__ = [
+    "dumps",
+    "load_plan",
+    "plan_from_dict",
+    "plan_schema",
+    "plan_to_dict",
+    "save_plan",
+]
+
+
+def short(value: object) -> str:
+    if isinstance(value, list):
+        plain = all(not isinstance(item, dict | list) for item in value)
+        text = json.dumps(value) if plain else f"{len(value)} items"
+    elif isinstance(value, dict):
+        text = "an object"
+    else:
+        text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,299 @@
+"""What a run measured of its first steps, beside what its plan predicted: data, verdict and file.
+
+The runtime writes it (JSON lines, one event each), ``autopar validate --from-run`` reads it. The prediction is the
+plan's own, so that neither side needs the cost model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from autopar.errors import UsageError
+from autopar.plan.plan import Plan
+from autopar.plan.prediction import Breakdown
+
+FILE_NAME = "autopar-run.jsonl"
+FORMAT_VERSION = 1
+
+COMPUTE, TENSOR, CONTEXT, DATA, PIPELINE, OPTIMIZER = CATEGORIES = (
+    "compute",
+    "tensor parallel",
+    "context parallel",
+    "data parallel",
+    "pipeline",
+    "optimizer",
+)
+"""Parts of a step that a rank can tell apart: recompute is part of ``compute``; a rank that waits for its neighbours
+in the pipeline cannot tell the bubble from messages under way; ``compute`` is what none of the others is."""
+
+_FIELDS = {
+    COMPUTE: ("compute_s", "recompute_s"),
+    TENSOR: ("tensor_parallel_s",),
+    CONTEXT: ("context_parallel_s",),
+    DATA: ("data_parallel_s",),
+    PIPELINE: ("pipeline_s", "bubble_s"),
+    OPTIMIZER: ("optimizer_s", "offload_s"),
+}
+REST = "forward and backward"
+"""All but the optimizer, where a device works on several streams at once, and no clock of the host tells them apart."""
+
+_REMEDIES = {
+    REST: "`autopar profile all` measures this device and its links; torch.profiler shows what a step does",
+    COMPUTE: "`autopar profile ops` measures the model's operators on this device",
+    OPTIMIZER: "`autopar profile ops` measures this device; is the optimizer the plan's, and nothing else on the device?",
+    PIPELINE: "`autopar profile links` measures this cluster's links; stages of unequal speed wait for each other as well",
+}
+_LINKS = "`autopar profile links` measures this cluster's links"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One category of a step, in seconds."""
+
+    name: str
+    predicted_s: float
+    measured_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord:
+    """Measured first steps against the plan's prediction.
+
+    Attributes:
+        model, cluster, mesh: of the plan, for people.
+        num_ranks, num_steps: how many ranks took part, and how many steps each median is of.
+        predicted_s, interval_s: step time and its interval, as the plan has them.
+        measured_s: median step time of the slowest rank, optimizer included, what lies between steps left out.
+        between_s: median time between steps that is neither (loading data, clipping, logging), of that rank.
+        parts: by category, of the rank that computes longest.
+        predicted_bytes, measured_bytes: peak memory of tensors, reserves left out, of the rank that is furthest above its
+            prediction; ``measured_bytes`` is None where the system does not tell.
+        reserved_bytes: what the allocator held at most on that rank, its gaps included; None where there is none.
+        memory_kind: ``allocator`` (of CUDA) or ``resident`` (pages of the process on a CPU, the model's own weights included).
+    """
+
+    model: str
+    cluster: str
+    mesh: str
+    num_ranks: int
+    num_steps: int
+    predicted_s: float
+    interval_s: tuple[float, float]
+    measured_s: float
+    between_s: float
+    parts: tuple[Part, ...]
+    predicted_bytes: int
+    measured_bytes: int | None
+    memory_kind: str
+    reserved_bytes: int | None = None
+
+    @property
+    def is_outside(self) -> bool:
+        """Whether the measured step time lies outside of the predicted interval."""
+        return not self.interval_s[0] <= self.measured_s <= self.interval_s[1]
+
+    @property
+    def worst(self) -> Part:
+        """The category that is furthest off, in seconds, in the direction of the whole."""
+        sign = 1.0 if self.measured_s >= self.predicted_s else -1.0
+        return max(self.parts, key=lambda part: sign * (part.measured_s - part.predicted_s))
+
+    @property
+    def is_over_memory(self) -> bool:
+        """Whether more memory was in use than predicted, by more than the step time's relative uncertainty.
+
+        Plans state an interval for the time alone; resident pages hold more than tensors and prove nothing.
+        """
+        if self.measured_bytes is None or self.memory_kind != "allocator":
+            return False
+        return self.measured_bytes > self.predicted_bytes * self.interval_s[1] / self.predicted_s
+
+    def remedy(self, log: Path | None = None) -> str:
+        """What to do about :attr:`worst`."""
+        table = f"`autopar validate --from-run {log.parent}` prints the table" if log is not None else ""
+        table = table or "pass log_dir=DIR to parallelize and run `autopar validate --from-run DIR` for the table"
+        return f"{_REMEDIES.get(self.worst.name, _LINKS)}; {table}"
+
+    def warning(self, log: Path | None = None) -> str:
+        """One sentence on what was wrong, and what to do; empty when nothing was."""
+        texts = []
+        if self.is_outside:
+            worst, (low, high) = self.worst, self.interval_s
+            texts.append(
+                f"steps take {_time(self.measured_s)}, predicted {_time(self.predicted_s)} ({_time(low)} to {_time(high)}); "
+                f"most of it is {worst.name}: {_time(worst.measured_s)}, predicted {_time(worst.predicted_s)}; {self.remedy(log)}"
+            )
+        if self.is_over_memory:
+            texts.append(
+                f"peak memory is {self.measured_bytes} bytes, predicted {self.predicted_bytes}: "
+                "pin a larger zero stage, recompute=full or a smaller micro_batch if it runs out"
+            )
+        return "; ".join(texts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankTimes:
+    """Medians of one rank over the measured steps.
+
+    ``seconds``: by category; ``over_bytes``: by how much the measured peak exceeds what was predicted for its
+    pipeline rank, None where not measured.
+    """
+
+    rank: int
+    seconds: Mapping[str, float]
+    between_s: float
+    measured_bytes: int | None
+    predicted_bytes: int
+    reserved_bytes: int | None = None
+
+    @property
+    def total_s(self) -> float:
+        """The step, optimizer included."""
+        return sum(self.seconds.values())
+
+
+def predicted_parts(breakdown: Breakdown) -> dict[str, float]:
+    """Predicted seconds by category."""
+    return {name: sum(getattr(breakdown, field) for field in fields) for name, fields in _FIELDS.items()}
+
+
+def predicted_bytes(plan: Plan, rank: int) -> int:
+    """Predicted peak of a rank's tensors, reserves left out."""
+    return max((m.total - m.reserved for m in plan.memory_of(rank)), default=0)
+
+
+def step_of(seconds: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The median of each category over steps, scaled so that they add up to the median step."""
+    medians = {name: median(step.get(name, 0.0) for step in seconds) for name in CATEGORIES}
+    whole, parts = median(sum(step.values()) for step in seconds), sum(medians.values())
+    return {name: value * whole / parts if parts else 0.0 for name, value in medians.items()}
+
+
+def record_of(
+    plan: Plan, ranks: Sequence[RankTimes], *, num_steps: int, memory_kind: str, is_coarse: bool = False
+) -> RunRecord:
+    """Puts the ranks together: the slowest one's step, the parts of the one that computes longest.
+
+    ``is_coarse``: nothing but the optimizer is told apart from the rest, which is in ``compute``.
+    """
+    slowest = max(ranks, key=lambda rank: rank.total_s)
+    busiest = max(ranks, key=lambda rank: rank.seconds[COMPUTE])
+    known = [rank for rank in ranks if rank.measured_bytes is not None]
+    fullest = max(known, key=lambda r: (r.measured_bytes or 0) - r.predicted_bytes) if known else ranks[0]
+    predicted, seconds = predicted_parts(plan.predicted.breakdown), dict(busiest.seconds)
+    names: tuple[str, ...] = CATEGORIES
+    if is_coarse:
+        for values in (predicted, seconds):
+            values[REST] = sum(values[name] for name in CATEGORIES if name != OPTIMIZER)
+        names = (REST, OPTIMIZER)
+    return RunRecord(
+        model=plan.model.name,
+        cluster=plan.cluster,
+        mesh=str(plan.mesh),
+        num_ranks=len(ranks),
+        num_steps=num_steps,
+        predicted_s=plan.predicted.step_time_s,
+        interval_s=plan.predicted.step_time_interval_s,
+        measured_s=slowest.total_s,
+        between_s=slowest.between_s,
+        parts=tuple(Part(name=name, predicted_s=predicted[name], measured_s=seconds[name]) for name in names),
+        predicted_bytes=fullest.predicted_bytes,
+        measured_bytes=fullest.measured_bytes,
+        reserved_bytes=fullest.reserved_bytes,
+        memory_kind=memory_kind,
+    )
+
+
+def write_log(path: Path, record: RunRecord, ranks: Iterable[RankTimes], steps: Iterable[Mapping[str, Any]]) -> None:
+    """Adds a run to the log: an event for each measured step of rank 0, for each rank, and the comparison."""
+    events: list[dict[str, Any]] = [{"event": "step", **step} for step in steps]
+    events += [{"event": "rank", **asdict(rank)} for rank in ranks]
+    events.append({"event": "comparison", "version": FORMAT_VERSION, **asdict(record)})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write("".join(json.dumps(event, allow_nan=False) + "\n" for event in events))
+
+
+def read_log(folder: Path) -> RunRecord:
+    """The last comparison that a run wrote.
+
+    Args:
+        folder: the run's ``log_dir``, or the file in it.
+
+    Raises:
+        UsageError: there is none, or the file is no such log; names file and line.
+    """
+    path = folder / FILE_NAME if folder.is_dir() else folder
+    if not path.is_file():
+        raise UsageError(
+            f"No {FILE_NAME} in {folder}",
+            fix="Run with parallelize(log_dir=...), which writes it after the first steps",
+        )
+    found: RunRecord | None = None
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError.unreadable(path, error) from error
+    for number, line in enumerate(lines, 1):
+        try:
+            event = json.loads(line)
+            if event["event"] == "comparison":
+                found = _record(event)
+        except (ValueError, KeyError, TypeError) as error:
+            raise UsageError(
+                "This line is not an event that autopar wrote",
+                where=f"{path}:{number}",
+                got=f"{type(error).__name__}: {error}",
+                fix="Delete it (a run that was killed may have left it), and the lines of its run before it",
+            ) from error
+    if found is None:
+        raise UsageError(
+            "The log has no comparison with the prediction yet",
+            where=str(path),
+            fix="Run more steps, and read it again",
+        )
+    return found
+
+
+def _record(event: dict[str, Any]) -> RunRecord:
+    values = {key: value for key, value in event.items() if key not in ("event", "version")}
+    if event["version"] != FORMAT_VERSION:
+        raise ValueError(f"version {event['version']}, this autopar reads {FORMAT_VERSION}")
+    values["parts"] = tuple(Part(**part) for part in values["parts"])
+    values["interval_s"] = tuple(values["interval_s"])
+    record = RunRecord(**values)
+    _check(record)
+    return record
+
+
+def _check(record: RunRecord) -> None:
+    """Raises ValueError unless texts are texts and numbers finite and not negative, those that are divided by above zero."""
+    texts = (record.model, record.cluster, record.mesh, record.memory_kind, *(part.name for part in record.parts))
+    counts = (
+        record.num_ranks,
+        record.num_steps,
+        record.predicted_bytes,
+        record.measured_bytes or 0,
+        record.reserved_bytes or 0,
+    )
+    times = [record.predicted_s, *record.interval_s, record.measured_s, record.between_s]
+    times += [value for part in record.parts for value in (part.predicted_s, part.measured_s)]
+    wrong: list[object] = [text for text in texts if not isinstance(text, str)]
+    wrong += [count for count in counts if not isinstance(count, int) or count < 0]
+    wrong += [time for time in times if not isinstance(time, int | float) or not 0 <= time < float("inf")]
+    if wrong or not record.parts or len(record.interval_s) != 2 or not record.predicted_s:
+        raise ValueError(f"a comparison with {wrong[0]!r}" if wrong else "a comparison without its parts and times")
+
+
+def _time(value_s: float) -> str:
+    """Three digits.
+
+    >>> _time(0.0125), _time(7.284)
+    ('12.5 ms', '7.28 s')
+    """
+    return f"{value_s:.3g} s" if value_s >= 1.0 else f"{value_s * 1e3:.3g} ms"

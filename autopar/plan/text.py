@@ -1,0 +1,208 @@
+"""The plan as a person reads it in a terminal or a review: plain text of at most 100 columns."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.text import Text
+
+from autopar.plan.plan import BUCKET_BYTES, recompute_text
+from autopar.plan.words import (
+    MEMORY_PARTS,
+    batch_text,
+    devices_text,
+    fits,
+    groups_text,
+    memory_text,
+    schedule_text,
+    time_parts,
+    zero_text,
+)
+from autopar.util.text_table import plain_table
+from autopar.util.units import count, num_bytes, printable, ranges, seconds, share
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from autopar.plan.plan import AxisTyping, Plan
+
+WIDTH = 100
+_BAR = 30
+
+
+def render_plan(plan: Plan) -> str:
+    """Mesh, schedule, prediction, stages, memory, layouts and reasons; no colours, no trailing blanks."""
+    parts = [
+        _head(plan),
+        _prediction(plan),
+        _time(plan),
+        _stages(plan),
+        _memory(plan),
+        _layouts(plan),
+        _search(plan),
+    ]
+    if plan.notes:
+        parts.append("Notes\n" + _bullets(plan.notes))
+    return "\n\n".join(parts)
+
+
+def layout_lines(typing: AxisTyping) -> list[tuple[str, str]]:
+    """For each type at rest, split ones first, the parameters that have it."""
+    names = typing.parameter_names
+    by_type: dict[str, list[str]] = {}
+    for index, kind in enumerate(typing.parameters):
+        by_type.setdefault(str(kind), []).append(names[index] if names else "")
+    split_first = sorted(by_type, key=lambda kind: (kind == "I", kind))
+    return [(kind, ranges(by_type[kind]) if names else f"{len(by_type[kind])} parameters") for kind in split_first]
+
+
+def layout_groups(plan: Plan) -> list[tuple[list[str], list[tuple[str, str, str]]]]:
+    """Blocks that look alike, in order of the first: their labels, and (axis, type, what has it) on split axes."""
+    groups: dict[tuple[tuple[str, str, str], ...], list[str]] = {}
+    for block in plan.blocks:
+        lines: list[tuple[str, str, str]] = []
+        for typing in plan.layouts[block.layout].typings:
+            if typing.axis != "batch" and getattr(plan.mesh, typing.axis, 1) > 1:
+                lines += [(typing.axis, kind, names) for kind, names in layout_lines(typing)]
+                if typing.boundary:
+                    kinds = ", ".join(map(str, typing.boundary))
+                    lines.append((typing.axis, "", f"type of what the block hands on: {kinds}"))
+        if lines:
+            groups.setdefault(tuple(lines), []).append(block.label)
+    return [(labels, list(lines)) for lines, labels in groups.items()]
+
+
+def _head(plan: Plan) -> str:
+    model, precision = plan.model, plan.precision
+    dtypes = f"compute {precision.compute}, storage {precision.storage}, reduce {precision.reduce}"
+    rows = [
+        ("model", f"{count(model.num_parameters)} parameters, {model.tokens_per_sample:,} tokens a sample"),
+        ("mesh", f"{plan.mesh} ({plan.mesh.world_size} ranks)" if plan.mesh.world_size > 1 else "one rank"),
+        *([("devices", groups_text(plan))] if plan.groups else []),
+        ("batch", batch_text(plan)),
+        ("schedule", schedule_text(plan)),
+        ("ZeRO", zero_text(plan)),
+        ("recompute", plan.recompute),
+        *(
+            [("buckets", f"gradients are summed from {num_bytes(plan.bucket_bytes)} on")]
+            if plan.bucket_bytes != BUCKET_BYTES
+            else []
+        ),
+        *(
+            [("vocabulary", f"padded: each rank's rows of it are a multiple of {plan.vocab_multiple}")]
+            if plan.vocab_multiple > 1
+            else []
+        ),
+        ("precision", f"{precision.name} ({dtypes})"),
+        ("optimizer", plan.optimizer),
+        *([("offload", _offload(plan))] if plan.offload or any(block.offload for block in plan.blocks) else []),
+        ("pins", ", ".join(plan.pins) or "none"),
+    ]
+    return "\n".join([*_wrap(f"Plan for {plan.model.name} on {plan.cluster}", ""), _fields(rows)])
+
+
+def _offload(plan: Plan) -> str:
+    most = max((memory.host for memory in plan.predicted.memory), default=0)
+    moved = sum(block.offload for block in plan.blocks)
+    parts = ["the optimizer steps on the host"] if plan.offload else []
+    parts += [f"what {moved} of {len(plan.blocks)} blocks keep for backward lives there"] if moved else []
+    return f"{' and '.join(parts)}, with {num_bytes(most)} of the host's memory for each device"
+
+
+def _prediction(plan: Plan) -> str:
+    predicted = plan.predicted
+    low, high = predicted.step_time_interval_s
+    verdict = "fits" if fits(plan) else "does not fit"
+    rows = [
+        ("step time", f"{seconds(predicted.step_time_s)} (between {seconds(low)} and {seconds(high)})"),
+        ("throughput", f"{predicted.tokens_per_s:,.0f} tokens/s, MFU {share(predicted.mfu, 1)}"),
+        ("peak memory", f"{memory_text(plan)} on the largest rank: {verdict}"),
+    ]
+    return "Predicted\n" + _fields(rows)
+
+
+def _time(plan: Plan) -> str:
+    total_s = plan.predicted.breakdown.total_s
+    rows = [
+        (name, seconds(part_s), share(part_s, total_s), "#" * round(_BAR * part_s / total_s))
+        for name, part_s in time_parts(plan.predicted.breakdown)
+        if part_s
+    ]
+    table = plain_table(("part", "time", "share", ""), rows, left=("part", ""))
+    return f"Where the step time goes (critical pipeline rank)\n{table}"
+
+
+def _stages(plan: Plan) -> str:
+    times = plan.predicted.stage_times
+    head = ["stage", "pp rank", *(("devices",) if plan.groups else ()), "blocks", "layers", "recompute"]
+    head += ("forward", "backward") if times else ()
+    rows = []
+    for stage in plan.stages:
+        blocks = plan.blocks[stage.start : stage.stop]
+        cells = [str(stage.index), str(stage.pp_rank)]
+        cells += [devices_text(plan, stage.pp_rank)] if plan.groups else []
+        cells += [_span(stage.start, stage.stop), ranges(block.label for block in blocks), recompute_text(blocks)]
+        rows.append([*cells, *(map(seconds, times[stage.index]) if times else ())])
+    table = plain_table(head, rows, left=("devices", "layers", "recompute"), width=WIDTH)
+    whose = " on the slowest devices" if plan.data_shares else ""
+    return f"Stages{f' (times of one micro-batch{whose})' if times else ''}\n{table}"
+
+
+def _memory(plan: Plan) -> str:
+    rows = [
+        (
+            str(memory.group if plan.data_shares else memory.pp_rank),
+            *(num_bytes(getattr(memory, name)) for name in MEMORY_PARTS),
+            num_bytes(memory.total),
+            *((num_bytes(plan.predicted.limit_of(memory)),) if plan.groups else ()),
+            "yes" if plan.predicted.rank_fits(memory) else "no",
+        )
+        for memory in plan.predicted.memory
+    ]
+    # no wider than the page
+    rank = "kind" if plan.data_shares else "rank"
+    head = (rank, *MEMORY_PARTS, "total", "limit") if plan.groups else ("pp rank", *MEMORY_PARTS, "total")
+    table = plain_table((*head, "fits"), rows, left=("fits",), width=WIDTH)
+    of = "a rank of each kind (node group, from 0)" if plan.data_shares else "the largest rank of each pipeline rank"
+    return f"Memory of {of}, at its peak\n{table}"
+
+
+def _layouts(plan: Plan) -> str:
+    lines = ["Layouts of parameters (S(d): dim d is split; I: whole on each rank of the axis)"]
+    for labels, rows in layout_groups(plan):
+        lines += _wrap(f"{ranges(labels)} ({len(labels)} block{'s' if len(labels) > 1 else ''})", "  ")
+        for axis, kind, names in rows:
+            lines += _wrap(names, f"    {f'{axis} {kind}':<9} ", " " * 14)
+    if len(lines) == 1:
+        lines += _wrap("nothing is split inside the model: every rank of a stage computes with whole parameters", "  ")
+    return "\n".join(lines)
+
+
+def _search(plan: Plan) -> str:
+    search = plan.search
+    effort = f"{search.evaluated:,} of {search.candidates:,} candidates evaluated in {seconds(search.wall_time_s)}"
+    bound = f"no plan of the space is faster than {seconds(search.lower_bound_s)} (gap {share(search.gap, 1)})"
+    head = "Why this plan" + " (one choice changed, and as little else as that needs)" * bool(search.reasons)
+    return f"{head}\n" + _bullets((*search.reasons, f"{effort}; by the same cost model {bound}"))
+
+
+def _fields(rows: Sequence[tuple[str, str]]) -> str:
+    return "\n".join(line for name, text in rows for line in _wrap(text, f"  {name:<11} ", " " * 14))
+
+
+def _bullets(items: Sequence[str]) -> str:
+    return "\n".join(line for item in items for line in _wrap(item, "  - ", "    "))
+
+
+def _wrap(text: str, first: str, rest: str | None = None) -> list[str]:
+    """Lines of at most ``WIDTH`` columns of a terminal: some characters of a name take two columns, some none."""
+    rest = first if rest is None else rest
+    width = WIDTH - max(cell_len(first), cell_len(rest))
+    lines = [line.plain.rstrip() for line in Text(printable(text)).wrap(Console(width=WIDTH), width)]
+    return [f"{rest if index else first}{line}".rstrip() for index, line in enumerate(lines)] or [first.rstrip()]
+
+
+def _span(start: int, stop: int) -> str:
+    return str(start) if stop == start + 1 else f"{start}-{stop - 1}"

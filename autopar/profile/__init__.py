@@ -1,1 +1,0 @@
-"""Profiles: reading the shipped ones, measuring this machine, storing what was measured."""

@@ -1,0 +1,1 @@
+"""Other questions to the planner: smallest cluster, sweeps, fronts of several objectives, published layouts."""

@@ -1,0 +1,155 @@
+"""Answers to other questions than the fastest plan, for people and for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from autopar.plan.words import micro_batch_text, schedule_text
+from autopar.util.text_table import plain_table
+from autopar.util.units import num_bytes, seconds, share
+
+if TYPE_CHECKING:
+    from autopar.plan.plan import Plan
+    from autopar.questions.pareto import Point
+    from autopar.questions.sizing import Answer, Trial
+    from autopar.questions.sweep import Swept
+
+_HEAD = ("step time", "peak memory", "MFU", "mesh", "ZeRO", "schedule", "micro-batch", "recompute")
+_LEFT = ("mesh", "schedule", "recompute")
+
+
+def render_answer(answer: Answer) -> str:
+    """The value, what was tried, and the plan."""
+    from autopar.plan.text import render_plan
+
+    priced = answer.cost is not None
+    head = ("tried", *(("cost of a step",) if priced else ()), *_HEAD)
+    rows = [
+        (trial.value, *((_cost(trial),) if priced else ()), *_cells(trial.plan, trial.missing))
+        for trial in answer.trials
+    ]
+    table = plain_table(head, rows, left=("tried", *_LEFT), width=160)
+    cost = f", {answer.cost:.4g} a step" if answer.cost is not None else ""
+    limit = f" ({answer.limit})" if answer.limit else ""
+    return f"{answer.value}{cost}{limit}\n\n{table}\n\n{render_plan(answer.plan)}"
+
+
+def answer_summary(answer: Answer) -> dict[str, Any]:
+    """The same as JSON values."""
+    from autopar.report.json_summary import plan_summary
+
+    return {
+        "answer": answer.value,
+        "cost": answer.cost,
+        "limit": answer.limit or None,
+        "plan": plan_summary(answer.plan),
+        "tried": [
+            {
+                "value": trial.value,
+                "num_devices": trial.num_devices,
+                "step_time_s": trial.plan.predicted.step_time_s if trial.plan else None,
+                "cost": trial.cost,
+                "missing": trial.missing or None,
+            }
+            for trial in answer.trials
+        ],
+    }
+
+
+def render_sweep(name: str, swept: Sequence[Swept]) -> str:
+    """A row for each factor; the change is against the factor 1, or the first."""
+    base = _base(swept)
+    rows = [(f"{s.factor:g}", _change(s.plan, base), *_cells(s.plan)) for s in swept]
+    return plain_table((name, "change", *_HEAD), rows, left=_LEFT, width=160, indent=0)
+
+
+def sweep_summary(name: str, swept: Sequence[Swept]) -> dict[str, Any]:
+    """The same as JSON values, with what changes in the plan."""
+    from autopar.plan.diff import diff_plans
+    from autopar.report.json_summary import plan_summary
+
+    base = _base(swept)
+    found = []
+    for s in swept:
+        changed = [] if s.plan is None or base is None else [c for c in diff_plans(base, s.plan) if _is_choice(c.path)]
+        found.append(
+            {
+                "factor": s.factor,
+                "step_time_ratio": s.plan.predicted.step_time_s / base.predicted.step_time_s
+                if s.plan and base
+                else None,
+                "changes": [{"path": c.path, "before": c.before, "after": c.after} for c in changed],
+                "plan": plan_summary(s.plan) if s.plan else None,
+            }
+        )
+    return {"sweep": name, "plans": found}
+
+
+def render_front(points: Sequence[Point]) -> str:
+    """A row for each plan, the fastest first."""
+    priced = any(point.cost is not None for point in points)
+    head = ("cluster", "devices", *(("cost of a step",) if priced else ()), "memory left", *_HEAD)
+    rows = [
+        (
+            point.cluster,
+            f"{point.num_devices:,}",
+            *((f"{point.cost:.4g}",) if point.cost is not None else ()),
+            share(point.head_room, 1.0),
+            *_cells(point.plan),
+        )
+        for point in points
+    ]
+    return plain_table(head, rows, left=("cluster", *_LEFT), width=160, indent=0)
+
+
+def front_summary(points: Sequence[Point]) -> dict[str, Any]:
+    """The same as JSON values."""
+    from autopar.report.json_summary import plan_summary
+
+    return {
+        "front": [
+            {
+                "cluster": point.cluster,
+                "num_devices": point.num_devices,
+                "head_room": point.head_room,
+                "cost": point.cost,
+                "plan": plan_summary(point.plan),
+            }
+            for point in points
+        ]
+    }
+
+
+def _is_choice(path: str) -> bool:
+    return not path.startswith(("predicted", "search", "cluster", "notes"))
+
+
+def _base(swept: Sequence[Swept]) -> Plan | None:
+    return next((s.plan for s in swept if s.factor == 1 and s.plan), next((s.plan for s in swept if s.plan), None))
+
+
+def _change(plan: Plan | None, base: Plan | None) -> str:
+    if plan is None or base is None:
+        return "-"
+    return f"{100 * (plan.predicted.step_time_s / base.predicted.step_time_s - 1):+.1f} %"
+
+
+def _cost(trial: Trial) -> str:
+    return "-" if trial.cost is None else f"{trial.cost:.4g}"
+
+
+def _cells(plan: Plan | None, missing: str = "none within the limits") -> tuple[str, ...]:
+    if plan is None:
+        return (missing, *([""] * (len(_HEAD) - 1)))
+    predicted = plan.predicted
+    return (
+        seconds(predicted.step_time_s),
+        num_bytes(predicted.peak_memory_bytes),
+        share(predicted.mfu, 1),
+        str(plan.mesh),
+        str(plan.zero_stage),
+        schedule_text(plan),
+        micro_batch_text(plan),
+        plan.recompute,
+    )

@@ -1,0 +1,372 @@
+"""Other questions that the search answers: the smallest cluster, what if a number of it changes, the largest that fits.
+
+Each is answered by the search itself, exactly over the sizes that it names; nothing here has a cost model of its own.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from autopar.api import PRECISIONS
+from autopar.errors import InfeasibleError, UsageError
+from autopar.graph.graph import Graph
+from autopar.hardware.cluster import Cluster
+from autopar.plan.plan import Plan
+from autopar.planner.evaluate.evaluation import Evaluation
+from autopar.planner.layouts.types import LayoutKey
+from autopar.planner.planner import Planner, Task
+from autopar.planner.space.candidates import divisors
+from autopar.planner.space.pin_syntax import NumberPin
+from autopar.planner.space.pins import Pins
+from autopar.planner.space.preferences import leanness
+from autopar.planner.space.space import load_space
+from autopar.planner.task import Limits, Progress
+
+_SHAPE = re.compile(r"^(?P<device>[^?]+):(?P<nodes>\d+)x(?P<per_node>\d+)(?P<options>\?.*)?$")
+
+MAX_SEQUENCE = 2**26
+"""Tokens; where a model has no longest sequence and everything fits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """What the questions have in common.
+
+    Attributes:
+        graph_at: the traced model for (global batch, tokens of a sample); None: the model's own length.
+        cluster: as ``--cluster``; ``global_batch_size``, ``sequence``, ``pins`` and so on likewise.
+        max_step_time_s: slower plans do not count.
+        processes: of each search.
+    """
+
+    graph_at: Callable[[int, int | None], Graph]
+    cluster: str
+    global_batch_size: int
+    sequence: int | None = None
+    pins: tuple[str, ...] = ()
+    precision: str = "fp32"
+    optimizer: str = "adamw"
+    space: str = "default"
+    max_step_time_s: float | None = None
+    opaque: tuple[str, ...] = ()
+    cache_dir: Path | None = None
+    progress: Progress | None = None
+    processes: int = 1
+
+    def planner(self, cluster: Cluster, *, pins: Sequence[str] = (), explains: bool = False) -> Planner:
+        """A planner for ``cluster``, with more pins."""
+        if self.precision not in PRECISIONS:
+            raise UsageError.unknown("precision", self.precision, PRECISIONS)
+        task = Task(
+            graph=self.graph_at(self.global_batch_size, self.sequence),
+            cluster=cluster,
+            global_batch_size=self.global_batch_size,
+            precision=PRECISIONS[self.precision],
+            optimizer=self.optimizer,
+            pins=Pins.parse((*self.pins, *pins)),
+            space=load_space(self.space),
+            cache_dir=self.cache_dir,
+            opaque=self.opaque,
+        )
+        return Planner(task, explains=explains)
+
+    def say(self, what: str) -> None:
+        """Tells the user what is tried."""
+        if self.progress is not None:
+            self.progress(what, 0, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """A size that was tried; ``plan`` None: none there keeps the limits. ``cost``: of a step, where prices are given.
+
+    ``missing``: what no plan there keeps, where there is none.
+    """
+
+    value: str
+    num_devices: int
+    plan: Plan | None
+    cost: float | None = None
+    missing: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The value asked for, its plan, and all sizes that were tried, in order.
+
+    ``limit``: what was not looked beyond, where the value is the largest up to there and more may fit.
+    """
+
+    value: str
+    plan: Plan
+    trials: tuple[Trial, ...]
+    cost: float | None = None
+    limit: str = ""
+
+
+# --- clusters
+
+
+def smallest_cluster(ask: Ask) -> Answer:
+    """The fewest devices of ``ask.cluster`` with a plan within ``max_step_time_s``.
+
+    Sizes: the divisors of one node, then whole nodes up to those of the cluster. They are tried from the smallest whose
+    computation alone, without communication, leaves time.
+
+    Raises:
+        UsageError: the cluster is not ``DEVICE:NODESxPER_NODE``.
+        InfeasibleError: no size has a plan.
+    """
+    trials = []
+    for text, cluster in _with_time(ask, ask.cluster):
+        ask.say(f"trying {text}")
+        plan = ask.planner(cluster).fastest(Limits(max_step_time_s=ask.max_step_time_s), processes=ask.processes)
+        missing = "" if plan else _none_within(ask)
+        trials.append(Trial(value=text, num_devices=cluster.world_size, plan=plan, missing=missing))
+        if plan is not None:
+            return Answer(value=text, plan=plan, trials=tuple(trials))
+    raise _no_cluster(ask, (ask.cluster,))
+
+
+def cheapest_cluster(ask: Ask, prices: Mapping[str, float], others: Sequence[str] = ()) -> Answer:
+    """The cluster on which a step costs least, by the prices of a device and hour, within ``max_step_time_s``.
+
+    Args:
+        prices: by the device's name.
+        others: further clusters; the sizes of each are tried as in :func:`smallest_cluster`.
+
+    Raises:
+        UsageError: a device has no price, a price is not above zero, or of a device that no cluster has.
+        InfeasibleError: no size has a plan.
+    """
+    trials: list[Trial] = []
+    best: Trial | None = None
+    of_kinds = prices_of(ask, prices, others)
+    for kind, price in of_kinds.items():
+        for text, cluster in _with_time(ask, kind):
+            ask.say(f"trying {text}")
+            per_second = price * cluster.world_size / 3600
+            as_cheap_s = best.cost / per_second if best and best.cost else math.inf
+            most_s = min(ask.max_step_time_s or math.inf, as_cheap_s)
+            limits = Limits(max_step_time_s=None if most_s == math.inf else most_s)
+            plan = ask.planner(cluster).fastest(limits, processes=ask.processes)
+            cost = plan.predicted.step_time_s * per_second if plan else None
+            missing = "" if plan else "none cheaper" if most_s == as_cheap_s < math.inf else _none_within(ask)
+            trials.append(Trial(value=text, num_devices=cluster.world_size, plan=plan, cost=cost, missing=missing))
+            if cost is not None and (best is None or best.cost is None or cost < best.cost):
+                best = trials[-1]
+    if best is None or best.plan is None:
+        raise _no_cluster(ask, (ask.cluster, *others))
+    return Answer(value=best.value, plan=best.plan, trials=tuple(trials), cost=best.cost)
+
+
+def prices_of(ask: Ask, prices: Mapping[str, float], others: Sequence[str] = ()) -> dict[str, float]:
+    """Of a device and hour, for each cluster that is considered.
+
+    Raises:
+        UsageError: a price is of a device that none of them has, a device has no price, or it is not above zero.
+    """
+    devices = {kind: Cluster.parse(kind, cache_dir=ask.cache_dir).devices[0].name for kind in (ask.cluster, *others)}
+    unused = next((name for name in prices if name not in devices.values()), None)
+    if unused is not None:
+        raise UsageError.unknown("device with a price", unused, set(devices.values()), where="--price")
+    for device in devices.values():
+        if not 0 < prices.get(device, 0.0) < math.inf:
+            raise UsageError(
+                f"The price of {device} is {prices[device]:g}" if device in prices else f"Missing price of {device}",
+                where="--price",
+                fix=f"Write {device}=2.5 for a price of 2.5 a device and hour",
+            )
+    return {kind: prices[device] for kind, device in devices.items()}
+
+
+def sizes_of(text: str) -> tuple[str, ...]:
+    """Clusters of the same kind from one device to all of ``text``.
+
+    Raises:
+        UsageError: the cluster is not ``DEVICE:NODESxPER_NODE``.
+
+    >>> sizes_of("h100-sxm5-80gb:3x4")
+    ('h100-sxm5-80gb:1x1', 'h100-sxm5-80gb:1x2', 'h100-sxm5-80gb:1x4', 'h100-sxm5-80gb:2x4', 'h100-sxm5-80gb:3x4')
+    """
+    found = _SHAPE.match(text)
+    if found is None:
+        raise UsageError(
+            f"Fewer devices of the cluster '{text}' cannot be tried: it is not of the form DEVICE:NODESxPER_NODE",
+            fix="Write for example h100-sxm5-80gb:64x8 for at most 64 nodes",
+        )
+    device, nodes, per_node, options = found["device"], int(found["nodes"]), int(found["per_node"]), found["options"]
+    inside = [(1, n) for n in divisors(per_node)]
+    return tuple(
+        f"{device}:{n}x{d}{options or ''}" for n, d in [*inside, *((n, per_node) for n in range(2, nodes + 1))]
+    )
+
+
+def _with_time(ask: Ask, text: str) -> Iterator[tuple[str, Cluster]]:
+    """The sizes of a cluster that the computation alone leaves time for."""
+    sizes = sizes_of(text)
+    least_s = 0.0
+    if ask.max_step_time_s is not None and not any(
+        isinstance(p, NumberPin) and p.key in ("num_micro_batches", "micro_batch") for p in Pins.parse(ask.pins).pins
+    ):
+        planner = ask.planner(Cluster.parse(sizes[0], cache_dir=ask.cache_dir))
+        # batch statistics and experts over data ranks have micro-batches and products of other sizes on more devices
+        least_s = 0.0 if planner.mixing or planner.problem.experts else _least_time_s(planner)
+    for size in sizes:
+        cluster = Cluster.parse(size, cache_dir=ask.cache_dir)
+        if ask.max_step_time_s is None or least_s / cluster.world_size <= ask.max_step_time_s:
+            yield size, cluster
+
+
+def _least_time_s(planner: Planner) -> float:
+    """What one device computes at least, in the micro-batches of the space: n devices take no less than 1/n of it."""
+    most, evaluator = planner.task.global_batch_size, planner.evaluator
+    keys = [LayoutKey(micro_batch_size=m, tp=most) for m in planner.task.space.micro_batches if m <= most]
+    times = (evaluator.plans.placed.least_s(evaluator.layouts.unsplit(key)) / key.micro_batch_size for key in keys)
+    return most * min(times, default=0.0)
+
+
+def _none_within(ask: Ask) -> str:
+    return "none fits" if ask.max_step_time_s is None else f"none within {ask.max_step_time_s:g} s"
+
+
+def _no_cluster(ask: Ask, kinds: Sequence[str]) -> InfeasibleError:
+    within = "" if ask.max_step_time_s is None else f" within {ask.max_step_time_s:g} s"
+    return InfeasibleError(
+        f"No plan fits on any size up to {', '.join(kinds)}{within}", fix="Allow more time, more nodes, or drop a pin"
+    )
+
+
+# --- numbers of the cluster
+
+
+# --- the largest that fits
+
+
+def longest_sequence(ask: Ask, *, step: int) -> Answer:
+    """The longest sequence, in multiples of ``step`` tokens, with a plan for ``ask.cluster``.
+
+    Found by doubling and bisection: lengths past one that does not fit are not tried.
+
+    Raises:
+        InfeasibleError: ``step`` itself has no plan.
+    """
+    cluster = Cluster.parse(ask.cluster, cache_dir=ask.cache_dir)
+
+    def missing(times: int) -> str:
+        ask.say(f"trying {times * step:,} tokens")
+        try:
+            return _missing(replace(ask, sequence=times * step), cluster)
+        except UsageError:  # longer than the model's own positions
+            if times == 1:
+                raise
+            return "the model takes no such length"
+
+    return _largest(
+        ask,
+        missing,
+        lambda n: replace(ask, sequence=n * step),
+        cluster,
+        "tokens",
+        lambda n: n * step,
+        most=max(MAX_SEQUENCE // step, 1),
+        limit=f"no longer ones than {MAX_SEQUENCE:,} are tried",
+    )
+
+
+def largest_batch(ask: Ask) -> Answer:
+    """The largest global batch of at most ``ask.global_batch_size`` that fits in one micro-batch a data rank.
+
+    (With gradient accumulation any multiple of it fits too.) Divisors of the number of devices are tried, and its
+    multiples; those past one that does not fit are not tried.
+
+    Raises:
+        InfeasibleError: not one sample has a plan.
+    """
+    cluster = Cluster.parse(ask.cluster, cache_dir=ask.cache_dir)
+    world = cluster.world_size
+    small = divisors(world)
+
+    def samples(n: int) -> int:
+        return small[n - 1] if n <= len(small) else world * (n - len(small) + 1)
+
+    def at(n: int) -> Ask:
+        return replace(ask, global_batch_size=samples(n), pins=(*ask.pins, "num_micro_batches=1"))
+
+    def missing(n: int) -> str:
+        ask.say(f"trying {samples(n):,} samples")
+        return _missing(at(n), cluster)
+
+    asked = ask.global_batch_size
+    most = len(small) - 1 + asked // world if asked >= world else sum(size <= asked for size in small)
+    limit = f"no larger ones than the global batch of {asked:,} are tried"
+    return _largest(ask, missing, at, cluster, "samples", samples, most=most, limit=limit)
+
+
+def _missing(ask: Ask, cluster: Cluster) -> str:
+    """Why there is no plan; empty where there is one."""
+    planner = ask.planner(cluster)
+    if ask.max_step_time_s is None:
+        found = _fits(planner)
+    else:
+        limits = Limits(max_step_time_s=ask.max_step_time_s)
+        found = planner.fastest(limits, processes=ask.processes) is not None
+    return "" if found else _none_within(ask)
+
+
+def _fits(planner: Planner) -> bool:
+    """Whether some plan fits in memory, however slow: the leanest candidates that may fit are tried first."""
+    evaluator = planner.evaluator
+    bounds_s = evaluator.bounds_s(0, planner.pool)
+    may_fit = [c for c, bound_s in zip(planner.pool, bounds_s, strict=True) if bound_s < math.inf]
+    return any(isinstance(evaluator.evaluate(c), Evaluation) for c in sorted(may_fit, key=leanness))
+
+
+def _largest(
+    ask: Ask,
+    missing: Callable[[int], str],
+    at: Callable[[int], Ask],
+    cluster: Cluster,
+    unit: Literal["tokens", "samples"],
+    value: Callable[[int], int],
+    *,
+    most: int,
+    limit: str,
+) -> Answer:
+    """The largest n up to ``most`` that misses nothing; by doubling, then by bisection up to the first that does."""
+    trials: dict[int, str] = {}
+
+    def tried(n: int) -> bool:
+        trials[n] = missing(n)
+        return not trials[n]
+
+    low, high = 0, 1
+    while high <= most and tried(high):
+        low, high = high, min(2 * high, most) if high < most else most + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if tried(middle) else (low, middle)
+    if low == 0:
+        within = "" if ask.max_step_time_s is None else f" within {ask.max_step_time_s:g} s"
+        raise InfeasibleError(
+            f"No plan fits {value(1):,} {unit} on {ask.cluster}{within}", fix="Take more devices, or drop a pin"
+        )
+    plan = at(low).planner(cluster).fastest(Limits(max_step_time_s=ask.max_step_time_s), processes=ask.processes)
+    assert plan is not None
+    made = (
+        Trial(
+            value=f"{value(n):,} {unit}",
+            num_devices=cluster.world_size,
+            plan=plan if n == low else None,
+            missing=trials[n],
+        )
+        for n in sorted(trials)
+        if n == low or trials[n]
+    )
+    found, ends = f"{value(low):,} {unit}", low == most
+    return Answer(value=found, plan=plan, trials=tuple(made), limit=limit if ends else "")

@@ -1,0 +1,219 @@
+"""Strategies that call something else than the operator on local shapes: see :mod:`autopar.ops.sharded`.
+
+An operator of the table may have, besides the strategies of its pattern, further ones from here.
+The axis ``batch`` is no group of ranks (micro-batches lie on it too), so that nothing which has to
+know its rank is offered there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from fractions import Fraction
+
+from autopar.graph.graph import Op
+from autopar.ops.region import region_of
+from autopar.plan.tensor_types import I, P, R, S
+from autopar.rules.apply.zigzag import RING
+from autopar.rules.patterns.computing import reduction
+from autopar.rules.patterns.moving import Specs, argument
+from autopar.rules.strategy import Communication, Strategy
+
+BATCH_AXIS = "batch"
+SEQUENCE_AXIS = "cp"
+"""The one axis that may be in zig-zag order."""
+GATHERED = "autopar.attention_gathered"
+
+EXPERT_TARGETS = frozenset(("autopar.experts_split", "autopar.experts_dispatch", "autopar.experts_dispatch_split"))
+"""What runs a mixture whose experts are split over the axis."""
+
+
+def divides(length: int, size: Fraction) -> bool:
+    """True when a dim of this length splits evenly."""
+    return length > 1 and length * size.denominator % size.numerator == 0
+
+
+def embedding_vocabulary(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Strategy]:
+    """embedding(weight, ids) with the rows of the table split: foreign ids give zeros, the sum is pending."""
+    if axis == BATCH_AXIS or not divides(operands[0].shape[0], size):
+        return
+    if argument(op, 3, "scale_grad_by_freq", False) or argument(op, 4, "sparse", False):
+        return
+    yield Strategy(
+        name="vocabulary", inputs=(S(0), R), outputs=(P,), work=1 / size, target="autopar.embedding_vocabulary"
+    )
+
+
+def bag_vocabulary(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Strategy]:
+    """embedding_bag(weight, ids, weights) with the rows of the table split: foreign ids count nothing, the sum is pending."""
+    if axis == BATCH_AXIS or not divides(operands[0].shape[0], size) or op.args[3] == "max" or op.args[5]:
+        return
+    others = (R,) * (len(operands) - 1)
+    target = "autopar.embedding_bag_vocabulary"
+    yield Strategy(name="vocabulary", inputs=(S(0), *others), outputs=(P,), work=1 / size, target=target)
+
+
+def cross_entropy_vocabulary(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Strategy]:
+    """cross_entropy_sum(logits, target) with the classes split: Megatron's vocabulary-parallel loss.
+
+    Moves per token, in fp32: the maximum in one all-reduce, then the sums of exponentials and the
+    target's logit (and the sum of logits under label smoothing) in a second one.
+    """
+    logits, target = operands[:2]
+    if axis == BATCH_AXIS or not divides(logits.shape[-1], size):
+        return
+    token_bytes = target.numel * max(4, logits.dtype.itemsize)
+    sums = 3 if argument(op, 3, "label_smoothing", 0.0) else 2
+    yield Strategy(
+        name="vocabulary",
+        inputs=(S(len(logits.shape) - 1), R),
+        outputs=(I if op.spec.requires_grad else R,),
+        work=1 / size,
+        target="autopar.cross_entropy_vocabulary",
+        communication=(
+            Communication(kind="all_reduce", num_bytes=token_bytes),
+            Communication(kind="all_reduce", num_bytes=sums * token_bytes),
+        ),
+    )
+
+
+def opaque(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Strategy]:
+    """A region of unknown code: whole on every rank of an axis, or its samples split where they were seen to be apart.
+
+    Where its backward is not linear (it clips gradients, say) a pending sum of gradients must not pass.
+    """
+    region = region_of(str(op.args[0]))
+    flows = any(spec.requires_grad for spec in operands)
+    if flows and axis != BATCH_AXIS:
+        yield Strategy(
+            name="invariant",
+            inputs=tuple(I if spec.requires_grad else R for spec in operands),
+            outputs=tuple(I if spec.requires_grad else R for spec in op.outputs),
+        )
+    if not flows or region.is_linear_backward:
+        yield Strategy(name="replicate", inputs=(R,) * len(operands), outputs=(R,) * len(op.outputs))
+    if axis != BATCH_AXIS or region.splits is None:
+        return
+    inside, outside = region.splits
+    split = [(operands[i].shape[d], d) for i, d in enumerate(inside) if d is not None]
+    split += [(spec.shape[d], d) for spec, d in zip(op.outputs, outside, strict=True)]
+    if all(length * size.denominator % size.numerator == 0 for length, _ in split):
+        state = (R,) * (len(operands) - len(inside))
+        yield Strategy(
+            name="split samples",
+            inputs=(*(R if d is None else S(d) for d in inside), *state),
+            outputs=tuple(S(d) for d in outside),
+            work=1 / size,
+            random=True,
+        )
+
+
+def partial_mean(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Strategy]:
+    """Mean over a split dim: the local sum over the global count, a pending sum."""
+    pattern = reduction(op, operands)
+    for position, label in enumerate(pattern.inputs[0]):
+        if label in pattern.frozen and divides(operands[0].shape[position], size):
+            yield Strategy(
+                name=f"split {label}",
+                inputs=(S(position),),
+                outputs=(P,),
+                work=1 / size,
+                target="autopar.partial_mean",
+            )
+
+
+def experts(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Strategy]:
+    """A mixture of experts (hidden, weights, indices, gate, up, down, activation) with the experts split.
+
+    *experts*: every rank sees all tokens and computes what its experts add, a pending sum; nothing moves
+    inside. *dispatch d*: tokens are split along dim d and travel to the ranks of their experts and back, k
+    rows for each token in both directions (as many again for the gradients); how many leave a rank is in
+    the routing, priced as if it were even.
+
+    Of experts that are spread over data ranks already each rank's share is split once more: under *experts* tokens go
+    to the data ranks that hold the same part of a share, under *dispatch* over both axes at once.
+    """
+    hidden, _, indices = operands[:3]
+    num_experts = operands[-1].shape[0]
+    if axis in (BATCH_AXIS, "cp") or not divides(num_experts, size):  # parameters are whole on both
+        return
+    owned = (S(0),) * (len(operands) - 3)
+    rank_bytes = int(hidden.num_bytes * indices.shape[-1] / size)  # an all-to-all counts one rank's part
+    sent = Communication(kind="all_to_all", num_bytes=rank_bytes)
+    directions = (sent, sent, *(replace(sent, backward=True),) * (2 if hidden.requires_grad else 1))
+    is_spread = op.target == "autopar.experts_dispatch"
+    yield Strategy(
+        name="experts",
+        inputs=(R, R, R, *owned),
+        outputs=(P,),
+        work=1 / size,
+        target="autopar.experts_dispatch_split" if is_spread else "autopar.experts_split",
+    )
+    for dim, length in enumerate(hidden.shape[:-1]):
+        if divides(length, size):
+            yield Strategy(
+                name=f"dispatch {dim}",
+                inputs=(S(dim), S(dim), S(dim), *owned),
+                outputs=(S(dim),),
+                work=1 / size,
+                target="autopar.experts_dispatch",
+                communication=directions,
+            )
+
+
+def attention_sequence(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Strategy]:
+    """Attention whose queries are split along the sequence.
+
+    ``gather``: keys and values whole (the change S to R gathers them, its backward scatters their gradients); a causal
+    mask begins at this rank's first query. Without a causal mask it is ``split s`` of the pattern.
+    ``ring``: keys and values are split too and go round; every split dim is in zig-zag order (see ``rules.apply``).
+    """
+    rank = len(operands[0].shape)
+    if axis == BATCH_AXIS or op.target in (GATHERED, RING) or size.denominator != 1:
+        return
+    rows, sequence = operands[0].shape[-2], S(rank - 2)
+    causal = bool(argument(op, 5, "is_causal", False))
+    if not divides(rows, size) or (causal and operands[1].shape[-2] != rows):
+        return
+    random = bool(argument(op, 4, "dropout_p", 0.0))
+    if causal:
+        yield Strategy(
+            name="gather",
+            inputs=(sequence, R, R),
+            outputs=(sequence,),
+            work=1 / size,
+            target=GATHERED,
+            extra=(("axis", axis),),
+            random=random,
+        )
+    columns, ranks = operands[1].shape[-2], size.numerator
+    if axis != SEQUENCE_AXIS or rank != 4:
+        return
+    if rows % (2 * ranks) or columns % (2 * ranks):
+        return
+    if any(not m.shape or m.shape[-1] != columns for m in operands[3:]):
+        return
+    masks = tuple(S(len(m.shape) - 2) if len(m.shape) > 1 and m.shape[-2] == rows else R for m in operands[3:])
+    moved = sum(spec.num_bytes for spec in operands[1:3])
+    yield Strategy(
+        name="ring",
+        inputs=(sequence, sequence, sequence, *masks),
+        outputs=(sequence,),
+        work=1 / size,
+        target=RING,
+        extra=(("axis", axis), ("ranks", ranks)),
+        communication=ring_messages(moved, backward=op.spec.requires_grad),
+        random=random,
+    )
+
+
+def ring_messages(num_bytes: int, *, backward: bool) -> tuple[Communication, ...]:
+    """What a ring moves, priced as collectives of the same volume: ``num_bytes`` of all keys and values.
+
+    Backward sends them round again, and their gradients along.
+    """
+    forward = Communication(kind="all_gather", num_bytes=num_bytes)
+    if not backward:
+        return (forward,)
+    again = Communication(kind="all_gather", num_bytes=num_bytes, backward=True)
+    return (forward, again, Communication(kind="reduce_scatter", num_bytes=num_bytes, backward=True))

@@ -1,0 +1,167 @@
+"""What must hold before a step: of the plan's precision, of the caller's modes, of the parameters, of what an evaluation computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from autopar.errors import RuntimeMismatchError, UsageError
+from autopar.hardware.detect.tf32 import multiplies_in_tf32
+from autopar.lower.emit import is_random
+from autopar.lower.program import Program
+from autopar.plan.plan import TF32_PRODUCTS, Plan, Precision
+from autopar.runtime.step.gradients import Held
+from autopar.runtime.step.stage import noise
+
+_INSTEAD = {
+    "state_dict": "par.full_state_dict() has the complete parameters, par.save(DIR, optimizer) writes a checkpoint",
+    "load_state_dict": "par.load(DIR, optimizer) reads a checkpoint of par.save; weights of one device go into the model "
+    "before autopar.parallelize, or come from files by weights=DIR",
+    "train": "par.train_step(batch) trains, par.evaluate(batch) does not",
+    "eval": "par.evaluate(batch) is without dropout and gradients",
+    "zero_grad": "optimizer.zero_grad()",
+    "to": "a plan says on which devices and in which dtypes its parameters are",
+    "forward": "par.train_step(batch), or par(**batch)",
+    "modules": "its stages are programs made of the model: what is to change, change in the model before autopar.parallelize",
+    "module": "the model is what was given to autopar.parallelize; model.load_state_dict(par.full_state_dict(), strict=False)",
+    "backward": "par.train_step(batch) has done it, or par(**batch).backward()",
+    "generate": "put par.full_state_dict() into the model itself, and generate with that",
+    "requires_grad_": "freeze par.parameters() one by one",
+    "buffers": "par.full_state_dict() has those that training changes",
+}
+"""What users of modules look for at a parallel model, and where it is."""
+
+
+def absent(name: str) -> AttributeError:
+    """The error of Python's that a parallel model has no such attribute, with what to use instead of one of a module's."""
+    text = f"A parallel model has no attribute {name!r}: it is no torch.nn.Module"
+    return AttributeError(f"{text}. Instead: {_INSTEAD[name]}" if name in _INSTEAD else text)
+
+
+def check_can_run(precision: Precision) -> None:
+    """Nothing, where the runtime computes in this precision.
+
+    Raises:
+        RuntimeMismatchError: it does not.
+    """
+    if precision.needs_scales:
+        raise RuntimeMismatchError(
+            f"{precision.name} plans can be estimated but not run yet",
+            fix='Make the plan with precision="bf16" or "fp16"',
+        )
+
+
+def check_modes(plan: Plan, device: torch.device, *, learns: bool) -> None:
+    """Nothing, where the caller's modes are such that the step computes what the plan says.
+
+    Args:
+        learns: whether the step has a backward.
+
+    Raises:
+        UsageError: autocast is on, products of float32 are made in another way, or gradients are off for a step that needs them.
+    """
+    if torch.is_autocast_enabled(device.type):
+        dtype = str(torch.get_autocast_dtype(device.type)).removeprefix("torch.")
+        raise UsageError(
+            f"A step cannot run inside torch.autocast to {dtype}: the plan computes in {plan.precision.compute}",
+            fix='Leave autocast out, and choose the precision with the plan: autopar.parallelize(..., precision="bf16")',
+        )
+    if device.type == "cuda" and plan.precision.compute == "float32":
+        _check_products(plan.precision)
+    if learns and not torch.is_grad_enabled():
+        mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
+        raise UsageError(
+            f"A training step needs gradients, but they are off (torch.{mode})",
+            fix="Call par.evaluate(batch) for the loss alone",
+        )
+
+
+def _check_products(precision: Precision) -> None:
+    wanted = precision.products == TF32_PRODUCTS
+    if multiplies_in_tf32() == wanted:
+        return
+    mode, other = ("high", "fp32") if wanted else ("highest", "tf32")
+    raise UsageError.mismatch(
+        f"How torch multiplies float32 matrices (precision {precision.name})",
+        where="torch.backends.cuda.matmul",
+        expected="TF32" if wanted else "float32",
+        got="float32" if wanted else "TF32",
+        fix=f'Call torch.set_float32_matmul_precision("{mode}") before the first step, or make the plan with precision="{other}"',
+    )
+
+
+class Parameters:
+    """The parameters of a parallel model as its user may have changed them since they were made.
+
+    Args:
+        held: of all stages; those that learn nothing now never do.
+    """
+
+    def __init__(self, held: Sequence[Held]) -> None:
+        self._held = held
+        self._frozen = tuple(h for h in held if not h.parameter.requires_grad)
+        # kept, so that no other memory gets their addresses
+        self._storages = [h.parameter.untyped_storage() for h in held]
+        self._addresses = [storage._cdata for storage in self._storages]
+
+    def check_memory(self) -> None:
+        """Before parameters are read: emitted code, FSDP and checkpoints read the memory that they were made with.
+
+        What writes that memory (``p.data.mul_``, ``copy_``, ``torch.nn.init``) takes effect. ``p.data = tensor`` has none on any
+        DTensor: torch puts the new memory behind the wrapper, which nobody reads. ``torch.utils.swap_tensors`` likewise.
+
+        Raises:
+            UsageError: some have another one now.
+        """
+        now = [h.parameter.untyped_storage()._cdata for h in self._held]
+        if now == self._addresses:
+            return
+        pairs = zip(self._held, now, self._addresses, strict=True)
+        replaced = [h.key for h, here, made in pairs if here != made]
+        raise UsageError(
+            f"The memory of {', '.join(replaced[:3])}{' and others' if len(replaced) > 3 else ''} was replaced "
+            "(`p.data = ...`, torch.utils.swap_tensors)",
+            fix="Write p.data.copy_(value) instead, with a DTensor of the same mesh: "
+            "torch.distributed.tensor.distribute_tensor(tensor, p.device_mesh, p.placements) makes one",
+        )
+
+    def check(self) -> None:
+        """Before a step. They may be frozen at any time, and learn again; what the plan knows as frozen has no backward.
+
+        Raises:
+            UsageError: names those that shall learn now, have hooks on their gradients, or another memory than the steps read.
+        """
+        self.check_memory()
+        hooked = [h.key for h in self._held if h.parameter._backward_hooks or h.parameter._post_accumulate_grad_hooks]
+        if hooked:
+            raise UsageError.unsupported(
+                f"A hook on a parameter ({', '.join(hooked[:3])}{' and others' if len(hooked) > 3 else ''})",
+                instead="Remove it, and change gradients, or step, after train_step",
+            )
+        thawed = [h.key for h in self._frozen if h.parameter.requires_grad]
+        if thawed:
+            raise UsageError(
+                f"{', '.join(thawed[:3])}{' and others' if len(thawed) > 3 else ''} cannot learn: frozen when the plan was made",
+                fix="Set requires_grad on the model before autopar.parallelize, and freeze par.parameters() until they are to learn",
+            )
+
+
+def check_evaluates(program: Program) -> None:
+    """Nothing, where a step without dropout is what the model computes in ``eval()``, as far as a plan can tell.
+
+    Raises:
+        UsageError: it is not.
+    """
+    graph = program.graph
+    drawn = noise((*graph.prelude, *graph.ops)) or next((op for op in graph.prelude if is_random(op)), None)
+    changed = [buffer.fqn for buffer in program.state]
+    if drawn is None and not changed:
+        return
+    raise UsageError(
+        f"The model cannot be evaluated by its plan: training changes its buffers {', '.join(changed[:3])}"
+        if drawn is None
+        else f"The model cannot be evaluated by its plan: it draws random numbers ({drawn.target})",
+        where="" if drawn is None else drawn.source or drawn.module or drawn.name,
+        fix="Put par.full_state_dict() into the model itself, and evaluate that in eval()",
+    )

@@ -1,0 +1,260 @@
+"""One training step over the micro-batches of a rank: accumulated, or as a pipeline schedule of torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any, Protocol, TypeAlias, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining.microbatch import TensorChunkSpec
+
+from autopar.errors import PlanError
+from autopar.graph.graph import Input
+from autopar.lower.program import Program
+from autopar.plan.plan import Plan
+from autopar.plan.run_log import COMPUTE, PIPELINE
+from autopar.runtime.monitor import Monitor
+from autopar.runtime.step.fsdp import before_backward
+from autopar.runtime.step.stage import INPUT, StageModule
+from autopar.runtime.world import World
+
+Batch = Mapping[str, Tensor]
+Scaled: TypeAlias = Callable[[Tensor], Tensor]
+_Sent: TypeAlias = tuple[tuple[Tensor, ...], dist.Work]
+
+
+class Runner(Protocol):
+    """Runs forward and backward of all micro-batches."""
+
+    def run(self, batch: Batch) -> Tensor | None:
+        """From this rank's samples to its part of the loss; None where the loss is made elsewhere."""
+
+    def evaluate(self, batch: Batch) -> Tensor | None:
+        """Forward alone, without gradients."""
+
+
+def micro_batches(batch: Batch, inputs: Sequence[Input], count: int) -> list[dict[str, Tensor]]:
+    """Cuts a rank's samples into ``count`` equal micro-batches: views."""
+    made: list[dict[str, Tensor]] = [{} for _ in range(count)]
+    for leaf in inputs:
+        value = batch[leaf.name]
+        dim = leaf.batch_dim
+        parts = [value] * count if dim is None else torch.split(value, value.shape[dim] // count, dim)
+        for micro_batch, part in zip(made, parts, strict=True):
+            micro_batch[leaf.name] = part
+    return made
+
+
+class Accumulation:
+    """One stage: micro-batches one after the other, gradients added up; backward is that of ``scaled(loss)``."""
+
+    def __init__(self, stage: StageModule, plan: Plan, inputs: Sequence[Input], scaled: Scaled) -> None:
+        self.stage, self._plan, self._inputs, self._scaled = stage, plan, inputs, scaled
+
+    def run(self, batch: Batch) -> Tensor:
+        """See :class:`Runner`."""
+        count = self._plan.num_micro_batches
+        total: Tensor | None = None
+        for number, micro_batch in enumerate(micro_batches(batch, self._inputs, count)):
+            if count > 1:  # with one, all is as after the last
+                before_backward(self.stage, self._plan, is_last=number == count - 1)
+            loss = self.forward(micro_batch, number)
+            self._scaled(loss).backward()  # type: ignore[no-untyped-call]
+            total = loss.detach() if total is None else total + loss.detach()
+        assert total is not None
+        return total
+
+    def evaluate(self, batch: Batch) -> Tensor:
+        """See :class:`Runner`."""
+        parts = micro_batches(batch, self._inputs, self._plan.num_micro_batches)
+        with torch.no_grad():
+            return torch.stack([self.forward(part, number) for number, part in enumerate(parts)]).sum()
+
+    def forward(self, micro_batch: dict[str, Tensor], number: int) -> Tensor:
+        """The loss of one micro-batch, with its autograd graph."""
+        self.stage.micro_batch = number
+        loss: Tensor = self.stage(**micro_batch)
+        return loss
+
+
+class Pipeline:
+    """Several stages, by ``torch.distributed.pipelining``; each stage gets the batch inputs as keywords.
+
+    Backward is that of ``scaled(loss)``, which has the value of the loss.
+    """
+
+    def __init__(
+        self, stages: Sequence[StageModule], program: Program, world: World, monitor: Monitor, scaled: Scaled
+    ) -> None:
+        self._stages, self._program, self._monitor = stages, program, monitor
+        plan = program.plan
+        _check(plan)
+        group = world.device_mesh.get_group("pp")
+        self._group, self._device = group, world.device
+        self._rank_of = {stage.index: dist.get_global_rank(group, stage.pp_rank) for stage in program.stages}
+        self._received = {module.index: tuple(p.example() for p in module.ends.receives) for module in stages}
+        self._meet_neighbours()
+        wrapped = [
+            _Stage(
+                monitor,
+                module,
+                module.index,
+                len(program.stages),
+                world.device,
+                input_args=self._received[module.index],
+                output_args=tuple(p.example() for p in module.ends.gives),
+                group=group,
+            )
+            for module in stages
+        ]
+        chunked = {leaf.name: leaf.batch_dim for leaf in program.graph.inputs if leaf.batch_dim is not None}
+        self._chunked = tuple(chunked)
+        chunked = {INPUT + name: dim for name, dim in chunked.items()}
+        self._numbers = torch.arange(plan.num_micro_batches)
+        options: dict[str, Any] = {
+            "n_microbatches": plan.num_micro_batches,
+            "loss_fn": lambda output, _: scaled(output),  # the last stage's graph ends in the loss
+            "kwargs_chunk_spec": _chunk_specs(chunked),
+            "scale_grads": False,
+        }
+        match plan.schedule:
+            case "GPipe":
+                self._schedule: Any = ScheduleGPipe(wrapped[0], **options)
+            case "1F1B":
+                self._schedule = Schedule1F1B(wrapped[0], **options)
+            case "Interleaved1F1B":
+                self._schedule = ScheduleInterleaved1F1B(list(wrapped), **options)
+            case other:
+                raise PlanError(
+                    f"Several stages cannot run with the schedule '{other}'",
+                    fix="Pin schedule=1F1B, GPipe or Interleaved1F1B",
+                )
+
+    def run(self, batch: Batch) -> Tensor | None:
+        """See :class:`Runner`."""
+        keywords = {INPUT + name: batch[name] for name in self._chunked}
+        rest = {leaf.name: batch[leaf.name] for leaf in self._program.graph.inputs if leaf.name not in self._chunked}
+        for stage in self._stages:
+            stage.totals = stage.totals | rest
+        losses: list[Tensor] = []
+        with self._monitor.part(PIPELINE):  # but for the stages' own work: waiting for the neighbours
+            self._schedule.step(target=self._numbers, losses=losses, return_outputs=False, **keywords)
+        return torch.stack([loss.detach() for loss in losses]).sum() if losses else None
+
+    def evaluate(self, batch: Batch) -> Tensor | None:
+        """See :class:`Runner`. One micro-batch after the other: torch's schedules drop gradients when they turn to evaluate."""
+        count, losses, sent = self._program.plan.num_micro_batches, list[Tensor](), list[_Sent]()
+        with torch.no_grad(), self._monitor.part(PIPELINE):
+            for number, part in enumerate(micro_batches(batch, self._program.graph.inputs, count)):
+                here: dict[int, tuple[Tensor, ...]] = {0: ()}
+                for stage in self._stages:
+                    given = here[stage.index] if stage.index in here else self._receive(stage.index)
+                    stage.micro_batch = number
+                    with _named(stage.index):
+                        made = stage(*given, **part)
+                    if stage.is_last:
+                        losses.append(made)
+                    elif self._rank_of[stage.index + 1] == self._rank_of[stage.index]:
+                        here[stage.index + 1] = made
+                    else:
+                        sent += self._send(stage.index + 1, made)
+        for _, work in sent:
+            work.wait()
+        return torch.stack(losses).sum() if losses else None
+
+    def _receive(self, index: int) -> tuple[Tensor, ...]:
+        tensors = tuple(torch.empty_like(spec, device=self._device) for spec in self._received[index])
+        for work in self._exchange(dist.irecv, tensors, self._rank_of[index - 1]):
+            work.wait()
+        return tensors
+
+    def _send(self, index: int, tensors: Sequence[Tensor]) -> list[_Sent]:
+        """To the stage ``index``, while this rank goes on; the tensors live as long as what is returned."""
+        return [(tuple(tensors), work) for work in self._exchange(dist.isend, tensors, self._rank_of[index])]
+
+    def _exchange(self, way: Any, tensors: Sequence[Tensor], peer: int) -> list[dist.Work]:
+        """As one batch: on GPUs it goes by the group's communicator, which is there, and makes none of the two ranks."""
+        made: list[dist.Work] = dist.batch_isend_irecv([dist.P2POp(way, x, peer, self._group) for x in tensors])
+        return made
+
+    def _meet_neighbours(self) -> None:
+        """Makes the communicators of sends between stages: all before the first step, none in the middle of its schedule.
+
+        Torch's schedules send alone (by a communicator of two ranks), and both ways at once (by the group's). All ranks of the
+        group go through the neighbours in the order of the stages, so that none waits for one that waits for it.
+        """
+        ranks = [self._rank_of[index] for index in sorted(self._rank_of)]
+        pairs = dict.fromkeys((min(a, b), max(a, b)) for a, b in pairwise(ranks) if a != b)
+        here, both = dist.get_rank(), list[dist.P2POp]()
+        for first, second in pairs:
+            if here not in {first, second}:
+                continue
+            way, peer = (dist.isend, second) if here == first else (dist.irecv, first)
+            token = torch.zeros(1, device=self._device)
+            work = way(token, peer, group=self._group)
+            assert work is not None
+            work.wait()
+            both += [dist.P2POp(way, torch.zeros_like(token), peer, self._group) for way in (dist.isend, dist.irecv)]
+        for work in dist.batch_isend_irecv(both) if both else ():
+            work.wait()
+
+
+class _Stage(PipelineStage):
+    """One whose work the monitor tells from waiting, and whose module knows which micro-batch it is given.
+
+    Told by an attribute: FSDP would move a tensor among the keywords to the GPU, and reading it there makes the host wait for all
+    that it has launched.
+    """
+
+    def __init__(self, monitor: Monitor, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._monitor = monitor
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **options: Any) -> Any:
+        cast("StageModule", self.submod).micro_batch = fwd_chunk_id
+        with self._monitor.part(COMPUTE), _named(self.stage_index):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **options)
+
+    def backward_one_chunk(self, *args: Any, **options: Any) -> Any:
+        with self._monitor.part(COMPUTE), _named(self.stage_index):
+            return super().backward_one_chunk(*args, **options)
+
+
+@contextmanager
+def _named(index: int) -> Iterator[None]:
+    """An error names the stage, and is the one of the model: torch puts it behind one of its own that lists tensors."""
+    try:
+        yield
+    except Exception as error:  # of whatever kind: it is raised again
+        cause = error.__cause__
+        first = cause if isinstance(error, RuntimeError) and isinstance(cause, Exception) else error
+        first.add_note(f"pipeline stage {index}")
+        if first is error:
+            raise
+        raise first from first.__cause__
+
+
+def _chunk_specs(dims: Mapping[str, int]) -> dict[str, TensorChunkSpec]:
+    return {name: TensorChunkSpec(dim) for name, dim in dims.items()}  # type: ignore[no-untyped-call]
+
+
+def _check(plan: Plan) -> None:
+    """Refuses what torch's schedules cannot run.
+
+    Raises:
+        PlanError: says what.
+    """
+    if plan.zero_stage == 2:
+        raise PlanError(
+            "A pipeline cannot use ZeRO 2, as it reduces gradients at the end of a step", fix="Pin zero=1 or zero=3"
+        )
+    if plan.schedule == "1F1B" and plan.num_micro_batches < plan.mesh.pp:
+        raise PlanError(
+            f"The schedule 1F1B with {plan.mesh.pp} stages needs at least {plan.mesh.pp} micro-batches, but there are {plan.num_micro_batches}",
+            fix="Pin a smaller micro_batch or another schedule",
+        )

@@ -1,0 +1,102 @@
+"""Example inputs and batches: by name, as fake tensors, and as the inputs of a graph."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from autopar.errors import TraceError
+from autopar.graph.graph import Input, TensorSpec
+
+
+def named_batch(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Example inputs by the names of ``forward``'s parameters; entries that are None are dropped."""
+    names = [
+        parameter.name
+        for parameter in inspect.signature(model.forward).parameters.values()
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    if len(args) > len(names):
+        raise TraceError(
+            f"Too many positional example inputs: {len(args)} for the {len(names)} parameters of forward ({', '.join(names)})",
+            where=type(model).__name__,
+            fix="Give the example inputs by name, as a dict",
+        )
+    batch = dict(zip(names, args, strict=False)) | dict(kwargs)
+    return {key: value for key, value in batch.items() if value is not None}
+
+
+def arguments(forward: Callable[..., Any], batch: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Entries of a batch that ``forward`` takes: those by position alone, in order, and those by name."""
+    parameters = inspect.signature(forward).parameters.values()
+    takes_any = any(p.kind == p.VAR_KEYWORD for p in parameters)
+    known = {p.name for p in parameters}
+    positional = [p.name for p in parameters if p.kind == p.POSITIONAL_ONLY and p.name in batch]
+    return positional, [k for k in batch if (k in known or takes_any) and k not in positional]
+
+
+def fake_batch(batch: dict[str, Any], mode: FakeTensorMode, times: int) -> tuple[dict[str, Any], int]:
+    """The batch as fake tensors, and its size; a batch of one doubled."""
+    tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
+    if not tensors:
+        raise TraceError(
+            "No example input is a tensor with a batch dim",
+            got=", ".join(sorted(batch)) or None,
+            fix="Give example inputs for the model's forward, such as {'x': torch.zeros(2, 8)}",
+        )
+    sizes = Counter(tensor.shape[0] for tensor in tensors)
+    most = max(sizes.values())
+    size = next(tensor.shape[0] for tensor in tensors if sizes[tensor.shape[0]] == most)
+    doubled = times * (2 if size == 1 else 1)
+
+    def fake(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        shape = list(leaf.shape)
+        if shape and shape[0] == size:
+            shape[0] *= doubled
+        with mode:
+            return torch.empty(shape, dtype=leaf.dtype, device="cpu")
+
+    return pytree.tree_map(fake, batch), size * doubled
+
+
+def inputs_of(batch: dict[str, Any], batch_size: int) -> tuple[Input, ...]:
+    """The inputs of a graph for a fake batch.
+
+    Raises:
+        TraceError: two of them have one name.
+    """
+    leaves, _ = pytree.tree_flatten_with_path(batch)
+    names = Counter(_path_name(path) for path, leaf in leaves if isinstance(leaf, torch.Tensor))
+    twice = next((name for name, count in names.items() if count > 1), None)
+    if twice is not None:
+        raise TraceError(
+            f"Two inputs are called {twice!r} (names of inputs in dicts and lists are joined with '_')",
+            fix="Give one of the keys, or of forward's parameters, another name",
+        )
+    return tuple(
+        Input(
+            name=name,
+            spec=TensorSpec(shape=tuple(leaf.shape), dtype=leaf.dtype),
+            batch_dim=0 if leaf.dim() and leaf.shape[0] == batch_size else None,
+        )
+        for name, leaf in named_inputs(batch).items()
+        if isinstance(leaf, torch.Tensor)
+    )
+
+
+def named_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """What is in a batch by the names of a graph's inputs: lists and dicts of tensors taken apart, None dropped."""
+    leaves, _ = pytree.tree_flatten_with_path(dict(batch))
+    return {_path_name(path): leaf for path, leaf in leaves if leaf is not None}
+
+
+def _path_name(path: tuple[Any, ...]) -> str:
+    return "_".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)

@@ -1,0 +1,270 @@
+"""Blocks: repeated layers found in the operators themselves, whatever their names.
+
+A layer that is applied L times stands in the operator list as a tandem repeat: L equal windows, one
+after the other, each reading what the one before made. Candidates come from the gaps between equal
+calls; they are verified by a canonical hash. What stands before and after is searched again, so
+that an encoder and a decoder are both found. Near-linear in the number of operators.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.graph.graph import Argument, Block, Op, Ref, TensorSpec, digest, map_refs
+
+SALTED = {"autopar.dropout": 2}
+"""Position of the argument that tells random operators apart: no part of what an operator computes."""
+
+_CANDIDATES = 48
+"""Periods tried in each stretch."""
+
+_NUMBERED = re.compile(r"^(.*?\b\d+)(\.|$)")
+
+
+@dataclass(frozen=True, slots=True)
+class _Context:
+    """What blocks are found in; ``users``: position of the last reader of each value of ``ops``."""
+
+    ops: Sequence[Op]
+    specs: Mapping[Ref, TensorSpec]
+    parameters: frozenset[str]
+    position: Mapping[str, int]
+    last_use: Mapping[Ref, int]
+    tokens: npt.NDArray[np.int64]
+
+
+def find_blocks(
+    ops: Sequence[Op], specs: Mapping[Ref, TensorSpec], parameters: frozenset[str], loss: Ref
+) -> tuple[Block, ...]:
+    """A partition of ``ops`` in order: each repeat of a layer is a block, and so is what lies between.
+
+    Args:
+        specs: of every tensor that ``ops`` read or make.
+        parameters: names that are parameters.
+    """
+    last_use: dict[Ref, int] = {loss: len(ops)}
+    for i, op in enumerate(ops):
+        for ref in op.operands:
+            last_use[ref] = max(i, last_use.get(ref, 0))
+    position = {op.name: i for i, op in enumerate(ops)}
+    ids: dict[object, int] = {}
+    tokens = [ids.setdefault(_token(op, specs, parameters), len(ids)) for op in ops]
+    context = _Context(ops, specs, parameters, position, last_use, np.asarray(tokens, dtype=np.int64))
+    spans = _partition(context, 0, len(ops))
+    labels = _labels(ops, spans)
+    return tuple(
+        Block(index=i, start=start, stop=stop, hash=_hash(context, start, stop), label=label)
+        for i, ((start, stop), label) in enumerate(zip(spans, labels, strict=True))
+    )
+
+
+def canonical_hash(
+    ops: Sequence[Op], specs: Mapping[Ref, TensorSpec], parameters: frozenset[str], outputs: frozenset[Ref]
+) -> str:
+    """Equal for equal subgraphs: operators, literals, wiring, specs and which values leave; names aside.
+
+    Args:
+        outputs: values of ``ops`` that are read outside of them.
+    """
+    local: dict[str, int] = {}
+    outside: dict[Ref, int] = {}
+    lines: list[str] = []
+
+    def number(ref: Ref) -> Argument:
+        if ref.name in local:
+            return f"%{local[ref.name]}.{ref.index}"
+        if ref not in outside:
+            outside[ref] = len(outside)
+            kind = "parameter" if ref.name in parameters else "value"
+            lines.append(f"${outside[ref]} {kind} {_spec_text(specs[ref])}")
+        return f"${outside[ref]}"
+
+    for op in ops:
+        args = tuple(map_refs(arg, number) for arg in _essential(op))
+        kwargs = tuple((key, map_refs(value, number)) for key, value in op.kwargs)
+        leaves = [i for i in range(len(op.outputs)) if Ref(op.name, i) in outputs]
+        lines.append(f"{op.target} {args} {kwargs} {[_spec_text(s) for s in op.outputs]} {leaves}")
+        local[op.name] = len(local)
+    return digest("\n".join(lines))
+
+
+def _hash(context: _Context, start: int, stop: int) -> str:
+    ops = context.ops[start:stop]
+    outputs = frozenset(
+        ref
+        for op in ops
+        for ref in (Ref(op.name, i) for i in range(len(op.outputs)))
+        if context.last_use.get(ref, -1) >= stop
+    )
+    return canonical_hash(ops, context.specs, context.parameters, outputs)
+
+
+def _essential(op: Op) -> tuple[Argument, ...]:
+    salt = SALTED.get(op.target)
+    return op.args if salt is None else tuple(a for i, a in enumerate(op.args) if i != salt)
+
+
+def _spec_text(spec: TensorSpec) -> str:
+    return f"{spec.shape} {spec.dtype} {spec.requires_grad}"
+
+
+def _token(op: Op, specs: Mapping[Ref, TensorSpec], parameters: frozenset[str]) -> tuple[object, ...]:
+    """What an operator is, its place and wiring aside."""
+
+    def kind(ref: Ref) -> Argument:
+        place = "parameter" if ref.name in parameters else "value"
+        return f"{place} {_spec_text(specs[ref])}"
+
+    args = tuple(map_refs(arg, kind) for arg in _essential(op))
+    kwargs = tuple((key, map_refs(value, kind)) for key, value in op.kwargs)
+    return (op.target, args, kwargs, tuple(_spec_text(s) for s in op.outputs))
+
+
+# --- the search -----------------------------------------------------------------------------------
+
+
+def _partition(context: _Context, start: int, stop: int) -> list[tuple[int, int]]:
+    """Spans that cover ``start:stop`` in order; explicit stack, stretches can be many."""
+    spans: list[tuple[int, int]] = []
+    stack = [(start, stop)]
+    while stack:
+        low, high = stack.pop()
+        if low >= high:
+            continue
+        repeat = _best_repeat(context, low, high)
+        if repeat is None:
+            spans.extend(_by_module(context, low, high))
+            continue
+        first, period, count = repeat
+        spans.extend((first + k * period, first + (k + 1) * period) for k in range(count))
+        stack.append((low, first))
+        stack.append((first + count * period, high))
+    return sorted(spans)
+
+
+def _best_repeat(context: _Context, low: int, high: int) -> tuple[int, int, int] | None:
+    """(first, period, count) of the verified repeat that covers most of ``low:high``; shortest period first."""
+    tokens = context.tokens[low:high]
+    found: list[tuple[int, int, int, int]] = []
+    for period in _periods(tokens):
+        for begin, length in _runs(tokens, period):
+            found.append((-(length // period) * period, period, low + begin, length))
+    for _, period, begin, length in sorted(found)[: 4 * _CANDIDATES]:
+        verified = _verified(context, begin, period, length)
+        if verified is not None:
+            return verified
+    return None
+
+
+def _periods(tokens: npt.NDArray[np.int64]) -> list[int]:
+    """Gaps between equal neighbours of one kind, those that span most first."""
+    order = np.argsort(tokens, kind="stable")
+    same = tokens[order][1:] == tokens[order][:-1]
+    gaps = np.diff(order)[same]
+    values, counts = np.unique(gaps, return_counts=True)
+    rank = np.argsort(-(values * counts), kind="stable")
+    return [int(values[i]) for i in rank[:_CANDIDATES]]
+
+
+def _runs(tokens: npt.NDArray[np.int64], period: int) -> list[tuple[int, int]]:
+    """Stretches (begin, length) in which each token equals the one a period later, two periods or longer."""
+    equal = np.concatenate(([False], tokens[:-period] == tokens[period:], [False]))
+    edges = np.flatnonzero(np.diff(equal.astype(np.int8)))
+    starts, ends = edges[::2], edges[1::2]
+    return [(int(s), int(e - s) + period) for s, e in zip(starts, ends, strict=True) if e - s >= period]
+
+
+def _verified(context: _Context, begin: int, period: int, length: int) -> tuple[int, int, int] | None:
+    """The repeat at its best phase: windows of equal hash, each reading the one before, with parameters."""
+    count = length // period
+    slack = length - count * period
+    phases = sorted(range(min(slack, period - 1) + 1), key=lambda s: _cut_cost(context, begin + s, period, count))
+    for shift in phases[:3]:
+        first = begin + shift
+        hashes = [_hash(context, first + k * period, first + (k + 1) * period) for k in range(count)]
+        at, equal = _longest_equal(hashes)
+        first += at * period
+        if equal >= 2 and _is_chain(context, first, period, equal):
+            return first, period, equal
+    return None
+
+
+def _longest_equal(hashes: Sequence[str]) -> tuple[int, int]:
+    best, start = (0, 1), 0
+    for k in range(1, len(hashes) + 1):
+        if k == len(hashes) or hashes[k] != hashes[start]:
+            best = max(best, (start, k - start), key=lambda span: span[1])
+            start = k
+    return best
+
+
+def _cut_cost(context: _Context, first: int, period: int, count: int) -> tuple[int, int, int]:
+    """Bytes that cross the cut between the first two windows; then cuts between modules; then the earliest."""
+    cut = first + period
+    window = range(max(first, cut - period), cut)
+    crossing = sum(
+        spec.num_bytes
+        for i in window
+        for k, spec in enumerate(context.ops[i].outputs)
+        if context.last_use.get(Ref(context.ops[i].name, k), -1) >= cut
+    )
+    inside = cut >= len(context.ops) or _layer(context.ops[cut - 1]) == _layer(context.ops[cut])
+    return crossing, int(inside), first
+
+
+def _is_chain(context: _Context, first: int, period: int, count: int) -> bool:
+    """Every window but the first reads the one before, and windows hold parameters."""
+    reads = False
+    for op in context.ops[first + period : first + 2 * period]:
+        for ref in op.operands:
+            place = context.position.get(ref.name, -1)
+            reads = reads or first <= place < first + period
+    holds = any(ref.name in context.parameters for op in context.ops[first : first + period] for ref in op.operands)
+    return reads and holds and count >= 2
+
+
+# --- names, for people and for what does not repeat ---------------------------------------------------
+
+
+def _layer(op: Op) -> str:
+    """``model.layers.3`` of a module path; empty where nothing is numbered."""
+    match = _NUMBERED.match(op.module)
+    return match[1] if match else ""
+
+
+def _by_module(context: _Context, low: int, high: int) -> list[tuple[int, int]]:
+    """What does not repeat, cut where numbered modules begin and end (a model of one layer has an embedding too)."""
+    owners = [_layer(op) for op in context.ops[low:high]]
+    named = {owner for owner in owners if owner}
+    first = {owner: owners.index(owner) for owner in named}
+    last = {owner: len(owners) - 1 - owners[::-1].index(owner) for owner in named}
+    ordered = sorted(named, key=lambda owner: first[owner])
+    if any(last[a] >= first[b] for a, b in pairwise(ordered)):
+        return [(low, high)]
+    edges = sorted({low, high, *(low + first[o] for o in named), *(low + last[o] + 1 for o in named)})
+    spans = list(pairwise(edges))
+    return [span for span in spans if span[0] < span[1]]
+
+
+def _labels(ops: Sequence[Op], spans: Sequence[tuple[int, int]]) -> list[str]:
+    labels = []
+    for start, stop in spans:
+        layers = Counter(layer for op in ops[start:stop] if (layer := _layer(op)))
+        if layers and 2 * layers.most_common(1)[0][1] > stop - start:
+            labels.append(layers.most_common(1)[0][0])
+            continue
+        modules = dict.fromkeys(op.module.rsplit(".", 1)[-1] for op in ops[start:stop] if op.module)
+        labels.append("+".join(list(modules)[:4]) or "all")
+    seen: Counter[str] = Counter()
+    for i, label in enumerate(labels):
+        seen[label] += 1
+        if seen[label] > 1:
+            labels[i] = f"{label}#{seen[label]}"
+    return labels

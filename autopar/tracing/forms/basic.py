@@ -1,0 +1,400 @@
+"""One form for each operation: handlers that turn traced calls into the operators of a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import prod
+from typing import TypeAlias
+
+import torch
+
+from autopar.graph.graph import Argument, Op, Ref, TensorSpec
+from autopar.tracing.builder import SKIPPED_KWARGS, Builder, Call, Value
+from autopar.tracing.constants import LOGICAL
+from autopar.tracing.lazy_masks import allows_all, is_causal
+
+Handler: TypeAlias = Callable[[Builder, Call], Value]
+
+_DIM_NAMES = ("dim", "dim0", "dim1", "dims", "axis", "start_dim", "end_dim")
+_SCALAR_FORMS = {"aten.mul.Tensor", "aten.add.Tensor", "aten.sub.Tensor", "aten.div.Tensor"}
+LINEAR_TARGETS = ("aten.linear.default", "autopar.linear_t")
+
+
+def generic(builder: Builder, call: Call) -> Value:
+    """The call as it is: dims counted from the front, devices dropped, constants of one value as numbers."""
+    args = tuple(_normal_args(builder, call))
+    kwargs = {key: value for key, value in call.kwargs.items() if key not in SKIPPED_KWARGS}
+    target = LOGICAL.get(call.target, call.target)
+    if target in _SCALAR_FORMS:
+        args = _scalars(builder, call, args)
+    ref = builder.emit(call, target, args, kwargs=kwargs)
+    if len(call.outputs) == 1:
+        return ref
+    return tuple(Ref(ref.name, i) if spec is not None else None for i, spec in enumerate(call.outputs))
+
+
+def _normal_args(builder: Builder, call: Call) -> list[Argument]:
+    result = list(call.args)
+    rank = _rank(builder, call)
+    for position, argument in enumerate(call.overload._schema.arguments[: len(result)]):
+        if argument.name in _DIM_NAMES and rank:
+            result[position] = _wrap(result[position], rank)
+    return result
+
+
+def _rank(builder: Builder, call: Call) -> int:
+    first = call.args[0] if call.args else None
+    while isinstance(first, tuple):
+        first = first[0] if first else None
+    rank = len(builder.shape(first)) if isinstance(first, Ref) else 0
+    return rank + (call.target in ("aten.unsqueeze.default", "aten.stack.default"))
+
+
+def _wrap(dim: Argument, rank: int) -> Argument:
+    if isinstance(dim, tuple):
+        return tuple(_wrap(item, rank) for item in dim)
+    return dim + rank if isinstance(dim, int) and dim < 0 else dim
+
+
+def _scalars(builder: Builder, call: Call, args: tuple[Argument, ...]) -> tuple[Argument, ...]:
+    """A constant second operand of one value becomes a number where neither shape nor dtype changes."""
+    value = builder.values.get(args[1]) if isinstance(args[1], Ref) else None
+    if value is None or value.numel() != 1 or not isinstance(args[0], Ref):
+        return args
+    first = builder.specs[args[0]]
+    if first.shape != call.spec.shape or first.dtype != call.spec.dtype or value.dtype == torch.bool:
+        return args
+    return (args[0], value.item(), *args[2:])
+
+
+# --- shapes ---------------------------------------------------------------------------------------
+
+
+def view_to(builder: Builder, call: Call, source: Ref, shape: tuple[int, ...]) -> Ref:
+    """``source`` with another shape: no view of a view, no view to the same shape."""
+    producer = builder.producers.get(source.name)
+    while producer is not None and producer.target in ("aten.view.default", "aten.clone.default"):
+        source = producer.operands[0]  # a view copies where it must, so no copy is needed for it
+        producer = builder.producers.get(source.name)
+    if builder.shape(source) == shape:
+        return source
+    if producer is not None and producer.target in LINEAR_TARGETS:
+        unflattened = _unflatten(builder, call, producer, shape)
+        if unflattened is not None:
+            return unflattened
+    spec = TensorSpec(shape=shape, dtype=builder.specs[source].dtype)
+    return builder.emit(call, "aten.view.default", (source, shape), spec)
+
+
+def _unflatten(builder: Builder, call: Call, producer: Op, shape: tuple[int, ...]) -> Ref | None:
+    """view(linear(view(x))) with the leading dims of ``shape``, where the inner view only flattened them."""
+    source = producer.operands[0]
+    flat = builder.producers.get(source.name)
+    if flat is None or flat.target != "aten.view.default" or len(producer.spec.shape) != 2:
+        return None
+    rows, features = producer.spec.shape
+    lead = next((k for k in range(len(shape)) if prod(shape[:k]) == rows), 0)
+    if lead < 2 or prod(shape[lead:]) != features:
+        return None
+    width = builder.shape(source)[-1]
+    origin = view_to(builder, call, flat.operands[0], (*shape[:lead], width))
+    spec = TensorSpec(shape=(*shape[:lead], features), dtype=producer.spec.dtype)
+    made = builder.emit(call, producer.target, (origin, *producer.args[1:]), spec, name=producer.name)
+    return view_to(builder, call, made, shape)
+
+
+def _view(builder: Builder, call: Call) -> Value:
+    assert isinstance(call.args[0], Ref)
+    return view_to(builder, call, call.args[0], call.spec.shape)
+
+
+def _identity(builder: Builder, call: Call) -> Value:
+    return call.args[0]
+
+
+def _detach(builder: Builder, call: Call) -> Value:
+    source = call.args[0]
+    assert isinstance(source, Ref)
+    if not builder.specs[source].requires_grad:
+        return source
+    stopped = Call(
+        name=call.name,
+        target=call.target,
+        overload=call.overload,
+        args=call.args,
+        kwargs={},
+        outputs=call.outputs,
+        module=call.module,
+        source=call.source,
+        grad=False,
+    )
+    return builder.emit(stopped, "aten.detach.default", (source,))
+
+
+def _clone(builder: Builder, call: Call) -> Value:
+    """Copies that make contiguous stay, until a view reads them."""
+    source = call.args[0]
+    assert isinstance(source, Ref)
+    if call.kwargs.get("memory_format") != torch.contiguous_format and call.target != "aten.contiguous.default":
+        return source
+    kwargs: dict[str, Argument] = {"memory_format": torch.contiguous_format}
+    return builder.emit(call, "aten.clone.default", (source,), kwargs=kwargs)
+
+
+def _expand(builder: Builder, call: Call) -> Value:
+    source = call.args[0]
+    assert isinstance(source, Ref)
+    if builder.shape(source) == call.spec.shape:
+        return source
+    return builder.emit(call, "aten.expand.default", (source, call.spec.shape))
+
+
+def _broadcast(builder: Builder, call: Call) -> Value:
+    """broadcast_tensors: an expansion of each tensor that is not as large already."""
+    made: list[Argument] = []
+    given = call.bound()["tensors"]
+    assert isinstance(given, tuple)
+    for source, spec in zip(given, call.outputs, strict=True):
+        assert isinstance(source, Ref) and spec is not None
+        same = builder.shape(source) == spec.shape
+        made.append(source if same else builder.emit(call, "aten.expand.default", (source, spec.shape), spec))
+    return tuple(made)
+
+
+def _repeat(builder: Builder, call: Call) -> Value:
+    """A repetition of dims of size one is an expansion (a parameter for every sample of the batch)."""
+    source, repeats = call.args
+    assert isinstance(source, Ref) and isinstance(repeats, tuple)
+    shape = builder.shape(source)
+    padded = (1,) * (len(repeats) - len(shape)) + shape
+    if any(times != 1 and size != 1 for times, size in zip(repeats, padded, strict=True)):
+        return _copies(builder, call, source) if _is_outer(padded, call.spec.shape) else generic(builder, call)
+    whole = view_to(builder, call, source, padded)
+    if padded == call.spec.shape:
+        return whole
+    return builder.emit(call, "aten.expand.default", (whole, call.spec.shape), call.spec)
+
+
+def _is_outer(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
+    return 1 < before[0] < after[0] and before[1:] == after[1:]
+
+
+def _copies(builder: Builder, call: Call, source: Ref) -> Ref:
+    """Rows repeated as a whole, some times over: copies in a dim of their own, which may be that of the samples."""
+    shape = call.spec.shape
+    size = builder.shape(source)[0]
+    whole = TensorSpec(shape=(shape[0] // size, size, *shape[1:]), dtype=call.spec.dtype)
+    one = view_to(builder, call, source, (1, *whole.shape[1:]))
+    return view_to(builder, call, builder.emit(call, "aten.expand.default", (one, whole.shape), whole), shape)
+
+
+def _slice(builder: Builder, call: Call) -> Value:
+    given = call.bound()
+    source, dim, start, stop, step = (given[key] for key in ("self", "dim", "start", "end", "step"))
+    assert isinstance(source, Ref) and isinstance(dim, int) and isinstance(step, int)
+    shape = builder.shape(source)
+    dim %= len(shape)
+    first = _clamp(start, 0, shape[dim])
+    return slice_of(builder, call, source, dim, first, max(first, _clamp(stop, shape[dim], shape[dim])), step)
+
+
+def _clamp(value: Argument, default: int, size: int) -> int:
+    if not isinstance(value, int):
+        return default
+    return min(max(value + size if value < 0 else value, 0), size)
+
+
+def slice_of(builder: Builder, call: Call, source: Ref, dim: int, start: int, stop: int, step: int = 1) -> Ref:
+    """``source[start:stop:step]`` along ``dim``."""
+    spec = builder.specs[source]
+    if (start, stop, step) == (0, spec.shape[dim], 1):
+        return source
+    size = -(-(stop - start) // step)
+    out = TensorSpec(shape=(*spec.shape[:dim], size, *spec.shape[dim + 1 :]), dtype=spec.dtype)
+    known = builder.values.get(source)
+    if known is not None:
+        index = slice(start, stop, step) if known.shape[dim] > 1 else slice(None)
+        return builder.constant(call, known[(slice(None),) * dim + (index,)], out)
+    args = (source, dim, start, stop, step) if step != 1 else (source, dim, start, stop)
+    return builder.emit(call, "aten.slice.Tensor", args, out)
+
+
+def _select(builder: Builder, call: Call) -> Value:
+    source, dim, index = call.args
+    assert isinstance(source, Ref) and isinstance(dim, int) and isinstance(index, int)
+    return select_of(builder, call, source, dim, index)
+
+
+def select_of(builder: Builder, call: Call, source: Ref, dim: int, index: int) -> Ref:
+    """``source[index]`` along ``dim``, the dim removed."""
+    spec = builder.specs[source]
+    dim %= len(spec.shape)
+    index %= spec.shape[dim]
+    out = TensorSpec(shape=spec.shape[:dim] + spec.shape[dim + 1 :], dtype=spec.dtype)
+    known = builder.values.get(source)
+    if known is not None:
+        return builder.constant(call, known.select(dim, min(index, known.shape[dim] - 1)), out)
+    return builder.emit(call, "aten.select.int", (source, dim, index), out)
+
+
+def _split(builder: Builder, call: Call) -> Value:
+    """split, split_with_sizes, chunk, tensor_split: one slice for each output."""
+    given = call.bound()
+    source, dim = given["self"], given["dim"]
+    assert isinstance(source, Ref) and isinstance(dim, int)
+    dim %= len(builder.shape(source))
+    pieces: list[Argument] = []
+    start = 0
+    for spec in call.outputs:
+        assert spec is not None
+        stop = start + spec.shape[dim]
+        pieces.append(slice_of(builder, call, source, dim, start, stop))
+        start = stop
+    return tuple(pieces)
+
+
+def _unbind(builder: Builder, call: Call) -> Value:
+    given = call.bound()
+    source, dim = given["self"], given["dim"]
+    assert isinstance(source, Ref) and isinstance(dim, int)
+    return tuple(select_of(builder, call, source, dim, i) for i in range(len(call.outputs)))
+
+
+def _cat(builder: Builder, call: Call) -> Value:
+    """Without the parts that are empty."""
+    given = call.bound()
+    parts = given["tensors"]
+    assert isinstance(parts, tuple)
+    full = tuple(part for part in parts if isinstance(part, Ref) and builder.specs[part].numel)
+    if len(full) == 1 and builder.specs[full[0]].dtype == call.spec.dtype:
+        return full[0]
+    dim = given["dim"]
+    assert isinstance(dim, int)
+    return builder.emit(call, "aten.cat.default", (full or parts, dim % len(call.spec.shape)))
+
+
+def _t(builder: Builder, call: Call) -> Value:
+    if len(call.spec.shape) < 2:
+        return call.args[0]
+    return builder.emit(call, "aten.transpose.int", (call.args[0], 0, 1))
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+
+def _to_copy(builder: Builder, call: Call) -> Value:
+    source = call.args[0]
+    assert isinstance(source, Ref)
+    if builder.specs[source].dtype == call.spec.dtype:
+        return source
+    return builder.emit(call, "aten.to.dtype", (source, call.spec.dtype))
+
+
+def _copy(builder: Builder, call: Call) -> Value:
+    """copy(destination, source): the source in the destination's shape and dtype."""
+    source = call.args[1]
+    assert isinstance(source, Ref)
+    spec = call.spec
+    if builder.specs[source].dtype != spec.dtype:
+        out = TensorSpec(shape=builder.shape(source), dtype=spec.dtype)
+        source = builder.emit(call, "aten.to.dtype", (source, spec.dtype), out)
+    if builder.shape(source) != spec.shape:
+        source = builder.emit(call, "aten.expand.default", (source, spec.shape), spec)
+    return source
+
+
+def _dropout(builder: Builder, call: Call) -> Value:
+    """native_dropout and dropout: ``autopar.dropout(x, p, salt)``, the identity when nothing is dropped."""
+    source, p, training = call.args
+    if training is False or p == 0:
+        dropped: Value = source
+    else:
+        dropped = builder.emit(call, "autopar.dropout", (source, p, builder.salts), call.spec)
+        builder.salts += 1
+    return (dropped, None) if call.target == "aten.native_dropout.default" else dropped
+
+
+def _attention(builder: Builder, call: Call) -> Value:
+    """All arguments in place; a causal mask becomes ``is_causal``, an empty one goes."""
+    given = call.bound()
+    query, key, mask = given["query"], given["key"], given["attn_mask"]
+    causal, p = given["is_causal"], given["dropout_p"]
+    value = builder.lazies.get(mask) if isinstance(mask, Ref) and mask in builder.lazies else builder.known(mask)
+    if value is not None and not causal:
+        assert isinstance(mask, Ref)
+        if mask not in builder.masks:
+            square = builder.shape(query)[-2] == builder.shape(key)[-2]
+            builder.masks[mask] = (square and is_causal(value, builder.shape(mask)), allows_all(value))
+        causal, empty = builder.masks[mask]
+        mask = None if causal or empty else mask
+    kwargs = {"scale": given["scale"], "enable_gqa": given["enable_gqa"]}
+    return builder.emit(call, call.target, (query, key, given["value"], mask, p, causal), call.spec, kwargs=kwargs)
+
+
+def _repeat_interleave(builder: Builder, call: Call) -> Value:
+    """Without the length of its output, which the operands tell and which differs between a rank and the whole."""
+    kwargs = {key: value for key, value in call.kwargs.items() if key != "output_size"}
+    return generic(builder, replace(call, kwargs=kwargs))
+
+
+HANDLERS: dict[str, Handler] = {
+    "aten.repeat_interleave.self_int": _repeat_interleave,
+    "aten.view.default": _view,
+    "aten._unsafe_view.default": _view,
+    "aten.reshape.default": _view,
+    "aten.flatten.using_ints": _view,
+    "aten.unflatten.int": _view,
+    "aten.squeeze.dim": _view,
+    "aten.squeeze.dims": _view,
+    "aten.squeeze.default": _view,
+    "aten.view_as.default": _view,
+    "aten.reshape_as.default": _view,
+    "aten.expand_as.default": _expand,
+    "aten.to.dtype_layout": _to_copy,
+    "aten.to.device": _to_copy,
+    "aten.to.other": _to_copy,
+    "aten.type_as.default": _to_copy,
+    "aten.alias.default": _identity,
+    "aten.lift_fresh_copy.default": _identity,
+    "aten.lift_fresh.default": _identity,
+    "aten.detach.default": _detach,
+    "aten.detach_.default": _detach,
+    "aten.clone.default": _clone,
+    "aten.contiguous.default": _clone,
+    "aten.expand.default": _expand,
+    "aten.broadcast_to.default": _expand,
+    "aten.broadcast_tensors.default": _broadcast,
+    "aten.repeat.default": _repeat,
+    "aten.slice.Tensor": _slice,
+    "aten.select.int": _select,
+    "aten.split.Tensor": _split,
+    "aten.split_with_sizes.default": _split,
+    "aten.chunk.default": _split,
+    "aten.tensor_split.sections": _split,
+    "aten.unbind.int": _unbind,
+    "aten.cat.default": _cat,
+    "aten.t.default": _t,
+    "aten._to_copy.default": _to_copy,
+    "aten.to.dtype": _to_copy,
+    "aten.copy.default": _copy,
+    "aten.native_dropout.default": _dropout,
+    "aten.dropout.default": _dropout,
+    "aten.scaled_dot_product_attention.default": _attention,
+}
+"""By target as traced; whatever is not here passes through :func:`generic`."""
+
+COMPOSITES = frozenset(
+    {
+        "aten.__and__.Tensor",
+        "aten.__or__.Tensor",
+        "aten.conv2d.default",
+        "aten.diff.default",
+        "aten.layer_norm.default",
+        "aten.log_softmax.int",
+        "aten.pad.default",
+        "aten.rms_norm.default",
+        "aten.softmax.int",
+    }
+)
+"""Composite operators, besides the handled ones, that stay as they are."""

@@ -1,0 +1,234 @@
+"""Losses as sums over samples divided by counts, so that batches can be split and weighted right."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+
+import torch
+
+from autopar.graph.graph import Argument, Ref, TensorSpec
+from autopar.tracing.builder import Builder, Call, Value, broadcast
+from autopar.tracing.forms.basic import Handler, generic, view_to
+
+_NONE, _MEAN, _SUM = 0, 1, 2
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def _cross_entropy(builder: Builder, call: Call) -> Value:
+    """cross_entropy_loss by class indices -> ``autopar.cross_entropy_sum`` over the count of targets."""
+    given = call.bound()
+    target = given["target"]
+    assert isinstance(target, Ref)
+    if builder.specs[target].dtype.is_floating_point:
+        return _soft(builder, call, _in_one_dtype(builder, call).bound())
+    if given["reduction"] == _NONE:
+        return generic(builder, _in_one_dtype(builder, call))
+    if isinstance(given["weight"], Ref):
+        return _weighted(builder, call, call.target, given, target, given["weight"])
+    ignore, smoothing = given["ignore_index"], given["label_smoothing"]
+    return _token_loss(builder, call, given["self"], target, ignore, smoothing, given["reduction"])
+
+
+def _soft(builder: Builder, call: Call, given: dict[str, Argument]) -> Value:
+    """A cross entropy with probabilities of classes: what log_softmax gives, weighted by them; a mean is over its rows."""
+    logits, target, weight, smoothing = (given[key] for key in ("self", "target", "weight", "label_smoothing"))
+    assert isinstance(logits, Ref) and isinstance(target, Ref) and isinstance(smoothing, float)
+    spec, wanted = builder.specs[logits], builder.specs[target]
+    dim, shape = min(1, len(spec.shape) - 1), spec.shape
+    rows = TensorSpec(shape=(*shape[:dim], *shape[dim + 1 :]), dtype=spec.dtype)
+    scalar = TensorSpec(shape=(), dtype=spec.dtype)
+    if smoothing:
+        kept = builder.emit(call, "aten.mul.Scalar", (target, 1 - smoothing), wanted)
+        target = builder.emit(call, "aten.add.Scalar", (kept, smoothing / shape[dim]), wanted)
+    logs = builder.emit(call, "aten.log_softmax.int", (logits, dim), spec)
+    if isinstance(weight, Ref):
+        factors = view_to(builder, call, weight, (shape[dim], *(1,) * (len(shape) - dim - 1)))
+        logs = builder.emit(call, "aten.mul.Tensor", (logs, factors), spec)
+    terms = builder.emit(call, "aten.mul.Tensor", (logs, target), spec)
+    each = builder.emit(call, "aten.sum.dim_IntList", (terms, (dim,)), rows)
+    each = builder.emit(call, "aten.neg.default", (each,), rows, name="each_loss")
+    if given["reduction"] == _NONE:
+        return each
+    reduction = "aten.mean.default" if given["reduction"] == _MEAN else "aten.sum.default"
+    return builder.emit(call, reduction, (each,), scalar, name="loss")
+
+
+def _weighted(builder: Builder, call: Call, function: str, given: dict[str, Argument], target: Ref, weight: Ref) -> Ref:
+    """Classes have weights: the summed loss, divided for a mean by the weights of all targets that count.
+
+    All of it in the logits' dtype, float32 where that is half: the weights are often a buffer in float32, and sums over tokens
+    are made in no half, as those without weights.
+
+    ``function``: of the loss, ``given`` its arguments in order.
+    """
+    logits = given["self"]
+    assert isinstance(logits, Ref)
+    dtype = builder.specs[logits].dtype
+    dtype = torch.float32 if dtype in _HALVES else dtype
+    weight = _cast(builder, call, weight, dtype)
+    given = given | {"self": _cast(builder, call, logits, dtype), "weight": weight}
+    values = tuple(_SUM if name == "reduction" else value for name, value in given.items())
+    spec = TensorSpec(shape=(), dtype=dtype)
+    total = builder.emit(call, function, values, spec)
+    if given["reduction"] == _SUM:
+        return total
+    targets = builder.specs[target]
+    counts = TensorSpec(shape=targets.shape, dtype=torch.bool)
+    per_target = TensorSpec(shape=targets.shape, dtype=builder.specs[weight].dtype)
+    valid = builder.emit(call, "aten.ne.Scalar", (target, given["ignore_index"]), counts, name="valid")
+    nothing = builder.emit(call, "aten.zeros_like.default", (target,), targets)
+    known = builder.emit(call, "aten.where.self", (valid, target, nothing), targets)
+    table = view_to(builder, call, weight, (builder.shape(weight)[0], 1))
+    column = TensorSpec(shape=(*targets.shape, 1), dtype=per_target.dtype)
+    found = view_to(builder, call, builder.emit(call, "aten.embedding.default", (table, known), column), targets.shape)
+    counted = builder.emit(call, "aten.mul.Tensor", (found, valid), per_target)
+    count = builder.emit(call, "aten.sum.default", (counted,), spec, name="count")
+    return builder.emit(call, "aten.div.Tensor", (total, count), spec, name="loss")
+
+
+def _in_one_dtype(builder: Builder, call: Call) -> Call:
+    """The call with the weights of classes in the dtype of its input, as torch asks of the kernels (and not of fake tensors)."""
+    given = call.bound()
+    source, weight = given["self"], given["weight"]
+    assert isinstance(source, Ref)
+    if not isinstance(weight, Ref):
+        return call
+    weight = _cast(builder, call, weight, builder.specs[source].dtype)
+    return replace(call, args=tuple((given | {"weight": weight}).values()), kwargs={})
+
+
+def _cast(builder: Builder, call: Call, value: Ref, dtype: torch.dtype) -> Ref:
+    spec = builder.specs[value]
+    if spec.dtype == dtype:
+        return value
+    return builder.emit(call, "aten.to.dtype", (value, dtype), TensorSpec(shape=spec.shape, dtype=dtype))
+
+
+def _nll(builder: Builder, call: Call) -> Value:
+    """nll_loss of log_softmax is the cross entropy of what the log_softmax was taken of, with weights of classes too."""
+    given = call.bound()
+    source, target = given["self"], given["target"]
+    assert isinstance(source, Ref) and isinstance(target, Ref)
+    logits = _logits(builder, call, source)
+    if logits is None or given["reduction"] == _NONE:
+        return generic(builder, _in_one_dtype(builder, call))
+    if isinstance(given["weight"], Ref):
+        names = ("self", "target", "weight", "reduction", "ignore_index")
+        wanted: dict[str, Argument] = {name: given[name] for name in names} | {"self": logits, "label_smoothing": 0.0}
+        loss = _weighted(builder, call, "aten.cross_entropy_loss.default", wanted, target, given["weight"])
+        return (loss, None) if len(call.outputs) > 1 else loss
+    loss = _token_loss(builder, call, logits, target, given["ignore_index"], 0.0, given["reduction"])
+    return (loss, None) if len(call.outputs) > 1 else loss
+
+
+def _logits(builder: Builder, call: Call, source: Ref) -> Ref | None:
+    """What ``source`` is the log_softmax of, over classes; rows may have been flattened between."""
+    shape = builder.shape(source)
+    dim = min(1, len(shape) - 1)
+    producer = builder.producers.get(source.name)
+    is_flat = producer is not None and producer.target == "aten.view.default"
+    if producer is not None and is_flat and dim == len(shape) - 1:
+        inner = producer.operands[0]
+        if builder.shape(inner)[-1] != shape[-1]:
+            return None
+        producer, dim = builder.producers.get(inner.name), len(builder.shape(inner)) - 1
+    if producer is None or producer.target not in ("aten.log_softmax.int", "aten._log_softmax.default"):
+        return None
+    if producer.args[1] != dim:
+        return None
+    return view_to(builder, call, producer.operands[0], shape) if is_flat else producer.operands[0]
+
+
+def _token_loss(
+    builder: Builder,
+    call: Call,
+    logits: Argument,
+    target: Ref,
+    ignore: Argument,
+    smoothing: Argument,
+    reduction: Argument,
+) -> Ref:
+    assert isinstance(logits, Ref)
+    logits, target = _unflattened(builder, *_classes_last(builder, call, logits, target))
+    half = call.spec.dtype in _HALVES
+    scalar = TensorSpec(shape=(), dtype=torch.float32 if half else call.spec.dtype)
+    total = builder.emit(call, "autopar.cross_entropy_sum", (logits, target, ignore, smoothing), scalar)
+    if reduction == _SUM:
+        return total
+    targets = builder.specs[target]
+    valid = builder.emit(
+        call, "aten.ne.Scalar", (target, ignore), TensorSpec(shape=targets.shape, dtype=torch.bool), name="valid"
+    )
+    count = builder.emit(call, "aten.sum.default", (valid,), TensorSpec(shape=(), dtype=torch.int64), name="count")
+    number = builder.emit(call, "aten.to.dtype", (count, scalar.dtype), scalar, name="count_as_float")
+    return builder.emit(call, "aten.div.Tensor", (total, number), scalar, name="loss")
+
+
+def _classes_last(builder: Builder, call: Call, logits: Ref, target: Ref) -> tuple[Ref, Ref]:
+    """Logits ``[N, C, d...]`` as ``[N, d..., C]``."""
+    shape = builder.shape(logits)
+    if len(shape) <= 2:
+        return logits, target
+    order = (0, *range(2, len(shape)), 1)
+    spec = TensorSpec(shape=tuple(shape[d] for d in order), dtype=builder.specs[logits].dtype)
+    producer = builder.producers.get(logits.name)
+    if producer is not None and producer.target == "aten.transpose.int" and len(shape) == 3:
+        inner = producer.operands[0]
+        if sorted((producer.args[1], producer.args[2])) == [1, 2]:  # type: ignore[type-var]
+            return inner, target
+    return builder.emit(call, "aten.permute.default", (logits, order), spec, name="classes_last"), target
+
+
+def _unflattened(builder: Builder, logits: Ref, target: Ref) -> tuple[Ref, Ref]:
+    """Both without the views that flatten tokens, where they agree."""
+    origins = []
+    for ref in (logits, target):
+        producer = builder.producers.get(ref.name)
+        origins.append(producer.operands[0] if producer is not None and producer.target == "aten.view.default" else ref)
+    rows, labels = builder.shape(origins[0]), builder.shape(origins[1])
+    if rows[:-1] == labels and rows[-1:] == builder.shape(logits)[-1:]:
+        return origins[0], origins[1]
+    return logits, target
+
+
+def _elementwise(builder: Builder, call: Call) -> Value:
+    """A loss with a ``reduction``: the elementwise loss, then mean or sum."""
+    given = call.bound()
+    reduction = given.pop("reduction")
+    if reduction == _NONE:
+        return generic(builder, call)
+    source = given["self"]
+    assert isinstance(source, Ref)
+    shapes = [builder.shape(value) for value in given.values() if isinstance(value, Ref)]
+    spec = TensorSpec(shape=broadcast(*shapes), dtype=call.spec.dtype)
+    if call.target == "aten.mse_loss.default":
+        error = builder.emit(call, "aten.sub.Tensor", (source, given["target"]), spec, name="error")
+        each = builder.emit(call, "aten.pow.Tensor_Scalar", (error, 2), spec, name="squared_error")
+    elif call.target == "aten.l1_loss.default":
+        error = builder.emit(call, "aten.sub.Tensor", (source, given["target"]), spec, name="error")
+        each = builder.emit(call, "aten.abs.default", (error,), spec, name="absolute_error")
+    else:
+        position = [a.name for a in call.overload._schema.arguments].index("reduction")
+        names = [a.name for a in call.overload._schema.arguments]
+        args = tuple(_NONE if name == "reduction" else given[name] for name in names)
+        assert args[position] == _NONE
+        each = builder.emit(call, call.target, args, spec, name="each_loss")
+    scalar = TensorSpec(shape=(), dtype=call.spec.dtype)
+    assert prod(spec.shape) > 0, "a loss over no elements"
+    target = "aten.mean.default" if reduction == _MEAN else "aten.sum.default"
+    return builder.emit(call, target, (each,), scalar, name="loss")
+
+
+LOSSES: dict[str, Handler] = {
+    "aten.cross_entropy_loss.default": _cross_entropy,
+    "aten.nll_loss_nd.default": _nll,
+    "aten.nll_loss.default": _nll,
+    "aten.nll_loss_forward.default": _nll,
+    "aten.mse_loss.default": _elementwise,
+    "aten.l1_loss.default": _elementwise,
+    "aten.smooth_l1_loss.default": _elementwise,
+    "aten.huber_loss.default": _elementwise,
+    "aten.binary_cross_entropy_with_logits.default": _elementwise,
+    "aten.binary_cross_entropy.default": _elementwise,
+}

@@ -1,0 +1,361 @@
+"""Tracing: a model and a batch become a :class:`Graph`; no weight is allocated."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from autopar.errors import TraceError
+from autopar.graph.graph import Graph
+from autopar.ops.train_modes import as_trained
+from autopar.ops.train_modes import notes_of as notes_of_modes
+from autopar.pins.on_modules import pins_of
+from autopar.tracing.batch import arguments, fake_batch, inputs_of, named_batch
+from autopar.tracing.buffers import mutations_of, written_back
+from autopar.tracing.builder import Builder
+from autopar.tracing.convert import Converter, needs_decomposition, source_of
+from autopar.tracing.failures import EXPORTS, FAILURES, NO_VALUES, explained, module_of_failure, not_copied
+from autopar.tracing.finish import finish
+from autopar.tracing.forms.moe import swap_experts
+from autopar.tracing.guards import batch_size_numbers as counts
+from autopar.tracing.guards import raise_only_branches as checks
+from autopar.tracing.guards import repeated_steps as steps
+from autopar.tracing.guards import side_effects as memory
+from autopar.tracing.guards.no_grad import cut_off
+from autopar.tracing.guards.one_dtype import for_products
+from autopar.tracing.leaves import declare, loss_output
+from autopar.tracing.opaque.regions import TARGET as OPAQUE
+from autopar.tracing.opaque.regions import RegionError, Regions, around, notes_of, outermost, paths_of
+
+LossFunction = Callable[[Any, dict[str, Any]], torch.Tensor]
+
+
+def trace(
+    model: torch.nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    name: str = "",
+    loss_fn: LossFunction | None = None,
+    opaque: Sequence[str] = (),
+    exact: bool = False,
+    repeats: bool = False,
+) -> Graph:
+    """The forward pass of ``model`` in training, from a batch to a scalar loss, cleaned up.
+
+    Args:
+        model: on any device, meta included; not changed, its weights never copied.
+        args: positional example inputs of ``model.forward``; only shapes and dtypes matter.
+        kwargs: example inputs by name. Tensors that share the size of dim 0 are the batch; a batch
+            of one is doubled, so that no operator takes its size for a broadcast.
+        name: of the model; its class name when empty.
+        loss_fn: ``loss_fn(output, batch)`` gives the scalar loss, where the model does not. Entries
+            of ``kwargs`` that ``forward`` does not take are for it alone.
+        opaque: modules that are not looked into, by path, pattern or class: each is one operator that runs as it
+            is written. Modules that cannot be traced become so by themselves, and a note says it.
+        exact: the graph is for batches of the example's size alone: numbers may count samples, and none is doubled.
+        repeats: the model is known to do the same at every step, so that none is tried to see it.
+
+    Returns:
+        The graph; batch sizes in its shapes are those of the example (or 2).
+
+    Raises:
+        TraceError: export fails, there is no scalar loss, the batch size cannot be told, or the loss
+            is scaled by a number that depends on it; the place is the line of the user's code.
+    """
+    marks = pins_of(model)
+    opaque = (*opaque, *(mark.removeprefix("opaque=") for mark in marks if mark.startswith("opaque=")))
+    batch = named_batch(model, args, kwargs or {})
+    paths = paths_of(model, opaque)
+    job = _Job(model=model, batch=batch, name=name, loss_fn=loss_fn, opaque=paths, reasons={}, repeats=repeats)
+    memory.check_model(model)
+    hooked = dict.fromkeys(memory.with_backward_hooks(model), "a hook on gradients, which a trace would lose")
+    job = replace(
+        job,
+        opaque=outermost((*job.opaque, *hooked)),
+        reasons={**hooked, **dict.fromkeys(job.opaque, "it was named so")},
+    )
+    graph, job = _with_fallback(job)
+    if not graph.spec(graph.loss).requires_grad:
+        raise TraceError(
+            "The loss depends on no parameter that is trained",
+            where=type(model).__name__,
+            fix="Return the loss that training minimises, and leave requires_grad on where it is to learn",
+        )
+    if not exact and counts.suspects(graph) and not _same_numbers(graph, job):
+        counts.check(graph, _traced(job, times=2))
+    notes = (*graph.notes, *notes_of_modes(model), *notes_of(graph, job.reasons))
+    found = replace(graph, exact=exact, pins=marks, notes=notes)
+    found.look_up()
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """What is traced; ``reasons``: why each opaque module is one; ``repeats``: no steps are tried."""
+
+    model: torch.nn.Module
+    batch: dict[str, Any]
+    name: str
+    loss_fn: LossFunction | None
+    opaque: tuple[str, ...]
+    reasons: Mapping[str, str]
+    repeats: bool = False
+
+
+class _UntraceableError(TraceError):
+    """A trace that failed inside of a module; ``path`` is its name."""
+
+    path = ""
+
+
+def _with_fallback(job: _Job) -> tuple[Graph, _Job]:
+    """A trace in which modules that cannot be traced are opaque, the smallest ones that will do.
+
+    Every failure costs an export: where a second module of a class fails, all others of that class are taken to fail too.
+
+    Raises:
+        TraceError: the first failure, where no module around it can be opaque either.
+    """
+    causes: dict[str, TraceError] = {}
+    failed: set[type] = set()
+    while True:
+        try:
+            return _traced(job), job
+        except (_UntraceableError, RegionError) as error:
+            cause: TraceError = error
+            path = error.path
+            if isinstance(error, RegionError):
+                if path not in causes:  # the user named it
+                    raise
+                cause, path = causes[path], around(job.model, path)
+            if path in job.opaque:  # what fails is not inside of it but done to it
+                path = around(job.model, path)
+            if not path or any(path == known or path.startswith(f"{known}.") for known in job.opaque):
+                raise _without_region(cause, error) from error
+            reason = f"{cause.short} ({cause.fix})"
+            kind = type(job.model.get_submodule(path))
+            paths = (path, *(_of_class(job.model, kind) if kind in failed else ()))
+            if not kind.__module__.startswith("torch."):  # which run whatever they are given
+                failed.add(kind)
+            causes = dict.fromkeys(paths, cause) | causes | {path: cause}
+            reasons = dict.fromkeys(paths, reason) | dict(job.reasons)
+            job = replace(job, opaque=outermost(dict.fromkeys((*job.opaque, *paths))), reasons=reasons)
+
+
+def _of_class(model: torch.nn.Module, kind: type) -> tuple[str, ...]:
+    """Paths of the modules of exactly that class that hold no other one."""
+    paths = [path for path, module in model.named_modules() if type(module) is kind]
+    return tuple(p for p in paths if not any(q.startswith(f"{p}.") for q in paths))
+
+
+def _without_region(cause: TraceError, error: TraceError) -> TraceError:
+    """Why a line cannot be traced, and why the module around it cannot run as it is written either."""
+    if error is cause or not isinstance(error, RegionError):
+        return cause
+    return cause.becoming(
+        TraceError, fix=f"{cause.fix} (as an opaque module it fails too: {error.got.partition('; on fake tensors')[0]})"
+    )
+
+
+def _traced(job: _Job, times: int = 1) -> Graph:
+    """One trace, at ``times`` the batch size of the example."""
+    model = job.model
+    with _faked(job, times) as (wrapper, mode, batch, batch_size, held):
+        program = _export(wrapper, batch, model)
+        if held.refused is not None:  # caught by the model, which went on as no step would
+            raise _within(explained(held.refused, model), module_of_failure(held.refused, wrapper.model))
+        with _quiet():
+            notes = steps.check(wrapper, wrapper.model, mode, batch) if times == 1 and not job.repeats else ()
+    builder = Builder()
+    converter = Converter(builder)
+    inputs = inputs_of(batch, batch_size)
+    parameters, buffers = declare(builder, converter.env, program, model, inputs, batch)
+    try:
+        outputs = converter.run(program.graph.nodes, program.graph_module, converter.env, grad=True)
+    except TraceError as error:
+        raise _within(error, converter.module) from error
+    loss = loss_output(program, outputs, builder)
+    graph = finish(
+        builder,
+        name=job.name or type(model).__name__,
+        batch_size=batch_size,
+        inputs=inputs,
+        parameters=parameters,
+        buffers=buffers,
+        loss=loss,
+        mutations=mutations_of(program, outputs, converter.env),
+    )
+    return replace(graph, notes=(*graph.notes, *notes, *checks.notes_of(held)))
+
+
+@contextmanager
+def _faked(job: _Job, times: int) -> Iterator[tuple[_Training, FakeTensorMode, dict[str, Any], int, checks.Held]]:
+    """The model on fake tensors with opaque modules in it, their mode, and a batch of ``times`` the example's size; what checks it passes by."""
+    mode = FakeTensorMode()
+    batch, batch_size = fake_batch(job.batch, mode, times)
+    wrapper = _Training(_fake_model(job.model, mode), batch, job.loss_fn)
+    regions = Regions(job.model, batch_size)
+    regions.swap(wrapper.model, job.opaque)
+    with regions.autograd_functions(), memory.own_gradients_refused(), checks.taken_to_hold() as held:
+        yield wrapper, mode, batch, batch_size, held
+
+
+def _same_numbers(graph: Graph, job: _Job) -> bool:
+    """Whether forward passes at two batch sizes spare a trace at the second one; see :mod:`autopar.tracing.guards.batch_size_numbers`.
+
+    Not tried where there are opaque regions: each pass would find out anew what they do, which may take longer than an export.
+    """
+    if any(op.target == OPAQUE for op in graph.ops):
+        return False
+    found = []
+    for times in (1, 2):
+        with _faked(job, times) as (wrapper, mode, batch, _, held), _quiet():
+            called = steps.calls(wrapper, mode, batch)
+        if called is None or held.refused is not None:
+            return False
+        found.append(called)
+    return counts.are_same(graph, *found)
+
+
+def _within(error: TraceError, path: str) -> TraceError:
+    """The same error, known to come from a module; the model itself is none that could run as it is written."""
+    if isinstance(error, RegionError):
+        return error
+    if not path:
+        if not any(problem in error.problem for problem in (EXPORTS, NO_VALUES)):
+            return error
+        return error.becoming(
+            TraceError, fix=f"{error.fix}. Or move the line into a separate module, which then runs as it is written"
+        )
+    found = error.becoming(_UntraceableError)
+    found.path = path
+    return found
+
+
+# --- the model ------------------------------------------------------------------------------------
+
+
+class _Training(torch.nn.Module):
+    """The user's model with its loss picked out; every input by name."""
+
+    def __init__(self, model: torch.nn.Module, batch: dict[str, Any], loss_fn: LossFunction | None) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_fn = loss_fn
+        self.positional, self.passed = arguments(model.forward, batch)
+        unused = [k for k in batch if k not in self.passed and k not in self.positional]
+        if unused and loss_fn is None:
+            raise TraceError(
+                f"Forward does not take the example input {', '.join(unused)}",
+                where=type(model).__name__,
+                fix="Remove it, or give loss_fn=... that reads it",
+            )
+
+    def forward(self, **batch: Any) -> torch.Tensor:
+        with written_back(self.model), for_products(self.model):
+            output = self.model(*(batch[k] for k in self.positional), **{k: batch[k] for k in self.passed})
+            if self.loss_fn is not None:
+                output = self.loss_fn(output, batch)
+        return pick_loss(output, type(self.model).__name__)
+
+
+def pick_loss(output: Any, place: str) -> torch.Tensor:
+    """The entry or attribute ``loss`` of what a model returns, or else its first floating scalar.
+
+    Raises:
+        TraceError: there is none.
+    """
+    named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    leaves = [named] if isinstance(named, torch.Tensor) else pytree.tree_leaves(output)
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and leaf.dim() == 0 and leaf.is_floating_point():
+            return leaf
+    shapes = [
+        str(tuple(leaf.shape)) + ("" if leaf.is_floating_point() else f" in {str(leaf.dtype).removeprefix('torch.')}")
+        for leaf in leaves
+        if isinstance(leaf, torch.Tensor)
+    ]
+    raise TraceError(
+        "The model returns no scalar loss",
+        where=place,
+        got=f"outputs of shape {', '.join(shapes)}" if shapes else f"a {type(output).__name__} without tensors",
+        fix="Add labels to the example inputs, return the loss, or give loss_fn=lambda output, batch: ...",
+    )
+
+
+def _fake_model(model: torch.nn.Module, mode: FakeTensorMode) -> torch.nn.Module:
+    """A copy in the modes of training whose tensors are fake: no memory, ties kept."""
+    memo: dict[int, Any] = {}
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        with mode:
+            return torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="cpu")
+
+    for parameter in model.parameters():
+        memo[id(parameter)] = torch.nn.Parameter(fake(parameter), requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = fake(buffer)
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, torch.Tensor) and id(value) not in memo:
+                memo[id(value)] = fake(value) if value.device.type == "meta" else value.detach().cpu()
+    try:
+        copied = as_trained(copy.deepcopy(model, memo), model)
+    except FAILURES as error:
+        raise not_copied(error, model) from error
+    swap_experts(copied)
+    return copied
+
+
+# --- export ---------------------------------------------------------------------------------------
+
+
+def _export(wrapper: _Training, batch: dict[str, Any], model: torch.nn.Module) -> torch.export.ExportedProgram:
+    with _quiet(), memory.casts_that_change_nothing(), memory.inference_as_no_grad(), memory.ParametersKept():
+        try:
+            program: torch.export.ExportedProgram = torch.export.export(wrapper, (), batch, strict=False)
+            cut_off(program, source_of)
+            if needs_decomposition(program.graph_module):
+                program = program.run_decompositions({})
+            return program
+        except TraceError:
+            raise
+        except FAILURES as error:
+            raise _within(explained(error, model), module_of_failure(error, wrapper.model)) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps export's warnings, logs and prints (it writes half-made graphs to stderr) off the terminal."""
+    loggers = [
+        logging.getLogger(name)
+        for name in (
+            "torch.export",
+            "torch.fx",
+            "torch._dynamo",
+            "torch.fx.experimental",
+            "torch._subclasses.fake_tensor",
+            "transformers",
+        )
+    ]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

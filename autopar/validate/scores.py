@@ -1,0 +1,188 @@
+"""What ``autopar validate`` does, apart from its options: scores, leave-one-out, calibrated profiles."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from autopar.errors import UsageError
+from autopar.hardware.device import Device
+from autopar.hardware.read import MachineProfile, known_devices, load_profile, profile_to_dict
+from autopar.plan.prediction import Prediction
+from autopar.util.files import write_toml
+from autopar.validate import parameters as free
+from autopar.validate.figures import Score, as_read, scales, score
+from autopar.validate.robust_fit import Fit
+from autopar.validate.runs import FailedRow, Run
+from autopar.validate.session import LEAST_SEEN, Session
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What is known of a table of runs.
+
+    Attributes:
+        scores: of each release, then of all.
+        predictions: of each run.
+        fitted: values, by left out source.
+        failed: rows of the table that are no runs of the session.
+    """
+
+    scores: tuple[Score, ...]
+    predictions: tuple[Prediction, ...]
+    fitted: Mapping[str, Mapping[str, float]]
+    scales: Mapping[str, float]
+    failed: tuple[FailedRow, ...] = ()
+
+    def to_dict(self, session: Session) -> dict[str, Any]:
+        """The JSON of the command."""
+        predicted = [
+            {
+                "row": run.line,
+                "name": run.name,
+                "source": run.release,
+                "step_time_s": run.step_time_s,
+                "predicted_step_time_s": p.step_time_s,
+                "predicted_interval_s": list(p.step_time_interval_s),
+                "peak_memory_bytes": run.peak_memory_bytes,
+                "predicted_peak_memory_bytes": p.peak_memory_bytes,
+                "breakdown": {name: getattr(p.breakdown, name) for name in p.breakdown.__slots__},
+            }
+            for run, p in zip(session.runs, self.predictions, strict=True)
+        ]
+        failed = [
+            {"row": row.line, "name": row.name, "source": row.release, "error": str(row.error)} for row in self.failed
+        ]
+        given = [*((run.file, run.line) for run in session.runs), *((row.file, row.line) for row in self.failed)]
+        files = list(dict.fromkeys(file for file, _ in given))
+        places = [(files.index(file), line) for file, line in given]
+        rows = sorted(zip(places, (*predicted, *failed), strict=True), key=lambda pair: pair[0])
+        return {
+            "scores": [found.to_dict() for found in self.scores],
+            "scales": dict(self.scales),
+            "fitted": {group: dict(values) for group, values in self.fitted.items()},
+            "failed_rows": len(self.failed),
+            "runs": [row for _, row in rows],
+        }
+
+
+def evaluate(session: Session, *, leave_one_out: bool = False, failed: Sequence[FailedRow] = ()) -> Outcome:
+    """Predictions of all runs: under the profiles as they are, or each source under what the others tell.
+
+    Sources are left out whole: all releases of a publisher together.
+
+    Args:
+        failed: the other rows of the table.
+    """
+    groups = [run.publisher for run in session.runs]
+    fitted: dict[str, dict[str, float]] = session.left_out(groups) if leave_one_out else {}
+    predictions: list[Prediction] = []
+    for group in dict.fromkeys(groups):
+        rows = [i for i, found in enumerate(groups) if found == group]
+        made = session.predictions(fitted.get(group), rows)
+        predictions += [p for _, p in sorted(zip(rows, made, strict=True), key=lambda pair: pair[0])]
+    order = [i for group in dict.fromkeys(groups) for i, found in enumerate(groups) if found == group]
+    predictions = [p for _, p in sorted(zip(order, predictions, strict=True), key=lambda pair: pair[0])]
+    return Outcome(
+        scores=tuple(scored(session, predictions)),
+        predictions=tuple(predictions),
+        fitted=fitted,
+        scales=scales(session.runs, predictions),
+        failed=tuple(failed),
+    )
+
+
+def scored(session: Session, predictions: Sequence[Prediction]) -> list[Score]:
+    """Scores of each publisher, of its releases where there are several, and of all."""
+    found = []
+    names = list(dict.fromkeys(name for run in session.runs for name in (run.publisher, run.release)))
+    for name in (*names, "all"):
+        rows = [i for i, run in enumerate(session.runs) if name in (run.publisher, run.release, "all") or name == "all"]
+        widths = [session.profiles[session.runs[i].device].device.memory_uncertainty for i in rows]
+        found.append(score(name, [session.runs[i] for i in rows], [predictions[i] for i in rows], widths))
+    return found
+
+
+def calibrate(session: Session, sources: Sequence[str]) -> tuple[dict[str, MachineProfile], Fit, list[int]]:
+    """Profiles of the devices that the runs of ``sources`` ran on, with parameters fitted to these runs.
+
+    Args:
+        sources: parts of the column ``source``; ``all`` for every run: shipped profiles of devices that none of them ran
+            on then get what is told of all devices, or of their chip.
+
+    Returns:
+        Profiles by name, the fit, and the runs that it was made of.
+
+    Raises:
+        UsageError: a source names no run.
+    """
+    for source in sources:
+        if source != "all" and not any(source in run.source for run in session.runs):
+            raise UsageError(
+                f"No run has a source that contains '{source}'",
+                where=session.place,
+                fix="Known: " + "; ".join(dict.fromkeys(run.release for run in session.runs)),
+            )
+    rows = [i for i in session.timed if any(s == "all" or s in session.runs[i].source for s in sources)]
+    found, chosen = session.fitted(rows)
+    releases: dict[str, int] = {}
+    for i in rows:
+        releases[session.runs[i].release] = releases.get(session.runs[i].release, 0) + 1
+    text = "fitted on: " + ", ".join(f"{name} ({count} runs)" for name, count in releases.items())
+    keys = {p.key for p in chosen}
+    values = {key: float(f"{value:.4g}") for key, value in found.values.items() if key in keys}
+    devices = {session.runs[i].device for i in rows}
+    read = [i for i in rows if session.runs[i].peak_memory_bytes]
+    width = memory_width([session.runs[i] for i in read], session.predictions(found.values, read))
+    if not chosen and width is None:
+        raise UsageError(
+            f"{len(rows)} runs of these sources are too few to calibrate: each number needs {LEAST_SEEN} timed runs that see it",
+            where=session.place,
+            fix="Add runs, or calibrate to more sources (--calibrate all)",
+        )
+    profiles = {}
+    for name in sorted(devices):
+        made = free.write(session.profiles[name], values, provenance=f"{text}; by autopar validate --calibrate")
+        made = replace(made, device=_with_width(made.device, width, len(read)))
+        profiles[made.device.name] = made
+    if "all" in sources:
+        profiles |= others(profiles, values, f"{text}; none on this device; by autopar validate --calibrate")
+    return profiles, found, rows
+
+
+def others(
+    fitted: Mapping[str, MachineProfile], values: Mapping[str, float], provenance: str
+) -> dict[str, MachineProfile]:
+    """Shipped profiles of accelerators without runs, with those of ``values`` that all devices or their chip share."""
+    shipped = (load_profile(name) for name in known_devices() if name not in fitted)
+    return {
+        profile.device.name: free.write(profile, values, provenance=provenance)
+        for profile in shipped
+        if profile.device.kind == "cuda"
+    }
+
+
+def memory_width(runs: Sequence[Run], predictions: Sequence[Prediction]) -> float | None:
+    """The half width of the interval of peak memory that holds 19 of 20 runs; None: too few have a measured peak."""
+    ratios = [
+        as_read(r, p) / r.peak_memory_bytes for r, p in zip(runs, predictions, strict=True) if r.peak_memory_bytes
+    ]
+    off = sorted(max(ratio, 1 / ratio) - 1 for ratio in ratios)
+    return off[math.ceil(0.95 * len(off)) - 1] if len(off) >= LEAST_SEEN else None
+
+
+def _with_width(device: Device, width: float | None, num_runs: int) -> Device:
+    if width is None:
+        return device
+    notes = dict(device.provenance)
+    text = f"fitted on: memory_fraction by {num_runs} measured peaks, of which 19 in 20 lie inside"
+    notes["uncertainty"] = free.noted(notes["uncertainty"], f"{text}; by autopar validate --calibrate")
+    return replace(device, memory_uncertainty=float(f"{width:.3g}"), provenance=tuple(notes.items()))
+
+
+def write_profile(profile: MachineProfile, path: Path) -> None:
+    """A profile as TOML."""
+    write_toml(path, profile_to_dict(profile))

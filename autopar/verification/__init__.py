@@ -1,0 +1,1 @@
+"""A plan against one device: losses, gradients and parameters compared, and where they first differ."""

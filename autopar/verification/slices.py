@@ -1,0 +1,219 @@
+"""Compares what ranks hold with the whole tensor: its slices by their types, summands added up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from autopar.graph.graph import Graph, Layout
+from autopar.ops.sequence import zigzag
+from autopar.plan.mesh import DATA_AXES, Mesh
+from autopar.rules.apply.apply import BATCH
+from autopar.rules.apply.experts_over_data import AXIS as SPREAD
+from autopar.rules.apply.zigzag import RING
+
+TOLERANCE = 1e-8
+"""Largest difference over largest element, in float64."""
+
+NOISE = 1e-12
+"""Of the largest element of what a tensor is made from: what may be left of it where it should cancel."""
+
+_MASK = 1e30
+"""Elements from here on stand for minus infinity: no measure of the others."""
+
+NUM_SAMPLES = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One element: its index in a rank's part, what is there and what should be."""
+
+    index: tuple[int, ...]
+    found: float
+    expected: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mismatch:
+    """A tensor that is not that of one device.
+
+    Attributes:
+        ranks, micro_batches: which hold wrong parts (or wrong summands: then all that are added); no micro-batches for
+            what a step leaves.
+        error: largest difference over the largest element.
+        local_shape, shape: of a rank's part and of the whole.
+        samples: the elements furthest off, of the first such rank.
+    """
+
+    ranks: tuple[int, ...]
+    micro_batches: tuple[int, ...]
+    error: float
+    local_shape: tuple[int, ...]
+    shape: tuple[int, ...]
+    samples: tuple[Sample, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How a plan spreads tensors: ``zigzag_axes`` hold split dims in zig-zag order, those of parameters aside."""
+
+    mesh: Mesh
+    num_micro_batches: int
+    zigzag_axes: frozenset[str]
+
+    @staticmethod
+    def of(mesh: Mesh, num_micro_batches: int, local: Graph) -> Split:
+        """That of one rank's graph."""
+        rings = (dict(op.kwargs)["axis"] for op in local.ops if op.target == RING)
+        return Split(mesh, num_micro_batches, frozenset(axis for axis in rings if isinstance(axis, str)))
+
+    @property
+    def in_own_order(self) -> Split:
+        """That of parameters."""
+        return replace(self, zigzag_axes=frozenset())
+
+    def _parts(self, axis: str) -> int:
+        return self.mesh.data * self.num_micro_batches if axis == BATCH else int(getattr(self.mesh, axis))
+
+    def coordinate(self, rank: int, micro_batch: int) -> dict[str, int]:
+        """Position on each axis, micro-batches and data ranks together as ``batch``."""
+        found = {axis: at for axis, at in self.mesh.coordinate(rank).items() if axis not in DATA_AXES}
+        found[BATCH] = self.mesh.data_index(rank) * self.num_micro_batches + micro_batch
+        found[SPREAD] = self.mesh.data_index(rank) % self.mesh.ep_data
+        return found
+
+    def part(self, whole: Tensor, layout: Layout, at: Mapping[str, int]) -> Tensor:
+        """The part of ``whole`` at a position, pending sums aside."""
+        for axis, kind in layout:
+            if not kind.is_split:
+                continue
+            parts = self._parts(axis)
+            if axis in self.zigzag_axes:
+                whole = zigzag(whole, kind.dim, parts)
+            size = whole.shape[kind.dim] // parts
+            whole = whole.narrow(kind.dim, at[axis] * size, size)
+        return whole
+
+    def compare(
+        self,
+        pieces: Mapping[tuple[int, int], Tensor | None],
+        whole: Tensor,
+        layout: Layout,
+        *,
+        scale: float = 0.0,
+        counts: Tensor | None = None,
+        tolerance: float = TOLERANCE,
+    ) -> Mismatch | None:
+        """What differs; None when nothing does.
+
+        Args:
+            pieces: by rank and micro-batch; None stands for zeros (a gradient that never came).
+            whole: on one device.
+            scale: largest element of what it is made from.
+            counts: where not zero, elements count; everywhere when None.
+            tolerance: largest difference over largest element.
+        """
+        pending = {axis for axis, kind in layout if kind.kind == "P"}
+        if not any(axis == SPREAD and kind.is_split for axis, kind in layout):
+            pending.add(SPREAD)  # another name of data ranks, which holds no parts of this tensor
+        groups: dict[tuple[tuple[str, int], ...], list[tuple[int, int]]] = {}
+        for rank, micro_batch in pieces:
+            at = self.coordinate(rank, micro_batch)
+            groups.setdefault(tuple((a, i) for a, i in at.items() if a not in pending), []).append((rank, micro_batch))
+        worst: Mismatch | None = None
+        ranks, numbers = set[int](), set[int]()
+        for key, members in groups.items():
+            position = dict(key)
+            expected = self.part(whole, layout, position)
+            weight = None if counts is None else self.part(counts, layout, position)
+            found = _sum((pieces[member] for member in members), expected)
+            one = _compare(found, expected, weight, _Bounds(tuple(whole.shape), _size(whole), scale, tolerance))
+            if one is None:
+                continue
+            ranks |= {rank for rank, _ in members}
+            numbers |= {micro_batch for _, micro_batch in members}
+            if worst is None or one.error > worst.error:
+                worst = one
+        if worst is None:
+            return None
+        return replace(worst, ranks=tuple(sorted(ranks)), micro_batches=tuple(sorted(numbers)))
+
+
+def gradient_layout(layout: Layout) -> Layout:
+    """Types of the gradient of a tensor."""
+    return tuple((axis, kind.gradient) for axis, kind in layout)
+
+
+def text(layout: Layout) -> str:
+    """``batch S(0), tp P``."""
+    return ", ".join(f"{axis} {kind}" for axis, kind in layout) or "the same on every rank"
+
+
+def largest(values: Iterable[Tensor | None]) -> float:
+    """The largest element that is a number and no mask."""
+    return max((_size(value) for value in values if value is not None), default=0.0)
+
+
+def _sum(pieces: Iterable[Tensor | None], like: Tensor) -> Tensor:
+    given = [piece for piece in pieces if piece is not None]
+    if not given:
+        return torch.zeros_like(like)
+    total = given[0]
+    for piece in given[1:]:
+        total = total + piece
+    return total
+
+
+@dataclass(frozen=True, slots=True)
+class _Bounds:
+    """Shape of the whole tensor, its largest element and that of what it is made from, and what may be off."""
+
+    shape: tuple[int, ...]
+    size: float
+    scale: float
+    tolerance: float
+
+
+def _compare(found: Tensor, expected: Tensor, weight: Tensor | None, bounds: _Bounds) -> Mismatch | None:
+    """Of one group of ranks; its ranks are left to the caller."""
+    empty = Mismatch(
+        ranks=(),
+        micro_batches=(),
+        error=float("inf"),
+        local_shape=tuple(found.shape),
+        shape=bounds.shape,
+        samples=(),
+    )
+    if found.shape != expected.shape:
+        return empty
+    if found.numel() == 0:
+        return None
+    a, b = _wide(found), _wide(expected)
+    difference = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs())
+    difference = torch.where(difference.isnan(), float("inf"), difference)
+    if weight is not None:
+        difference = torch.where(weight != 0, difference, 0.0)
+    off = float(difference.max())
+    if off <= max(bounds.tolerance * bounds.size, NOISE * bounds.scale):
+        return None
+    samples = []
+    for flat in difference.flatten().topk(min(NUM_SAMPLES, difference.numel())).indices.tolist():
+        index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), difference.shape))
+        if float(difference[index]) > 0.0:
+            samples.append(Sample(index=index, found=float(a[index].real), expected=float(b[index].real)))
+    error = off / max(bounds.size, NOISE / bounds.tolerance * bounds.scale)
+    return replace(empty, error=error, samples=tuple(samples))
+
+
+def _wide(value: Tensor) -> Tensor:
+    return value.to(torch.complex128 if value.is_complex() else torch.float64)
+
+
+def _size(value: Tensor) -> float:
+    if value.numel() == 0:
+        return 0.0
+    size = _wide(value.detach()).abs()
+    return float(torch.where(size < _MASK, size, 0.0).max())

@@ -1,0 +1,241 @@
+"""The shell command on plan files, its errors and its exit codes; what needs a model stands in test_models.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from autopar.cli import app as cli_app
+from autopar.cli import make_plan
+from autopar.plan.file import dumps, plan_to_dict, save_plan
+from autopar.plan.mesh import Mesh
+from tests.cli.cli_runner import Run, run_fixture
+from tests.example_plans import llama_plan, single_plan
+
+run = run_fixture
+
+
+@pytest.fixture
+def plan_file(tmp_path: Path) -> Path:
+    path = tmp_path / "plan.json"
+    save_plan(llama_plan(), path)
+    return path
+
+
+def test_help_is_quick_and_loads_no_torch(checkout: Path) -> None:
+    script = (
+        "import sys, autopar.cli\ntry: autopar.cli.main(['--help'])\nexcept SystemExit: print('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False, cwd=checkout
+    )
+    assert done.stdout.rstrip().endswith("False")
+    commands = [
+        "search",
+        "estimate",
+        "show",
+        "explain",
+        "compare",
+        "verify",
+        "trace",
+        "validate",
+        "profile",
+        "benchmark",
+    ]
+    commands += ["study", "doctor"]
+    assert all(f"  {command} " in done.stdout for command in commands)
+
+
+def test_an_interrupt_without_a_result_is_said(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*given: object, **named: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(make_plan, "parse_cluster", interrupted)
+    done = run("search", "gpt:layers=2,hidden=32,heads=2,vocab=64", "--cluster", "cpu:1x2", "--global-batch", 8)
+    assert (done.code, done.out, done.err.splitlines()[-1]) == (130, "", "interrupted before there was a result")
+
+
+def test_version(run: Run) -> None:
+    assert run("--version").out.startswith("autopar 0.")
+
+
+def test_show_prints_the_plan(run: Run, plan_file: Path) -> None:
+    done = run("show", plan_file)
+    assert (done.code, done.out, done.err) == (0, f"{llama_plan()}\n", "")
+
+
+def test_show_json_has_the_keys_of_the_contract(run: Run, plan_file: Path) -> None:
+    found = json.loads(run("show", plan_file, "--json").out)
+    assert found["mesh"] == {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 4, "ep": 1}
+    assert found["num_micro_batches"] == 16
+    assert [stage["pp_rank"] for stage in found["stages"]] == [0, 1]
+    keys = {
+        "micro_batch_size",
+        "schedule",
+        "virtual_stages",
+        "zero_stage",
+        "recompute",
+        "stages",
+        "predicted",
+        "search",
+    }
+    assert keys <= set(found)
+    predicted = {"step_time_s", "step_time_interval_s", "peak_memory_bytes", "mfu", "tokens_per_s", "breakdown"}
+    assert predicted <= set(found["predicted"])
+    assert {"wall_time_s", "candidates", "evaluated", "lower_bound_s", "gap"} <= set(found["search"])
+    assert sum(found["predicted"]["breakdown"].values()) == pytest.approx(found["predicted"]["step_time_s"])
+
+
+def test_show_writes_pictures(run: Run, plan_file: Path, tmp_path: Path) -> None:
+    done = run("show", plan_file, "--html", tmp_path / "p.html", "--perfetto", tmp_path / "p.trace")
+    assert (done.code, done.out) == (0, "")
+    assert (tmp_path / "p.html").read_text().startswith("<!doctype html>")
+    assert len(json.loads((tmp_path / "p.trace").read_text())["traceEvents"]) > 60
+
+
+def test_show_says_where_it_cannot_write(run: Run, plan_file: Path, tmp_path: Path) -> None:
+    done = run("show", plan_file, "--html", tmp_path / "no" / "p.html")
+    assert done.code == 2
+    assert done.error.startswith(f"Cannot write {tmp_path}/no/p.html: no such file or directory")
+
+
+def test_trace_of_a_plan_without_times_says_so(run: Run, tmp_path: Path) -> None:
+    save_plan(single_plan(), tmp_path / "plan.json")
+    done = run("show", tmp_path / "plan.json", "--perfetto", tmp_path / "p.trace")
+    assert done.code == 1
+    assert "Missing predicted times of the stages" in done.error
+
+
+def test_compare_shows_predictions_and_choices(run: Run, plan_file: Path, tmp_path: Path) -> None:
+    slower = replace(
+        llama_plan(), mesh=Mesh(pp=2, dp_shard=2, tp=4), zero_stage=3,
+        predicted=replace(llama_plan().predicted, step_time_s=0.9),
+    )  # fmt: skip
+    save_plan(slower, tmp_path / "other.json")
+    done = run("compare", plan_file, tmp_path / "other.json")
+    assert done.code == 0
+    assert "+100.0 %" in done.out
+    assert "zero_stage: 1 -> 3" in done.out
+    found = json.loads(run("compare", plan_file, tmp_path / "other.json", "--json").out)
+    assert found["step_time_ratio"] == 2.0
+    assert {"path": "zero_stage", "before": 1, "after": 3} in found["changes"]
+    assert "The plans make the same choices." in run("compare", plan_file, plan_file).out
+
+
+def test_explain_prints_the_reasons(run: Run, plan_file: Path) -> None:
+    done = run("explain", plan_file)
+    assert (done.code, done.out) == (0, llama_plan().search.reasons[0] + "\n")
+    assert json.loads(run("explain", plan_file, "--json").out)["pins"] == ["tp<=4"]
+
+
+def test_explain_needs_a_model_for_an_alternative(run: Run, tmp_path: Path) -> None:
+    plan = replace(llama_plan(), model=replace(llama_plan().model, name="MyModel"))
+    save_plan(plan, tmp_path / "plan.json")
+    done = run("explain", tmp_path / "plan.json", "--why-not", "tp=8,pp=2")
+    assert done.code == 2
+    assert "Say which model with --model" in done.error
+
+
+BAD_PLANS: dict[str, tuple[Callable[[str], str], str]] = {
+    "truncated": (lambda text: text[:700], "The plan file is cut off"),
+    "newer": (lambda text: text.replace('"version": 1', '"version": 2'), "reads formats up to 1"),
+    "wrong type": (
+        lambda text: text.replace('"tp": 4', '"tp": "4"'),
+        "Wrong value of 'mesh.tp'. Expected a value of type integer",
+    ),
+    "other world": (lambda text: text.replace('"tp": 4', '"tp": 2'), "'mesh' does not fit the plan"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_PLANS)
+@pytest.mark.parametrize("command", ["show", "explain", "compare", "verify"])
+def test_bad_plan_file_gives_one_message(command: str, name: str, run: Run, tmp_path: Path) -> None:
+    change, expected = BAD_PLANS[name]
+    path = tmp_path / "plan.json"
+    path.write_text(change(dumps(plan_to_dict(llama_plan()))))
+    done = run(command, path, *([path] if command == "compare" else []))
+    assert done.code == 2
+    assert done.error.startswith(str(path))
+    assert expected in done.error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["find"], "No such command"),
+        (["show"], "Missing argument"),
+        (["search", "gpt:layers=1"], "--cluster"),
+        (["search", "gpt:layers=1", "--cluster", "cpu:1x1", "--global-batch", "many"], "--global-batch"),
+        (["search", "gpt:layers=1", "--cluster", "cpu:1x1", "--global-batch", "0"], "--global-batch"),
+        (["show", "plan.json", "--yaml"], "--yaml"),
+    ],
+)
+def test_wrong_usage_exits_with_2(run: Run, arguments: list[str], expected: str) -> None:
+    done = run(*arguments)
+    assert done.code == 2
+    assert expected in done.err
+    assert "Traceback" not in done.err
+    assert done.out == ""
+
+
+def test_absent_plan_file(run: Run, tmp_path: Path) -> None:
+    done = run("show", tmp_path / "none.json")
+    assert done.code == 2
+    assert "Cannot read" in done.error
+
+
+def test_defect_is_one_line_and_a_traceback_with_debug(
+    run: Run, plan_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_plan: object) -> str:
+        raise ZeroDivisionError("by\nnothing")
+
+    monkeypatch.setattr("autopar.plan.text.render_plan", fail)
+    done = run("show", plan_file)
+    assert done.code == 1
+    assert done.error.startswith("A defect of autopar: ZeroDivisionError: by nothing. Please report it")
+    assert "Traceback" in run("show", plan_file, "--debug").err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
+def test_a_full_disk_is_no_defect(plan_file: Path, checkout: Path) -> None:
+    script = f"{sys.executable} -c 'from autopar.cli import main; main()' show {plan_file} > /dev/full"
+    done = subprocess.run(["sh", "-c", script], cwd=checkout, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: No space left on device")
+
+
+def test_closed_pipe_is_no_error(plan_file: Path, checkout: Path) -> None:
+    script = f"{sys.executable} -c 'from autopar.cli import main; main()' show {plan_file} | head -n 1"
+    environment = {**os.environ, "PYTHONPATH": str(checkout)}
+    done = subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, timeout=60, check=True, env=environment
+    )
+    assert done.stdout.startswith("Plan for")
+    assert "Traceback" not in done.stderr
+
+
+def test_doctor_names_what_is_missing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = json.loads(run("doctor", "--json").out)
+    assert found["ok"] is True
+    assert {"torch", "gloo (CPU runs)", "pipeline schedules", "spmd-types"} <= {
+        check["name"] for check in found["checks"]
+    }
+    monkeypatch.setattr("autopar.cli.commands.doctor._FEATURES", (("time travel", "torch", ("tardis",)),))
+    done = run("doctor")
+    assert done.code == 1
+    assert "missing  time travel" in done.out
+    assert "not available; install torch 2.11 or later" in done.out
+
+
+def test_commands_are_those_of_the_contract() -> None:
+    names = [command.name for command in cli_app.app.registered_commands]
+    assert names == ["search", "estimate", "show", "explain", "compare", "verify", "trace", "validate", "doctor"]
+    assert [group.name for group in cli_app.app.registered_groups] == ["profile", "benchmark", "study"]

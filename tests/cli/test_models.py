@@ -1,0 +1,374 @@
+"""The shell command on models: tracing, planning, verifying, and what is said about models that cannot be."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+
+from autopar.models.resolve import resolve_model
+from autopar.plan.file import load_plan, save_plan
+from autopar.plan.mesh import Mesh
+from autopar.plan.plan import Plan
+from autopar.util import data_files as resources
+from autopar.verification.against_one_device import RankErrors, VerifyReport
+from autopar.verification.verified_model import VerifiedModel
+from tests.cli.cli_runner import Run, run_fixture
+from tests.distributed.plans import make_plan
+
+run = run_fixture
+
+GPT = "gpt:layers=2,hidden=32,heads=4,vocab=64,seq=16"
+
+USER_MODELS = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x, y):
+        return (self.down(torch.relu(self.up(x))) - y).square().mean()
+
+
+class Branching(Net):
+    def forward(self, x, y):
+        loss = super().forward(x, y)
+        if loss > 1:
+            loss = loss * 2
+        return loss
+
+
+def batch():
+    return {"x": torch.randn(4, 8), "y": torch.randn(4, 8)}
+
+
+def net():
+    return Net(), batch()
+
+
+def branching():
+    return Branching(), batch()
+
+
+def broken():
+    return nn.Linear(torch.nowhere, 3)
+
+
+def number():
+    return 7
+
+
+def scaled():
+    return Scaled(), {"x": torch.randn(4, 8)}
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("scale", torch.rand(8))
+
+    def forward(self, x):
+        return (self.linear(x) * self.scale).square().mean()
+
+
+def nested():
+    return Scaled(), {"x": [torch.randn(4, 8)]}
+"""
+
+
+@pytest.fixture
+def user_models(tmp_path: Path) -> str:
+    """A module of the user in the directory where the command is started; its name is new for each test."""
+    name = "models_" + "".join(c for c in tmp_path.name if c.isalnum())
+    (tmp_path / f"{name}.py").write_text(USER_MODELS)
+    return name
+
+
+def test_trace_counts_parameters_flops_and_blocks(run: Run) -> None:
+    found = json.loads(run("trace", GPT, "--json").out)
+    hidden, vocabulary, sequence = 32, 64, 16
+    block = 12 * hidden**2 + 13 * hidden
+    assert found["parameters"] == 2 * block + (vocabulary + sequence + 2) * hidden
+    assert found["tied"] == {"transformer.wte.weight": ["lm_head.weight"]}
+    assert {block["count"]: block["parameters"] for block in found["blocks"]}[2] == block
+    products = 2 * 12 * hidden**2 * sequence + hidden * vocabulary * sequence
+    assert found["flops_per_sample"] > 6 * products  # and attention's scores
+    assert found["flops_per_sample"] < 6 * products * 1.2
+    assert found["operators_without_rule"] == []
+    assert found["operators"]["autopar.cross_entropy_sum"] == 1
+
+
+def test_trace_prints_a_summary(run: Run) -> None:
+    done = run("trace", GPT, "--seq", "8")
+    assert done.code == 0
+    assert "transformer.h.0-1" in done.out
+    assert "input       input_ids (2, 8) int64" in done.out
+    assert "Every operator has a rule." in done.out
+
+
+def test_trace_names_operators_without_a_rule(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autopar.report.traced_model.has_rule", lambda target: target != "aten.layer_norm.default")
+    done = run("trace", GPT)
+    assert "Operators without a rule" in done.out
+    assert "\n  aten.layer_norm.default" in done.out.split("Operators without a rule")[1]
+
+
+def test_model_of_the_user_is_found_where_the_command_starts(run: Run, user_models: str) -> None:
+    found = json.loads(run("trace", f"{user_models}:net", "--json").out)
+    assert found["parameters"] == 8 * 16 + 16 + 16 * 8 + 8
+    assert found["operators"]["aten.linear.default"] == 2
+
+
+def test_a_factory_draws_the_same_numbers_each_time(
+    run: Run, user_models: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph keeps the values of constant buffers: ranks and the one device that they are compared with have the same."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    source = resolve_model(f"{user_models}:scaled")
+    assert torch.equal(source.model.scale, source.build().scale)
+    state = torch.get_rng_state()
+    assert torch.equal(resolve_model(f"{user_models}:scaled").model.scale, source.model.scale)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_model_that_cannot_be_traced_names_the_line(run: Run, user_models: str) -> None:
+    done = run("trace", f"{user_models}:branching")
+    assert done.code == 1
+    line = 1 + USER_MODELS.splitlines().index("        if loss > 1:")
+    assert f"{user_models}.py:{line}" in done.error
+    assert "Or move the line into a separate module" in done.error
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ("nowhere.to.be:found", "Cannot import module 'nowhere.to.be'"),
+        ("MODELS:number", "The factory returned something else than a model"),
+        ("MODELS:nets", "Did you mean net"),
+        (
+            "MODELS:broken",
+            ".py:36: The factory failed: AttributeError",
+        ),
+        (
+            "MODELS:nested",
+            "The example input 'x' is a list, not a tensor",
+        ),
+        ("just-words", "package.module:factory"),
+        ("gpt:layer=2", "Did you mean 'layers'?"),
+        ("hf:gpt22", "Did you mean gpt2"),
+        ("hf:gpt2?n_layers=3", "Did you mean n_layer"),
+        ("gpt:layers=2,hidden=30,heads=4,vocab=64", "The hidden size 30 does not divide by 4 heads"),
+        ("gpt:layers=-1", "gpt:layers is -1, which is below 1"),
+        ("gpt:seq=0", "gpt:seq is 0, which is below 1"),
+        ("hf:gpt2?n_layer=-2", "The model has -2 layers"),
+        ("llama:kv_heads=3", "3 heads of keys and values do not divide 32 attention heads"),
+        ("gpt:dropout=nan", "These settings make no model"),
+        ("hf:gpt2?n_layer=x", "Field 'n_layer' expected int, got str"),
+    ],
+)
+def test_bad_model_gives_one_message(model: str, expected: str, run: Run, user_models: str) -> None:
+    done = run("trace", model.replace("MODELS", user_models))
+    assert done.code == 2
+    assert expected in done.error
+
+
+def _save(path: Path, plan: Plan) -> Path:
+    save_plan(plan, path)
+    return path
+
+
+def _plan_of(model: str, mesh: Mesh) -> Plan:
+    plan = make_plan(resolve_model(model).trace(), mesh, global_batch_size=32, micro_batch_size=2)
+    return replace(plan, model=replace(plan.model, tokens_per_sample=16))
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(240)
+def test_verify_compares_every_rank_of_a_plan_file(run: Run, tmp_path: Path) -> None:
+    path = _save(tmp_path / "plan.json", _plan_of(GPT, Mesh(tp=2)))
+    done = run("verify", path, "--steps", "2", "--json")
+    found = json.loads(done.out)
+    assert (done.code, found["passed"], found["mesh"]) == (0, True, "tp=2")
+    assert [rank["rank"] for rank in found["ranks"]] == [0, 1]
+    assert all(0 < rank["gradient"] < 1e-4 for rank in found["ranks"])
+
+
+def test_verify_fails_when_a_rank_differs(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = _save(tmp_path / "plan.json", _plan_of(GPT, Mesh(tp=2)))
+    rows = tuple(
+        RankErrors(
+            rank=rank, losses=(1.0,), loss=1e-7, gradient=gradient, gradient_name="lm_head.weight", parameter=0.0,
+            parameter_name="wte",
+        )
+        for rank, gradient in enumerate((1e-7, 0.5))
+    )  # fmt: skip
+    report = VerifyReport(steps=1, reference_losses=(1.0,), rows=rows)
+    monkeypatch.setattr("autopar.verification.against_one_device.verify", lambda *_args, **_options: report)
+    done = run("verify", path)
+    assert done.code == 1
+    assert [line.endswith("past") for line in done.out.splitlines()[4:6]] == [False, True]
+    assert "error: rank 1: gradients of the first step differ" in done.err
+    assert "Traceback" not in done.err
+
+
+def test_plan_for_another_model_is_refused(run: Run, tmp_path: Path) -> None:
+    path = _save(tmp_path / "plan.json", _plan_of(GPT, Mesh(tp=2)))
+    done = run("verify", path, "--model", GPT.replace("hidden=32", "hidden=64"))
+    assert done.code == 1
+    assert "This plan was made for model" in done.error
+    assert f"made for model '{GPT}'" in done.error
+
+
+def test_verify_of_a_large_plan_says_how_many_ranks_it_takes(run: Run, tmp_path: Path) -> None:
+    path = _save(tmp_path / "plan.json", _plan_of(GPT, Mesh(tp=4, dp_replicate=16)))
+    done = run("verify", path)
+    assert done.code == 2
+    assert "has 64 ranks, and verify starts at most 32" in done.error
+
+
+def test_verify_of_a_model_needs_a_cluster(run: Run) -> None:
+    done = run("verify", GPT)
+    assert done.code == 2
+    assert "--cluster cpu:1x4" in done.error
+
+
+def test_search_prints_saves_and_answers_in_json(run: Run, tmp_path: Path) -> None:
+    done = run("search", GPT, "--cluster", "cpu:1x2", "--global-batch", "8", "-o", "plan.json", "--json")
+    found = json.loads(done.out)
+    assert done.code == 0
+    assert prod(found["mesh"][axis] for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")) == 2
+    assert found["search"]["lower_bound_s"] <= found["predicted"]["step_time_s"]
+    assert sum(found["predicted"]["breakdown"].values()) == pytest.approx(found["predicted"]["step_time_s"])
+    saved = load_plan(tmp_path / "plan.json")
+    assert saved.predicted.step_time_s == found["predicted"]["step_time_s"]
+    assert saved.predicted.stage_times
+    assert run("show", "plan.json").out == f"{saved}\n"
+    assert run("show", "plan.json", "--html", "plan.html", "--perfetto", "trace.json").code == 0
+
+
+def test_estimate_returns_the_pinned_degrees(run: Run) -> None:
+    pins = "tp=2,pp=2,dp_shard=2,dp_replicate=1,zero=1,micro_batch=2,schedule=1F1B,recompute=full"
+    done = run("estimate", GPT, "--cluster", "cpu:1x8", "--global-batch", "16", "--pin", pins, "--json")
+    found = json.loads(done.out)
+    assert found["mesh"] == {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2, "ep": 1}
+    chosen = [found[key] for key in ("zero_stage", "micro_batch_size", "schedule", "recompute")]
+    assert chosen == [1, 2, "1F1B", "full"]
+    assert found["pins"] == pins.split(",")
+
+
+def test_printed_plan_names_parameters(run: Run) -> None:
+    done = run("estimate", GPT, "--cluster", "cpu:1x2", "--global-batch", "8", "--pin", "tp=2")
+    layouts = done.out.split("Layouts of parameters")[1]
+    assert "transformer.h.0-1 (2 blocks)" in layouts
+    assert "mlp.c_fc.weight" in layouts
+
+
+@pytest.mark.parametrize(
+    ("cluster", "pins", "named"),
+    [
+        ("cpu:1x3", ["dp_shard=3"], ["the global batch 8 divides by", "dp_shard=3"]),
+        ("cpu:1x4", ["tp=4", "pp=2", "zero=0"], ["tp=4", "pp=2"]),
+        ("cpu:1x1?memory=1MB", [], ["of memory a device", "1 device"]),
+    ],
+)
+def test_conflict_exits_with_3_and_is_named(cluster: str, pins: list[str], named: list[str], run: Run) -> None:
+    options = [option for pin in pins for option in ("--pin", pin)]
+    done = run("search", GPT, "--cluster", cluster, "--global-batch", "8", *options)
+    assert done.code == 3
+    assert all(text in done.error for text in named)
+    assert "zero=0" not in done.error
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--cluster", "h100-sxm:1x2"], "Did you mean 'h100-sxm5-80gb'?"),
+        (["--cluster", "cluster.toml"], "cluster.toml, line 4: Unknown key 'devices_per_nodes'"),
+        (["--cluster", "torn.toml"], "torn.toml, line 1: This is not TOML"),
+        (["--cluster", "none.toml"], "Cannot read none.toml"),
+        (["--cluster", "cpu:1x2", "--pin", "tpp=2"], "Did you mean 'tp'?"),
+        (["--cluster", "cpu:1x2", "--pin", "tp"], "not of the form NAME=VALUE"),
+        (
+            ["--cluster", "cpu:1x2", "--pin", "model.layers.7.weight=tp:S(0)"],
+            "No parameter of the model matches 'model.layers.7.weight'",
+        ),
+        (["--cluster", "cpu:1x2", "--precision", "fp7"], "Unknown precision"),
+        (["--cluster", "cpu:1x2", "--optimizer", "lion"], "Unknown optimizer"),
+        (["--cluster", "cpu:1x2", "--space", "vast"], "Unknown space 'vast'"),
+        (["--cluster", "cpu:1x2", "--storage", "nowhere"], "--storage"),
+        (
+            ["--cluster", "cpu:1x2", "--space", "space.toml"],
+            "Wrong value of 'zero_stages'. Expected a list of whole numbers from 0 to 3, got [4.0]",
+        ),
+    ],
+)
+def test_bad_option_gives_one_message(options: list[str], expected: str, run: Run, tmp_path: Path) -> None:
+    lines = ["[[group]]", 'device = "cpu"', "num_nodes = 1", "devices_per_nodes = 2", "devices_per_node = 2"]
+    (tmp_path / "cluster.toml").write_text("\n".join(lines))
+    (tmp_path / "torn.toml").write_text('name = "mine')
+    space = resources.files("search")["quick"].read_text().replace("zero_stages = [0, 1, 3]", "zero_stages = [4]")
+    (tmp_path / "space.toml").write_text(space)
+    done = run("search", GPT, "--global-batch", "8", *options)
+    assert done.code == 2
+    assert expected in done.error
+
+
+def test_explain_compares_with_other_pins(run: Run) -> None:
+    assert (
+        run("search", GPT, "--cluster", "cpu:1x2", "--global-batch", "8", "--pin", "tp=1", "-o", "plan.json").code == 0
+    )
+    assert "slower" in run("explain", "plan.json").out
+    done = run("explain", "plan.json", "--why-not", "tp=2", "--json")
+    found = json.loads(done.out)
+    assert {"path": "mesh.tp", "before": 1, "after": 2} in found["changes"]
+    assert found["step_time_ratio"] > 0
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(240)
+def test_verify_of_a_model_with_dropout_and_padding(run: Run) -> None:
+    done = run("verify", "hf:gpt2?n_layer=2&n_embd=32&n_head=4&vocab_size=64", "--cluster", "cpu:1x2", "--pin", "tp=2")
+    assert done.code == 0
+    assert "every rank agrees" in done.out
+    splits = re.search(r"tp=2 splits (\d+) of (\d+) parameters", done.out)
+    assert splits is not None
+    assert int(splits[1]) > int(splits[2]) / 2
+
+
+def test_a_model_that_cannot_be_traced_prints_one_line_alone(tmp_path: Path) -> None:
+    (tmp_path / "branching.py").write_text(
+        "import torch\n\n\nclass Model(torch.nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n        self.linear = torch.nn.Linear(8, 8)\n\n"
+        "    def forward(self, x):\n        y = self.linear(x)\n        if y.sum() > 0:\n            y = y * 2\n"
+        "        return y.mean()\n\n\ndef make():\n    return Model(), {'x': torch.randn(4, 8)}\n"
+    )
+    command = [sys.executable, "-m", "autopar", "search", "branching:make", "--cluster", "cpu:1x2"]
+    done = subprocess.run(
+        [*command, "--global-batch", "4"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert "branching.py:11" in line
+    assert "if y.sum() > 0:" in line
+
+
+def test_a_model_is_verified_without_the_dropout_that_plans_are_made_for() -> None:
+    pytest.importorskip("transformers")
+    sizes = "num_hidden_layers=1&hidden_size=8&num_attention_heads=2&intermediate_size=16&vocab_size=16"
+    subject = VerifiedModel(resolve_model(f"hf:bert?{sizes}", sequence_length=4), masked=True)
+    trained, verified = (subject.trace(as_trained=as_trained) for as_trained in (True, False))
+    assert any(op.target == "autopar.dropout" for op in trained.ops)
+    assert not any(op.target == "autopar.dropout" for op in verified.ops)
+    assert any(getattr(module, "p", 0.0) for module in subject.source.model.modules()), "the model stays as it is"

@@ -1,0 +1,287 @@
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import networkx
+import pytest
+import tomli_w
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopar.errors import UsageError
+from autopar.hardware.cluster import NETWORK, Cluster
+from autopar.hardware.device_rates import CurvePoint, MatmulRate
+from autopar.hardware.link import CollectiveLibrary
+from autopar.hardware.read import known_devices, load_library, load_profile
+from autopar.util import data_files as resources
+from autopar.util.toml import Table, line_of
+
+TWO_RACKS = """
+name = "two-racks"
+
+[[group]]
+device = "a100-sxm4-80gb"
+num_nodes = 2
+devices_per_node = 4
+nics_per_node = 2
+
+[[group]]
+device = "a100-sxm4-40gb"
+num_nodes = 2
+devices_per_node = 8
+memory_bytes = 2e10
+[group.nic]
+name = "slow"
+bandwidth_bytes_per_s = 1e9
+latency_s = 3e-6
+provenance = "example"
+
+[[tier]]
+name = "rack"
+num_nodes = 2
+[tier.uplink]
+name = "uplink"
+bandwidth_bytes_per_s = 5e8
+latency_s = 1e-6
+provenance = "example"
+"""
+
+
+def write(folder: Path, text: str, name: str = "cluster.toml") -> Path:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("name", known_devices())
+def test_every_shipped_profile_gives_a_cluster_that_survives_a_round_trip(name: str) -> None:
+    cluster = Cluster.parse(f"{name}:2x4")
+    assert cluster.world_size == 8
+    assert cluster.is_homogeneous
+    assert cluster.devices[0].reserved_bytes < cluster.devices[0].memory_bytes
+    written = tomllib.loads(tomli_w.dumps(cluster.to_dict()))
+    assert Cluster.from_dict(written) == cluster
+
+
+@pytest.mark.parametrize("path", sorted(resources.directory("profiles").rglob("*.toml")), ids=lambda path: path.stem)
+def test_every_number_of_a_profile_stands_beside_its_provenance(path: Path) -> None:
+    def check(table: dict[str, object], place: str, covered: bool) -> None:
+        covered = covered or bool(table.get("provenance"))
+        for key, value in table.items():
+            for item in value if isinstance(value, list) else [value]:
+                if isinstance(item, dict):
+                    check(item, f"{place}.{key}", covered)
+                elif isinstance(item, int | float) and not isinstance(item, bool):
+                    assert covered, f"{path.name}: {place}.{key} = {item} has no provenance"
+
+    check(tomllib.loads(path.read_text(encoding="utf-8")), "", covered=False)
+
+
+def test_the_gpu_numbers_are_those_of_their_sources() -> None:
+    h100 = Cluster.parse("h100-sxm5-80gb:1x8").groups[0]
+    assert h100.device.rate("bfloat16").ceiling_flops_per_s == 794.5e12
+    assert h100.device.rate("bfloat16").datasheet_flops_per_s == 989e12
+    assert 78 * 2**30 < h100.device.memory_bytes < 80 * 2**30
+    assert 46e9 <= h100.nic.bandwidth_bytes_per_s <= 48e9
+    assert 365e9 <= h100.intra_node.bandwidth_bytes_per_s <= 370e9
+    assert Cluster.parse("a100-sxm4-40gb:1x8").devices[0].memory_bytes < 40 * 2**30
+    simple = next(a for a in load_library("nccl").algorithms if (a.name, a.protocol) == ("ring", "Simple"))
+    assert (simple.base_s, simple.intra_step_s, simple.inter_step_s) == (8.4e-6, 3.4e-6, 14e-6)
+
+
+def test_gloo_delays_are_those_measured_for_two_and_four_ranks() -> None:
+    library = load_library("gloo")
+    (ring,) = library.algorithms
+    delays = {n: ring.base_delays + ring.delays_per_step * 2 * (n - 1) for n in (2, 4)}
+    assert 4.5 <= delays[2] <= 5.5
+    assert 12.5 <= delays[4] <= 14.5
+    assert library.implemented_as == (("reduce_scatter", "all_reduce"),)
+
+
+def test_cpu_ranks_divide_the_memory_of_their_node_and_share_its_cores() -> None:
+    profile = load_profile("cpu")
+    four = Cluster.parse("cpu:1x4").devices[0]
+    assert four.memory_bytes == profile.device.memory_bytes // 4
+    shared = Cluster.parse("cpu:1x4?cores=2").devices[0]
+    assert shared.rate("float32").ceiling_flops_per_s == four.rate("float32").ceiling_flops_per_s / 2
+    assert shared.memory_bandwidth_bytes_per_s == four.memory_bandwidth_bytes_per_s / 2
+    assert "0.5" in shared.rate("float32").provenance
+    links = [Cluster.parse(f"cpu:1x4{cores}").groups[0].intra_node for cores in ("", "?cores=2")]
+    assert links[1].bandwidth_bytes_per_s == links[0].bandwidth_bytes_per_s / 2  # messages are work of the cores too
+    assert links[1].latency_s == links[0].latency_s * 2
+    assert Cluster.parse("cpu:1x4?cores=8").devices[0] == four
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"), [("1e9", 10**9), ("80GB", 80 * 10**9), ("80gib", 80 * 2**30), ("512MiB", 2**29), ("7b", 7)]
+)
+def test_memory_can_be_stated_on_the_command_line(text: str, num_bytes: int) -> None:
+    device = Cluster.parse(f"cpu:1x4?memory={text}").devices[0]
+    assert device.memory_bytes == num_bytes
+    assert dict(device.provenance)["memory"] == "stated by the user"
+
+
+def test_network_cards_can_be_stated_on_the_command_line() -> None:
+    group = Cluster.parse("h100-sxm5-80gb:2x8?nics=4&nic_bandwidth=25GB").groups[0]
+    assert (group.nics_per_node, group.nic.bandwidth_bytes_per_s) == (4, 25e9)
+
+
+def test_host_memory_can_be_stated_where_there_is_a_link_to_the_host() -> None:
+    known, stated = (Cluster.parse(f"h100-sxm5-80gb:1x8{more}").devices[0].host for more in ("", "?host_memory=64GiB"))
+    assert known is not None
+    assert stated is not None
+    assert (known.memory_bytes, stated.memory_bytes) == (250_000_000_000, 64 * 2**30)
+    assert stated.to_host_bytes_per_s == known.to_host_bytes_per_s == 63e9
+    assert stated.provenance.endswith("memory stated by the user")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("cpu:1x4?host_memory=1GB", "Add [device.host] to the profile"),
+        ("h100-sxm:4x8", "Did you mean 'h100-sxm5-80gb'"),
+        ("h100-sxm-80gb:4x8", "Did you mean 'h100-sxm5-80gb'"),
+        ("h100-sxm5-80gb", "h100-sxm5-80gb:1x8"),
+        ("cpu:0x4", "has no device"),
+        ("local:1x2", "local?ranks=2"),
+        ("cpu:4", "DEVICE:NODESxPER_NODE"),
+        ("cpu:1x4?memroy=1e9", "Did you mean 'memory'"),
+        ("cpu:1x4?memory=much", "number of bytes"),
+        ("cpu:1x4?cores=0", "whole number from 1"),
+        ("nowhere/cluster.toml", "nowhere/cluster.toml"),
+    ],
+)
+def test_a_bad_description_is_refused_with_a_remedy(text: str, says: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(says)) as caught:
+        Cluster.parse(text)
+    assert caught.value.exit_code == 2
+
+
+def test_a_file_can_mix_devices_links_and_tiers(tmp_path: Path) -> None:
+    cluster = Cluster.parse(str(write(tmp_path, TWO_RACKS)))
+    assert (cluster.world_size, cluster.num_nodes, cluster.devices_per_node) == (24, 4, 4)
+    assert not cluster.is_homogeneous
+    assert [device.name for device in cluster.devices] == ["a100-sxm4-80gb", "a100-sxm4-40gb"]
+    assert cluster.device_of(8).memory_bytes == 2 * 10**10
+    assert cluster.ranks_by_node([0, 7, 8, 15, 16]) == {0: (0,), 1: (7,), 2: (8, 15), 3: (16,)}
+    tiers = [cluster.tier_of(ranks) for ranks in ([3], [0, 3], [0, 4], [0, 8], range(24))]
+    assert tiers == ["device", "node", "rack", NETWORK, NETWORK]
+    assert Cluster.from_dict(cluster.to_dict()) == cluster
+
+
+def test_a_message_feels_the_narrowest_link_on_its_way(tmp_path: Path) -> None:
+    cluster = Cluster.load(write(tmp_path, TWO_RACKS))
+    assert cluster.link_between(0, 1).name == "nvlink3"
+    assert cluster.link_between(0, 4).name == "hdr200"
+    assert cluster.link_between(8, 16).name == "slow"
+    assert cluster.link_between(0, 8).bandwidth_bytes_per_s == 5e8
+
+
+def test_the_topology_shows_every_device_card_and_switch(tmp_path: Path) -> None:
+    cluster = Cluster.load(write(tmp_path, TWO_RACKS))
+    graph = cluster.topology()
+    kinds = [kind for _, kind in graph.nodes(data="kind")]
+    assert (kinds.count("device"), kinds.count("nic")) == (24, 2 * 2 + 2 * 8)
+    assert networkx.is_connected(graph)
+    assert networkx.shortest_path(graph, "device:0", "device:7") == [
+        "device:0", "nic:0.0", "rack:0", "nic:1.1", "device:7",
+    ]  # fmt: skip
+    assert graph.edges["rack:0", NETWORK]["bandwidth_bytes_per_s"] == 5e8
+    assert networkx.has_path(graph, "nic:3.7", NETWORK)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "problem"),
+    [
+        (
+            "num_nodes = 2\ndevices_per_node = 4",
+            "num_nodes = -2\ndevices_per_node = 4",
+            6,
+            "Wrong value of 'group[0].num_nodes'",
+        ),
+        ("devices_per_node = 8", "devices_per_nod = 8", 13, "Unknown key 'devices_per_nod'"),
+        ('device = "a100-sxm4-40gb"', 'device = "a100-sxm4-40"', 11, "Unknown device profile 'a100-sxm4-40'"),
+        (
+            "bandwidth_bytes_per_s = 1e9",
+            'bandwidth_bytes_per_s = "fast"',
+            17,
+            "Wrong value of 'group[1].nic.bandwidth_bytes_per_s'",
+        ),
+        ("latency_s = 1e-6", "latency_s = inf", 27, "Wrong value of 'tier[0].uplink.latency_s'"),
+        ('name = "uplink"', 'name = "uplink"\nspeed = 3', 26, "Unknown key 'speed'"),
+    ],
+)
+def test_a_malformed_file_names_file_line_and_key(tmp_path: Path, old: str, new: str, line: int, problem: str) -> None:
+    path = write(tmp_path, TWO_RACKS.replace(old, new, 1))
+    with pytest.raises(UsageError) as caught:
+        Cluster.parse(str(path))
+    assert (caught.value.where, caught.value.problem) == (f"{path}, line {line}", problem)
+
+
+def test_a_file_that_is_not_toml_names_the_line(tmp_path: Path) -> None:
+    path = write(tmp_path, TWO_RACKS.replace("num_nodes = 2", "num_nodes = = 2", 1))
+    with pytest.raises(UsageError, match="num_nodes = = 2") as caught:
+        Cluster.parse(str(path))
+    assert caught.value.where == f"{path}, line 6"
+
+
+def test_a_group_without_nodes_or_a_library_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="at least one"):
+        Cluster.load(write(tmp_path, 'name = "empty"'))
+    mixed = 'name = "mixed"\n' + "".join(
+        f'[[group]]\ndevice = "{name}"\nnum_nodes = 1\ndevices_per_node = 1\n' for name in ("cpu", "h100-sxm5-80gb")
+    )
+    with pytest.raises(UsageError, match="Missing collective library of the cluster"):
+        Cluster.load(write(tmp_path, mixed))
+    with pytest.raises(UsageError, match=r"line 2: Unknown collective library 'mpi'.*nccl"):
+        Cluster.load(write(tmp_path, mixed.replace("\n", '\nlibrary = "mpi"\n', 1)))
+
+
+def test_an_unknown_dtype_or_rank_is_an_error_that_names_itself() -> None:
+    cluster = Cluster.parse("cpu:1x2")
+    with pytest.raises(UsageError, match="float8"):
+        cluster.devices[0].rate("float8")
+    with pytest.raises(UsageError, match="No rank 2"):
+        cluster.device_of(2)
+
+
+@given(st.integers(1, 10**6), st.integers(1, 10**6))
+def test_a_larger_matmul_is_never_less_efficient_on_a_rising_curve(one: int, other: int) -> None:
+    points = ((1, 0.04), (16, 0.5), (64, 0.8), (256, 1.0))
+    rate = MatmulRate(
+        dtype="bfloat16",
+        ceiling_flops_per_s=4.7e11,
+        datasheet_flops_per_s=4.7e11,
+        curve=tuple(CurvePoint(smallest_dim=size, efficiency=value) for size, value in points),
+        calibrated=True,
+        provenance="example",
+    )
+    small, large = sorted((one, other))
+    assert 0.04 <= rate.efficiency(small) <= rate.efficiency(large) <= 1.0
+    assert all(rate.efficiency(size) == pytest.approx(value) for size, value in points)
+
+
+@given(st.integers(1, 5), st.integers(1, 9))
+def test_every_rank_lies_on_exactly_one_node(num_nodes: int, per_node: int) -> None:
+    cluster = Cluster.parse(f"cpu:{num_nodes}x{per_node}")
+    by_node = cluster.ranks_by_node(range(cluster.world_size))
+    assert [len(ranks) for ranks in by_node.values()] == [per_node] * num_nodes
+    assert sorted(rank for ranks in by_node.values() for rank in ranks) == list(range(cluster.world_size))
+
+
+def test_a_library_is_read_back_as_written() -> None:
+    for name in ("nccl", "gloo"):
+        library = load_library(name)
+        assert CollectiveLibrary.from_table(Table(library.to_dict(), file=name)) == library
+    with pytest.raises(UsageError, match="gloo"):
+        load_library("glo")
+
+
+def test_lines_are_found_in_nested_tables() -> None:
+    text = "[[a]]\nx = 1\n[a.b]\ny = 2\n[[a]]\n[a.b]\ny = 3\n"
+    assert line_of(text, ("a", 0, "b", "y")) == 4
+    assert line_of(text, ("a", 1, "b", "y")) == 7
+    assert line_of(text, ("a", 1, "b", "z")) == 6
+    assert line_of(text, ("c",)) is None

@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from autopar.errors import AutoparError, UsageError
+from autopar.hardware.cluster import Cluster
+from autopar.hardware.detect import machine as detect
+from autopar.hardware.detect.gpu_names import shipped_profile_name
+from autopar.hardware.device import HostLink
+from autopar.hardware.read import load_profile, profile_from_table
+from autopar.measure import timers as measure
+from autopar.util.toml import Table
+
+MEASURED: dict[str, Any] = {
+    "matmul": {"float32": [{"smallest_dim": m, "flops_per_s": f} for m, f in ((1, 3e10), (16, 9e10), (64, 8e10))]},
+    "copy_bandwidth_bytes_per_s": 4e10,
+    "launch_s": 2e-6,
+    "link": {"latency_s": 5e-5, "bandwidth_bytes_per_s": 1.5e9},
+}
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(180)
+def test_this_machine_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster.detect(num_ranks=3, cache_dir=tmp_path)
+    assert cluster.world_size == 3
+    device = cluster.devices[0]
+    assert 1e8 < device.rate("float32").ceiling_flops_per_s < 1e16
+    assert 1e8 < device.memory_bandwidth_bytes_per_s < 1e14
+    assert 1e-8 < device.launch_s < 1e-2
+    link = cluster.groups[0].intra_node
+    assert 1e-7 < link.latency_s < 1
+    assert 1e5 < link.bandwidth_bytes_per_s < 1e14
+    assert [path.suffix for path in tmp_path.iterdir()] == ([".toml"] if device.name == "local" else [])
+    monkeypatch.setattr(detect, "_measure", lambda: pytest.fail("measured twice"))
+    assert Cluster.parse("local?ranks=3", cache_dir=tmp_path).groups == cluster.groups
+
+
+def test_a_measurement_becomes_a_profile_with_provenance(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(detect, "num_cores", lambda: 2)
+    profile = profile_from_table(Table(detect.profile_dict(MEASURED), file="measured"))
+    rate = profile.device.rate("float32")
+    assert (rate.ceiling_flops_per_s, rate.calibrated) == (9e10, True)
+    assert [point.efficiency for point in rate.curve] == [pytest.approx(1 / 3), 1.0, 1.0]
+    assert "torch" in rate.provenance
+    assert profile.device.memory_bytes == detect.host_memory_bytes()
+    four = profile.group(1, 4).device
+    assert four.memory_bytes == detect.host_memory_bytes() // 4
+    assert four.rate("float32").ceiling_flops_per_s == 4.5e10
+
+
+@pytest.mark.parametrize(("cores", "workers"), [(1, 2), (2, 2), (6, 6), (64, detect.MOST_WORKERS)])
+def test_a_rank_of_a_cpu_is_measured_while_others_compute(
+    cores: int, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(detect, "num_cores", lambda: cores)
+    assert detect.num_workers() == workers
+    assert f"{workers} processes computing at once" in detect.profile_dict(MEASURED)["node"]["provenance"]
+
+
+def test_a_measured_link_to_the_host_is_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    rates = dict.fromkeys(("to_host_bytes_per_s", "to_device_bytes_per_s", "memory_bandwidth_bytes_per_s"), 2e10)
+    table = detect.measured_host({**rates, "latency_s": 1e-5, "launch_s": 3e-6}, "measured here")
+    host = HostLink.from_table(Table(table, file="measured"))
+    assert host.memory_bytes == detect.host_memory_bytes() // 4
+    assert host.to_dict() == table
+    with pytest.raises(UsageError, match="The device cpu has no link to a host"):
+        measure.host_link(torch.device("cpu"))
+
+
+@pytest.fixture
+def unknown_gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Makes this machine one of so many GPUs of a name that no profile has."""
+
+    def pretend(count: int) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA L40S")
+        monkeypatch.setattr(
+            torch.cuda, "get_device_properties", lambda *_: types.SimpleNamespace(total_memory=47_000_000_000)
+        )
+
+    return pretend
+
+
+def test_one_gpu_of_an_unknown_name_has_assumed_links_and_says_so(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    unknown_gpus: Callable[[int], None],
+) -> None:
+    unknown_gpus(1)
+    assert detect.num_workers() == 1  # nobody to time a link with
+    alone = {key: value for key, value in MEASURED.items() if key != "link"}
+    monkeypatch.setattr(detect, "_measure", lambda: alone)
+    profile = detect.machine_profile(cache_dir=tmp_path)
+    stand_in = load_profile(detect.STAND_IN)
+    assert profile.library == "nccl"
+    assert profile.device.memory_bytes == 47_000_000_000
+    for link, assumed in ((profile.intra_node, stand_in.intra_node), (profile.nic, stand_in.nic)):
+        assert link.bandwidth_bytes_per_s == assumed.bandwidth_bytes_per_s
+        assert link.provenance.startswith("assumed, not measured here: as of l4-24gb")
+        assert "gloo" not in link.provenance
+    assert "no shipped profile is of NVIDIA L40S" in caplog.text
+    caplog.clear()
+    detect.machine_profile(cache_dir=tmp_path)  # kept, and told again
+    assert "5.31 GB/s are assumed" in caplog.text
+
+
+def test_several_gpus_of_an_unknown_name_are_measured_by_nccl(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    unknown_gpus: Callable[[int], None],
+) -> None:
+    unknown_gpus(4)
+    assert detect.num_workers() == 4
+    monkeypatch.setattr(detect, "_measure", lambda: {**MEASURED, "link_ranks": 4})
+    profile = detect.machine_profile(cache_dir=tmp_path)
+    assert profile.intra_node.bandwidth_bytes_per_s == 1.5e9
+    assert profile.intra_node.latency_s == 0.0  # NCCL's delays stand with its algorithms
+    assert "NCCL all-gather over 4 GPUs" in profile.intra_node.provenance
+    assert profile.nic.provenance.startswith("assumed")
+    assert not caplog.text
+    kept = detect.profile_path(tmp_path)
+    unknown_gpus(1)
+    assert detect.profile_path(tmp_path) != kept  # what one GPU sees says nothing of links
+
+
+def test_a_gpu_with_a_shipped_profile_is_not_measured(
+    monkeypatch: pytest.MonkeyPatch, unknown_gpus: Callable[[int], None]
+) -> None:
+    unknown_gpus(1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA A10G")
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda *_: types.SimpleNamespace(name="NVIDIA A10G", total_memory=23_686_744_637),
+    )
+    monkeypatch.setattr(detect, "_measure", lambda: pytest.fail("measured"))
+    assert detect.profile_path() is None
+    assert Cluster.detect(num_ranks=8).devices[0].name == "a10g-24gb"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and there is none")
+def test_copies_to_and_from_the_host_are_timed() -> None:
+    found = measure.host_link(torch.device("cuda"))
+    assert all(1e8 < found[f"to_{side}_bytes_per_s"] < 1e13 for side in ("host", "device"))
+    assert 1e-7 < found["latency_s"] < 1e-2
+
+
+def test_a_kept_file_that_was_damaged_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(detect, "_measure", lambda: MEASURED)
+    detect.machine_profile(cache_dir=tmp_path)
+    (path,) = tmp_path.iterdir()
+    path.write_text(path.read_text(encoding="utf-8").replace('kind = "cpu"', 'kind = "tpu"'), encoding="utf-8")
+    with pytest.raises(UsageError, match=r"line 5: Wrong value of 'device.kind'.*'tpu'"):
+        detect.machine_profile(cache_dir=tmp_path)
+    assert detect.machine_profile(cache_dir=tmp_path, refresh=True).device.kind == "cpu"
+
+
+def test_workers_that_fail_or_hang_end_in_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    interpreter = tmp_path / "python"
+    interpreter.write_text("#!/bin/sh\necho no torch here >&2\nexit 1\n", encoding="utf-8")
+    interpreter.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(interpreter))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(AutoparError, match="no torch here"):
+        detect.machine_profile(cache_dir=tmp_path / "cache")
+    interpreter.write_text("#!/bin/sh\nexec sleep 60\n", encoding="utf-8")
+    monkeypatch.setattr(detect, "TIMEOUT_S", 0.3)
+    with pytest.raises(AutoparError, match="took longer than"):
+        detect.machine_profile(cache_dir=tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+
+
+def test_the_median_time_is_that_of_one_call() -> None:
+    device, calls = torch.device("cpu"), 0
+
+    def spin() -> None:
+        nonlocal calls
+        calls += 1
+        sum(range(20000))
+
+    time_s = measure.median_time_s(spin, device, repeats=3)
+    assert calls > 3
+    assert 1e-5 < time_s < 1e-1
+
+
+@pytest.mark.gpu
+def test_a_gpu_reaches_most_of_its_ceiling() -> None:
+    device = torch.device("cuda")
+    (time,) = measure.matmul_times(device, torch.bfloat16, smallest_dims=(8192,))
+    name = shipped_profile_name(torch.cuda.get_device_name(), detect.device_bytes())
+    if name is None:
+        pytest.skip(f"no profile for {torch.cuda.get_device_name()}")
+    ceiling = Cluster.parse(f"{name}:1x1").devices[0].rate("bfloat16").ceiling_flops_per_s
+    assert 0.7 * ceiling < time.flops_per_s < 1.2 * ceiling

@@ -1,0 +1,155 @@
+"""Example inputs of any form, and models of any dtype, in the dtype and batch that a plan is for."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar import api
+from autopar.api import trace_model
+from autopar.errors import TraceError, UsageError
+from autopar.models.graph_for_plan import samples_of
+from autopar.plan.plan import BF16, FP32
+from autopar.planner.request import samples_apart
+from autopar.tracing.batch import named_inputs
+
+X = torch.zeros(6, 4)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x: Any) -> Tensor:
+        made: Tensor = self.linear(x if isinstance(x, Tensor) else x[0] + x[1]) * self.scale
+        return made.square().mean()
+
+
+@pytest.mark.parametrize("inputs", [X, [X], (X,), {"x": X}, UserDict({"x": X}), {"x": [X, X]}])
+def test_inputs_of_any_form_are_traced(inputs: Any) -> None:
+    assert samples_of(inputs) == 6
+    graph = trace_model(Net(), inputs, FP32)
+    assert graph.batch_size == 2
+    assert all(one.spec.shape == (2, 4) and one.batch_dim == 0 for one in graph.inputs)
+
+
+class Pair(nn.Module):
+    """Of inputs in a dict, one of which may be missing, and one beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, a: dict[str, Tensor | None], a_b: Tensor) -> Tensor:
+        found: Tensor = self.linear(a_b if a.get("b") is None else a["b"] + a_b)
+        return found.square().mean()
+
+
+def test_inputs_that_are_missing_in_the_example_may_be_missing_in_a_batch() -> None:
+    batch = {"a": {"c": None}, "a_b": X}
+    graph = trace_model(Pair(), batch, FP32)
+    assert list(named_inputs(batch)) == [one.name for one in graph.inputs] == ["a_b"]
+
+
+def test_two_inputs_of_one_name_are_refused() -> None:
+    with pytest.raises(TraceError, match="Two inputs are called 'a_b'"):
+        trace_model(Pair(), {"a": {"b": X}, "a_b": X}, FP32)
+
+
+@pytest.mark.parametrize("own", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_model_is_traced_in_the_dtype_of_the_plan(own: torch.dtype) -> None:
+    model = Net().to(own)
+    graph = trace_model(model, {"x": X.to(own)}, FP32)
+    specs = [one.spec for one in (*graph.inputs, *graph.parameters, *graph.buffers)]
+    assert {spec.dtype for spec in specs} == {torch.float32}
+    assert {p.dtype for p in model.parameters()} == {own}, "the model itself stays as it is"
+    low = trace_model(model, {"x": X.to(own)}, BF16)
+    assert {one.spec.dtype for one in (*low.inputs, *low.parameters)} == {torch.bfloat16}
+
+
+class Normed(nn.Module):
+    """Its weight is no parameter, but made of two, and was made when it was built."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.utils.weight_norm(nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.linear(x).square().mean()
+        return made
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
+def test_a_normed_weight_does_not_keep_a_model_from_being_copied() -> None:
+    graph = trace_model(Normed(), {"x": X}, BF16)
+    assert {p.fqn for p in graph.parameters} == {"linear.weight_g", "linear.weight_v", "linear.bias"}
+    assert {p.spec.dtype for p in graph.parameters} == {torch.bfloat16}
+
+
+def test_models_that_are_parallel_already_and_autocast_are_refused() -> None:
+    """A trace under autocast said that a step reads what an earlier one has left."""
+    with pytest.raises(UsageError, match=r"wrapped in DataParallel.*Pass the model before"):
+        trace_model(nn.DataParallel(Net()), {"x": X}, FP32)
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(UsageError, match=r"cannot be traced inside torch\.autocast\('cpu', dtype=bfloat16\)"),
+    ):
+        trace_model(Net(), {"x": X}, FP32)
+
+
+def test_complex_parameters_are_refused() -> None:
+    """They lost their imaginary parts as they were stored."""
+    model = Net()
+    model.linear.register_parameter("turn", nn.Parameter(torch.zeros(4, dtype=torch.complex64)))
+    with pytest.raises(
+        UsageError, match=r"linear\.turn: A parameter of dtype complex64 is not supported.*Keep a real parameter"
+    ):
+        trace_model(model, {"x": X}, FP32)
+
+
+class Attending(Net):
+    """Each sample looks at all others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.linear(x)
+        attended: Tensor = torch.softmax(made @ made.t(), -1) @ made
+        return attended.square().mean()
+
+
+class Centred(Net):
+    """Samples meet, and no number or shape of the graph says so."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.linear(x)
+        return torch.softmax(made, 0).square().mean()
+
+
+class Statistics(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.norm(self.linear(x))
+        return made.square().mean()
+
+
+@pytest.mark.parametrize("kind", [Net, Attending, Centred, Statistics])
+@pytest.mark.parametrize("batch", [2, 6])
+def test_a_plan_finds_the_graph_that_it_was_made_for(
+    monkeypatch: pytest.MonkeyPatch, kind: type[nn.Module], batch: int
+) -> None:
+    graph = api.trace_model(kind(), {"x": X}, FP32, global_batch_size=batch)
+    plan = api.search(graph, cluster="cpu:1x2", global_batch_size=batch)
+    asked = []
+    monkeypatch.setattr(api, "_samples_apart", lambda graph: (asked.append(graph), samples_apart(graph)))
+    found = api._graph_of(plan, kind(), {"x": X}, None)
+    assert (found.prelude, found.ops, found.batch_size) == (graph.prelude, graph.ops, graph.batch_size)
+    assert (found.mixing, found.exact, found.notes) == (graph.mixing, graph.exact, graph.notes)
+    assert bool(asked) == (kind in (Attending, Centred))  # the plan itself says of the others that samples are apart

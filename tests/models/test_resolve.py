@@ -1,0 +1,287 @@
+"""MODEL descriptions: what they give, the batches they make, and how they fail."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import transformers
+
+from autopar.errors import UsageError
+from autopar.models.config_reads import optional_keys
+from autopar.models.resolve import example_batch_for, resolve_model
+
+GPT = "gpt:layers=2,hidden=32,heads=4,vocab=64"
+
+
+@pytest.mark.parametrize(
+    ("spec", "parameters"),
+    [
+        (GPT, 64 * 32 + 8 * 32 + 2 * (12 * 32 * 32 + 13 * 32) + 2 * 32),
+        (
+            "llama:layers=2,hidden=32,heads=4,kv_heads=2,ffn=64,vocab=64",
+            2 * 64 * 32 + 2 * (3 * 32 * 32 + 3 * 32 * 64 + 2 * 32) + 32,
+        ),
+        (
+            "llama:layers=2,hidden=32,heads=4,ffn=64,vocab=64,tied=1",
+            64 * 32 + 2 * (4 * 32 * 32 + 3 * 32 * 64 + 2 * 32) + 32,
+        ),
+        ("mpt:layers=2,hidden=32,heads=4,vocab=64", 64 * 32 + 8 * 32 + 2 * (12 * 32 * 32 + 13 * 32) + 2 * 32),
+        ("bloom:layers=2,hidden=32,heads=4,vocab=64", 64 * 32 + 2 * (12 * 32 * 32 + 13 * 32) + 4 * 32),
+        (
+            "mixtral:layers=1,hidden=32,heads=4,kv_heads=2,ffn=64,vocab=64,experts=4,top_k=2",
+            2 * 64 * 32 + 3 * 32 * 32 + 4 * 3 * 32 * 64 + 4 * 32 + 3 * 32,
+        ),
+    ],
+)
+def test_families_have_the_sizes_they_are_given_and_live_on_meta(spec: str, parameters: int) -> None:
+    source = resolve_model(spec, sequence_length=8)
+    assert sum(p.numel() for p in source.model.parameters()) == parameters
+    assert all(p.is_meta for p in source.model.parameters())
+    assert {n: t.shape for n, t in source.example_inputs.items()} == {"input_ids": (2, 8), "labels": (2, 8)}
+    assert all(t.is_meta for t in source.example_inputs.values())
+
+
+def test_settings_after_the_question_mark_are_json_where_they_can_be() -> None:
+    source = resolve_model("hf:llama?num_hidden_layers=1&hidden_size=32&num_attention_heads=4&num_key_value_heads=2"
+                           "&vocab_size=64&intermediate_size=64&tie_word_embeddings=true&hidden_act=gelu")  # fmt: skip
+    config = source.model.config
+    assert (config.tie_word_embeddings, config.hidden_act, config.num_hidden_layers) == (True, "gelu", 1)
+    swin = resolve_model("hf:swin?depths=[1,1]&num_heads=[2,2]&embed_dim=16&image_size=32&window_size=2")
+    assert swin.model.config.depths == [1, 1]
+
+
+def test_keys_are_taken_that_the_code_asks_for_although_the_class_of_the_configuration_lacks_them() -> None:
+    """Published configurations have them: head_dim of Qwen3-MoE, whose heads are wider than hidden / heads."""
+    moe = resolve_model("hf:qwen3_moe?num_hidden_layers=1&hidden_size=32&num_attention_heads=4&num_key_value_heads=2&head_dim=16"
+                        "&vocab_size=64&intermediate_size=64&num_experts=4&num_experts_per_tok=2&moe_intermediate_size=32")  # fmt: skip
+    assert moe.model.get_parameter("model.layers.0.self_attn.q_proj.weight").shape == (4 * 16, 32)
+    deberta = resolve_model("hf:deberta-v2?num_hidden_layers=1&hidden_size=32&num_attention_heads=4&intermediate_size=64"
+                            "&vocab_size=96&relative_attention=true&position_buckets=4")  # fmt: skip
+    assert deberta.model.get_parameter("deberta.encoder.rel_embeddings.weight").shape == (2 * 4, 32)
+
+
+MODELLING = """
+def rotary(config: "OwnConfig | None" = None):
+    return getattr(config, "by_function", 1)
+
+class Own:
+    def __init__(self, config: OwnConfig, layer):
+        self.config = config
+        self.a = getattr(config, "by_parameter", None) or config.declared
+        if hasattr(config, "looked_for"):
+            self.b = config.looked_for
+
+    def forward(self, other, *, x=getattr(other, "of_another_object", 0)):
+        return getattr(self.config, "by_attribute", x)
+
+class Tower:
+    def __init__(self, config: TowerConfig):
+        self.a = getattr(config, "of_a_tower", None)
+
+class Older:
+    def __init__(self, config):
+        self.a = getattr(config, "not_annotated", None)
+"""
+
+
+@pytest.mark.parametrize("towers", [False, True])
+def test_what_code_asks_of_a_configuration_is_read_in_its_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, towers: bool
+) -> None:
+    (tmp_path / "modeling_own.py").write_text(MODELLING + "raise AssertionError('this is not run')\n")
+    for name in ("configuration_own", "configuration_alone"):
+        module = ModuleType(name)
+        module.__file__ = str(tmp_path / f"{name}.py")
+        monkeypatch.setitem(sys.modules, name, module)
+    made = type("OwnConfig", (), {"__module__": "configuration_own", "sub_configs": {"tower": 0} if towers else {}})
+    expected = {"by_function", "by_parameter", "looked_for", "by_attribute"}
+    assert optional_keys(made) == (expected if towers else {*expected, "not_annotated"})
+    assert optional_keys(type("Alone", (), {"__module__": "configuration_alone"})) == frozenset()
+    assert optional_keys(Path) == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("spec", "inputs", "loss"),
+    [
+        (
+            "hf:bert?num_hidden_layers=1&hidden_size=32&num_attention_heads=4&vocab_size=64",
+            {"input_ids", "labels"},
+            True,
+        ),
+        (
+            "hf:vit?num_hidden_layers=1&hidden_size=32&num_attention_heads=4&image_size=32",
+            {"pixel_values", "labels"},
+            True,
+        ),
+        ("hf:t5?num_layers=1&d_model=32&num_heads=4&d_kv=8&d_ff=32&vocab_size=64", {"input_ids", "labels"}, True),
+        (
+            "hf:clip_text_model?num_hidden_layers=1&hidden_size=32&num_attention_heads=4&vocab_size=64",
+            {"input_ids"},
+            False,
+        ),
+    ],
+)
+def test_hugging_face_models_come_with_a_head_that_has_a_loss(spec: str, inputs: set[str], loss: bool) -> None:
+    source = resolve_model(spec)
+    assert set(source.example_inputs) == inputs
+    output = source.build()(**source.make_batch(2))
+    value = output.loss if loss else output
+    assert value.dim() == 0
+    assert torch.isfinite(value)
+
+
+def test_batches_are_valid_repeatable_and_padded_on_request() -> None:
+    source = resolve_model(GPT, sequence_length=16)
+    plain, again, other = (source.make_batch(3, seed=s) for s in (1, 1, 2))
+    assert set(plain) == {"input_ids", "labels"}
+    assert torch.equal(plain["input_ids"], again["input_ids"])
+    assert not torch.equal(plain["input_ids"], other["input_ids"])
+    assert plain["input_ids"].min() >= 0
+    assert plain["input_ids"].max() < 64
+
+    padded = source.make_batch(8, seed=1, padded=True)
+    assert set(padded) == {"input_ids", "attention_mask", "labels"}
+    assert torch.equal(padded["labels"] == -100, padded["attention_mask"] == 0)
+    assert len(set(padded["attention_mask"].sum(dim=1).tolist())) > 1, "lengths differ"
+    assert (padded["attention_mask"][:, 0] == 1).all()
+
+
+def test_built_models_are_equal_for_equal_seeds_and_have_no_dropout() -> None:
+    source = resolve_model(GPT + ",dropout=0.5", sequence_length=8)
+    one, two, three = source.build(1), source.build(1), source.build(2)
+    batch = source.make_batch(2)
+    assert one.training
+    assert torch.equal(one(**batch).loss, one(**batch).loss)
+    assert torch.equal(one(**batch).loss, two(**batch).loss)
+    assert not torch.equal(one(**batch).loss, three(**batch).loss)
+
+
+def test_a_source_travels_to_other_processes_by_its_description() -> None:
+    source = resolve_model(GPT, sequence_length=8, batch_size=4, dtype=torch.bfloat16)
+    sent = pickle.dumps(source)
+    assert len(sent) < 2000
+    again = pickle.loads(sent)
+    assert (again.name, again.batch_size, again.dtype) == (GPT, 4, torch.bfloat16)
+    assert again.example_inputs["labels"].shape == (4, 8)
+
+
+def test_a_local_folder_is_a_model(tmp_path: Path) -> None:
+    config = {"model_type": "gpt2", "n_layer": 1, "n_embd": 32, "n_head": 4, "vocab_size": 64, "n_positions": 8}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    source = resolve_model(f"hf:{tmp_path}?n_layer=2")
+    assert len(source.model.transformer.h) == 2
+    assert source.example_inputs["input_ids"].shape == (2, 8)
+
+
+FACTORY = """
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 3)
+        self.dropout = torch.nn.Dropout(0.5)
+
+    def forward(self, x, y):
+        return torch.nn.functional.cross_entropy(self.dropout(self.linear(x)), y)
+
+def with_inputs():
+    return Net(), {"x": torch.randn(4, 4), "y": torch.tensor([0, 1, 2, 0])}
+
+def with_tuple():
+    return Net(), (torch.randn(4, 4), torch.tensor([0, 1, 2, 0]))
+
+def alone():
+    return Net()
+
+def number():
+    return 3
+
+text = "text"
+"""
+
+
+@pytest.fixture
+def factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "own_factories.py").write_text(FACTORY)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "own_factories", raising=False)
+    return "own_factories"
+
+
+@pytest.mark.parametrize("name", ["with_inputs", "with_tuple"])
+def test_a_factory_gives_model_and_inputs(factories: str, name: str) -> None:
+    source = resolve_model(f"{factories}:{name}")
+    assert {n: tuple(t.shape) for n, t in source.example_inputs.items()} == {"x": (4, 4), "y": (4,)}
+    batch = source.make_batch(6, seed=3)
+    assert batch["x"].shape == (6, 4)
+    assert set(batch["y"].tolist()) <= {0, 1, 2}
+    graph = source.trace()
+    assert graph.num_parameters == 15
+    built = source.build(1)
+    assert torch.equal(built(**batch), built(**batch)), "no dropout"
+
+
+def test_a_hugging_face_model_has_example_inputs_made_from_its_config() -> None:
+    model = resolve_model(GPT, sequence_length=8).model
+    assert {n: tuple(t.shape) for n, t in example_batch_for(model).items()} == {"input_ids": (2, 8), "labels": (2, 8)}
+    with pytest.raises(UsageError, match="example_inputs"):
+        example_batch_for(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("nothing", "Unknown kind of model 'nothing'.*package.module:factory"),
+        ("no.such.module:make", "No module named 'no'"),
+        ("json:nope", "nope"),
+        ("own_factories:with_input", "Did you mean with_inputs"),
+        ("own_factories:text", "cannot be called"),
+        ("own_factories:number", "something else than a model.*got int"),
+        ("own_factories:alone", "example_inputs"),
+        ("hf:gpt3", "Did you mean .*gpt2"),
+        ("hf:gpt2?n_layr=2", "Did you mean n_layer.*Known: "),
+        ("hf:qwen3_moe?head_dims=16", "Did you mean head_dim.*Known: .*head_dim"),
+        ("hf:clip?head_dim=16", "Unknown key 'head_dim' of the configuration of clip"),
+        ("hf:gpt2?n_layer", "key=value"),
+        ("hf:gpt2?n_embd=30&n_head=4", "settings make no model"),
+        ("hf:canine?num_hidden_layers=1", "a vocabulary whose size its configuration does not tell. Give a factory"),
+        ("hf:upernet", "'upernet' is not supported. Give a factory"),
+        ("hf:llava", "Cannot make random inputs.*stand for the parts of an image"),
+        ("gpt:layers=2,hiden=3", "Did you mean 'hidden'.*Known: .*heads, hidden, layers"),
+        ("gpt:layers=two", "whole number"),
+        ("gpt:hidden=30,heads=4", "does not divide by 4 heads"),
+        ("grok:layers=2", "Unknown kind of model 'grok'.*gpt, hf, llama"),
+    ],
+)
+def test_bad_descriptions_have_one_clear_message(factories: str, spec: str, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        resolve_model(spec)
+
+
+def test_a_sequence_beyond_the_models_positions_is_refused() -> None:
+    with pytest.raises(UsageError, match="1024 positions"):
+        resolve_model("hf:gpt2?n_layer=1&n_embd=32&n_head=4&vocab_size=64", sequence_length=2048)
+    assert resolve_model(GPT, sequence_length=2048).example_inputs["labels"].shape == (2, 2048), "families grow"
+
+
+def test_a_package_that_a_model_needs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacks(*_: object, **__: object) -> None:
+        raise ImportError("\nTimmBackbone requires the timm library\n`pip install timm`\n")
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_config", lacks)
+    with pytest.raises(UsageError, match=r"package that is not installed: .*requires the timm library.*Install"):
+        resolve_model("hf:gpt2")
+
+
+def test_without_transformers_the_remedy_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(UsageError, match="pip install"):
+        resolve_model("hf:gpt2")

@@ -1,0 +1,339 @@
+"""Mixtures of experts against each token by itself in float64, in a loop and in grouped products, on one rank and several."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from autopar.ops import collectives
+from autopar.ops import experts as expert_ops
+from autopar.ops.experts import _ACTIVATIONS as FUNCTIONS
+from autopar.plan.mesh import Mesh
+from tests.lower.ranks import run_ranks
+
+EXPERTS, WIDTH, INNER, TOKENS = 8, 16, 24, 12
+SAME = {"rtol": 1e-12, "atol": 1e-12}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is computed, and what the gradient of the result is."""
+
+    hidden: Tensor
+    weights: Tensor
+    indices: Tensor
+    gate: Tensor | None
+    up: Tensor
+    down: Tensor
+    gradient: Tensor
+    activation: str = "silu"
+
+    @property
+    def tensors(self) -> list[Tensor | None]:
+        return [self.hidden, self.weights, self.gate, self.up, self.down]
+
+
+def case(k: int = 2, routing: str = "even", *, gated: bool = True, activation: str = "silu") -> Case:
+    generator = torch.Generator().manual_seed(k)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    scores = random(TOKENS, EXPERTS)
+    if routing == "skewed":  # two experts get no token
+        scores[:, [1, EXPERTS - 1]] = -100.0
+    indices = scores.topk(k).indices
+    if routing == "one":  # all choices of all tokens
+        indices = torch.full_like(indices, EXPERTS - 2)
+    gate = random(EXPERTS, INNER, WIDTH) if gated else None
+    up, down = random(EXPERTS, INNER, WIDTH), random(EXPERTS, WIDTH, INNER)
+    hidden, weights = random(TOKENS, WIDTH), random(TOKENS, k)
+    return Case(hidden, weights, indices, gate, up, down, random(TOKENS, WIDTH), activation)
+
+
+CASES = {
+    **{f"{k} of all": case(k) for k in range(1, EXPERTS + 1)},
+    "experts without tokens": case(2, "skewed"),
+    "one expert has all": case(2, "one"),
+    "no gate": case(2, gated=False, activation="relu2"),
+}
+
+
+def leaves(of: Case) -> list[Tensor | None]:
+    return [None if x is None else x.clone().requires_grad_() for x in of.tensors]
+
+
+def dense(of: Case) -> list[Tensor]:
+    """The result, and the gradients of what is not None."""
+    hidden, weights, gate, up, down = given = leaves(of)
+    assert hidden is not None and weights is not None and up is not None and down is not None
+    act, rows = FUNCTIONS[of.activation], []
+    for t in range(hidden.shape[0]):
+        row = torch.zeros(WIDTH, dtype=hidden.dtype)
+        for j, e in enumerate(of.indices[t].tolist()):
+            x = up[e] @ hidden[t]
+            x = act(x) if gate is None else act(gate[e] @ hidden[t]) * x
+            row = row + weights[t, j] * (down[e] @ x)
+        rows.append(row)
+    return backward(torch.stack(rows), given, of.gradient)
+
+
+def backward(result: Tensor, given: list[Tensor | None], gradient: Tensor) -> list[Tensor]:
+    result.backward(gradient)
+    found = [result.detach()]
+    for x in given:
+        if x is not None:
+            assert x.grad is not None
+            found.append(x.grad)
+    return found
+
+
+def assert_same(found: list[Tensor], wanted: list[Tensor]) -> None:
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, **SAME)
+
+
+def grouped_mm(a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
+    """What ``torch._grouped_mm`` promises, at its worst: garbage in rows past the end and for groups without rows."""
+    assert offs.dtype == torch.int32
+    for x in (a, b):
+        assert 1 in x.stride()[-2:]
+        assert max(x.stride()[-2:]) % expert_ops._GROUPED_ALIGNMENT == 0
+    pieces = list(zip([0, *offs.tolist()], offs.tolist(), strict=False))
+    if b.dim() == 3:
+        out = a.new_full((a.shape[0], b.shape[-1]), torch.nan)
+        for e, (begin, end) in enumerate(pieces):
+            out[begin:end] = a[begin:end] @ b[e]
+        return out
+    assert a.shape[1] == b.shape[0]
+    out = a.new_full((len(pieces), a.shape[0], b.shape[1]), torch.nan)
+    for e, (begin, end) in enumerate(pieces):
+        if begin < end:
+            out[e] = a[:, begin:end] @ b[begin:end]
+    return out
+
+
+class Reads:
+    """Counts how often the host would wait."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, counts: Tensor) -> object:
+        self.count += 1
+        return counts.tolist()
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
+    found = Reads()
+    monkeypatch.setattr(expert_ops, "_read", found)
+    return found
+
+
+@pytest.fixture(params=["loop", "grouped"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How experts multiply; grouped products stand in for those of a GPU."""
+    if request.param == "grouped":
+        monkeypatch.setattr(expert_ops, "_is_grouped", lambda weight: True)
+        monkeypatch.setattr(expert_ops, "_leaves_empty", lambda device: True)
+        monkeypatch.setattr(torch, "_grouped_mm", grouped_mm, raising=False)
+    return str(request.param)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_experts_on_one_rank_are_each_token_by_itself(name: str, way: str, reads: Reads) -> None:
+    of = CASES[name]
+    given = leaves(of)
+    result = expert_ops.experts(given[0], given[1], of.indices, *given[2:], of.activation)
+    assert_same(backward(result, given, of.gradient), dense(of))
+    assert reads.count == (way == "loop")
+
+
+def test_no_tokens_give_every_expert_a_gradient_of_zeros(way: str) -> None:
+    of = case()
+    given = leaves(Case(of.hidden[:0], of.weights[:0], of.indices[:0], of.gate, of.up, of.down, of.gradient[:0]))
+    result = expert_ops.experts(given[0], given[1], of.indices[:0], *given[2:], "silu")
+    found = backward(result, given, of.gradient[:0])
+    assert found[0].shape == (0, WIDTH)
+    assert all(not x.any() for x in found[3:])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_experts_split_over_ranks_sum_to_the_whole(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    of, size, counts = CASES[name], 4, []
+
+    def work(rank: int) -> list[Tensor]:
+        given = [x if x is None or i < 2 else part(x, size, rank) for i, x in enumerate(leaves(of))]
+        given = [None if x is None else x.detach().requires_grad_() for x in given]
+        result = expert_ops.experts_split(given[0], given[1], of.indices, *given[2:], of.activation, "tp", EXPERTS)
+        return backward(result, given, of.gradient)
+
+    monkeypatch.setattr(expert_ops, "_read", lambda x: (counts.append(1), x.tolist())[1])
+    found = run_ranks(Mesh(tp=size), work)
+    assert_same([*summed(found, 3), *joined(found, 3)], dense(of))
+    assert len(counts) == size  # one a rank, whatever the products
+
+
+def part(x: Tensor, size: int, rank: int) -> Tensor:
+    return x.chunk(size)[rank]
+
+
+def summed(ranks: list[list[Tensor]], count: int) -> list[Tensor]:
+    return [torch.stack(same).sum(0) for same in list(zip(*ranks, strict=True))[:count]]
+
+
+def joined(ranks: list[list[Tensor]], start: int) -> list[Tensor]:
+    return [torch.cat(same) for same in list(zip(*ranks, strict=True))[start:]]
+
+
+def tokens_of(rank: int, size: int, *, some_have_none: bool) -> slice:
+    """All tokens but those of rank 0 to the others, or equal shares."""
+    if not some_have_none:
+        return slice(rank * TOKENS // size, (rank + 1) * TOKENS // size)
+    count = TOKENS // (size - 1)
+    return slice(0, 0) if rank == 0 else slice((rank - 1) * count, rank * count)
+
+
+@pytest.mark.parametrize("some_have_none", [False, True], ids=["even", "a rank without tokens"])
+@pytest.mark.parametrize("name", CASES)
+def test_tokens_that_travel_to_their_experts_come_back(
+    name: str, some_have_none: bool, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of, size, counts = CASES[name], 4, []
+
+    def work(rank: int) -> list[Tensor]:
+        here = tokens_of(rank, size, some_have_none=some_have_none)
+        given = [None if x is None else x[here] if i < 2 else part(x, size, rank) for i, x in enumerate(of.tensors)]
+        given = [None if x is None else x.clone().requires_grad_() for x in given]
+        result = expert_ops.experts_dispatch(
+            given[0], given[1], of.indices[here], *given[2:], of.activation, "dp_shard", EXPERTS
+        )
+        return backward(result, given, of.gradient[here])
+
+    monkeypatch.setattr(expert_ops, "_read", lambda x: (counts.append(1), x.tolist())[1])
+    assert_same(joined(run_ranks(Mesh(dp_shard=size), work), 0), dense(of))
+    assert len(counts) == size
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tokens_travel_for_each_share_of_the_experts(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    of, mesh, counts = CASES[name], Mesh(dp_shard=2, tp=2), []
+    places = [mesh.coordinate(rank) for rank in range(4)]
+
+    def work(rank: int) -> list[Tensor]:
+        outer, inner = places[rank]["dp_shard"], places[rank]["tp"]
+        here = tokens_of(outer, 2, some_have_none=False)
+        given = [
+            None if x is None else x[here] if i < 2 else part(part(x, 2, outer), 2, inner)
+            for i, x in enumerate(of.tensors)
+        ]
+        given = [None if x is None else x.clone().requires_grad_() for x in given]
+        result = expert_ops.experts_dispatch_split(
+            given[0], given[1], of.indices[here], *given[2:], of.activation, "dp_shard", EXPERTS, "tp", 2
+        )
+        return backward(result, given, of.gradient[here])
+
+    monkeypatch.setattr(expert_ops, "_read", lambda x: (counts.append(1), x.tolist())[1])
+    found = run_ranks(mesh, work)
+    order = sorted(range(4), key=lambda rank: (places[rank]["dp_shard"], places[rank]["tp"]))
+    pairs = [[found[order[2 * i]], found[order[2 * i + 1]]] for i in range(2)]
+    tokens = joined([summed(pair, 3) for pair in pairs], 0)
+    assert_same([*tokens, *joined([found[rank] for rank in order], 3)], dense(of))
+    assert len(counts) == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_grouped_product_of_torch_is_that_of_a_loop(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An expert without rows in the middle and one at the end; the gradient is expanded."""
+    generator = torch.Generator().manual_seed(0)
+    rows, weight = (torch.randn(*s, generator=generator).to(dtype) for s in ((10, WIDTH), (4, INNER, WIDTH)))
+    ends, counts = torch.tensor([3, 3, 10, 10], dtype=torch.int32), [3, 0, 7, 0]
+    monkeypatch.setattr(expert_ops, "_leaves_empty", lambda device: True)
+    given = [[x.clone().requires_grad_() for x in (rows, weight)] for _ in range(2)]
+    try:
+        found = expert_ops._product(*given[0], ends)
+    except RuntimeError as error:  # torch 2.11 on a CPU
+        pytest.skip(f"no grouped product of {dtype} here: {error}")
+    wanted = torch.cat([x @ w.T for x, w in zip(given[1][0].split(counts), given[1][1], strict=True)])
+    torch.testing.assert_close(found, wanted)
+    for result in (found, wanted):
+        result.sum().backward()
+    for a, b in zip(*given, strict=True):
+        assert a.grad is not None and b.grad is not None
+        error = (a.grad - b.grad).abs().max() / b.grad.abs().max()
+        assert error <= 4 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("is_grouped", [True, False])
+def test_grouped_products_need_no_value_on_the_host(is_grouped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On tensors without values, where whatever is read raises: the loop is."""
+    monkeypatch.setattr(expert_ops, "_is_grouped", lambda weight: is_grouped)
+    with FakeTensorMode():
+        hidden, weights = torch.empty(TOKENS, WIDTH).bfloat16(), torch.empty(TOKENS, 2).bfloat16()
+        gate, down = torch.empty(EXPERTS, INNER, WIDTH).bfloat16(), torch.empty(EXPERTS, WIDTH, INNER).bfloat16()
+        given = [x.requires_grad_() for x in (hidden, weights, gate, gate.clone(), down)]
+        indices = torch.empty(TOKENS, 2, dtype=torch.int64)
+        if not is_grouped:
+            with pytest.raises(DataDependentOutputException):
+                expert_ops.experts(hidden, weights, indices, *given[2:], "silu")
+            return
+        expert_ops.experts(hidden, weights, indices, *given[2:], "silu").sum().backward()
+        assert all(x.grad is not None and x.grad.shape == x.shape for x in given)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "shape", "wanted"),
+    [
+        ((9, 0), torch.bfloat16, (8, 24, 16), True),
+        ((10, 3), torch.bfloat16, (8, 24, 16), True),
+        ((8, 0), torch.bfloat16, (8, 24, 16), False),
+        ((12, 0), torch.bfloat16, (8, 24, 16), False),
+        ((9, 0), torch.float32, (8, 24, 16), False),
+        ((9, 0), torch.float16, (8, 24, 16), False),
+        ((9, 0), torch.bfloat16, (8, 24, 12), False),
+        ((9, 0), torch.bfloat16, (8, 20, 16), False),
+        ((9, 0), torch.bfloat16, (1024, 8, 8), False),
+    ],
+    ids=str,
+)
+def test_products_are_grouped_where_the_gpu_has_a_kernel(
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    wanted: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    with FakeTensorMode() as mode:
+        weight = FakeTensor(mode, torch.empty(shape, dtype=dtype, device="meta"), torch.device("cuda:0"))
+        assert expert_ops._is_grouped(weight) == wanted
+        assert expert_ops._is_grouped(weight.transpose(1, 2)) == wanted
+        assert not expert_ops._is_grouped(torch.empty(shape, dtype=dtype))
+
+
+@pytest.fixture
+def among_fakes() -> Iterator[None]:
+    dist.init_process_group(backend="fake", rank=1, world_size=4, store=FakeStore())
+    with collectives.on_meshes((init_device_mesh("cpu", (4,), mesh_dim_names=("dp_shard",)),)):
+        yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("among_fakes")
+@pytest.mark.parametrize("name", CASES)
+def test_a_rank_among_fakes_gets_as_many_rows_as_it_sends(name: str) -> None:
+    of = CASES[name]
+    given = leaves(of)
+    held = [None if x is None else part(x, 4, 1).detach().requires_grad_() for x in given[2:]]
+    result = expert_ops.experts_dispatch(given[0], given[1], of.indices, *held, of.activation, "dp_shard", EXPERTS)
+    as_if = Case(of.hidden, of.weights, of.indices % 2, *(part(x, 4, 1) if x is not None else None for x in of.tensors[2:]), of.gradient, of.activation)  # fmt: skip
+    assert_same(backward(result, [*given[:2], *held], of.gradient), dense(as_if))

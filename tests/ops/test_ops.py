@@ -1,0 +1,271 @@
+"""Operators of emitted code: each collective's forward and backward, dropout's streams, parameters."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from autopar.errors import InternalError, RuleError
+from autopar.ops import collectives, names, plain, seeded
+from autopar.plan.mesh import MESH_AXES, Mesh
+from autopar.plan.tensor_types import I, P, R, S, Type
+from autopar.rules.apply.conversions import conversion, emitted_arguments
+from tests.lower.ranks import run_ranks
+
+SHAPE = (4, 6)
+TYPES = (I, R, P, S(0), S(1))
+
+
+def part(whole: Tensor, kind: Type, size: int, rank: int) -> Tensor:
+    """What one rank holds of ``whole``; the summands of a pending sum differ."""
+    if kind.is_split:
+        return whole.chunk(size, kind.dim)[rank].clone()
+    if kind == P:
+        weights = torch.arange(1.0, size + 1)
+        return whole * weights[rank] / weights.sum()
+    return whole.clone()
+
+
+def together(parts: list[Tensor], kind: Type) -> Tensor:
+    """The whole that the ranks hold together."""
+    if kind.is_split:
+        return torch.cat(parts, kind.dim)
+    if kind == P:
+        return torch.stack(parts).sum(0)
+    for other in parts[1:]:
+        torch.testing.assert_close(other, parts[0])
+    return parts[0]
+
+
+CHANGES = [
+    (a, b)
+    for a in TYPES
+    for b in TYPES
+    if a != b and (found := conversion(a, b, requires_grad=True)) is not None and found.target
+]
+
+
+@pytest.mark.parametrize(("source", "target"), CHANGES, ids=str)
+@pytest.mark.parametrize("size", [2, 1])
+def test_a_change_of_type_keeps_the_tensor_and_its_gradient(source: Type, target: Type, size: int) -> None:
+    whole, gradient = torch.randn(SHAPE), torch.randn(SHAPE)
+    found = conversion(source, target, requires_grad=True)
+    assert found is not None
+    call = names.resolve(found.target)
+
+    def work(rank: int) -> tuple[Tensor, Tensor]:
+        x = part(whole, source, size, rank).requires_grad_()
+        y = call(x, *emitted_arguments("tp", source, target))
+        # the gradient arrives transposed in memory, as it may from any operator
+        y.backward(part(gradient, target.gradient, size, rank).t().contiguous().t())
+        assert x.grad is not None
+        return y.detach(), x.grad
+
+    outputs, gradients = zip(*run_ranks(Mesh(tp=size), work), strict=True)
+    torch.testing.assert_close(together(list(outputs), target), whole)
+    torch.testing.assert_close(together(list(gradients), source.gradient), gradient)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.bfloat16])
+def test_tensors_of_any_dtype_move(dtype: torch.dtype) -> None:
+    whole = (torch.arange(24).reshape(SHAPE) % 3).to(dtype)
+
+    def work(rank: int) -> list[Tensor]:
+        mine = collectives.shard(whole, "tp", 0, "R")
+        other = collectives.all_to_all(mine, "tp", 1, 0)
+        return [collectives.all_gather(mine, "tp", 0, "R"), collectives.all_gather(other, "tp", 1, "I")]
+
+    for moved in run_ranks(Mesh(tp=2), work):
+        assert all(torch.equal(tensor, whole) for tensor in moved)
+
+
+def test_gradients_of_half_precision_are_summed_in_it() -> None:
+    def work(rank: int) -> Tensor:
+        x = torch.ones(4, 4, dtype=torch.bfloat16, requires_grad=True)
+        y = collectives.all_gather(
+            collectives.shard(collectives.invariant_to_replicate(x, "tp"), "tp", 0, "R"), "tp", 0, "R"
+        )
+        z = collectives.all_reduce(
+            collectives.all_gather(collectives.reduce_scatter(y, "tp", 1), "tp", 1, "R"), "tp", "R"
+        )
+        z.sum().backward()
+        assert x.grad is not None and x.grad.dtype == z.dtype == torch.bfloat16
+        return x.grad.float()
+
+    first, second = run_ranks(Mesh(tp=2), work)
+    assert torch.equal(first, second)
+
+
+def test_an_uneven_split_is_refused() -> None:
+    with pytest.raises(InternalError, match="of 3 does not divide by tp=2"):
+        run_ranks(Mesh(tp=2), lambda rank: collectives.shard(torch.ones(3), "tp", 0, "R"))
+
+
+def test_backward_of_a_change_needs_no_mesh() -> None:
+    import spmd_types
+
+    def work(rank: int) -> Tensor:
+        x = torch.ones(2, requires_grad=True)
+        y = collectives.invariant_to_replicate(x, "tp")
+        with spmd_types.set_current_mesh(frozenset()):
+            y.sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    assert all(torch.equal(grad, torch.full((2,), 2.0)) for grad in run_ranks(Mesh(tp=2), work))
+
+
+def test_every_target_resolves_or_is_named() -> None:
+    assert names.resolve("aten.linear.default") is torch.ops.aten.linear.default
+    assert names.resolve("autopar.dropout") is seeded.dropout
+    assert names.resolve("autopar.embedding_vocabulary").__module__ == "autopar.ops.sharded"
+    for missing in ("autopar.nothing", "aten.nothing.default", "nothing"):
+        with pytest.raises(RuleError, match="in torch or autopar"):
+            names.resolve(missing)
+
+
+def test_linear_t_is_a_transposed_linear() -> None:
+    x, weight, bias = torch.randn(2, 3, 4), torch.randn(4, 5), torch.randn(5)
+    torch.testing.assert_close(plain.linear_t(x, weight, bias), x @ weight + bias)
+    torch.testing.assert_close(plain.linear_t(x, weight), x @ weight)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_cross_entropy_sum_ignores_what_it_should(smoothing: float) -> None:
+    logits, target = torch.randn(2, 3, 7), torch.randint(0, 7, (2, 3))
+    target[0, 1] = -1
+    expected = F.cross_entropy(
+        logits.flatten(0, 1), target.flatten(), ignore_index=-1, reduction="sum", label_smoothing=smoothing
+    )
+    torch.testing.assert_close(plain.cross_entropy_sum(logits, target, -1, smoothing), expected)
+    half = plain.cross_entropy_sum(logits.bfloat16(), target, -1, smoothing)
+    assert half.dtype == torch.float32
+
+
+# --- random streams ------------------------------------------------------------------------------
+
+
+def test_dropout_scales_what_it_keeps_and_its_gradient() -> None:
+    x = torch.ones(200, 200, requires_grad=True)
+    y = seeded.dropout(x, 0.25, 1, 2)
+    kept = y != 0
+    assert abs(kept.float().mean().item() - 0.75) < 0.02
+    torch.testing.assert_close(y[kept], torch.full_like(y[kept], 1 / 0.75))
+    y.sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, y.detach())
+    assert seeded.dropout(x, 0.0) is x
+    assert not seeded.dropout(x, 1.0).any()
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 2**62), st.integers(0, 1000), st.integers(0, 1000)),
+        min_size=2,
+        unique=True,
+        max_size=50,
+    )
+)
+def test_streams_of_different_seeds_and_operators_differ(words: list[tuple[int, int, int]]) -> None:
+    seeds = {seeded.stream_seed((a, b), seed, ()) for seed, a, b in words}
+    assert len(seeds) == len(words)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+@pytest.mark.parametrize("call", ["dropout", "attention"])
+def test_ranks_share_a_stream_unless_the_tensor_is_split(call: str) -> None:
+    turn = threading.Lock()  # torch has one generator for all threads
+
+    def draw(axes: tuple[str, ...]) -> Tensor:
+        if call == "dropout":
+            return seeded.dropout(torch.ones(64), 0.5, 3, 7, axes)
+        ones = torch.ones(1, 1, 8, 8)
+        with turn:
+            return seeded.attention(ones, ones, torch.eye(8).expand(1, 1, 8, 8), None, 0.5, salt=3, seed=7, axes=axes)
+
+    before = torch.random.get_rng_state()
+    drawn = run_ranks(
+        Mesh(dp_shard=2, tp=2), lambda rank: [draw(()), draw(("tp",)), draw(("dp_shard", "tp")), draw(("tp",))]
+    )
+    assert torch.equal(before, torch.random.get_rng_state()), "the caller's stream is left alone"
+    assert all(torch.equal(rank[0], drawn[0][0]) for rank in drawn)
+    assert torch.equal(drawn[0][1], drawn[2][1]) and not torch.equal(drawn[0][1], drawn[1][1])
+    assert len({tuple(rank[2].flatten().tolist()) for rank in drawn}) == 4
+    assert all(torch.equal(rank[1], rank[3]) for rank in drawn), "a recomputation repeats itself"
+
+
+# --- parameters ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0)], ids=str)
+def test_the_gradient_of_a_parameter_stays_a_pending_sum(placement: Replicate | Shard) -> None:
+    def work(rank: int) -> tuple[Tensor, Tensor]:
+        mesh = init_device_mesh("cpu", (1, 1, 1, 1, 2), mesh_dim_names=MESH_AXES)
+        leaf = DTensor.from_local(torch.ones(2), mesh["tp"], [placement], run_check=False).requires_grad_()
+        mine = plain.local(leaf)
+        (mine * (rank + 1)).sum().backward()
+        assert isinstance(leaf.grad, DTensor) and leaf.grad.placements == (placement,)
+        return mine, leaf.grad.to_local()
+
+    for rank, (mine, gradient) in enumerate(run_ranks(Mesh(tp=2), work)):
+        assert mine.shape == (2,)
+        torch.testing.assert_close(gradient, torch.full((2,), rank + 1.0))
+
+
+def test_a_plain_parameter_passes() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    assert plain.local(parameter) is parameter
+
+
+# --- random operators ----------------------------------------------------------------------------
+
+
+def test_attention_draws_as_if_all_generators_were_seeded_and_leaves_torchs_as_it_was() -> None:
+    q = torch.randn(2, 2, 8, 4, generator=torch.Generator().manual_seed(0))
+    before = torch.get_rng_state()
+    found = seeded.attention(q, q, q, None, 0.5, salt=3, seed=5)
+    assert torch.equal(torch.get_rng_state(), before)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seeded.stream_seed(3, 5, ()))
+        assert torch.equal(found, torch.nn.functional.scaled_dot_product_attention(q, q, q, None, 0.5))
+
+
+def test_attention_without_dropout_seeds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seeded, "stream_seed", None)  # a call would raise
+    q = torch.randn(2, 2, 8, 4)
+    assert torch.equal(seeded.attention(q, q, q, is_causal=True), seeded.attention(q, q, q, None, 0.0, True, seed=1))
+
+
+def test_only_the_generator_of_the_tensors_device_is_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = [torch.Generator().manual_seed(n) for n in (1, 2)]
+    monkeypatch.setattr(torch.cuda, "default_generators", devices)
+    states = [g.get_state() for g in (torch.default_generator, *devices)]
+    with seeded.seeded((torch.device("cuda", 1),), 3, 5, ()):
+        assert devices[1].initial_seed() == seeded.stream_seed(3, 5, ())
+        assert devices[0].initial_seed() == 1
+        assert torch.equal(torch.get_rng_state(), states[0])
+    now = [g.get_state() for g in (torch.default_generator, *devices)]
+    assert all(torch.equal(a, b) for a, b in zip(now, states, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("p", [0.25, 0.3, 1.0])
+def test_dropout_keeps_what_its_stream_says_forward_and_backward(dtype: torch.dtype, p: float) -> None:
+    x = torch.randn(6, 10, dtype=dtype).t().requires_grad_()
+    found = seeded.dropout(x, p, 3, 5)
+    kept = torch.empty(10, 6, dtype=torch.bool)
+    kept.bernoulli_(1 - p, generator=torch.Generator().manual_seed(seeded.stream_seed(3, 5, ())))
+    scale = 1 / (1 - p) if p < 1 else 0.0
+    close = torch.finfo(dtype).eps * 2
+    torch.testing.assert_close(found, x * kept * scale, rtol=close, atol=0.0)
+    weight = torch.randn(10, 6, dtype=dtype)
+    (grad,) = torch.autograd.grad(found, x, weight)
+    torch.testing.assert_close(grad, weight * kept * scale, rtol=close, atol=0.0)

@@ -1,0 +1,126 @@
+"""Pins in code: what a module carries, and that a search over the model holds to it."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.cli.options import split_pins
+from autopar.errors import UsageError
+from autopar.pins.on_modules import pins_of
+from autopar.plan.plan import Plan
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def planned(net: Net, *pins: str) -> Plan:
+    return autopar.search(
+        net, example_inputs=[torch.randn(8, 8)], cluster="cpu:1x4", global_batch_size=8, pins=pins, trials=8
+    )
+
+
+def test_a_search_holds_to_the_pins_of_modules() -> None:
+    net = Net()
+    autopar.pin(net.layers[1], recompute="full", stage=0)
+    autopar.pin(net.layers[2], stage=0, parameters={"*.weight": "tp:I"})
+    plan = planned(net, "pp=2", "tp=2")
+    assert plan.pins == (
+        "recompute=full@layers.1",
+        "stage@layers.1=0",
+        "stage@layers.2=0",
+        "layers.2.*.weight=tp:I",
+        "pp=2",
+        "tp=2",
+    )
+    by_label = {block.label: block for block in plan.blocks}
+    assert by_label["layers.1"].recompute == "full"
+    first = plan.stages[0]
+    assert by_label["layers.2"].index in range(first.start, first.stop)
+    typings = {typing.axis: typing for typing in plan.layouts[by_label["layers.2"].layout].typings}
+    tp = typings["tp"]
+    kept = {n: str(t) for n, t in zip(tp.parameter_names, tp.parameters, strict=True) if n.endswith("weight")}
+    assert kept == {"up.weight": "I", "down.weight": "I"}
+
+
+def test_pins_of_the_call_win_over_those_of_modules() -> None:
+    net = Net()
+    autopar.pin(net.layers[1], recompute="full")
+    plan = planned(net, "recompute=none@layers.1", "pp=1")
+    assert {block.recompute for block in plan.blocks if block.label == "layers.1"} == {"none"}
+
+
+def test_copies_keep_pins_and_a_later_pin_wins() -> None:
+    net = Net()
+    assert autopar.pin(net.layers[3], recompute="full") is net.layers[3]
+    autopar.pin(net.layers[3], recompute="none", stage=1)
+    autopar.pin(net, recompute="full")
+    expected = ("recompute=full", "recompute=none@layers.3", "stage@layers.3=1")
+    assert pins_of(net) == pins_of(copy.deepcopy(net)) == expected
+    assert "_autopar_pins" not in net.layers[3].state_dict()
+
+
+def test_a_module_is_pinned_opaque() -> None:
+    net = Net()
+    autopar.pin(net.layers[2], opaque=True)
+    plan = planned(net, "pp=1")
+    assert plan.opaque == ("layers.2",)
+    assert any("layers.2" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({}, "Nothing is pinned"),
+        ({"recompute": "some"}, "Unknown recompute 'some'.*'none', 'selective' or 'full'"),
+        ({"stage": -1}, "The stage is -1.*counted from 0"),
+        ({"parameters": {"wieght": "tp:I"}}, "No parameter .* matches 'wieght'.*up.weight"),
+    ],
+)
+def test_what_is_no_pin_is_refused_at_once(wrong: dict[str, object], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        autopar.pin(Block(), **wrong)  # type: ignore[arg-type]
+
+
+def test_the_whole_model_has_no_stage() -> None:
+    with pytest.raises(UsageError, match="The complete model cannot be pinned"):
+        planned(autopar.pin(Net(), stage=0))
+
+
+def test_a_module_inside_of_a_block_names_the_blocks() -> None:
+    net = Net()
+    autopar.pin(net.layers[0].up, recompute="full")  # type: ignore[union-attr]
+    with pytest.raises(UsageError, match=r"No block .*layers\.0\.up.*layers\.1"):
+        planned(net)
+
+
+def test_pins_are_read_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "pins.txt"
+    path.write_text("tp=2  # inside, of a node\n\n# a remark\nrecompute=full@layers.0-1, zero<=1\n")
+    assert split_pins(["pp=2", f"@{path}"]) == ["pp=2", "tp=2", "recompute=full@layers.0-1", "zero<=1"]
+    path.write_text("tp=2\n", encoding="utf-8-sig")
+    assert split_pins([f"@{path}"]) == ["tp=2"], "an editor's mark of the encoding is no part of a pin"
+    with pytest.raises(UsageError, match="Give --pin @FILE"):
+        split_pins([f"@{tmp_path / 'none.txt'}"])

@@ -1,0 +1,198 @@
+"""Plan files: laws of the round trip, and what is said about files that are not plans."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import given, settings
+
+from autopar.errors import PlanError
+from autopar.plan.diff import diff_plans
+from autopar.plan.file import dumps, load_plan, plan_from_dict, plan_schema, plan_to_dict, save_plan
+from autopar.plan.json_schema import schema_text
+from autopar.plan.mesh import Mesh
+from autopar.plan.plan import Plan
+from tests.example_plans import llama_plan, single_plan
+from tests.strategies import plans
+
+SCHEMA_FILE = Path(__file__).parents[2] / "docs" / "plan.schema.json"
+
+
+@settings(max_examples=40, deadline=None)
+@given(plans())
+def test_round_trip_through_text_is_exact(plan: Plan) -> None:
+    again = plan_from_dict(json.loads(dumps(plan_to_dict(plan))))
+    assert again == plan
+    assert repr(again) == repr(plan)  # floats bit by bit, and no int became a float
+
+
+@settings(max_examples=20, deadline=None)
+@given(plans(), plans())
+def test_difference_is_empty_exactly_for_equal_plans(one: Plan, other: Plan) -> None:
+    assert diff_plans(one, one) == []
+    assert (diff_plans(one, other) == []) == (replace(other, search=one.search) == one)
+
+
+def test_published_schema_is_current_and_valid() -> None:
+    jsonschema.Draft202012Validator.check_schema(plan_schema())
+    remedy = "run: python -m autopar.plan.json_schema docs/plan.schema.json"
+    assert SCHEMA_FILE.read_text(encoding="utf-8") == schema_text(), remedy
+
+
+def test_file_is_readable_and_written_whole(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text("old")
+    save_plan(llama_plan(), path)
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert load_plan(path) == llama_plan()
+    assert max(map(len, lines)) <= 110
+    assert '  "mesh": {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 4, "ep": 1, "ep_data": 1},' in lines
+    assert len(lines) <= 165
+    assert [file.name for file in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_write_failure_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    save_plan(llama_plan(), path)
+    before = path.read_bytes()
+    broken = replace(llama_plan(), predicted=replace(llama_plan().predicted, mfu=float("nan")))
+    with pytest.raises(PlanError, match=r"predicted\.mfu' .*Expected a finite number, got nan"):
+        save_plan(broken, path)
+    assert path.read_bytes() == before
+    with pytest.raises(PlanError, match=r"Cannot write .*missing/plan.json"):
+        save_plan(llama_plan(), tmp_path / "missing" / "plan.json")
+
+
+def test_missing_optional_fields_take_their_defaults() -> None:
+    data = plan_to_dict(llama_plan())
+    for key in ("notes", "written_by"):
+        del data[key]
+    assert plan_from_dict(data).notes == ()
+
+
+BAD_TEXTS: dict[str, tuple[str, str]] = {
+    "empty": ("", "The plan file is empty"),
+    "binary words": ("hello", "line 1, column 1: The plan file is not JSON"),
+    "truncated": (dumps(plan_to_dict(llama_plan()))[:900], "The plan file is cut off"),
+    "list": ("[]", "holds a JSON object, this one a list"),
+    "not a number": ('{"version": NaN}', "A number of the plan is NaN"),
+    "key twice": ('{"version": 1, "version": 1}', "The key 'version' is given twice"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_TEXTS)
+def test_corrupt_text_is_named(name: str, tmp_path: Path) -> None:
+    text, expected = BAD_TEXTS[name]
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    with pytest.raises(PlanError) as caught:
+        load_plan(path)
+    assert str(caught.value).startswith(str(path))
+    assert expected in str(caught.value)
+
+
+def test_absent_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"Cannot read .*nowhere\.json: no such file.*Make one with 'autopar search"):
+        load_plan(tmp_path / "nowhere.json")
+
+
+def _set(*path: str | int, value: object) -> Callable[[dict[str, Any]], None]:
+    def change(data: dict[str, Any]) -> None:
+        inner: Any = data
+        for key in path[:-1]:
+            inner = inner[key]
+        inner[path[-1]] = value
+
+    return change
+
+
+BAD_VALUES: list[tuple[Callable[[dict[str, Any]], None], str]] = [
+    (
+        _set("layouts", 0, "typings", 1, "strategies", value=3),
+        "p.json: Wrong value of 'layouts[0].typings[1].strategies'. Expected a value of type array, got 3.",
+    ),
+    (_set("meshes", value={}), "Unknown key 'meshes'. Did you mean 'mesh'?"),
+    (_set("mesh", "tp", value=-1), "p.json: Wrong value of 'mesh.tp'. Expected at least 0, got -1."),
+    (_set("mesh", "tp", value=0), "p.json: mesh: The degree of tp is 0."),
+    (
+        _set("layouts", 1, "typings", 1, "parameters", 3, value="S(x)"),
+        "Wrong value of 'layouts[1].typings[1].parameters[3]'. Expected I, R, P or S(d), got \"S(x)\". Write for example S(0)",
+    ),
+    (_set("layouts", 1, "typings", 1, "parameters", 3, value="P"), "Expected I or S(d), got P."),
+    (_set("layouts", 1, "typings", 1, "parameter_names", value=["a"]), "one name for each parameter or none"),
+    (_set("schedule", value="2F2B"), "Expected one of none, GPipe, 1F1B, Interleaved1F1B, got"),
+    (
+        _set("schedule", value="none"),
+        "Expected 'none' where pp is 1, and a pipeline schedule elsewhere, got 'none' with pp=2.",
+    ),
+    (_set("virtual_stages", value=2), "Expected 1 (more only with the schedule Interleaved1F1B), got 2"),
+    (
+        _set("mesh", "tp", value=8),
+        "product is 16, the number of devices of h100-sxm5-80gb:2x8, got pp=2 x dp_shard=2 x tp=8 = 32.",
+    ),
+    (
+        _set("global_batch_size", value=63),
+        "Expected a multiple of micro_batch_size * dp_replicate * dp_shard, got 63 with 2 * 1 * 2.",
+    ),
+    (_set("micro_batch_size", value=0), "'micro_batch_size' does not fit the plan. Expected at least 1, got 0."),
+    (_set("zero_stage", value=0), "Expected 1, 2 or 3 where dp_shard is above 1, got 0 with dp_shard=2."),
+    (_set("zero_stage", value=4), "Expected 0, 1, 2 or 3, got 4."),
+    (
+        _set("blocks", 4, "layout", value=9),
+        "'blocks[4].layout' does not fit the plan. Expected the number of one of the 3 layouts, got 9.",
+    ),
+    (_set("blocks", 4, "index", value=9), "'blocks[4].index' does not fit the plan. Expected 4, got 9."),
+    (_set("stages", value=[]), "Expected pp * virtual_stages = 2 stages, got 0."),
+    (
+        _set("stages", 1, "start", value=6),
+        "'stages[1]' does not fit the plan. Expected one block or more, from block 5 on",
+    ),
+    (_set("stages", 1, "stop", value=9), "Expected stages of all 10 blocks, got stages of 9."),
+    (
+        _set("stages", 1, "pp_rank", value=0),
+        "'stages[1].pp_rank' does not fit the plan. Expected 1 (the stage modulo pp), got 0.",
+    ),
+    (_set("predicted", "stage_times", value=[[1, 2]]), "Expected 2 pairs of times, or none, got 1."),
+    (_set("predicted", "step_time_interval_s", value=[1.0]), "step_time_interval_s'. Expected 2 items, got 1."),
+    (_set("predicted", "memory", 1, "pp_rank", value=2), "Expected a pipeline rank below pp=2, got 2."),
+    (_set("version", value="1"), "'version'. Expected 1, got"),
+    (
+        _set("precision", "compute", value="int8"),
+        "'precision.compute' does not fit the plan. Expected one of float64, float32, bfloat16, float16, got 'int8'.",
+    ),
+    (lambda data: data.pop("mesh"), "p.json: Missing key 'mesh'."),
+    (lambda data: data["mesh"].update(dp=2), "p.json: Unknown key 'dp' in 'mesh'."),
+]
+
+
+@pytest.mark.parametrize(("change", "expected"), BAD_VALUES, ids=[text[:40] for _, text in BAD_VALUES])
+def test_broken_plan_is_named(change: Callable[[dict[str, Any]], None], expected: str) -> None:
+    data = json.loads(dumps(plan_to_dict(llama_plan())))
+    change(data)
+    with pytest.raises(PlanError) as caught:
+        plan_from_dict(data, place="p.json")
+    assert expected in str(caught.value)
+
+
+def test_newer_format_says_who_reads_it() -> None:
+    data = {"version": 99, "written_by": "autopar 7.1.0", "new_key": {}}
+    with pytest.raises(PlanError, match=r"format version 99, but .* reads formats up to 1\. .*autopar 7\.1\.0"):
+        plan_from_dict(data)
+
+
+def test_differences_are_paths_and_values() -> None:
+    other = replace(llama_plan(), mesh=Mesh(pp=2, dp_shard=2, tp=4, ep=2), zero_stage=3, pins=())
+    assert [str(change) for change in diff_plans(llama_plan(), other)] == [
+        "mesh.ep: 1 -> 2",
+        "zero_stage: 1 -> 3",
+        'pins: ["tp<=4"] -> []',
+    ]
+    buckets = diff_plans(llama_plan(), replace(llama_plan(), bucket_bytes=2**20))
+    assert [str(change) for change in buckets] == ["bucket_bytes: 26214400 -> 1048576"]
+    assert any(change.path == "predicted.memory" for change in diff_plans(llama_plan(), single_plan()))

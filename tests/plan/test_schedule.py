@@ -1,0 +1,170 @@
+"""Schedules: torch's own orders, and the laws that any order obeys."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch.distributed.pipelining.schedules as torch_schedules
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.errors import UsageError
+from autopar.plan.schedule import (
+    Action,
+    check_schedule,
+    dependencies,
+    draw_schedule,
+    in_flight,
+    live_peaks,
+    schedule_actions,
+    schedule_moments,
+    schedule_numbers,
+)
+
+
+def _torch_interleaved(pp: int, virtual_stages: int, num_micro_batches: int) -> list[list[str]]:
+    schedule = object.__new__(torch_schedules.ScheduleInterleaved1F1B)
+    schedule.pp_group_size, schedule.n_local_stages = pp, virtual_stages
+    schedule._n_microbatches = num_micro_batches
+    schedule.number_of_rounds = max(1, num_micro_batches // pp)
+    schedule.microbatches_per_round = num_micro_batches // schedule.number_of_rounds
+    return [
+        [str(action) for action in schedule._calculate_single_rank_operations(rank) if action is not None]
+        for rank in range(pp)
+    ]
+
+
+def _torch_single(cls: type, pp: int, num_micro_batches: int) -> list[list[str]]:
+    schedule = object.__new__(cls)
+    schedule._num_stages, schedule._n_microbatches = pp, num_micro_batches
+    order = schedule._get_pipeline_order()
+    return [
+        [str(a) for a in order[rank] if a is not None and a.computation_type.value in ("F", "B")] for rank in range(pp)
+    ]
+
+
+def _texts(name: str, pp: int, virtual_stages: int, num_micro_batches: int) -> list[list[str]]:
+    return [[str(a) for a in rank] for rank in schedule_actions(name, pp, virtual_stages, num_micro_batches)]
+
+
+@pytest.mark.parametrize(("pp", "m"), [(2, 2), (2, 5), (4, 4), (4, 9), (8, 16)])
+def test_one_stage_orders_are_torchs(pp: int, m: int) -> None:
+    assert _texts("GPipe", pp, 1, m) == _torch_single(torch_schedules.ScheduleGPipe, pp, m)
+    # torch's picture of the last rank counts its forwards from 1 (it runs from 0): the other ranks are compared
+    assert _texts("1F1B", pp, 1, m)[:-1] == _torch_single(torch_schedules.Schedule1F1B, pp, m)[:-1]
+    assert _texts("1F1B", pp, 1, m)[-1] == [f"{pp - 1}{kind}{i}" for i in range(m) for kind in "FB"]
+
+
+@pytest.mark.parametrize(
+    ("pp", "v", "m"), [(2, 2, 2), (2, 2, 4), (2, 3, 6), (4, 2, 8), (4, 2, 10), (4, 3, 3), (3, 2, 6), (8, 4, 32)]
+)
+def test_interleaved_order_is_torchs(pp: int, v: int, m: int) -> None:
+    assert _texts("Interleaved1F1B", pp, v, m) == _torch_interleaved(pp, v, m)
+
+
+cases = st.one_of(
+    st.tuples(st.just("none"), st.just(1), st.just(1), st.integers(1, 9)),
+    st.tuples(st.sampled_from(["GPipe", "1F1B"]), st.integers(1, 6), st.just(1), st.integers(6, 14)),
+    st.builds(
+        lambda pp, v, rounds: ("Interleaved1F1B", pp, v, pp * rounds),
+        st.integers(2, 5),
+        st.integers(2, 4),
+        st.integers(1, 4),
+    ),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases)
+def test_laws(case: tuple[str, int, int, int]) -> None:
+    _, pp, v, m = case
+    actions = schedule_actions(*case)
+    assert len(actions) == pp
+    for rank, queue in enumerate(actions):
+        wanted = {Action(s, k, i) for s in range(rank, pp * v, pp) for k in "FB" for i in range(m)}
+        assert set(queue) == wanted
+        assert len(queue) == len(wanted)
+        place = {action: position for position, action in enumerate(queue)}
+        assert all(place[Action(a.stage, "F", a.micro_batch)] < place[a] for a in queue if a.kind == "B")
+    drawn = draw_schedule(actions)  # would not end if the order could deadlock
+    assert all(str(action) in drawn for queue in actions for action in queue)
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases)
+def test_live_peaks_bound_every_stage(case: tuple[str, int, int, int]) -> None:
+    _, pp, v, _ = case
+    for rank, queue in enumerate(schedule_actions(*case)):
+        peaks = live_peaks(*case, rank)
+        for turn in range(v):
+            assert max(counts[turn] for counts in peaks) == in_flight(queue, turn * pp + rank)
+
+
+def test_in_flight_of_the_known_schedules() -> None:
+    assert [in_flight(q, s) for s, q in enumerate(schedule_actions("1F1B", 4, 1, 8))] == [4, 3, 2, 1]
+    assert [in_flight(q, s) for s, q in enumerate(schedule_actions("GPipe", 4, 1, 8))] == [8] * 4
+    assert in_flight(schedule_actions("none", 1, 1, 8)[0], 0) == 1
+
+
+@pytest.mark.parametrize(
+    ("case", "word"),
+    [
+        (("ZigZag", 2, 1, 4), "ZigZag"),
+        (("1F1B", 4, 1, 3), "needs at least 4 micro-batches"),
+        (("1F1B", 4, 2, 8), "virtual stages"),
+        (("none", 2, 1, 4), "pp=2"),
+        (("Interleaved1F1B", 4, 2, 9), "rounds"),
+        (("Interleaved1F1B", 4, 1, 8), "Use schedule=1F1B"),
+        (("GPipe", 2, 1, 0), "at least 1"),
+    ],
+)
+def test_impossible_schedules_say_why(case: tuple[str, int, int, int], word: str) -> None:
+    with pytest.raises(UsageError, match=word):
+        check_schedule(*case)
+
+
+@pytest.mark.parametrize(
+    ("name", "pp", "v", "m"),
+    [
+        ("none", 1, 1, 5),
+        ("GPipe", 4, 1, 3),
+        ("GPipe", 2, 1, 7),
+        ("1F1B", 4, 1, 4),
+        ("1F1B", 4, 1, 9),
+        ("Interleaved1F1B", 4, 2, 8),
+        ("Interleaved1F1B", 4, 3, 2),
+        ("Interleaved1F1B", 2, 4, 6),
+        ("Interleaved1F1B", 4, 2, 5),
+    ],
+)
+def test_numbers_are_the_actions(name: str, pp: int, v: int, m: int) -> None:
+    actions = schedule_actions(name, pp, v, m)
+    wanted = [[(2 * a.stage + (a.kind == "B")) * m + a.micro_batch for a in own] for own in actions]
+    assert schedule_numbers(name, pp, v, m).tolist() == wanted
+
+
+MOMENTS = [
+    *((name, pp, 1, m) for name in ("GPipe", "1F1B") for pp in (1, 2, 5) for m in (pp, pp + 1, 3 * pp)),
+    ("none", 1, 1, 5),
+    ("GPipe", 4, 1, 2),
+    *(("Interleaved1F1B", pp, v, m) for pp in (2, 3, 8) for v in (2, 3, 5) for m in (pp, 2 * pp, 7 * pp)),
+    ("Interleaved1F1B", 4, 3, 7),
+    ("Interleaved1F1B", 4, 2, 10),
+]
+
+
+@pytest.mark.parametrize(("name", "pp", "v", "m"), MOMENTS)
+def test_actions_have_moments_after_what_they_need(name: str, pp: int, v: int, m: int) -> None:
+    moments = schedule_moments(name, pp, v, m)
+    assert moments is not None
+    actions = schedule_actions(name, pp, v, m)
+    at = dict(zip(sum(actions, ()), moments.reshape(-1).tolist(), strict=True))
+    for own in actions:
+        assert all(at[one] < at[after] for one, after in pairwise(own))
+    for action, moment in at.items():
+        assert all(at[need] < moment for need in dependencies(action, pp * v - 1))
+
+
+def test_rounds_of_fewer_micro_batches_than_ranks_have_no_moments() -> None:
+    assert schedule_moments("Interleaved1F1B", 4, 3, 2) is None

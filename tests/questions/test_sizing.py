@@ -1,0 +1,243 @@
+"""Other questions than the fastest plan, against all sizes searched one by one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from autopar import api
+from autopar.errors import InfeasibleError, UsageError
+from autopar.graph.graph import Graph
+from autopar.hardware.cluster import Cluster
+from autopar.hardware.scale import scaled
+from autopar.plan.plan import Plan
+from autopar.questions.sizing import Ask, cheapest_cluster, largest_batch, longest_sequence, sizes_of, smallest_cluster
+from autopar.questions.sweep import parse_sweep, sweep
+from tests.cli.cli_runner import Run, run_fixture
+from tests.planner.graphs import llama_block, mlp
+
+run = run_fixture
+
+KIND = "h100-sxm5-80gb:3x4"
+MLP = mlp(layers=6, batch=2, width=4096, hidden=16384)
+
+
+def graph_at(samples: int, tokens: int | None) -> Graph:
+    return MLP if tokens is None else llama_block(layers=2, batch=2, seq=tokens, hidden=256, heads=4, ffn=512)
+
+
+ASK = Ask(graph_at=graph_at, cluster=KIND, global_batch_size=96, space="quick")
+
+
+def alone(ask: Ask, cluster: Cluster | str) -> Plan | None:
+    """The fastest plan by the ordinary search, without a limit on its time."""
+    try:
+        return api.search(
+            ask.graph_at(ask.global_batch_size, ask.sequence),
+            cluster=cluster,
+            global_batch_size=ask.global_batch_size,
+            pins=ask.pins,
+            space=ask.space,
+        )
+    except InfeasibleError:
+        return None
+
+
+@pytest.fixture(scope="module")
+def times() -> dict[str, float]:
+    found = {size: alone(ASK, size) for size in sizes_of(KIND)}
+    return {size: plan.predicted.step_time_s for size, plan in found.items() if plan}
+
+
+def test_the_smallest_cluster_is_that_of_all_sizes(times: dict[str, float]) -> None:
+    assert len(times) == 5
+    for most_s in (*times.values(), 1.3 * min(times.values()), 10 * max(times.values())):
+        first = next(size for size in times if times[size] <= most_s)
+        found = smallest_cluster(replace(ASK, max_step_time_s=most_s))
+        assert found.value == first
+        assert found.plan.predicted.step_time_s == times[first]
+        assert found.plan.cluster == first
+    with pytest.raises(InfeasibleError, match="within"):
+        smallest_cluster(replace(ASK, max_step_time_s=0.9 * min(times.values())))
+
+
+def test_the_cheapest_cluster_is_that_of_all_sizes_of_all_kinds(times: dict[str, float]) -> None:
+    other = "a100-sxm4-80gb:2x4"
+    more = {size: plan.predicted.step_time_s for size in sizes_of(other) if (plan := alone(ASK, size))}
+    for price, most_s in ((1.0, 1.1 * sorted(times.values())[1]), (0.1, 1.1 * min(more.values())), (0.6, None)):
+        prices = {"h100-sxm5-80gb": 2.0, "a100-sxm4-80gb": price}
+        costs = {
+            size: prices[size.split(":")[0]] * Cluster.parse(size).world_size / 3600 * time_s
+            for size, time_s in (times | more).items()
+            if most_s is None or time_s <= most_s
+        }
+        found = cheapest_cluster(replace(ASK, max_step_time_s=most_s), prices, [other])
+        assert found.cost == pytest.approx(min(costs.values()))
+        assert found.value == min(costs, key=lambda size: costs[size])
+        for trial in found.trials:
+            dear = trial.value in costs and costs[trial.value] > min(costs.values())
+            assert trial.missing in (
+                ("", "none cheaper") if dear else ("", "none fits", f"none within {most_s or 0:g} s")
+            )
+            assert (trial.plan is None) is bool(trial.missing)
+    with pytest.raises(UsageError, match="price"):
+        cheapest_cluster(ASK, {"a100-sxm4-80gb": 1.0})
+
+
+def test_a_sweep_has_the_best_plan_of_each_cluster() -> None:
+    swept = sweep(ASK, "link.bandwidth", (0.1, 1.0, 4.0))
+    for s in swept:
+        plan = alone(ASK, scaled(Cluster.parse(KIND), {"link.bandwidth": s.factor}))
+        assert s.plan and plan
+        assert s.plan.predicted == plan.predicted
+    seconds = [s.plan.predicted.step_time_s for s in swept if s.plan]
+    assert seconds[0] > seconds[1] > seconds[2]
+
+
+@pytest.mark.parametrize("memory", ["530MB", "560MB"])
+def test_the_longest_sequence_is_that_of_all(memory: str) -> None:
+    ask = Ask(graph_at=graph_at, cluster=f"cpu:1x2?memory={memory}", global_batch_size=4, space="quick")
+    step = 1024
+    fitting = [n for n in range(step, 16 * step, step) if alone(replace(ask, sequence=n), ask.cluster)]
+    found = longest_sequence(ask, step=step)
+    assert 0 < len(fitting) < 15  # the limit lies inside
+    assert fitting == [step * (i + 1) for i in range(len(fitting))]  # what bisection takes for granted
+    assert found.value == f"{fitting[-1]:,} tokens"
+    assert found.plan.model.tokens_per_sample == fitting[-1]
+    last = alone(replace(ask, sequence=fitting[-1]), ask.cluster)
+    assert last is not None
+    assert found.plan.predicted == last.predicted
+
+
+def test_the_largest_batch_is_that_of_all() -> None:
+    small = mlp(layers=2, batch=2, width=512, hidden=2048)
+    ask = Ask(
+        graph_at=lambda _samples, _tokens: small,
+        cluster="cpu:1x2?memory=530MB",
+        global_batch_size=10**6,
+        space="quick",
+    )
+    pinned = replace(ask, pins=("num_micro_batches=1",))
+
+    def fits(samples: int) -> bool:
+        return alone(replace(pinned, global_batch_size=samples), ask.cluster) is not None
+
+    found = largest_batch(ask)
+    value = int(found.value.split()[0].replace(",", ""))
+    assert value == found.plan.global_batch_size
+    assert found.plan.num_micro_batches == 1
+    assert fits(value)
+    assert not fits(value + 2)
+    assert not found.limit
+    assert all("fits" in trial.missing for trial in found.trials if trial.plan is None)
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 4, 7, 10, 12])
+def test_no_larger_batch_is_tried_than_was_asked_about(most: int) -> None:
+    """So that none is said not to fit that was never looked at."""
+    small = mlp(layers=2, batch=2, width=8, hidden=16)
+    ask = Ask(graph_at=lambda _samples, _tokens: small, cluster="cpu:1x4", global_batch_size=most, space="quick")
+    found = largest_batch(ask)
+    assert found.plan.global_batch_size == max(n for n in (1, 2, 4, 8, 12) if n <= most)
+    assert [trial.plan is found.plan for trial in found.trials] == [True]
+    assert found.limit == f"no larger ones than the global batch of {most} are tried"
+
+
+def test_a_length_past_the_positions_of_a_model_is_not_said_to_be_too_large(run: Run) -> None:
+    model = "hf:gpt2?n_layer=1&n_embd=32&n_head=2&n_positions=128&vocab_size=64"
+    asked = ("search", model, "--cluster", "cpu:1x2", "--global-batch", "2", "--space", "quick")
+    done = run(*asked, "--longest-sequence", "--sequence-step", "64")
+    assert done.code == 0, done.err
+    assert done.out.startswith("128 tokens\n")
+    assert "192 tokens  the model takes no such length" in done.out
+    assert "none fits" not in done.out
+
+
+def test_nothing_fits_is_said() -> None:
+    ask = replace(ASK, cluster="cpu:1x2?memory=402MB", global_batch_size=4)
+    for asked in (lambda: longest_sequence(ask, step=64), lambda: largest_batch(ask), lambda: smallest_cluster(ask)):
+        with pytest.raises(InfeasibleError):
+            asked()
+
+
+@pytest.mark.parametrize("text", ["link.bandwidth", "link.bandwidth=", "link.bandwidth=a,2"])
+def test_a_malformed_sweep_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="NAME=FACTOR"):
+        parse_sweep(text)
+
+
+MODEL = ("search", "gpt:layers=2,hidden=64,heads=4,vocab=128", "--cluster", "cpu:1x2", "--global-batch", "8")
+
+
+@pytest.mark.parametrize(
+    ("options", "value"),
+    [
+        (("--seq", "32", "--minimize", "devices", "--max-step-time", "10"), "cpu:1x1"),
+        (("--seq", "32", "--minimize", "price", "--price", "cpu=1"), "cpu:1x1"),
+        (("--seq", "32", "--largest-batch"), "8 samples"),
+    ],
+)
+def test_questions_in_the_shell(run: Run, options: tuple[str, ...], value: str) -> None:
+    done = run(*MODEL, "--space", "quick", *options, "--json")
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
+    assert found["answer"] == value
+    assert found["plan"]["predicted"]["step_time_s"] > 0
+    assert found["tried"]
+
+
+def test_the_longest_sequence_in_the_shell(run: Run) -> None:
+    tight = [*MODEL[:3], "cpu:1x2?memory=425MB", *MODEL[4:], "--space", "quick", "--longest-sequence"]
+    done = run(*tight, "--sequence-step", "512", "--json", "-o", "plan.json")
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
+    tokens = found["plan"]["model"]["tokens_per_sample"]
+    assert found["answer"] == f"{tokens:,} tokens"
+    assert (tokens % 512, found["tried"][-1]["step_time_s"]) == (0, None)
+    assert json.loads(run("show", "plan.json", "--json").out)["model"]["tokens_per_sample"] == tokens
+
+
+def test_a_sweep_in_the_shell(run: Run) -> None:
+    done = run(*MODEL, "--seq", "32", "--space", "quick", "--sweep", "link.bandwidth=0.5,1", "--json")
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
+    assert [p["factor"] for p in found["plans"]] == [0.5, 1.0]
+    assert found["plans"][1]["step_time_ratio"] == 1
+    text = run(*MODEL, "--seq", "32", "--space", "quick", "--sweep", "link.bandwidth=0.5,1")
+    assert text.out.splitlines()[0].startswith("link.bandwidth  ")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--minimize", "devices", "--largest-batch"), "different questions"),
+        (("--minimize", "time"), "Known: devices, price"),
+        (("--minimize", "price"), "Missing price of cpu"),
+        (("--longest-sequence", "--seq", "32"), "--seq 32 does not go with --longest-sequence"),
+        (("--sweep", "nic.bandwidth=2"), "Unknown number of a cluster 'nic.bandwidth'"),
+        (("--max-step-time", "1e-9"), "1e-09 s a step"),
+        (("--sweep", "link.bandwidth=1", "--trials", "3"), "--trials does not go with --sweep"),
+        (("--largest-batch", "--workers", "2"), "--workers does not go with"),
+        (("--minimize", "devices", "--price", "cpu=1"), "--price and --or-cluster do not go with --minimize"),
+        (("--or-cluster", "cpu:1x2"), "--price and --or-cluster do not go with"),
+        (
+            ("--minimize", "price", "--price", "cp=1"),
+            "Unknown device with a price 'cp'. Did you mean 'cpu'?",
+        ),
+        (
+            ("--pareto", "time,price", "--price", "cpu=1,h100=2"),
+            "Unknown device with a price 'h100'. Known: cpu",
+        ),
+        (("--minimize", "price", "--price", "cpu=1,cpu=2"), "The device in 'cpu=2' has two prices"),
+        (("--pareto", "time,memory", "--price", "cpu=1"), "--price does not go with --pareto"),
+        (("--sequence-step", "64"), "--sequence-step does not go without --longest-sequence"),
+        (("--sweep", "link.bandwidth=1", "--output", "plan.json"), "the plans of --sweep, one for each factor"),
+        (("--output", "no/plan.json"), "no/plan.json: no such file"),
+    ],
+)
+def test_questions_that_make_no_sense(run: Run, options: tuple[str, ...], message: str) -> None:
+    done = run(*MODEL, *(("--seq", "32") if "--seq" not in options else ()), *options)
+    assert done.code in (2, 3)
+    assert message in done.error

@@ -1,0 +1,91 @@
+"""Checksums: equal for equal bits wherever they lie, and different for whatever else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autopar.runtime.optimizer.checksum import checksums
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64, torch.uint8)
+
+
+def number(value: Tensor) -> int:
+    return int(checksums([value]))
+
+
+def random(dtype: torch.dtype, length: int) -> Tensor:
+    generator = torch.Generator().manual_seed(length)
+    wide = torch.randn(length, generator=generator, dtype=torch.float64)
+    return wide > 0 if dtype == torch.bool else (wide * 50).to(dtype) if dtype != torch.complex64 else wide.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("length", [0, 1, 3, 1023, 1024, 4096, 4097, 10_007])
+def test_the_same_bits_have_one_number_wherever_they_lie(dtype: torch.dtype, length: int) -> None:
+    value = random(dtype, length)
+    moved = torch.cat([value.new_zeros(1), value])[1:]  # at an odd place of its storage
+    strided = torch.stack([value, value], 1)[:, 0]
+    others = [random(torch.float32, 7), moved, strided]
+    assert number(value) == number(moved) == number(strided)
+    assert checksums(others).tolist()[1:] == [number(value)] * 2
+
+
+@given(
+    dtype=st.sampled_from(DTYPES),
+    rows=st.integers(1, 9),
+    columns=st.integers(1, 3000),
+    places=st.tuples(st.integers(0, 2**30), st.integers(0, 2**30)),
+)
+def test_what_is_changed_or_moved_has_another(
+    dtype: torch.dtype, rows: int, columns: int, places: tuple[int, int]
+) -> None:
+    value = random(dtype, rows * columns)
+    before = number(value)
+    one, other = (place % len(value) for place in places)
+    changed = value.clone()
+    changed[one] = ~changed[one] if dtype == torch.bool else changed[one] + 1
+    assert number(changed) != before
+    swapped = value.clone()
+    swapped[[one, other]] = value[[other, one]]
+    assert (number(swapped) == before) == torch.equal(swapped, value)
+    turned = value.view(rows, columns).flip(0).reshape(-1)
+    assert (number(turned) == before) == torch.equal(turned, value)
+
+
+def test_numbers_differ_by_their_signs_and_zeros() -> None:
+    value = random(torch.float32, 5000)
+    assert len({number(value), number(-value), number(value.sort().values), number(value * 0), number(-value * 0)}) == 5
+
+
+class Kernels(TorchDispatchMode):
+    """Counts operators that are no views."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view
+        return func(*args, **kwargs or {})
+
+
+def kernels(values: list[Tensor]) -> int:
+    with Kernels() as seen:
+        checksums(values)
+    return seen.count
+
+
+def test_many_short_tensors_take_as_many_kernels_as_one() -> None:
+    one, many = ([random(torch.float32, 100 + i) for i in range(count)] for count in (1, 50))
+    assert kernels(many) == kernels(one)
+    assert kernels([*many, random(torch.float32, 10_007)]) > kernels(many)
+
+
+def test_numbers_do_not_depend_on_what_stands_beside() -> None:
+    values = [random(dtype, length) for length in (0, 5, 10_007, 0, 4096, 1) for dtype in DTYPES]
+    assert checksums(values).tolist() == [number(value) for value in values]

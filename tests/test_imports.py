@@ -1,0 +1,92 @@
+"""What is imported, and what is not yet: seen in a process of its own by the modules that it has loaded."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+MODEL = """
+import torch
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(x).square().mean()
+
+batch = {"x": torch.ones(4, 4)}
+"""
+
+
+def loaded(code: str, *arguments: str) -> set[str]:
+    """The modules that a process has loaded after ``code``."""
+    script = f"{code}\nimport sys\nprint('\\n' + ' '.join(sys.modules))"
+    command = [sys.executable, "-c", script, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.splitlines()[-1].split())
+
+
+def within(modules: set[str], *packages: str) -> list[str]:
+    """Those that lie in the packages."""
+    return sorted(m for m in modules if any(m == package or m.startswith(f"{package}.") for package in packages))
+
+
+def test_the_package_alone_loads_nothing_large() -> None:
+    modules = loaded("import autopar")
+    assert within(modules, "torch", "numpy", "optuna", "transformers", "networkx", "scipy") == []
+    assert within(modules, "autopar") == ["autopar"]
+
+
+def test_the_verbs_are_there_before_what_they_do() -> None:
+    modules = loaded("import autopar.api") - loaded("import torch")
+    packages = [
+        f"autopar.{name}" for name in ("tracing", "rules", "cost", "planner", "lower", "runtime", "verification")
+    ]
+    assert within(modules, *packages) == []
+    assert within(modules, "sympy", "spmd_types", "torch.distributed.tensor", "scipy", "networkx", "optuna") == []
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["graph.graph", "graph.compact", "plan.file", "plan.text", "pins.on_modules", "hardware.read", "planner.request"],
+)
+def test_data_and_the_planner_load_no_tracer(module: str) -> None:
+    modules = loaded(f"import autopar.{module}") - loaded("import torch")
+    assert within(modules, "autopar.tracing", "sympy", "spmd_types", "torch.distributed.tensor") == []
+
+
+def test_who_has_a_plan_loads_neither_planner_nor_cost(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    making = f"{MODEL}\nimport autopar\nplan = autopar.search(Model(), example_inputs=batch, cluster='cpu:1x1', global_batch_size=4)"
+    assert within(loaded(f"{making}\nautopar.save_plan(plan, {str(plan)!r})"), "autopar.runtime") == []
+    running = f"{MODEL}\nimport autopar\npar = autopar.parallelize(Model(), plan={str(plan)!r}, example_inputs=batch)"
+    modules = loaded(running)
+    assert within(modules, "autopar.planner", "autopar.cost") == []
+    assert within(modules, "autopar.runtime.launch", "autopar.lower.program") != []
+
+
+def test_help_loads_no_torch() -> None:
+    code = "import sys, autopar.cli\ntry: autopar.cli.main(['search', '--help'])\nexcept SystemExit: pass"
+    modules = loaded(code)
+    assert within(modules, "torch", "numpy", "autopar.api", "autopar.planner") == []
+
+
+def test_packages_say_what_they_are_in_a_few_lines(checkout: Path) -> None:
+    for path in sorted((checkout / "autopar").rglob("*/__init__.py")):
+        docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+        assert docstring is not None, path
+        assert len(docstring.splitlines()) <= 12, path
+
+
+def test_few_files_have_the_name_of_another(checkout: Path) -> None:
+    names = Counter(path.name for path in (checkout / "autopar").rglob("*.py") if path.name != "__init__.py")
+    assert len([name for name, times in names.items() if times > 1]) <= 8
+    assert len([path for path in (checkout / "autopar").glob("*.py") if path.name != "__init__.py"]) <= 5

@@ -1,0 +1,137 @@
+"""Blocks are found by what operators compute, not by their names."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.graph.graph import Graph, Op, Ref, TensorSpec
+from autopar.models.resolve import resolve_model
+from autopar.tracing.blocks import find_blocks
+from tests.tracing.zoo import traced
+
+SPEC = TensorSpec(shape=(2, 8), dtype=torch.float32, requires_grad=True)
+
+
+def hashes(graph: Graph) -> list[str]:
+    return [block.hash for block in graph.blocks]
+
+
+@cache
+def layers(family: str, count: int, **more: int) -> Graph:
+    sizes = {"layers": count, "hidden": 32, "heads": 4, "vocab": 64, **more}
+    return resolve_model(f"{family}:{','.join(f'{k}={v}' for k, v in sizes.items())}", sequence_length=8).trace()
+
+
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_every_layer_is_a_block_between_embedding_and_head(family: str, count: int) -> None:
+    graph = layers(family, count)
+    found = hashes(graph)
+    assert len(found) == count + 2
+    assert len(set(found[1:-1])) == 1
+    assert len({found[0], found[1], found[-1]}) == 3
+    stem = "transformer.h" if family == "gpt" else "model.layers"
+    assert [b.label for b in graph.blocks[1:-1]] == [f"{stem}.{i}" for i in range(count)]
+    for block in graph.blocks[1:]:
+        assert [graph.spec(ref).shape for ref in graph.block_inputs(block)] == [(2, 8, 32)], "one tensor crosses a cut"
+    embedding, *middle, head = (graph.block_ops(b) for b in graph.blocks)
+    assert any(op.target == "aten.embedding.default" for op in embedding)
+    assert all(op.target != "aten.embedding.default" for ops in (*middle, head) for op in ops)
+    assert [op.target for op in head if "norm" in op.module or op.target == "autopar.cross_entropy_sum"]
+
+
+def test_layers_hash_equally_however_many_there_are_and_whatever_the_names() -> None:
+    assert hashes(layers("llama", 2))[1] == hashes(layers("llama", 3))[1]
+    graph = layers("llama", 3)
+    renamed = {op.name: f"q{i}" for i, op in enumerate(graph.ops)}
+    renamed |= {p.name: f"w{i}" for i, p in enumerate(graph.parameters)}
+
+    def fresh(ref: Ref) -> Ref:
+        return Ref(renamed.get(ref.name, ref.name), ref.index)
+
+    ops = [
+        Op(
+            name=renamed[op.name],
+            target=op.target,
+            args=op.with_operands(tuple(map(fresh, op.operands))).args,
+            kwargs=op.kwargs,
+            outputs=op.outputs,
+        )
+        for op in graph.ops
+    ]
+    known = {r for op in (*graph.prelude, *graph.ops) for r in op.operands}
+    specs = {fresh(r): graph.spec(r) for r in known}
+    specs |= {Ref(renamed[op.name]): op.spec for op in graph.ops}
+    blocks = find_blocks(ops, specs, frozenset(renamed[p.name] for p in graph.parameters), fresh(graph.loss))
+    assert [b.hash for b in blocks] == hashes(graph)
+
+
+def test_a_literal_or_a_shape_makes_another_hash() -> None:
+    plain = hashes(layers("gpt", 2))[1]
+    assert hashes(layers("gpt", 2, heads=8))[1] != plain
+    assert hashes(layers("gpt", 2, ffn=64))[1] != plain
+    source = resolve_model(
+        "hf:gpt2?n_layer=2&n_embd=32&n_head=4&vocab_size=64&layer_norm_epsilon=0.1", sequence_length=8
+    )
+    usual = resolve_model("hf:gpt2?n_layer=2&n_embd=32&n_head=4&vocab_size=64", sequence_length=8)
+    assert hashes(source.trace())[1] != hashes(usual.trace())[1]
+
+
+def test_layers_unrolled_by_hand_under_random_names_are_found() -> None:
+    graph = traced("mlp")
+    sizes = [b.stop - b.start for b in graph.blocks]
+    assert len(set(hashes(graph)[1:4])) == 1
+    assert sizes[1:4] == [2, 2, 2]
+    assert graph.blocks[-1].stop == len(graph.ops)
+
+
+def test_encoder_and_decoder_are_both_found() -> None:
+    found = hashes(traced("t5"))
+    repeated = [h for h in found if found.count(h) > 1]
+    assert len(repeated) == 4, "the first of three layers computes the positions for the others"
+    assert len(set(repeated)) == 2
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    body=st.lists(st.sampled_from(["relu", "tanh", "exp"]), min_size=1, max_size=5),
+    count=st.integers(2, 6),
+    before=st.integers(0, 3),
+    after=st.integers(0, 3),
+)
+def test_blocks_partition_and_repeats_are_found(body: list[str], count: int, before: int, after: int) -> None:
+    ops: list[Op] = []
+    specs = {Ref("x"): SPEC}
+    parameters: set[str] = set()
+
+    def add(target: str, weight: bool) -> None:
+        source = Ref(ops[-1].name) if ops else Ref("x")
+        name = f"v{len(ops)}"
+        args: tuple[Ref, ...] = (source,)
+        if weight:
+            parameters.add(f"w{len(ops)}")
+            specs[Ref(f"w{len(ops)}")] = SPEC
+            args = (source, Ref(f"w{len(ops)}"))
+        ops.append(Op(name=name, target=f"aten.{target}.default", args=args, outputs=(SPEC,)))
+        specs[Ref(name)] = SPEC
+
+    for _ in range(before):
+        add("neg", False)
+    for _ in range(count):
+        add("mul", True)
+        for target in body:
+            add(target, False)
+    for _ in range(after):
+        add("sin", False)
+    blocks = find_blocks(ops, specs, frozenset(parameters), Ref(ops[-1].name))
+    assert [b.start for b in blocks] == [0, *(b.stop for b in blocks[:-1])]
+    assert blocks[-1].stop == len(ops)
+    repeated = [b for b in blocks if sum(o.hash == b.hash for o in blocks) > 1]
+    assert len(repeated) == count
+    assert all(b.stop - b.start == len(body) + 1 for b in repeated)
+    assert (len(blocks) - count) == (before > 0) + (after > 0)

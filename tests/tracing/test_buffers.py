@@ -1,0 +1,185 @@
+"""Buffers that training changes, in the traced graph; no_grad and in-place operators keep their meaning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.errors import TraceError
+from autopar.graph.interpreter import step
+from autopar.tracing.trace import trace
+from tests.distributed.remembering import Remembering
+
+Write = Callable[[nn.Module, Tensor], Tensor]
+
+
+class Writing(nn.Module):
+    """A linear, then whatever ``write`` does with the module and the activation."""
+
+    def __init__(self, write: Write) -> None:
+        super().__init__()
+        self.write, self.linear = write, nn.Linear(4, 6)
+        self.register_buffer("kept", torch.linspace(1.0, 2.0, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.write(self, self.linear(x)) ** 2).mean()
+
+
+def same_as_the_model(model: nn.Module, batch: dict[str, Tensor], steps: int = 2) -> None:
+    """Loss, gradients and buffers of the graph are the model's, step after step; the batch is not touched."""
+    model = model.double()
+    graph = trace(model, (), {name: value.clone() for name, value in batch.items()})
+    parameters = dict(model.named_parameters())
+    for _ in range(steps):
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        found, changed = step(graph, {k: v.clone() for k, v in batch.items()}, parameters, before)
+        output = model(**{k: v.clone() for k, v in batch.items()})
+        wanted = output["loss"] if isinstance(output, dict) else output
+        torch.testing.assert_close(found, wanted)
+        ours = torch.autograd.grad(found, list(parameters.values()), allow_unused=True)
+        theirs = torch.autograd.grad(wanted, list(parameters.values()), allow_unused=True)
+        torch.testing.assert_close([0.0 if g is None else g for g in ours], [0.0 if g is None else g for g in theirs])
+        after = dict(model.named_buffers())
+        torch.testing.assert_close({**before, **changed}, after)
+        assert changed.keys() >= {name for name in after if not torch.equal(before[name], after[name])}
+
+
+@pytest.mark.parametrize("statistics", [True, False])
+def test_statistics_averages_power_iterations_and_counters(statistics: bool) -> None:
+    same_as_the_model(Remembering(statistics), {"x": torch.randn(6, 8, dtype=torch.float64)}, steps=3)
+
+
+def _relu(module: nn.Module, y: Tensor) -> Tensor:
+    return y.relu_()
+
+
+def _filled(module: nn.Module, y: Tensor) -> Tensor:
+    return y.masked_fill_(y > 0.3, 0.5).add_(1.0).mul_(y.new_tensor(2.0))
+
+
+def _written_through_a_view(module: nn.Module, y: Tensor) -> Tensor:
+    y = y * 1.0
+    y[:, 1:3].mul_(3.0)
+    y.view(-1, 2, 3)[:, 0].copy_(y[:, 3:] * 2)
+    y[:, torch.tensor([0, 5])] = 0.25
+    return y
+
+
+def _without_gradient(module: nn.Module, y: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = y.abs().mean(dim=-1, keepdim=True)
+        scale.add_(1.0)
+    return y / scale
+
+
+def _target(module: nn.Module, y: Tensor) -> Tensor:
+    """Nothing is written in place: such a program needs no decomposition."""
+    with torch.no_grad():
+        wanted = torch.sigmoid(y * module.linear.bias)
+    return y - wanted
+
+
+def _in_inference_mode(module: nn.Module, y: Tensor) -> Tensor:
+    with torch.inference_mode():
+        wanted = torch.sigmoid(y * module.linear.bias)
+    return y - wanted.clone()
+
+
+def _read_through_data(module: nn.Module, y: Tensor) -> Tensor:
+    return y - torch.sigmoid(y).data / module.linear.weight.data.norm()
+
+
+def _averaged(module: nn.Module, y: Tensor) -> Tensor:
+    with torch.no_grad():
+        module.kept.lerp_(y.mean(0), 0.1)
+    return y * module.kept
+
+
+def _replaced(module: nn.Module, y: Tensor) -> Tensor:
+    used = y * module.kept
+    module.kept = (module.kept * 0.5 + module.linear.bias).detach()
+    return used
+
+
+def _teacher(module: nn.Module, y: Tensor) -> Tensor:
+    used = y * module.kept.clone()
+    with torch.no_grad():
+        module.kept.copy_(module.linear.bias)
+    return used
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        _relu,
+        _filled,
+        _written_through_a_view,
+        _without_gradient,
+        _target,
+        _in_inference_mode,
+        _read_through_data,
+        _averaged,
+        _replaced,
+        _teacher,
+    ],
+    ids=lambda write: write.__name__.strip("_"),
+)
+def test_in_place_operators_mean_what_they_mean_on_one_device(write: Write) -> None:
+    same_as_the_model(Writing(write), {"x": torch.randn(6, 4, dtype=torch.float64)})
+
+
+class OnItsInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(2.0)
+        return (self.linear(x) + x).pow(2).mean()
+
+
+def test_an_input_written_in_place_counts_as_written() -> None:
+    same_as_the_model(OnItsInput(), {"x": torch.randn(6, 4, dtype=torch.float64)}, steps=1)
+
+
+def _clamped(module: nn.Module, y: Tensor) -> Tensor:
+    with torch.no_grad():
+        module.linear.weight.clamp_(-0.1, 0.1)
+    return y
+
+
+def _silently(module: nn.Module, y: Tensor) -> Tensor:
+    y = y * 1.0
+    with torch.no_grad():
+        y[:, 1:3].mul_(3.0)
+    return y
+
+
+def _through_detach(module: nn.Module, y: Tensor) -> Tensor:
+    y = y * 1.0
+    y.detach()[:, 0].zero_()
+    return y
+
+
+def _seen(module: nn.Module, y: Tensor) -> Tensor:
+    module.kept.add_(y.shape[0])
+    return y * module.kept
+
+
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        (_clamped, "p_model_linear_weight is written to in forward"),
+        (_silently, "writes in place to mul, which has a gradient"),
+        (_through_detach, "writes in place to mul, which has a gradient"),
+        (_seen, "A number in a loss or buffer depends on the batch size"),
+    ],
+    ids=["parameter", "no_grad", "detach", "samples"],
+)
+def test_what_would_train_otherwise_than_on_one_device_is_refused(write: Write, message: str) -> None:
+    with pytest.raises(TraceError, match=message) as caught:
+        trace(Writing(write), (torch.randn(2, 4),))
+    assert caught.value.fix

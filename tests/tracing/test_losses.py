@@ -1,0 +1,140 @@
+"""Losses as users write them: traced they give the module's value and gradients, and their samples stay apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributions import Normal, kl_divergence
+
+from autopar.graph.compact import compact
+from autopar.graph.graph import Graph
+from autopar.graph.interpreter import evaluate
+from autopar.models.graph_for_plan import for_batch
+from autopar.plan.tensor_types import P
+from autopar.planner.request import samples_apart
+from autopar.planner.sharding.batch_axis import mixes_samples, solve_batch
+from autopar.tracing.trace import trace
+
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Model(nn.Module):
+    """Logits [4, 3, 5] for classes [4, 3] and reals [4, 3, 5]."""
+
+    def __init__(self, loss: Loss) -> None:
+        super().__init__()
+        self.head, self.loss = nn.Linear(6, 5), loss
+
+    def forward(self, x: Tensor, classes: Tensor, reals: Tensor) -> Tensor:
+        return self.loss(self.head(x), classes, reals)
+
+
+def batch(samples: int = 4) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    classes = torch.randint(0, 5, (samples, 3), generator=generator)
+    x, reals = (torch.randn(samples, 3, n, generator=generator) for n in (6, 5))
+    return {"x": x, "classes": classes, "reals": reals}
+
+
+WEIGHTS = torch.arange(1.0, 6.0)
+
+
+def _ignoring(classes: Tensor) -> Tensor:
+    return torch.where(classes > 1, classes, -100)
+
+
+APART: dict[str, Loss] = {
+    "probabilities": lambda y, c, t: F.cross_entropy(y.flatten(0, 1), t.softmax(-1).flatten(0, 1)),
+    "weighted probabilities": lambda y, c, t: F.cross_entropy(
+        y.transpose(1, 2), t.softmax(-1).transpose(1, 2), WEIGHTS, label_smoothing=0.1
+    ),
+    "probabilities of each": lambda y, c, t: F.cross_entropy(
+        y.transpose(1, 2), t.softmax(-1).transpose(1, 2), reduction="none"
+    ).sum(),
+    "weighted": lambda y, c, t: F.cross_entropy(y.flatten(0, 1), _ignoring(c).flatten(), WEIGHTS, label_smoothing=0.1),
+    "weighted sum": lambda y, c, t: F.cross_entropy(y.transpose(1, 2), c, WEIGHTS, reduction="sum"),
+    "flattened": lambda y, c, t: F.nll_loss(y.log_softmax(-1).view(-1, 5), _ignoring(c).view(-1)),
+    "weighted flattened": lambda y, c, t: F.nll_loss(y.log_softmax(-1).view(-1, 5), _ignoring(c).view(-1), WEIGHTS),
+    "weighted sum of logarithms": lambda y, c, t: F.nll_loss(
+        y.transpose(1, 2).log_softmax(1), c, WEIGHTS, reduction="sum"
+    ),
+    "one minus a mean": lambda y, c, t: 1 - (y.softmax(-1) * t).sum(-1).mean(),
+    "a scaled mean and numbers": lambda y, c, t: 2.0 - 2 * ((y * t).mean() / 3 - 1) + F.mse_loss(y, t),
+    "variances": lambda y, c, t: F.gaussian_nll_loss(y, t, F.softplus(y) + 0.1),
+    "distributions": lambda y, c, t: kl_divergence(
+        Normal(y, F.softplus(y) + 0.1), Normal(torch.zeros(5), torch.ones(5))
+    ).mean(),
+    "norms": lambda y, c, t: torch.linalg.vector_norm(y - t, dim=-1).mean(),
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_a_loss_is_a_sum_over_samples(name: str) -> None:
+    model = Model(APART[name])
+    graph = trace(model, (), batch())
+    parameters = dict(model.named_parameters())
+    found, expected = evaluate(graph, batch(), parameters, {}), model(**batch())
+    torch.testing.assert_close(found, expected)
+    gradients = (torch.autograd.grad(value, list(parameters.values())) for value in (found, expected))
+    torch.testing.assert_close(*gradients)
+    typing = solve_batch(compact(graph))
+    assert typing.strategies[graph.loss.name].outputs[graph.loss.index] == P
+    assert not mixes_samples(graph, typing)
+
+
+WEIGHTED: dict[str, Loss] = {
+    **{name: loss for name, loss in APART.items() if "weighted" in name},
+    "weighted each": lambda y, c, t: F.cross_entropy(y.transpose(1, 2), c, WEIGHTS, reduction="none").mean(),
+    "weighted each of logarithms": lambda y, c, t: F.nll_loss(
+        y.transpose(1, 2).log_softmax(1), c, WEIGHTS, reduction="none"
+    ).mean(),
+}
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 1e-2), (torch.float64, 1e-6)], ids=str)
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_weights_of_classes_in_single_precision_fit_other_logits(
+    name: str, dtype: torch.dtype, tolerance: float
+) -> None:
+    """They are buffers as a rule, which stay as they are; fake tensors take the pair, kernels do not."""
+    given = {key: value.to(dtype) if value.is_floating_point() else value for key, value in batch().items()}
+    model = Model(WEIGHTED[name])
+    expected = model(**batch())
+    wanted = torch.autograd.grad(expected, list(model.parameters()))
+    model = model.to(dtype)
+    parameters = dict(model.named_parameters())
+    found = evaluate(trace(model, (), given), given, parameters, {})
+    got = torch.autograd.grad(found, list(parameters.values()))
+    assert found.item() == pytest.approx(expected.item(), rel=tolerance)
+    for one, other in zip(got, wanted, strict=True):
+        assert (one - other).abs().max() <= 2 * tolerance * other.abs().max()
+
+
+def test_what_torch_checks_is_said_to_be_left_out() -> None:
+    graph = trace(Model(APART["variances"]), (), batch())
+    assert any("are not made in the program" in note and "test_losses.py:" in note for note in graph.notes)
+
+
+def test_a_loss_of_more_elements_than_two_samples_have_is_traced_at_the_global_batch() -> None:
+    model = Model(lambda y, c, t: F.cross_entropy(y.flatten(0, 1), c.flatten(), reduction="none").topk(10)[0].mean())
+    tried: list[int] = []
+
+    def trace_at(samples: int | None) -> Graph:
+        tried.append(samples or 2)
+        return trace(model, (), batch(tried[-1]), exact=samples is not None)
+
+    graph = for_batch(trace_at, 8, samples_apart)
+    assert tried[:2] == [2, 8]
+    assert graph.mixing
+    assert graph.inputs[0].spec.shape[0] == 8
+
+
+def test_a_norm_over_all_dims_has_a_rule() -> None:
+    graph = for_batch(
+        lambda n: trace(Model(lambda y, c, t: y.norm() + F.mse_loss(y, t)), (), batch(n or 4)), 4, samples_apart
+    )
+    assert graph.mixing

@@ -1,0 +1,185 @@
+"""What steps leave to later ones is seen in a trace: refused where numbers depend on it, noted where it only counts."""
+
+from __future__ import annotations
+
+import random
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.errors import TraceError
+from autopar.tracing.trace import trace
+from tests.lower import unusual as u
+
+COUNT = {"steps": 0}
+
+
+class Counter(nn.Module):
+    """``state`` is counted up by each step, which multiplies by what ``read`` gives."""
+
+    def __init__(self, state: Any, count: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.state, self.count = state, count
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.count(self)
+
+
+def up(module: Any) -> int:
+    module.state += 1
+    return int(module.state)
+
+
+def up_in_dict(module: Any) -> int:
+    module.state["a"]["steps"] += 1
+    return int(module.state["a"]["steps"])
+
+
+def up_in_object(module: Any) -> int:
+    module.state.steps += 1
+    return int(module.state.steps)
+
+
+def up_globally(module: Any) -> int:
+    COUNT["steps"] += 1
+    return COUNT["steps"]
+
+
+def up_in_class(module: Any) -> int:
+    Counter.total = getattr(Counter, "total", 0) + 1
+    return int(Counter.total)
+
+
+@pytest.mark.parametrize(
+    ("state", "count", "named"),
+    [
+        (0, up, "forward sets inner.state"),
+        ({"a": {"steps": 0}}, up_in_dict, "forward sets inner.state"),
+        (types.SimpleNamespace(steps=0), up_in_object, "forward sets inner.state"),
+        (0, up_globally, "return x"),
+        (0, up_in_class, "return x"),
+        (iter(range(1, 100)), lambda module: next(module.state), "return x"),
+        (random.Random(0), lambda module: module.state.random(), "return x"),
+    ],
+    ids=["attribute", "dictionary", "object", "global", "class", "iterator", "random"],
+)
+def test_a_number_that_changes_from_step_to_step_is_refused(
+    state: Any, count: Callable[[Any], Any], named: str
+) -> None:
+    model = u.Around(lambda: Counter(state, count))
+    with pytest.raises(
+        TraceError, match=rf"test_repeated_steps.py:\d+: A second step does not run.*mul.*{named}.*register_buffer"
+    ):
+        trace(model, (), u.batch())
+
+
+class Lucky(nn.Module):
+    """A branch that one pass in ten takes."""
+
+    def __init__(self, decides: bool) -> None:
+        super().__init__()
+        self.decides = decides
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.tanh() if random.random() < 0.1 and self.decides else x
+
+
+def test_a_branch_that_is_seldom_taken_is_refused_where_python_draws_it() -> None:
+    random.seed(3)
+    assert all(random.random() > 0.1 for _ in range(5))
+    random.seed(3)
+    with pytest.raises(TraceError, match=r"A second step does not run.*draw random numbers with torch"):
+        trace(u.Around(lambda: Lucky(True)), (), u.batch())
+    trace(u.Around(lambda: Lucky(False)), (), u.batch())
+
+
+class Average(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean()
+        return x * (1.0 + self.mean)
+
+
+class LastBatch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = x if self.last is None else x + self.last.mean()
+        self.last = x
+        return made
+
+
+@pytest.mark.parametrize("inner", [Average, LastBatch])
+def test_a_tensor_of_an_earlier_step_is_refused(inner: type[nn.Module]) -> None:
+    with pytest.raises(
+        TraceError, match=r"test_repeated_steps.py:\d+: .*reads what an earlier step has computed.*self.*buffer"
+    ):
+        trace(u.Around(inner), (), u.batch())
+
+
+class WarmUp(nn.Module):
+    """Another branch, but only later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        return 2.0 * x if self.steps > 1000 else x
+
+
+def test_a_counter_that_has_no_effect_yet_is_noted() -> None:
+    model = u.Around(WarmUp)
+    (note,) = trace(model, (), u.batch()).notes
+    assert "inner.steps (WarmUp)" in note
+    assert "register_buffer" in note
+    assert model.inner.steps == 0
+
+
+class Cached(nn.Module):
+    """A table made by the first step, and what is kept for whoever looks at it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table: Tensor | None = None
+        self.length, self.logged = 0, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None or self.length < x.shape[-1]:
+            self.length = x.shape[-1]
+            self.table = torch.arange(x.shape[-1], dtype=x.dtype).cos() + torch.zeros_like(x[0])
+        self.logged = x.detach()
+        return x * self.table
+
+
+class Buffered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: Tensor
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        return x * self.steps
+
+
+class Blank(nn.Module):
+    """With a number that equals nothing, itself included."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.where(x > 0, x, float("nan")).nan_to_num()
+
+
+@pytest.mark.parametrize("inner", [Cached, Buffered, Blank])
+def test_caches_and_buffers_are_no_fault(inner: type[nn.Module]) -> None:
+    assert trace(u.Around(inner), (), u.batch()).notes == ()

@@ -1,0 +1,507 @@
+"""A traced graph computes what the model computes, and keeps the promises of the clean-up."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autopar.errors import TraceError
+from autopar.graph.graph import Graph, Op, Ref
+from autopar.graph.interpreter import evaluate, leaves, run
+from autopar.models.resolve import resolve_model
+from autopar.rules.check.by_execution import verify_rule
+from autopar.tracing.trace import trace
+from tests.tracing.zoo import HUGGING_FACE, LENGTH, loss_of, subject, traced, traced_on_meta
+
+CASES = [
+    ("gpt2", False),
+    ("gpt2", True),
+    ("llama", False),
+    ("llama", True),
+    ("llama_tied", True),
+    ("mistral", True),
+    ("qwen3", False),
+    ("phi3", False),
+    ("bert", True),
+    ("vit", False),
+    ("t5", True),
+    ("mlp", False),
+    ("encoder", False),
+    ("handwritten", False),
+]
+
+
+@pytest.mark.parametrize(("kind", "padded"), CASES)
+def test_loss_and_every_gradient_equal_the_models(kind: str, padded: bool) -> None:
+    model, batch = subject(kind, padded=padded)
+    graph = trace(model, (), batch) if padded else traced(kind)
+    loss = loss_of(model.train()(**batch))
+    loss.backward()
+    whole = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    result = evaluate(graph, batch, whole, dict(model.named_buffers()))
+    result.backward()
+
+    assert result.item() == pytest.approx(loss.item(), rel=1e-6)
+    for name, parameter in model.named_parameters():
+        if parameter.grad is None:
+            continue
+        torch.testing.assert_close(whole[name].grad, parameter.grad, rtol=1e-5, atol=1e-6, msg=name)
+    _assert_promises(graph)
+    _assert_specs(graph, batch, whole, dict(model.named_buffers()))
+
+
+def _assert_promises(graph: Graph) -> None:
+    known = {leaf.name for leaf in (*graph.inputs, *graph.parameters, *graph.buffers)}
+    for op in (*graph.prelude, *graph.ops):
+        assert all(ref.name in known for ref in op.operands), f"{op.name} reads what stands after it"
+        assert op.name not in known
+        assert op.name.isidentifier()
+        known.add(op.name)
+        assert op.target.partition(".")[0] in ("aten", "autopar"), op.target
+        overload = op.target.split(".")[1]
+        assert not overload.endswith("_"), op.target
+        assert overload not in (
+            "getitem",
+            "split",
+            "chunk",
+            "native_dropout",
+            "_to_copy",
+            "_unsafe_view",
+            "reshape",
+            "alias",
+        )
+        if op.target in ("aten.view.default", "aten.expand.default"):
+            assert op.args[1] == op.spec.shape
+        if op.target == "aten.transpose.int":
+            assert all(isinstance(dim, int) and dim >= 0 for dim in op.args[1:])
+        if op.target == "aten.slice.Tensor":
+            assert 0 <= op.args[2] < op.args[3] <= graph.spec(op.operands[0]).shape[op.args[1]]
+    used = {ref.name for op in (*graph.prelude, *graph.ops) for ref in op.operands} | {graph.loss.name}
+    assert {op.name for op in graph.ops} <= used, "dead code"
+    trained = {p.name for p in graph.parameters}
+    downstream = set(trained)
+    for op in graph.ops:
+        assert any(ref.name in downstream for ref in op.operands), f"{op.name} belongs to the prelude"
+        downstream.add(op.name)
+        assert op.spec.requires_grad == op.spec.dtype.is_floating_point
+    assert [(b.start, b.stop) for b in graph.blocks] == list(
+        zip([0, *(b.stop for b in graph.blocks)][:-1], [b.stop for b in graph.blocks], strict=True)
+    )
+    assert graph.blocks[-1].stop == len(graph.ops)
+
+
+def _assert_specs(
+    graph: Graph, batch: dict[str, Tensor], parameters: dict[str, Tensor], buffers: dict[str, Tensor]
+) -> None:
+    env = leaves(graph, batch, parameters, buffers)
+    run((*graph.prelude, *graph.ops), env)
+    for ref, value in env.items():
+        assert (tuple(value.shape), value.dtype) == (graph.spec(ref).shape, graph.spec(ref).dtype), ref
+        if graph.producer(ref) is not None:
+            assert value.requires_grad == graph.spec(ref).requires_grad, ref
+
+
+def attention(graph: Graph) -> list[Op]:
+    return [op for op in graph.ops if op.target == "aten.scaled_dot_product_attention.default"]
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "mistral", "qwen3"])
+def test_a_causal_mask_is_recognised_and_a_padding_mask_is_kept(kind: str) -> None:
+    source = resolve_model(HUGGING_FACE[kind], sequence_length=LENGTH)
+    plain = traced_on_meta(kind)
+    assert len(attention(plain)) == 3
+    assert all(op.args[3] is None and op.args[5] is True for op in attention(plain))
+    assert not any(buffer.spec.dtype == torch.bool for buffer in plain.buffers), "the mask is dropped"
+
+    padded = trace(source.model, (), source.make_batch(2, padded=True))
+    assert all(isinstance(op.args[3], Ref) and op.args[5] is False for op in attention(padded))
+    assert all(padded.is_prelude(op.args[3]) for op in attention(padded))
+
+
+class Masked(nn.Module):
+    """Attention under a mask of its own, held in a buffer."""
+
+    def __init__(self, mask: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.register_buffer("mask", mask)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x * self.weight, x, x, attn_mask=self.mask[:6, :6]).sum()
+
+
+@pytest.mark.parametrize(
+    ("mask", "causal", "kept"),
+    [
+        (torch.ones(8, 8).tril().bool(), True, False),
+        (torch.full((8, 8), float("-inf")).triu(1), True, False),
+        (torch.full((8, 8), torch.finfo(torch.float32).min).triu(1), True, False),
+        (torch.ones(8, 8).bool(), False, False),
+        (torch.ones(8, 8).tril(-1).bool(), False, True),
+        (torch.ones(8, 8).tril(1).bool(), False, True),
+        (torch.ones(8, 8).tril().triu(-2).bool(), False, True),
+        (torch.full((8, 8), -1.0).triu(1), False, True),
+    ],
+)
+def test_only_the_exact_lower_triangle_is_causal(mask: Tensor, causal: bool, kept: bool) -> None:
+    (op,) = attention(trace(Masked(mask), (torch.ones(2, 3, 6, 4),)))
+    assert (op.args[5], op.args[3] is not None) == (causal, kept)
+
+
+class Positions(nn.Module):
+    """A mask of comparisons of positions, far too large to hold."""
+
+    def __init__(self, length: int, offset: int, window: int | None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.length, self.offset, self.window = length, offset, window
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(self.length, device=x.device)
+        rows, columns = places[None, None, :, None], places[None, None, None, :]
+        mask = columns <= rows + self.offset
+        if self.window is not None:
+            mask = mask & (columns > rows - self.window)
+        mask = mask.expand(x.shape[0], 1, -1, -1)
+        return F.scaled_dot_product_attention(x * self.weight, x, x, attn_mask=mask).sum()
+
+
+@pytest.mark.parametrize("length", [3000, 40_000])
+@pytest.mark.parametrize(
+    ("offset", "window", "causal"),
+    [(0, None, True), (1, None, False), (-1, None, False), (0, 99, False), (0, 10**6, True)],
+)
+def test_large_masks_are_told_without_holding_them(length: int, offset: int, window: int | None, causal: bool) -> None:
+    x = torch.ones(2, 1, length, 4, device="meta")
+    graph = trace(Positions(length, offset, window), (x,))
+    (op,) = attention(graph)
+    assert op.args[5] is causal
+    assert (op.args[3] is None) is causal
+    assert all(buffer.spec.numel <= 2**26 for buffer in graph.buffers)
+    if not causal:
+        assert graph.spec(op.args[3]).shape == (2, 1, length, length)
+
+
+def test_gelu_written_out_is_one_operator() -> None:
+    graph = traced_on_meta("gpt2")
+    gelus = [op for op in graph.ops if op.target == "aten.gelu.default"]
+    assert len(gelus) == 3
+    assert all(op.kwargs == (("approximate", "tanh"),) for op in gelus)
+    assert not any(op.target == "aten.tanh.default" for op in graph.ops)
+
+
+def test_fused_projections_become_linears_over_parts() -> None:
+    graph = traced_on_meta("gpt2")
+    parts = [p for p in graph.parameters if p.fqn == "transformer.h.1.attn.c_attn.weight"]
+    assert [(p.part.dim, p.part.start, p.part.stop) for p in parts if p.part] == [(1, 0, 32), (1, 32, 64), (1, 64, 96)]
+    assert [p.key.rsplit(".", 1)[-1] for p in parts] == ["weight[0:32]", "weight[32:64]", "weight[64:96]"]
+    assert not any(op.target == "aten.slice.Tensor" for op in graph.ops)
+    encoder = traced("encoder")
+    assert sum(p.fqn.endswith("in_proj_weight") and p.part is not None for p in encoder.parameters) == 9
+    assert not any(op.target == "aten.select.int" for op in encoder.ops)
+
+
+def test_tied_weights_are_one_parameter_with_aliases() -> None:
+    graph = traced_on_meta("gpt2")
+    (tied,) = [p for p in graph.parameters if p.fqn == "transformer.wte.weight"]
+    assert tied.aliases == ("lm_head.weight",)
+    assert len(graph.users(Ref(tied.name))) == 2
+    untied = traced_on_meta("llama")
+    assert not any(p.aliases for p in untied.parameters)
+
+
+def test_meta_and_real_models_give_the_same_graph() -> None:
+    source = resolve_model(HUGGING_FACE["llama"], sequence_length=LENGTH)
+    meta, real = traced_on_meta("llama"), trace(source.build(), (), source.make_batch(3))
+    assert meta.fingerprint == real.fingerprint
+    assert [op.target for op in meta.ops] == [op.target for op in real.ops]
+    values = {b.fqn: b.value is not None for b in meta.buffers if b.fqn}
+    assert values == {"model.rotary_emb.inv_freq": False}
+    assert all(b.value is not None for b in real.buffers)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "encoder"])
+def test_decomposing_first_changes_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = subject(kind)
+    short = traced(kind)
+    monkeypatch.setattr(sys.modules["autopar.tracing.trace"], "needs_decomposition", lambda module: True)
+    long = trace(model, (), batch)
+    assert [op.target for op in short.ops] == [op.target for op in long.ops]
+    assert [b.hash for b in short.blocks] == [b.hash for b in long.blocks]
+
+
+def test_dropout_is_one_operator_with_a_salt_of_its_own() -> None:
+    graph = resolve_model("gpt:layers=2,hidden=32,heads=4,vocab=96,dropout=0.5", sequence_length=8).trace()
+    dropouts = [op for op in graph.ops if op.target == "autopar.dropout"]
+    assert len(dropouts) == 5
+    assert len({op.args[2] for op in dropouts}) == 5
+    assert all(op.args[1] == 0.5 and len(op.outputs) == 1 for op in dropouts)
+    assert graph.blocks[1].hash == graph.blocks[2].hash, "salts are no part of what a block is"
+
+
+def test_the_mean_of_the_loss_is_a_sum_over_a_count_of_the_prelude() -> None:
+    graph = traced_on_meta("llama")
+    last = graph.ops[-1]
+    assert (Ref(last.name), last.target) == (graph.loss, "aten.div.Tensor")
+    total, count = last.operands
+    loss = graph.producer(total)
+    assert loss is not None
+    assert loss.target == "autopar.cross_entropy_sum"
+    assert graph.spec(loss.operands[0]).shape == (2, LENGTH, 96), "tokens are not flattened"
+    assert graph.is_prelude(count)
+
+
+def test_dtype_and_frozen_parameters_stay_as_the_model_has_them() -> None:
+    source = resolve_model(HUGGING_FACE["llama"], sequence_length=LENGTH, dtype=torch.bfloat16)
+    source.model.get_parameter("model.embed_tokens.weight").requires_grad_(False)
+    graph = source.trace()
+    assert {p.spec.dtype for p in graph.parameters} == {torch.bfloat16}
+    frozen = [p.fqn for p in graph.parameters if not p.spec.requires_grad]
+    assert frozen == ["model.embed_tokens.weight"]
+    assert not graph.ops[0].spec.requires_grad
+    assert graph.spec(graph.loss).dtype == torch.float32
+
+
+def test_a_batch_of_one_is_doubled_and_inputs_keep_their_names() -> None:
+    model, batch = subject("handwritten")
+    graph = trace(model, (batch["x"][:1],), {"y": batch["y"][:1]})
+    assert graph.batch_size == 2
+    assert [(i.name, i.spec.shape, i.batch_dim) for i in graph.inputs] == [("x", (2, LENGTH), 0), ("y", (2, LENGTH), 0)]
+
+
+def test_a_loss_function_may_read_targets_that_forward_does_not_take() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    batch = {"input": torch.randn(5, 4), "target": torch.randn(5, 3)}
+    graph = trace(model, (), batch, loss_fn=lambda output, given: F.mse_loss(output, given["target"]))
+    loss = evaluate(graph, batch, dict(model.named_parameters()))
+    torch.testing.assert_close(loss, F.mse_loss(model(batch["input"]), batch["target"]))
+    assert {i.name for i in graph.inputs} == {"input", "target"}
+
+
+def test_tracing_leaves_the_model_alone() -> None:
+    model, batch = subject("mlp")
+    model.eval()
+    before = {name: (id(p), p.detach().clone()) for name, p in model.named_parameters()}
+    trace(model, (), batch)
+    assert not model.training
+    for name, parameter in model.named_parameters():
+        assert id(parameter) == before[name][0]
+        assert torch.equal(parameter, before[name][1])
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda o, t: F.nll_loss(F.log_softmax(o, dim=-1), t),
+        lambda o, t: F.cross_entropy(o, t, label_smoothing=0.1),
+        lambda o, t: F.cross_entropy(o, t, ignore_index=2, reduction="sum"),
+        lambda o, t: F.cross_entropy(o, t, weight=torch.tensor([1.0, 2.0, 3.0])),
+        lambda o, t: F.cross_entropy(o.view(2, 3, 3).transpose(1, 2), t.view(2, 3)),
+        lambda o, t: F.l1_loss(o[:, 0], t.float()),
+        lambda o, t: F.smooth_l1_loss(o[:, 0], t.float(), beta=0.5, reduction="sum"),
+        lambda o, t: F.binary_cross_entropy_with_logits(o[:, 0], (t > 0).float()),
+        lambda o, t: F.huber_loss(o[:, 1], t.float()),
+    ],
+)
+def test_losses_are_what_torch_computes(loss) -> None:  # type: ignore[no-untyped-def]
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    batch = {"input": torch.randn(6, 4), "target": torch.tensor([0, 1, 2, 2, 1, 0])}
+    graph = trace(model, (), batch, loss_fn=lambda output, given: loss(output, given["target"]))
+    expected = loss(model(batch["input"]), batch["target"])
+    torch.testing.assert_close(evaluate(graph, batch, dict(model.named_parameters())), expected)
+
+
+# --- errors -----------------------------------------------------------------------------------------
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        if h.sum() > 0:  # the line
+            h = h * 2
+        return h.sum()
+
+
+def test_control_flow_on_data_is_told_by_its_line() -> None:
+    with pytest.raises(TraceError, match=r"test_trace\.py:\d+") as caught:
+        trace(Branching(), (torch.ones(2, 4),))
+    assert "if h.sum() > 0:" in caught.value.problem
+    assert "torch.where" in caught.value.fix
+
+
+class Broken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x) @ x).sum()
+
+
+class Packed(nn.Module):
+    """Sequences behind one another, cut by their ends: torch.export takes the cuts, and fails at the loss of the parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, ends: Tensor, y: Tensor) -> Tensor:
+        parts = torch.cat([x[ends[i] : ends[i + 1]].softmax(0) for i in range(2)])
+        return F.cross_entropy(self.head(parts), y)
+
+
+def test_a_failure_of_the_exported_program_names_the_line_too() -> None:
+    """It named the model's class and a formula of torch's. Up to torch 2.11 the cuts fail already, at their own line."""
+    inputs = {"x": torch.randn(6, 8), "ends": torch.tensor([0, 2, 6]), "y": torch.zeros(6, dtype=torch.int64)}
+    with pytest.raises(
+        TraceError,
+        match=r"test_trace\.py:\d+: `(return F\.cross_entropy|parts = torch\.cat)",
+    ):
+        trace(Packed(), kwargs=inputs)
+
+
+def test_a_failure_in_forward_names_the_line_and_the_reason() -> None:
+    with pytest.raises(TraceError, match=r"self\.linear") as caught:
+        trace(Broken(), (torch.ones(2, 4),))
+    assert "test_trace.py" in caught.value.where
+
+
+@pytest.mark.parametrize(
+    ("run_it", "problem"),
+    [
+        (lambda: trace(nn.Linear(4, 4), (torch.ones(2, 4),)), "returns no scalar loss"),
+        (
+            lambda: trace(nn.Linear(4, 4), (torch.ones(2, 4),), loss_fn=lambda y, _: y.argmax(1).sum()),
+            r"no scalar loss: outputs of shape \(\) in int64",
+        ),
+        (lambda: trace(nn.Linear(4, 4), ()), "No example input is a tensor"),
+        (lambda: trace(nn.Linear(4, 4), (torch.ones(2, 4), torch.ones(2))), "Too many positional example inputs"),
+        (
+            lambda: trace(nn.Linear(4, 4), (torch.ones(2, 4),), {"why": torch.ones(2)}),
+            "Forward does not take the example input why",
+        ),
+        (
+            lambda: trace(nn.Bilinear(4, 4, 1), (torch.ones(2, 4),)),
+            "do not fit the model's forward.*input2.*give a factory",
+        ),
+        (
+            lambda: trace(nn.Linear(4, 4), (torch.ones(2, 4),), loss_fn=lambda o, b: torch.ones(()) * 3),
+            "The loss is a constant",
+        ),
+        (lambda: trace(_held(threading.Lock()), (torch.ones(2, 4),)), "copied"),
+    ],
+)
+def test_bad_models_and_inputs_have_one_clear_message(run_it, problem: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(TraceError, match=problem) as caught:
+        run_it()
+    assert caught.value.fix
+
+
+def _held(thing: object) -> nn.Module:
+    model = nn.Linear(4, 4)
+    model.held = thing  # type: ignore[assignment]
+    return model
+
+
+def test_a_cast_to_the_dtype_that_a_module_has_is_nothing() -> None:
+    class Casts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.inner = self.inner.to(torch.float32)
+            return self.inner(x).sum()
+
+    usual = nn.Module.to
+    graph = trace(Casts(), (torch.zeros(2, 4),))
+    assert not graph.notes
+    assert [op.target for op in graph.ops].count("aten.linear.default") == 1
+    assert nn.Module.to is usual
+
+
+def test_an_error_of_the_model_itself_asks_for_other_inputs() -> None:
+    class Asks(nn.Module):
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            if mask is None:
+                raise ValueError("a mask, please")
+            return (x * mask).sum()
+
+    with pytest.raises(TraceError, match=r"fails on its example inputs.*a mask, please.*package\.module:factory"):
+        trace(Asks(), (torch.zeros(2, 4),))
+
+
+def test_a_constant_of_one_number_without_a_stride_is_kept() -> None:
+    class Held(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(3, 4)
+            self.register_buffer("ids", torch.ones((), dtype=torch.int64).expand(1, 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * self.table(self.ids)).sum()
+
+    model, x = Held(), torch.randn(2, 4)
+    found = evaluate(trace(model, (x,)), {"x": x}, dict(model.named_parameters()), dict(model.named_buffers()))
+    torch.testing.assert_close(found, model(x))
+
+
+def test_a_loss_without_parameters_is_refused() -> None:
+    class Constant(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.sum()
+
+    with pytest.raises(TraceError, match="depends on no parameter"):
+        trace(Constant(), (torch.zeros(2, 4),))
+
+
+@pytest.mark.parametrize("cut", ["frozen", "detached"])
+def test_a_loss_that_trains_nothing_is_refused(cut: str) -> None:
+    class Cut(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4).requires_grad_(cut != "frozen")
+
+        def forward(self, x: Tensor) -> Tensor:
+            made = self.linear(x)
+            return (made.detach() if cut == "detached" else made).mean()
+
+    with pytest.raises(TraceError, match=r"depends on no parameter that is trained.*leave requires_grad on"):
+        trace(Cut(), (torch.zeros(2, 4),))
+
+
+def test_repeated_slices_are_as_many_as_a_rank_has() -> None:
+    class Repeats(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.groups = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.groups(x).repeat_interleave(4, dim=1, output_size=32).square().sum()
+
+    (op,) = (o for o in trace(Repeats(), (torch.zeros(2, 8),)).ops if "repeat_interleave" in o.target)
+    x = torch.randn(2, 8, dtype=torch.float64, requires_grad=True)
+    assert verify_rule(op, [x], size=2) == []
+
+
+def test_an_error_in_a_class_of_no_file_is_told() -> None:
+    """As a notebook has them, and modules that are run without being imported."""
+
+    class Branch(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.square().mean() if x.sum() > 0 else x.mean()
+
+    Branch.__module__ = "nowhere"
+    with pytest.raises(TraceError, match="depends on the values of tensors"):
+        trace(Branch(), (torch.randn(2, 4),))

@@ -1,0 +1,65 @@
+"""Files are written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from autopar.errors import UsageError
+from autopar.plan.file import load_plan, save_plan
+from autopar.planner.studies.storage import open_storage
+from autopar.util.files import check_writable, write_text
+from autopar.util.toml import Table
+from tests.example_plans import single_plan
+
+
+def test_a_file_is_replaced_as_a_whole_and_others_may_read_it(tmp_path: Path) -> None:
+    path = tmp_path / "made" / "a.txt"
+    write_text(path, "old", make_folder=True)
+    write_text(path, "new")
+    assert path.read_text() == "new"
+    umask = os.umask(0)
+    os.umask(umask)
+    assert path.stat().st_mode & 0o777 == 0o666 & ~umask
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("no/a.txt", "no such file"), ("file/a.txt", "not a directory"), ("folder", "is a directory")]
+)
+def test_what_cannot_be_written_is_said_and_leaves_nothing(tmp_path: Path, name: str, reason: str) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    for call in (lambda: check_writable(tmp_path / name), lambda: write_text(tmp_path / name, "text")):
+        with pytest.raises(UsageError, match=f"Cannot write .*{name}: {reason}.*Choose a path"):
+            call()
+        assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_the_folder_itself_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path in (Path(), Path("..")):
+        for call in (partial(check_writable, path), partial(write_text, path, "text")):
+            with pytest.raises(UsageError, match="Cannot write"):
+                call()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_mark_of_the_encoding_is_no_part_of_a_table_or_plan(tmp_path: Path) -> None:
+    table, plan = tmp_path / "space.toml", tmp_path / "plan.json"
+    table.write_text('name = "mine"\n', encoding="utf-8-sig")
+    assert Table.load(table).text("name") == "mine"
+    save_plan(single_plan(), plan)
+    plan.write_text(plan.read_text(encoding="utf-8"), encoding="utf-8-sig")
+    assert load_plan(plan) == single_plan()
+
+
+def test_a_journal_that_is_none_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "study.log"
+    path.write_text("no journal\nat all\n")
+    with pytest.raises(UsageError, match=r"--storage: Cannot open the storage .*study\.log': Expecting value"):
+        open_storage(f"journal:///{path}")

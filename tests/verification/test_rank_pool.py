@@ -1,0 +1,39 @@
+"""The pool without a world of several: results in rank order, one process each."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from autopar.errors import AutoparError
+from autopar.verification.rank_pool import WorkerPool
+from tests.distributed import jobs
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(60)]
+
+
+def test_workers_live_from_job_to_job() -> None:
+    with WorkerPool(2) as pool:
+        first, again = pool.run(os.getpid, timeout_s=30.0), pool.run(os.getpid, timeout_s=30.0)
+        assert first == again
+        assert len({*first, os.getpid()}) == 3
+        assert pool.run(os.getpid, size=1, timeout_s=30.0) == first[:1]
+
+
+def test_a_dead_worker_is_told_and_replaced() -> None:
+    with WorkerPool(2) as pool:
+        with pytest.raises(AutoparError, match="the process died"):
+            pool.run(os._exit, 3, timeout_s=30.0)
+        assert len(pool.run(os.getpid, timeout_s=30.0)) == 2
+
+
+def test_a_job_that_crashes_once_is_run_again(tmp_path: Path) -> None:
+    path = tmp_path / "crashes"
+    path.write_text("")
+    with WorkerPool(2) as pool:
+        assert pool.run(jobs.crash, path, 1, timeout_s=30.0)[0] == 2
+        with pytest.raises(AutoparError, match="rank 0: the process died of signal 6"):
+            pool.run(jobs.crash, path, 9, timeout_s=30.0)
+    assert len(path.read_text()) == 4

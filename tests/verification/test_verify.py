@@ -1,0 +1,293 @@
+"""What counts as different from one device."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar.errors import VerificationError
+from autopar.graph.interpreter import evaluate
+from autopar.plan.plan import Plan
+from autopar.tracing.float64 import in_double
+from autopar.tracing.trace import trace
+from autopar.verification.against_one_device import Confirmation, RankErrors, VerifyReport, _Run, verify
+from autopar.verification.rank_pool import WorkerPool
+from autopar.verification.reference import worst
+from autopar.verification.results import NUDGES
+from autopar.verification.subject import DoubleSubject, traced_in_double
+
+
+def row(**changes: object) -> RankErrors:
+    values = {"rank": 1, "losses": (1.0,), "loss": 0.0, "gradient": 0.0, "parameter": 0.0}
+    return RankErrors(**{**values, "gradient_name": "g", "parameter_name": "p", **changes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"loss": 2e-5}, r"rank 1: The loss differs .* by 2\.00e-05, more than 1e-05"),
+        ({"gradient": 2e-4}, r"rank 1: gradients of the first step .* 2\.00e-04 \(in g\)"),
+        ({"parameter": float("inf")}, r"rank 1: parameters after 3 AdamW steps .*inf \(in p\)"),
+    ],
+)
+def test_what_exceeds_the_tolerance_is_named(changes: dict[str, float], message: str) -> None:
+    report = VerifyReport(steps=3, reference_losses=(1.0,), rows=(row(rank=0), row(**changes)))
+    assert not report.passed
+    with pytest.raises(VerificationError, match=message):
+        report.check()
+
+
+def test_a_good_report_passes() -> None:
+    report = VerifyReport(steps=3, reference_losses=(1.0,), rows=(row(loss=9e-6, gradient=9e-5),))
+    assert report.passed
+    report.check()
+
+
+def test_missing_and_undefined_tensors_are_infinitely_wrong() -> None:
+    reference = {"a": torch.ones(2), "b": torch.ones(2)}
+    assert worst({"a": torch.ones(2)}, reference) == ("b", float("inf"))
+    assert worst({"a": torch.ones(2), "b": torch.tensor([1.0, float("nan")])}, reference) == ("b", float("inf"))
+
+
+def test_the_worst_tensor_is_the_one_with_the_largest_relative_error() -> None:
+    reference = {"large": torch.full((2,), 100.0), "small": torch.full((2,), 0.1)}
+    found = {"large": torch.full((2,), 100.1), "small": torch.full((2,), 0.101)}
+    name, error = worst(found, reference)
+    assert name == "small"
+    assert error == pytest.approx(0.01, rel=1e-4)
+
+
+def test_a_tensor_of_rounding_noise_is_measured_against_the_others() -> None:
+    reference = {"large": torch.ones(2), "noise": torch.full((2,), 1e-9)}
+    found = {"large": torch.ones(2), "noise": torch.zeros(2)}
+    assert worst(found, reference)[1] == pytest.approx(1e-3, rel=1e-4)
+
+
+def double(**changes: object) -> RankErrors:
+    return row(**{"precision": "fp64", "gradient": 3e-13, **changes})
+
+
+@pytest.mark.parametrize(
+    ("rows", "alone", "verdict"),
+    [
+        ((double(),), {"gradient": 1e-3}, "rounding: the same plan agrees in float64 to 3e-13"),
+        ((double(gradient=2e-9),), {"gradient": 1e-3}, "wrong: .* in float64 too, by 2e-09"),
+        ((double(),), {"gradient": 1e-6}, "wrong in float32: .* by more than the rounding of one device"),
+        ((double(),), {"parameter": 1e-3}, "wrong in float32"),
+        ((), {"gradient": 1e-3}, "wrong: .*; float64 cannot tell: not run"),
+    ],
+)
+def test_float64_tells_rounding_from_wrong(rows: tuple[RankErrors, ...], alone: dict[str, float], verdict: str) -> None:
+    found = Confirmation(rows=rows, alone=row(**alone), why="" if rows else "not run")
+    report = VerifyReport(steps=3, reference_losses=(1.0,), rows=(row(gradient=2e-3),), confirmation=found)
+    assert re.match(verdict, report.verdict)
+    assert report.passed == verdict.startswith("rounding")
+    if not report.passed:
+        with pytest.raises(VerificationError, match=r"2\.00e-03 \(in g\)"):
+            report.check()
+    else:
+        report.check()
+
+
+def test_tolerances_of_float64_are_its_own() -> None:
+    assert double().passed
+    assert not double(loss=2e-10).passed
+    assert row(gradient=9e-5).passed
+
+
+class Casts(nn.Module):
+    """Code that names float32: casts, factories, accumulation; an odd sum that float32 rounds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.1, 1.0, 7))
+        self.register_buffer("scale", torch.linspace(0.3, 0.7, 7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.to(torch.float32) * self.weight.float() * self.scale + torch.arange(7) / torch.tensor(3.0)
+        return torch.softmax(y, -1, dtype=torch.float32).square().sum() + torch.ones(1).mean()
+
+
+class CastSubject:
+    def build(self) -> nn.Module:
+        return Casts()
+
+    def make_batch(self, batch_size: int, *, seed: int, padded: bool = False) -> dict[str, torch.Tensor]:
+        return {"x": torch.randn(batch_size, 7, generator=torch.Generator().manual_seed(seed))}
+
+
+def test_grouped_products_have_a_float64() -> None:
+    """torch has no kernel: whoever trains experts on it could not be told rounding from wrong."""
+    rows, matrices = torch.randn(7, 4, dtype=torch.float64), torch.randn(3, 4, 8, dtype=torch.float64)
+    rows.requires_grad_(), matrices.requires_grad_()
+    ends = torch.tensor([2, 2, 6], dtype=torch.int32)  # no row for the second, one after the last
+    with in_double():
+        found = torch.nn.functional.grouped_mm(rows, matrices, offs=ends)
+    torch.testing.assert_close(found[:2], rows[:2] @ matrices[0])
+    torch.testing.assert_close(found[2:6], rows[2:6] @ matrices[2])
+    got = torch.autograd.grad(found.sin().sum(), (rows, matrices))
+    belongs = torch.tensor([0, 0, 2, 2, 2, 2])
+    truth = torch.einsum("sk,skn->sn", rows[:6], matrices[belongs]).sin().sum()
+    for mine, wanted in zip(got, torch.autograd.grad(truth, (rows, matrices)), strict=True):
+        torch.testing.assert_close(mine, wanted)
+
+
+def test_a_model_in_float64_rounds_nowhere_to_float32() -> None:
+    wide = DoubleSubject(CastSubject())
+    batch = wide.make_batch(2, seed=0)
+    model = wide.build()
+    with in_double():
+        found = model(**batch)
+    assert torch.get_default_dtype() == torch.float32
+    weight = model.weight.detach()
+    y = batch["x"] * weight * model.scale + torch.arange(7, dtype=torch.float64) / 3.0
+    assert found.dtype == torch.float64
+    assert float(found.detach()) == pytest.approx(float(torch.softmax(y, -1).square().sum() + 1), rel=1e-15)
+    graph = trace(Casts(), (), CastSubject().make_batch(2, seed=0))
+    doubled = traced_in_double(wide, graph)
+    assert doubled is not None
+    assert doubled.fingerprint == graph.fingerprint
+    assert float(evaluate(doubled, batch, {"weight": weight})) == pytest.approx(float(found.detach()), rel=1e-15)
+
+
+class Looks(nn.Module):
+    """A table with fewer rows than its inputs ask for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(2, 4)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.table(ids).square().mean()  # type: ignore[no-any-return]
+
+
+class LooksSubject:
+    def build(self) -> nn.Module:
+        return Looks()
+
+    def make_batch(self, batch_size: int, *, seed: int, padded: bool = False) -> dict[str, torch.Tensor]:
+        return {"ids": torch.full((batch_size, 3), 7)}
+
+
+def test_a_model_that_fails_on_one_device_is_told_by_its_line() -> None:
+    subject = LooksSubject()
+    graph = trace(Looks(), (), subject.make_batch(2, seed=0))
+    plan = autopar.search(graph, cluster="cpu:1x1", global_batch_size=2)
+    with pytest.raises(
+        VerificationError, match=r"test_verify\.py:\d+: One device alone cannot train .*IndexError.*fit the model"
+    ):
+        verify(subject, plan, graph, pool=None)
+
+
+def test_a_model_that_draws_noise_of_its_own_is_no_reference() -> None:
+    class Noisy(nn.Module):
+        def __init__(self, noise: float) -> None:
+            super().__init__()
+            self.noise = noise
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x + self.noise * torch.rand_like(x)).square().mean()
+
+    class Made:
+        def __init__(self, noise: float) -> None:
+            self.noise = noise
+
+        def build(self) -> nn.Module:
+            return Noisy(self.noise)
+
+        def make_batch(self, batch_size: int, *, seed: int, padded: bool = False) -> dict[str, torch.Tensor]:
+            return {"x": torch.ones(batch_size, 3)}
+
+    def run(noise: float) -> None:
+        plan, pool = cast("Plan", SimpleNamespace(global_batch_size=4)), cast("WorkerPool", None)
+        _Run(plan=plan, steps=1, padded=False, timeout_s=1.0, pool=pool)._check_repeats(Made(noise))
+
+    run(0.0)
+    with pytest.raises(VerificationError, match=r"One device gives two losses for one batch: .*Turn off what"):
+        run(0.1)
+
+
+class Kinked(nn.Module):
+    """A unit on the kink of its ReLU: a rounding of the weight turns its gradient on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (torch.relu(self.weight - 1.0) * 3 + self.weight * x).sum()
+
+
+class KinkedSubject:
+    def build(self) -> nn.Module:
+        return Kinked()
+
+    def make_batch(self, batch_size: int, *, seed: int, padded: bool = False) -> dict[str, torch.Tensor]:
+        return {"x": torch.ones(1)}
+
+
+def test_one_device_whose_parameters_move_by_a_rounding_shows_a_kink() -> None:
+    """At the weight itself the gradient is 1; a rounding above, it is 4."""
+    plan, pool = cast("Plan", SimpleNamespace(global_batch_size=1)), cast("WorkerPool", None)
+    run = _Run(plan=plan, steps=1, padded=False, timeout_s=1.0, pool=pool)
+    truth = run._reference(DoubleSubject(KinkedSubject()))
+    alone = Confirmation(rows=(double(),), alone=row(gradient=0.0))
+
+    def judged(gradient: float) -> VerifyReport:
+        report = VerifyReport(steps=1, reference_losses=(1.0,), rows=(row(gradient=gradient),))
+        return replace(report, confirmation=run._nudged(KinkedSubject(), alone, report, truth))
+
+    kink = judged(3.0)
+    assert kink.passed
+    assert kink.verdict.endswith("one device is off by as much when its parameters move by a rounding")
+    assert kink.confirmation is not None
+    assert kink.confirmation.nudged[-1].gradient == pytest.approx(3.0)
+    assert len(kink.confirmation.nudged) < NUDGES
+    wrong = judged(31.0)
+    assert wrong.confirmation is not None
+    assert len(wrong.confirmation.nudged) == NUDGES
+    assert wrong.verdict.startswith("wrong in float32: ")
+
+
+class Shifted(nn.Module):
+    """A shift that is taken out again: its gradient is zero but for rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.shift = nn.Parameter(torch.linspace(0.3, 1.0, 64)), nn.Parameter(torch.full((64,), 0.1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * self.weight + self.shift
+        return (y - y.mean(0)).square().mul(x).sum()
+
+
+class ShiftedSubject:
+    def build(self) -> nn.Module:
+        return Shifted()
+
+    def make_batch(self, batch_size: int, *, seed: int, padded: bool = False) -> dict[str, torch.Tensor]:
+        return {"x": torch.randn(7, 64, generator=torch.Generator().manual_seed(seed))}
+
+
+def test_rounding_in_float64_is_measured_by_one_device_in_float64() -> None:
+    plan, pool = cast("Plan", SimpleNamespace(global_batch_size=7)), cast("WorkerPool", None)
+    run = _Run(plan=plan, steps=1, padded=False, timeout_s=1.0, pool=pool)
+    truth = run._reference(DoubleSubject(ShiftedSubject()))
+
+    def judged(error: float) -> Confirmation:
+        found = Confirmation(rows=(double(gradient=error),), alone=row())
+        return run._nudged_double(ShiftedSubject(), found, truth)
+
+    own = max(r.error for r in judged(9e-8).nudged_double)
+    assert 0 < own < 1e-9  # of a gradient that is zero but for rounding
+    assert judged(1.1e-9).agrees == (10 * own >= 1.1e-9)
+    assert not judged(2e-7).agrees
+    assert judged(2e-7).nudged_double == ()  # no rounding is as large: nothing is run
+    assert judged(9e-10).agrees
