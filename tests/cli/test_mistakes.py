@@ -7,7 +7,8 @@ import shlex
 from pathlib import Path
 
 import pytest
-from tests.cli_runner import Run, run_fixture
+
+from tests.cli.cli_runner import Run, run_fixture
 
 run = run_fixture
 
