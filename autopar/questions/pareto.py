@@ -17,7 +17,8 @@ from autopar.hardware.cluster import Cluster
 from autopar.hardware.scale import scaled
 from autopar.plan.plan import Plan
 from autopar.planner.task import Limits, peak_bytes
-from autopar.questions.sizing import Ask, prices_of, sizes_of
+from autopar.questions.ask import Ask
+from autopar.questions.sizing import prices_of, sizes_of
 
 Objective = Literal["time", "memory", "devices", "price"]
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)

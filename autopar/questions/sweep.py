@@ -10,7 +10,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.hardware.scale import scaled
 from autopar.plan.plan import Plan
 from autopar.planner.task import Limits
-from autopar.questions.sizing import Ask
+from autopar.questions.ask import Ask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

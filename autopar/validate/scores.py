@@ -12,7 +12,7 @@ from autopar.errors import UsageError
 from autopar.hardware.device import Device
 from autopar.hardware.read import MachineProfile, known_devices, load_profile, profile_to_dict
 from autopar.plan.prediction import Prediction
-from autopar.util.files import write_toml
+from autopar.util.files import as_toml, write_toml
 from autopar.validate import parameters as free
 from autopar.validate.figures import Score, as_read, scales, score
 from autopar.validate.robust_fit import Fit
@@ -153,6 +153,13 @@ def calibrate(session: Session, sources: Sequence[str]) -> tuple[dict[str, Machi
     return profiles, found, rows
 
 
+def calibrated(session: Session, sources: Sequence[str]) -> tuple[Session, Fit, dict[str, MachineProfile]]:
+    """The session under profiles that are fitted to ``sources``, the fit, and the profiles by name; see :func:`calibrate`."""
+    profiles, fitted, rows = calibrate(session, sources)
+    devices = {session.runs[i].device for i in rows}
+    return session.under({d: profiles[session.profiles[d].device.name] for d in devices}), fitted, profiles
+
+
 def others(
     fitted: Mapping[str, MachineProfile], values: Mapping[str, float], provenance: str
 ) -> dict[str, MachineProfile]:
@@ -186,3 +193,8 @@ def _with_width(device: Device, width: float | None, num_runs: int) -> Device:
 def write_profile(profile: MachineProfile, path: Path) -> None:
     """A profile as TOML."""
     write_toml(path, profile_to_dict(profile))
+
+
+def profiles_as_text(profiles: Mapping[str, MachineProfile]) -> str:
+    """Profiles as the files that they would be, one below the other."""
+    return "\n".join(as_toml(profile_to_dict(p), comment=f"{name}.toml") for name, p in profiles.items())

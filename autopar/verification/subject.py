@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from autopar.errors import TraceError
 from autopar.graph.graph import Graph
@@ -57,7 +58,10 @@ class DoubleSubject:
     def make_batch(self, batch_size: int, *, seed: int, padded: bool = False) -> dict[str, Tensor]:
         """Inputs by name."""
         batch = self.subject.make_batch(batch_size, seed=seed, padded=padded)
-        return {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
+        wide: dict[str, Tensor] = pytree.tree_map_only(
+            Tensor, lambda x: x.double() if x.is_floating_point() else x, batch
+        )
+        return wide
 
 
 def traced_in_double(subject: DoubleSubject, graph: Graph) -> Graph | None:
@@ -66,7 +70,7 @@ def traced_in_double(subject: DoubleSubject, graph: Graph) -> Graph | None:
     Traced anew: constants that were folded in float32 are rounded.
     """
     batch = subject.make_batch(max(graph.batch_size, 2), seed=0, padded=True)
-    example = {name: value.to("meta") for name, value in batch.items()}
+    example = pytree.tree_map_only(Tensor, lambda value: value.to("meta"), batch)
     model = subject.build()
     try:
         with in_double():

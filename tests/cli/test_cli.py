@@ -228,7 +228,7 @@ def test_doctor_names_what_is_missing(run: Run, monkeypatch: pytest.MonkeyPatch)
     assert {"torch", "gloo (CPU runs)", "pipeline schedules", "spmd-types"} <= {
         check["name"] for check in found["checks"]
     }
-    monkeypatch.setattr("autopar.cli.commands.doctor._FEATURES", (("time travel", "torch", ("tardis",)),))
+    monkeypatch.setattr("autopar.hardware.detect.this_machine._FEATURES", (("time travel", "torch", ("tardis",)),))
     done = run("doctor")
     assert done.code == 1
     assert "missing  time travel" in done.out
