@@ -67,12 +67,12 @@ def parse_objectives(text: str) -> tuple[Objective, ...]:
     names = [name.strip() for name in text.split(",")]
     unknown = [name for name in names if name not in OBJECTIVES]
     if unknown:
-        raise UsageError.unknown("objective", unknown[0], OBJECTIVES, where="--pareto")
+        raise UsageError.unknown("objective", unknown[0], OBJECTIVES, where="--objectives")
     found = tuple(name for name in OBJECTIVES if name in names)
     if len(found) < 2 or len(found) < len(names):
         raise UsageError(
             f"'{text}' does not name two different objectives or more",
-            where="--pareto",
+            where="--objectives",
             fix=f"Write for example time,memory. Known: {', '.join(OBJECTIVES)}",
         )
     return found

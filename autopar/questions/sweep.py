@@ -58,7 +58,7 @@ def parse_sweep(text: str) -> tuple[str, tuple[float, ...]]:
     if not equals or not factors:
         raise UsageError(
             f"'{text}' is not of the form NAME=FACTOR,FACTOR,...",
-            where="--sweep",
+            where="--scale",
             fix="Write for example link.bandwidth=0.5,1,2",
         )
     return name.strip(), factors

@@ -12,7 +12,7 @@ from autopar.errors import UsageError
 from autopar.hardware.device import Device
 from autopar.hardware.read import MachineProfile, known_devices, load_profile, profile_to_dict
 from autopar.plan.prediction import Prediction
-from autopar.util.files import as_toml, write_toml
+from autopar.util.files import write_toml
 from autopar.validate import parameters as free
 from autopar.validate.figures import Score, as_read, scales, score
 from autopar.validate.robust_fit import Fit
@@ -49,6 +49,7 @@ class Outcome:
                 "predicted_interval_s": list(p.step_time_interval_s),
                 "peak_memory_bytes": run.peak_memory_bytes,
                 "predicted_peak_memory_bytes": p.peak_memory_bytes,
+                "fits": p.fits,
                 "breakdown": {name: getattr(p.breakdown, name) for name in p.breakdown.__slots__},
             }
             for run, p in zip(session.runs, self.predictions, strict=True)
@@ -61,11 +62,11 @@ class Outcome:
         places = [(files.index(file), line) for file, line in given]
         rows = sorted(zip(places, (*predicted, *failed), strict=True), key=lambda pair: pair[0])
         return {
-            "scores": [found.to_dict() for found in self.scores],
+            "summary": [found.to_dict() for found in self.scores],
             "scales": dict(self.scales),
             "fitted": {group: dict(values) for group, values in self.fitted.items()},
             "failed_rows": len(self.failed),
-            "runs": [row for _, row in rows],
+            "rows": [row for _, row in rows],
         }
 
 
@@ -153,13 +154,6 @@ def calibrate(session: Session, sources: Sequence[str]) -> tuple[dict[str, Machi
     return profiles, found, rows
 
 
-def calibrated(session: Session, sources: Sequence[str]) -> tuple[Session, Fit, dict[str, MachineProfile]]:
-    """The session under profiles that are fitted to ``sources``, the fit, and the profiles by name; see :func:`calibrate`."""
-    profiles, fitted, rows = calibrate(session, sources)
-    devices = {session.runs[i].device for i in rows}
-    return session.under({d: profiles[session.profiles[d].device.name] for d in devices}), fitted, profiles
-
-
 def others(
     fitted: Mapping[str, MachineProfile], values: Mapping[str, float], provenance: str
 ) -> dict[str, MachineProfile]:
@@ -193,8 +187,3 @@ def _with_width(device: Device, width: float | None, num_runs: int) -> Device:
 def write_profile(profile: MachineProfile, path: Path) -> None:
     """A profile as TOML."""
     write_toml(path, profile_to_dict(profile))
-
-
-def profiles_as_text(profiles: Mapping[str, MachineProfile]) -> str:
-    """Profiles as the files that they would be, one below the other."""
-    return "\n".join(as_toml(profile_to_dict(p), comment=f"{name}.toml") for name, p in profiles.items())

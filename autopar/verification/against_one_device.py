@@ -139,7 +139,7 @@ def check_size(plan: Plan) -> None:
     """
     if plan.mesh.world_size > MAX_RANKS:
         raise UsageError(
-            f"The plan has {plan.mesh.world_size} ranks, each a process of this machine, where at most {MAX_RANKS} are started",
+            f"The plan has {plan.mesh.world_size} ranks, and verify starts at most {MAX_RANKS} processes on this machine",
             fix="Verify a smaller plan of the same kind: a MODEL with --cluster cpu:1x4 and pins",
         )
 

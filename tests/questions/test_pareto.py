@@ -138,19 +138,19 @@ def test_nothing_fits() -> None:
 
 def test_the_command_prints_a_row_for_each(run: Run) -> None:
     arguments = [
-        "search",
+        "pareto",
         "gpt:layers=2,hidden=64,heads=4,vocab=96,seq=32",
         "--cluster",
         "cpu:1x4",
         "--global-batch",
         "8",
     ]
-    result = run(*arguments, "--pareto", "time,devices", "--json")
+    result = run(*arguments, "--objectives", "time,devices", "--json")
     data = json.loads(result.out)
     assert data["front"][0]["plan"]
     assert [row["num_devices"] for row in data["front"]] == sorted(
         (row["num_devices"] for row in data["front"]), reverse=True
     )
-    text = run(*arguments, "--pareto", "time,devices").out
+    text = run(*arguments, "--objectives", "time,devices").out
     assert "memory left" in text
-    assert run(*arguments, "--pareto", "time").code == 2
+    assert run(*arguments, "--objectives", "time").code == 2

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from autopar.cli.console import print_json, print_text, progress, warn, write_report
 from autopar.cli.options import Json
 from autopar.errors import UsageError
-
-if TYPE_CHECKING:
-    from autopar.hardware.read import MachineProfile
 
 Files = Annotated[
     list[Path] | None, typer.Argument(metavar="RUNS.csv...", help="Measured runs; see docs/validation.md.")
@@ -64,47 +61,29 @@ def validate(
         _check_out(out, calibrate)
     _check(files or (), before, [path for path in (html, markdown) if path is not None],
            is_plain=markdown is not None and not leave_one_out and not calibrate)  # fmt: skip
-    from autopar.hardware.read import profile_to_dict
     from autopar.validate.pages.blind import page, read_before, words_of
     from autopar.validate.pages.document import document
-    from autopar.validate.pages.report import failures, parameters_table, render_html, worst
-    from autopar.validate.pages.report import markdown as table
-    from autopar.validate.runs import read_rows
-    from autopar.validate.scores import calibrated, evaluate, profiles_as_text
-    from autopar.validate.session import predictable
+    from autopar.validate.pages.report import render_html
+    from autopar.validate.validation import validated
 
     earlier = None if before is None else read_before(before)
-    rows = tuple(row for path in files or () for row in read_rows(path))
     with progress("reading runs") as advance:
-        session, failed = predictable(rows, place=", ".join(map(str, files or ())), progress=advance)
-        fitted, profiles = None, {}
-        if calibrate:
-            session, fitted, profiles = calibrated(session, calibrate)
-        outcome = evaluate(session, leave_one_out=leave_one_out, failed=failed)
+        found = validated(files or (), sources=calibrate or (), leave_one_out=leave_one_out, progress=advance)
+        session, outcome = found.session, found.outcome
         compared = None
         if before is not None and earlier is not None:
             compared = page(session, outcome, earlier, advance, words_of(before))
     if html is not None:
-        write_report(html, render_html(outcome.scores, session.runs, outcome.predictions, failed))
+        write_report(html, render_html(outcome.scores, session.runs, outcome.predictions, outcome.failed))
     if markdown is not None:
         write_report(markdown, compared or document(session, outcome, leave_one_out=leave_one_out))
-    if out is not None:
-        _written(profiles, out)
+    for path in found.write_profiles(out) if out is not None else ():
+        warn(f"wrote {path}")
     if as_json:
-        found = outcome.to_dict(session)
-        if profiles and out is None:
-            found["profiles"] = {name: profile_to_dict(profile) for name, profile in profiles.items()}
-        print_json(found)
+        print_json(found.to_dict(with_profiles=out is None))
     else:
-        shown = [table(outcome.scores)]
-        if fitted is not None:
-            shown.append(parameters_table(fitted.values, session.start, fitted.num_seen))
-        shown.append("missed most:\n" + "\n".join(worst(session.runs, outcome.predictions)))
-        shown.append("\n".join(failures(failed, len(rows))))
-        if out is None:
-            shown.append(profiles_as_text(profiles))
-        print_text("\n\n".join(shown))
-    if failed:
+        print_text(found.text(with_profiles=out is None))
+    if outcome.failed:
         raise typer.Exit(1)
 
 
@@ -138,15 +117,6 @@ def _check(files: Sequence[Path], before: Path | None, written: Sequence[Path], 
         )
     for path in written:
         check_writable(path)
-
-
-def _written(profiles: Mapping[str, MachineProfile], folder: Path) -> None:
-    from autopar.validate.scores import write_profile
-
-    for name, profile in profiles.items():
-        path = folder / f"{name}.toml"
-        write_profile(profile, path)
-        warn(f"wrote {path}")
 
 
 def _from_run(folder: Path, files: list[Path], as_json: bool) -> None:
