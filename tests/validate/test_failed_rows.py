@@ -51,8 +51,8 @@ def test_rows_that_fail_are_reported_beside_the_others(run: Run, tmp_path: Path)
     found = json.loads(done.out)
     assert done.code == 1
     assert found["failed_rows"] == len(FAULTS)
-    assert [row["row"] for row in found["runs"]] == [2, 3, 4, 5, 6, 7]
-    errors = {row["row"]: row["error"] for row in found["runs"] if "error" in row}
+    assert [row["row"] for row in found["rows"]] == [2, 3, 4, 5, 6, 7]
+    errors = {row["row"]: row["error"] for row in found["rows"] if "error" in row}
     assert set(errors) == set(FAULTS)
     for row, said in (
         (2, "Did you mean 'h100-sxm5-80gb'"),
@@ -62,8 +62,8 @@ def test_rows_that_fail_are_reported_beside_the_others(run: Run, tmp_path: Path)
     ):
         assert said in errors[row]
         assert f"row {row}" in errors[row]
-    whole = {row["row"]: row for row in json.loads(run("validate", OWN, "--json").out)["runs"]}
-    assert [row for row in found["runs"] if "error" not in row] == [whole[row] for row in (6, 7)]
+    whole = {row["row"]: row for row in json.loads(run("validate", OWN, "--json").out)["rows"]}
+    assert [row for row in found["rows"] if "error" not in row] == [whole[row] for row in (6, 7)]
     for text in (page.read_text(), html.read_text()):
         assert "4 of 6 rows failed" in text
         assert "column layers" in text

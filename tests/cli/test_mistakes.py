@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+
 from tests.cli.cli_runner import Run, run_fixture
 
 run = run_fixture
