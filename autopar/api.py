@@ -140,7 +140,7 @@ def estimate(  # noqa: PLR0913  keywords of the public call
 ) -> Plan:
     """The plan that the pins describe, without a search over what they leave open, which is as usual, as far as it fits.
 
-    Keywords are those of :class:`~autopar.request.Request`, errors as of :func:`search`.
+    Keywords are those of :class:`~autopar.request.Request`; ``progress`` and errors are as of :func:`search`.
     """
     from autopar.planner.planner import Planner
     from autopar.planner.task import task_of

@@ -227,7 +227,7 @@ class _Run:
             raise VerificationError(
                 "The model traces to other operators in float64 than in float32",
                 where=graph.name,
-                fix="Verify in fp32 (--precision fp32), or make the model's operators independent of its dtype",
+                fix="Verify in fp32 (--compare-in fp32), or make the model's operators independent of its dtype",
             )
         return self._report(double, replace(self.plan, precision=FP64), _without_dropout(wide))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +29,7 @@ class OwnModel:
     """A module, or a function that makes it; picklable where the class or the function can be imported.
 
     Attributes:
-        source: makes no difference to what it is compared with: it is copied.
+        source: stays as it is, and is copied.
         examples: inputs by name, on the CPU.
     """
 
@@ -37,9 +38,13 @@ class OwnModel:
 
     def build(self) -> nn.Module:
         """The model on CPU in float32 without dropout; no parameter is left at zero or one."""
-        model = copy.deepcopy(made(self.source)).float().cpu().train()
+        model = self.as_traced()
         without_dropout(model)
         return with_noise(model)
+
+    def as_traced(self) -> nn.Module:
+        """The model on CPU in float32, with what it drops."""
+        return copy.deepcopy(made(self.source)).float().cpu().train()
 
     def make_batch(self, batch_size: int, *, seed: int, padded: bool = False) -> dict[str, Any]:
         """Samples of the examples: each as often as any other, in an order that depends on the seed alone."""
@@ -116,6 +121,12 @@ def own_model(
     return found
 
 
+def _is_typed_in(source: nn.Module | Callable[[], nn.Module]) -> bool:
+    """Whether other processes would look in vain for the class of a module, or for a function, of this session."""
+    homes = {type(m).__module__ for m in source.modules()} if isinstance(source, nn.Module) else {source.__module__}
+    return "__main__" in homes and not hasattr(sys.modules["__main__"], "__file__")
+
+
 def _check_sent(model: OwnModel) -> None:
     """Refuse what the processes that play the ranks could not receive.
 
@@ -123,6 +134,8 @@ def _check_sent(model: OwnModel) -> None:
         UsageError: says what cannot be pickled.
     """
     try:
+        if _is_typed_in(model.source):
+            raise pickle.PicklingError(f"{type(model.source).__name__} was typed in, and stands in no file")
         pickle.dumps(model)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise UsageError(

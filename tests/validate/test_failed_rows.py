@@ -86,3 +86,20 @@ def test_a_table_of_which_nothing_can_be_predicted_has_no_scores(run: Run, tmp_p
     done = run("validate", path, "--calibrate", "all", "-o", tmp_path)
     assert done.code == 2
     assert "4 timed runs" in done.error
+
+
+def test_fitted_profiles_are_printed_unless_a_folder_is_named(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkout: Path
+) -> None:
+    shipped = {path.name: path.read_bytes() for path in (checkout / "profiles").glob("*.toml")}
+    done = run("validate", "--calibrate", "all", OWN)
+    assert done.code == 0, done.err
+    assert "# h100-sxm5-80gb.toml\n" in done.out
+    assert "autopar validate --calibrate" in done.out
+    assert {path.name: path.read_bytes() for path in (checkout / "profiles").glob("*.toml")} == shipped
+    folder = tmp_path / "fitted"
+    done = run("validate", "--calibrate", "all", OWN, "--out", folder, "--json")
+    assert "profiles" not in json.loads(done.out)
+    assert (folder / "h100-sxm5-80gb.toml").exists()
+    assert list(tmp_path.iterdir()) == [folder]
+    assert "--out goes with --calibrate alone" in run("validate", OWN, "--out", folder).error

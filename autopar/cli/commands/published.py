@@ -9,7 +9,7 @@ import typer
 from autopar.cli.console import print_json, print_text, progress
 from autopar.cli.options import Json, Space
 
-Name = Annotated[str | None, typer.Argument(metavar="[NAME|FILE]", help="A shipped layout, or a TOML file of one.")]
+Name = Annotated[str | None, typer.Argument(metavar="NAME|FILE", help="A shipped layout, or a TOML file of one.")]
 
 
 def published(name: Name = None, space: Space = "default", as_json: Json = False) -> None:

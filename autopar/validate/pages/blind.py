@@ -332,7 +332,7 @@ def read_before(path: Path) -> tuple[Score, ...]:
     """
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return tuple(Score(**score) for score in found.get("summary", found.get("scores")))
+        return tuple(Score(**score) for score in found["summary" if "summary" in found else "scores"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
             "This is not what 'autopar validate --json' printed of these runs",
