@@ -64,7 +64,7 @@ def test_every_keyword_is_explained_in_one_place(name: str) -> None:
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_are_read_on_one_screen(name: str) -> None:
-    assert len(inspect.getsource(FUNCTIONS[name]).splitlines()) <= 65
+    assert len(inspect.getsource(FUNCTIONS[name]).splitlines()) <= 60
 
 
 def test_every_kind_of_error_is_exported() -> None:
@@ -132,4 +132,5 @@ def test_clusters_are_loaded_as_plans_are(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text('name = "mine"\n[[group]]\ndevice = "cpu"\nnum_nodes = 2\ndevices_per_node = 2\n')
     load: Callable[[Any], autopar.Cluster] = autopar.Cluster.load
-    assert load(path) == load(str(path)) == replace(autopar.Cluster.parse(str(path)), name="mine")
+    assert load(path) == load(str(path))
+    assert load(path).groups == autopar.Cluster.parse(str(path)).groups

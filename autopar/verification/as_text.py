@@ -19,14 +19,18 @@ GRAPH_TOLERANCE = 1e-5
 
 
 def render_verification(report: VerifyReport, plan: Plan) -> str:
+    """The plan in two lines, and :func:`render_report`."""
+    schedule = "" if plan.schedule == "none" else f", {plan.schedule}"
+    batches = f"{plan.num_micro_batches} micro-batches of {micro_batch_text(plan)}"
+    head = f"{plan.model.name} on {plan.cluster}: {plan.mesh}, ZeRO {plan.zero_stage}{schedule}, {batches}"
+    return "\n".join((head, *_splits(plan), render_report(report)))
+
+
+def render_report(report: VerifyReport) -> str:
     """Relative errors by rank against one device; where they are past the limits, the same in float64."""
     head = ("rank", "loss", "gradient", "worst gradient", "parameter", "worst parameter", "")
     losses = ", ".join(f"{loss:.6f}" for loss in report.reference_losses)
-    schedule = "" if plan.schedule == "none" else f", {plan.schedule}"
-    batches = f"{plan.num_micro_batches} micro-batches of {micro_batch_text(plan)}"
     lines = [
-        f"{plan.model.name} on {plan.cluster}: {plan.mesh}, ZeRO {plan.zero_stage}{schedule}, {batches}",
-        *_splits(plan),
         f"relative errors against one device over {report.steps} AdamW steps (losses {losses})",
         plain_table(head, [_cells(row) for row in report.rows], left=_LEFT, width=120),
     ]

@@ -7,6 +7,7 @@ import pickle
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -124,7 +125,7 @@ def own_model(
 def _is_typed_in(source: nn.Module | Callable[[], nn.Module]) -> bool:
     """Whether other processes would look in vain for the class of a module, or for a function, of this session."""
     homes = {type(m).__module__ for m in source.modules()} if isinstance(source, nn.Module) else {source.__module__}
-    return "__main__" in homes and not hasattr(sys.modules["__main__"], "__file__")
+    return "__main__" in homes and not Path(getattr(sys.modules["__main__"], "__file__", "")).is_file()
 
 
 def _check_sent(model: OwnModel) -> None:

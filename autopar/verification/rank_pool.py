@@ -185,7 +185,7 @@ def _try_send(connection: Connection, message: bytes) -> None:
 def _receive(worker: _Worker) -> _Outcome:
     try:
         answer = pickle.loads(worker.connection.recv_bytes())
-    except EOFError:
+    except (EOFError, ConnectionResetError):
         worker.process.join(_GRACE_S)
         died = max(0, -(worker.process.exitcode or 0))
         return _Outcome(failure="the process died" + (f" of signal {died}" if died else ""), died=died)

@@ -135,6 +135,11 @@ class VerifyReport:
     confirmation: Confirmation | None = None
     bisection: Bisection | None = None
 
+    def __str__(self) -> str:
+        from autopar.verification.as_text import render_report
+
+        return render_report(self)
+
     @property
     def is_within(self) -> bool:
         """Every rank is within the tolerances."""

@@ -32,6 +32,7 @@ def test_a_module_with_nested_inputs_and_dropout_is_verified_and_stays_as_it_is(
     report = autopar.verify(model, planned(model), steps=2, **GIVEN)
     report.check()
     assert len(report.rows) == 2
+    assert "every rank agrees (allowed:" in str(report)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert model.drop.p == 0.5
 
