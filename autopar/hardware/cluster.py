@@ -105,7 +105,7 @@ class Cluster:
 
     @classmethod
     def load(cls, path: Path) -> Cluster:
-        """A cluster from a TOML file; the schema stands in ``profiles/README.md``."""
+        """A cluster from a TOML file; the schema stands in ``docs/reference/profiles.md``."""
         from autopar.hardware import read as store
 
         return store.load_cluster(path)

@@ -4,7 +4,7 @@ Random search and TPE (Optuna's, multivariate, without seeds of ours) have ten t
 least 100; each asks for outer choices and has layouts, stage cut and recompute solved as well as autopar's are. Expert rules
 are pins, of which the most usual candidate that fits is taken. Ends with 1 where autopar is slower than any of them.
 
-Run: ``python -m tests.benchmarks.baselines [--only NAME] [--results FILE] [--page docs/search.md]``. Results are kept in
+Run: ``python -m tests.benchmarks.baselines [--only NAME] [--results FILE] [--page docs/evidence/search.md]``. Results are kept in
 FILE problem by problem, so that a run goes on after a stop.
 """
 

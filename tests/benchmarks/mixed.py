@@ -1,6 +1,6 @@
 """Two kinds of devices: stages cut by their speed against equal stages.
 
-``python -m tests.benchmarks.mixed plan [--model SPEC] [--page docs/mixed.md]`` plans a GPT for 128 A100 and 384 V100, with stages as the search
+``python -m tests.benchmarks.mixed plan [--model SPEC] [--page docs/evidence/mixed.md]`` plans a GPT for 128 A100 and 384 V100, with stages as the search
 cuts them and with the same number of layers on each, by the same cost model. ``python -m tests.benchmarks.mixed run`` runs
 such plans on two CPU ranks, of which one gets half a core: by a quota of a control group where one can be made (root), else
 beside a process that does nothing but turn on the same core. ``python -m tests.benchmarks.mixed shares`` does the same

@@ -1,6 +1,6 @@
 """Published layouts beside ours: every shipped study, as a page.
 
-``python -m tests.benchmarks.studies [--only NAME] [--results FILE] [--page docs/studies.md]``. Results are kept in FILE study
+``python -m tests.benchmarks.studies [--only NAME] [--results FILE] [--page docs/evidence/studies.md]``. Results are kept in FILE study
 by study, so that a run goes on after a stop. Ends with 1 where a published layout is faster than ours.
 """
 
@@ -19,7 +19,7 @@ from autopar.util.files import write_text
 
 HEAD = """# Studies
 
-Written by `python -m tests.benchmarks.studies --page docs/studies.md`; do not edit. Published layouts as problems
+Written by `python -m tests.benchmarks.studies --page docs/evidence/studies.md`; do not edit. Published layouts as problems
 (`search/studies/*.toml`, each with its source and what is not sure about it). `autopar study run NAME` searches a plan for
 the same model, cluster and batch in the default space, lets the search fill in what the published layout leaves open, and
 prints both under one cost model. The gap is between our plan and the lower bound on every plan of the space.

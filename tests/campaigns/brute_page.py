@@ -1,4 +1,4 @@
-"""``docs/brute.md`` from what :mod:`tests.campaigns.brute` found."""
+"""``docs/evidence/brute.md`` from what :mod:`tests.campaigns.brute` found."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.campaigns.brute import ROUNDING, Result
 
 _HEAD = """# The search beside every plan of small problems
 
-Written by `python -m tests.campaigns.brute --page docs/brute.md`; do not edit. A small problem is a chain of two to five blocks on 2, 4 or 8
+Written by `python -m tests.campaigns.brute --page docs/evidence/brute.md`; do not edit. A small problem is a chain of two to five blocks on 2, 4 or 8
 devices of one or two nodes. **Every** plan of it is priced: all degrees of `pp`, `dp_replicate`, `dp_shard` and `tp`, micro-batches,
 ZeRO stages, schedules with virtual stages, cuts, recompute of each block, and on `tp` all strategies of all operators with all types of
 all parameters at rest for which the changes of type exist. In those of even seeds without free layouts so are sizes of buckets, optimizers on the host and blocks

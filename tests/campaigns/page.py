@@ -1,4 +1,4 @@
-"""``docs/models.md`` from what :mod:`tests.campaigns.models` found."""
+"""``docs/evidence/models.md`` from what :mod:`tests.campaigns.models` found."""
 
 from __future__ import annotations
 

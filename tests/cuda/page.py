@@ -1,4 +1,4 @@
-"""Writes ``docs/launches.md``: how much a host launches in a step, and where it waits; ``python -m tests.cuda.page``."""
+"""Writes ``docs/evidence/launches.md``: how much a host launches in a step, and where it waits; ``python -m tests.cuda.page``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from tests.cuda.build import build
 from tests.cuda.cases import LISTED, PLANS, Case
 
-PAGE = Path(__file__).parents[2] / "docs" / "launches.md"
+PAGE = Path(__file__).parents[2] / "docs" / "evidence" / "launches.md"
 
 HEAD = """# What a host launches in a step
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from autopar.validate.session import Session
 
 Files = Annotated[
-    list[Path] | None, typer.Argument(metavar="RUNS.csv...", help="Measured runs; see docs/validation.md.")
+    list[Path] | None, typer.Argument(metavar="RUNS.csv...", help="Measured runs; see docs/evidence/accuracy.md.")
 ]
 FromRun = Annotated[
     Path | None, typer.Option("--from-run", metavar="DIR", help="Instead: the log_dir of a run of autopar.parallelize.")
@@ -35,7 +35,7 @@ Markdown = Annotated[Path | None, typer.Option("--markdown", metavar="FILE", hel
 Before = Annotated[
     Path | None,
     typer.Option(
-        "--before", metavar="JSON", help="With --markdown: the page of a blind test, beside an earlier --json."
+        "--before", metavar="JSON", help="With --markdown: the page of the blind tests, with one of them run again."
     ),
 ]
 
@@ -60,7 +60,7 @@ def validate(
         return
     _check(files or (), before, [path for path in (html, markdown) if path is not None],
            is_plain=markdown is not None and not leave_one_out and not calibrate)  # fmt: skip
-    from autopar.validate.pages.blind import page, read_before, words_of
+    from autopar.validate.pages import blind
     from autopar.validate.pages.document import document
     from autopar.validate.pages.report import failures, parameters_table, render_html, worst
     from autopar.validate.pages.report import markdown as table
@@ -68,15 +68,17 @@ def validate(
     from autopar.validate.scores import evaluate
     from autopar.validate.session import predictable
 
-    earlier = None if before is None else read_before(before)
+    test = None if before is None else blind.name_of(before)
     rows = tuple(row for path in files or () for row in read_rows(path))
     with progress("reading runs") as advance:
         session, failed = predictable(rows, place=", ".join(map(str, files or ())), progress=advance)
         session, fitted = _calibrated(session, calibrate, output) if calibrate else (session, None)
         outcome = evaluate(session, leave_one_out=leave_one_out, failed=failed)
         compared = None
-        if before is not None and earlier is not None:
-            compared = page(session, outcome, earlier, advance, words_of(before))
+        if before is not None and test is not None:
+            kept = blind.read_figures(before.parent) | {test: blind.figures(session, outcome, advance)}
+            blind.write_figures(before.parent, kept)
+            compared = blind.page(before.parent, kept)
     if html is not None:
         write_report(html, render_html(outcome.scores, session.runs, outcome.predictions, failed))
     if markdown is not None:
