@@ -42,6 +42,7 @@ from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
 from autopar.planner.task import Limits, Task
 from autopar.util.files import write_text
+from autopar.util.revision import revision
 from autopar.util.units import seconds
 from autopar.verification.rank_pool import WorkerPool
 
@@ -169,7 +170,7 @@ def write_part(page: Path, name: str, text: str) -> None:
     _, closed, after = rest.partition(end)
     if not found or not closed:
         raise UsageError(f"No comments around the part '{name}'", where=str(page), fix="Write both")
-    write_text(page, f"{before}{begin}{text}{end}{after}", make_folder=True)
+    write_text(page, f"{before}{begin}Run at revision {revision()}.\n\n{text}{end}{after}", make_folder=True)
 
 
 # --- on this machine

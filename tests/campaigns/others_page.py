@@ -180,7 +180,9 @@ def page(outcomes: Mapping[str, Outcome]) -> str:
     lines += [re.sub(r"/\S*?/site-packages/", "", line) for line in refused] or ["Nothing in the table.\n"]
     lines.append("\n## Rounding\n\n")
     lines += [line for kind, o in outcomes.items() for line in roundings(kind, o)] or ["Nothing is past a limit.\n"]
-    lines.append("\n## Notes of the plans\n\nOpaque regions (see [opaque.md](opaque.md)) and samples that meet.\n\n")
+    lines.append(
+        "\n## Notes of the plans\n\nOpaque regions (see [opaque.md](../supported-models.md)) and samples that meet.\n\n"
+    )
     lines += [f"- {kind}: {shortened(note)}\n" for kind, o in outcomes.items() for note in o.notes]
     lines.append("\n## Operators that are repeated on every rank\n\n")
     repeated = {kind: [t for t in o.whole if t != "aten.div.Tensor"] for kind, o in outcomes.items()}

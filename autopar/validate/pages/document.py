@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from autopar.util.revision import revision
 from autopar.validate.figures import Score, score
 from autopar.validate.noise import bounds_table
 from autopar.validate.pages.report import failures, markdown, percent, worst
@@ -266,8 +267,8 @@ def document(session: Session, outcome: Outcome, *, leave_one_out: bool) -> str:
         "although predicted to fit; a false misfit ran although called impossible."
     )
     lines = [
-        "# Validation",
-        "Written by `autopar validate RUNS.csv --leave-one-out --markdown docs/evidence/accuracy.md`; do not edit.",
+        "# Accuracy of predictions",
+        f"Written by `autopar validate RUNS.csv --leave-one-out --markdown docs/evidence/accuracy.md`; do not edit. Run at revision {revision()}.",
         "How runs that nobody had seen are predicted, before and after: [blind.md](blind.md).",
         "## Predicted and measured",
         words,
