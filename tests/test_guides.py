@@ -103,7 +103,7 @@ class Mean(torch.nn.Module):
 
 def test_the_quick_start_trains() -> None:
     (code,) = (block for block in blocks(ROOT / "README.md", "python") if ">>>" not in block)
-    assert len(code.splitlines()) == 5
+    assert len(code.splitlines()) <= 6
     names = namespace()
     names["loader"] = [{"input": torch.ones(4, 8)}] * 3
     exec(code.replace("h100-sxm5-80gb:1x8", "cpu:1x1").replace("=512", "=4"), names)
@@ -181,7 +181,7 @@ def test_plans_of_the_guides_are_found(name: str, count: int, tmp_path: Path) ->
     chosen = [w for w in commands(page) if w[0] == "autopar" and w[1] in ("search", "show", "explain")]
     assert len(chosen) == count
     for words in chosen:
-        assert "Plan" in run(tmp_path, *words)
+        assert "mesh" in run(tmp_path, *words)
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from autopar.util.revision import revision
 HEAD = """# Published layouts
 
 Written by `python -m tests.benchmarks.studies --page docs/evidence/studies.md`; do not edit. Run at revision {revision}. Published layouts as problems
-(`search/studies/*.toml`, each with its source and what is not sure about it). `autopar study run NAME` searches a plan for
+(`search/studies/*.toml`, each with its source and what is not sure about it). `autopar published NAME` searches a plan for
 the same model, cluster and batch in the default space, lets the search fill in what the published layout leaves open, and
 prints both under one cost model. The gap is between our plan and the lower bound on every plan of the space.
 
