@@ -132,4 +132,4 @@ def test_clusters_are_loaded_as_plans_are(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text('name = "mine"\n[[group]]\ndevice = "cpu"\nnum_nodes = 2\ndevices_per_node = 2\n')
     load: Callable[[Any], autopar.Cluster] = autopar.Cluster.load
-    assert load(path) == load(str(path)) == autopar.Cluster.parse(str(path))
+    assert load(path) == load(str(path)) == replace(autopar.Cluster.parse(str(path)), name="mine")
