@@ -231,8 +231,8 @@ def _prepared(
     if is_alone and where is None and plan is None:
         check_alone()
         _LOGGER.warning(
-            "nothing says that this process is one of several ranks: the plan is for one device, and others that run this script "
-            "train by themselves; for N of them %s; where one is meant, name its cluster",
+            "This process was not started as one of several ranks, so the plan is for one device. %s, or name the cluster of one device "
+            "where one is meant.",
             how_to_start("N"),
         )
     # rank 0 plans alone, and knows of its own machine alone

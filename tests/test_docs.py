@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("*/README.md")])
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("*/README.md"), *ROOT.glob("*/*/README.md")]
+)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -30,6 +32,7 @@ def test_the_decisions_are_numbered_without_gaps() -> None:
     for name in names:
         text = (ROOT / "docs" / "adr" / name).read_text(encoding="utf-8")
         assert text.startswith(f"# {int(name[:4])}. "), name
+        assert re.match(r"(Accepted|Superseded), \d{4}-\d\d", text.splitlines()[2]), name
         assert [part for part in ("Context", "Decision", "Consequences") if f"## {part}" not in text] == [], name
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -372,9 +372,3 @@ def measure_links(job: LinkJob, path: Path | None = None, *, progress: Progress 
         return job.lead(path, progress=progress)
     job.follow()
     return None
-
-
-def points_of(found: LinkPoints, chosen: Sequence[GroupSet], kind: str) -> list[tuple[float, float]]:
-    """Bytes and seconds of one kind on any of the chosen sets of groups."""
-    names = {group_set.name for group_set in chosen}
-    return [(p[2], p[3]) for p in found.points if p[0] in names and p[1] == kind]

@@ -1,6 +1,6 @@
 """The JSON schema of a plan file, generated from the dataclasses of ``autopar.plan.plan``.
 
-``python -m autopar.plan.json_schema docs/plan.schema.json`` writes the published copy; a test keeps it equal.
+``python -m autopar.plan.json_schema docs/reference/plan.schema.json`` writes the published copy; a test keeps it equal.
 """
 
 from __future__ import annotations

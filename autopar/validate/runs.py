@@ -32,7 +32,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One measured run; the columns of the table in ``docs/validation.md``.
+    """One measured run; the columns of the table in ``docs/evidence/accuracy.md``.
 
     Attributes:
         file, line: where it stands, the header being line 1.
@@ -159,7 +159,7 @@ def _rows(text: str, path: Path) -> tuple[Run | FailedRow, ...]:
             f"column {', '.join(missing)}",
             where=f"{path}, row 1",
             fix=f"Add it{f' (is {others[0]} meant as one?)' if others else ''}: "
-            "a cell may be empty where docs/validation.md says so",
+            "a cell may be empty where docs/evidence/accuracy.md says so",
         )
     rows = tuple(_run_or_fault(row, path, reader.line_num) for row in reader)
     if not rows:

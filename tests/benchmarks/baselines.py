@@ -4,7 +4,7 @@ Random search and TPE (Optuna's, multivariate, without seeds of ours) have ten t
 least 100; each asks for outer choices and has layouts, stage cut and recompute solved as well as autopar's are. Expert rules
 are pins, of which the most usual candidate that fits is taken. Ends with 1 where autopar is slower than any of them.
 
-Run: ``python -m tests.benchmarks.baselines [--only NAME] [--results FILE] [--page docs/search.md]``. Results are kept in
+Run: ``python -m tests.benchmarks.baselines [--only NAME] [--results FILE] [--page docs/evidence/search.md]``. Results are kept in
 FILE problem by problem, so that a run goes on after a stop.
 """
 
@@ -32,6 +32,7 @@ from autopar.planner.space.space import load_space
 from autopar.planner.task import Limits
 from autopar.tracing.trace import trace
 from autopar.util.files import write_text
+from autopar.util.revision import revision
 from tests.benchmarks.tpe import Sampler
 
 TIMES, LEAST_TRIALS, SEED = 10, 100, 0
@@ -187,7 +188,7 @@ def compare(name: str, say: Callable[[str], None]) -> list[Row]:
 
 HEAD = """# The search beside rules and samplers
 
-Written by `python -m tests.benchmarks.baselines`; do not edit. One evaluator prices every row, and solves layouts, stage
+Written by `python -m tests.benchmarks.baselines`; do not edit. Run at revision {revision}. One evaluator prices every row, and solves layouts, stage
 cut and recompute for every outer choice that a method asks for. Rules are pins, of which the most usual candidate that fits
 is taken; random search draws candidates without putting back; plain TPE is Optuna's, multivariate, without our seeds. Both
 have {times} times autopar's evaluations as trials, at least {least}, or all candidates where there are fewer; the column
@@ -198,7 +199,7 @@ Step times are predictions.
 
 
 def page(results: dict[str, list[Row]]) -> str:
-    lines = [HEAD.format(times=TIMES, least=LEAST_TRIALS)]
+    lines = [HEAD.format(times=TIMES, least=LEAST_TRIALS, revision=revision())]
     for name, rows in results.items():
         best_s = rows[0].step_time_s
         assert best_s is not None

@@ -1,6 +1,6 @@
 """Predicted against measured on CPU ranks of this machine: models by links, one page.
 
-``python -m tests.benchmarks.local --out out/local --page docs/local.md [--netcluster PATH]``: two and four ranks on
+``python -m tests.benchmarks.local --out out/local --page docs/evidence/local.md [--netcluster PATH]``: two and four ranks on
 loopback and, where the path of an emulator of networks is given (a script that starts torchrun in network namespaces:
 ``PATH --nodes N --nproc P --rate R --delay-ms D --timeout S -- SCRIPT ARGUMENTS``), two nodes behind slow links.
 Measurements are kept under ``--out``: a run that was stopped goes on, and predictions can be held against old ones.
@@ -32,6 +32,7 @@ from autopar.hardware.detect.machine import machine_profile
 from autopar.hardware.measured_times import load_json
 from autopar.hardware.read import MachineProfile
 from autopar.util.files import write_json, write_text
+from autopar.util.revision import revision
 from autopar.util.units import seconds
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -163,7 +164,7 @@ def page(found: Sequence[tuple[str, Setting, Outcome | None, float | None]], opt
     lines = [
         "# Predicted and measured on the CPU ranks of one machine",
         "",
-        "Written by `python -m tests.benchmarks.local --out out/local --page docs/local.md --netcluster PATH`; do not edit.",
+        f"Written by `python -m tests.benchmarks.local --out out/local --page docs/evidence/local.md --netcluster PATH`; do not edit. Run at revision {revision()}.",
         "",
         (
             f"{os.cpu_count()} cores ({platform.machine()}), a rank a process of one thread, {time.strftime('%Y-%m-%d')}. Of each "

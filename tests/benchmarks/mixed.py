@@ -1,6 +1,6 @@
 """Two kinds of devices: stages cut by their speed against equal stages.
 
-``python -m tests.benchmarks.mixed plan [--model SPEC] [--page docs/mixed.md]`` plans a GPT for 128 A100 and 384 V100, with stages as the search
+``python -m tests.benchmarks.mixed plan [--model SPEC] [--page docs/evidence/mixed.md]`` plans a GPT for 128 A100 and 384 V100, with stages as the search
 cuts them and with the same number of layers on each, by the same cost model. ``python -m tests.benchmarks.mixed run`` runs
 such plans on two CPU ranks, of which one gets half a core: by a quota of a control group where one can be made (root), else
 beside a process that does nothing but turn on the same core. ``python -m tests.benchmarks.mixed shares`` does the same
@@ -42,6 +42,7 @@ from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
 from autopar.planner.task import Limits, Task
 from autopar.util.files import write_text
+from autopar.util.revision import revision
 from autopar.util.units import seconds
 from autopar.verification.rank_pool import WorkerPool
 
@@ -169,7 +170,7 @@ def write_part(page: Path, name: str, text: str) -> None:
     _, closed, after = rest.partition(end)
     if not found or not closed:
         raise UsageError(f"No comments around the part '{name}'", where=str(page), fix="Write both")
-    write_text(page, f"{before}{begin}{text}{end}{after}", make_folder=True)
+    write_text(page, f"{before}{begin}Run at revision {revision()}.\n\n{text}{end}{after}", make_folder=True)
 
 
 # --- on this machine

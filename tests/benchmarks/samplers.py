@@ -1,6 +1,6 @@
 """Bounds alone, a sampler alone, and both, at the same number of trials, in spaces that are too large to be searched to the end.
 
-Run: ``python -m tests.benchmarks.samplers [--only NAME] [--page docs/samplers.md]`` (minutes). The spaces are shipped ones, of
+Run: ``python -m tests.benchmarks.samplers [--only NAME] [--page docs/evidence/samplers.md]`` (minutes). The spaces are shipped ones, of
 which so few candidates count as searchable to the end that none is; each row begins with an evaluator that has seen nothing.
 Ends with 1 where both together find a slower plan than bounds alone do at the most trials of a problem, which are fewer than any
 shipped space has; where they do so at fewer, the page says it.
@@ -25,6 +25,7 @@ from autopar.planner.planner import Planner, Task
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import SamplerName, load_space
 from autopar.planner.task import Limits
+from autopar.util.revision import revision
 from tests.benchmarks import baselines
 
 ROUND = BY_BOUNDS + BY_SAMPLER
@@ -81,17 +82,17 @@ def run(problem: baselines.Problem, graph: Graph, space: str, method: str, trial
 
 HEAD = """# Bounds, a sampler, and both
 
-Written by `python -m tests.benchmarks.samplers --page docs/samplers.md`; do not edit. Spaces of which every candidate is more than
+Written by `python -m tests.benchmarks.samplers --page docs/evidence/samplers.md`; do not edit. Run at revision {revision}. Spaces of which every candidate is more than
 is searched to the end, at the same number of trials: in order of bounds alone, by Optuna's TPE alone (with the experts' choices
 first, and candidates that a bound excludes left out), and in rounds of {bounds} questions in order of bounds and {sampler} of a sampler
-([why](adr/0019-samplers.md)). Step times are predictions; "over the best" is over the least of all rows of the problem; `asked` is
+([why](../adr/0019-samplers.md)). Step times are predictions; "over the best" is over the least of all rows of the problem; `asked` is
 below `trials` where bounds exclude all else, and the plan is then the best there is. CPU seconds on two busy cores, without tracing.
 
 """
 
 
 def page(results: Mapping[str, list[Row]]) -> str:
-    lines = [HEAD.format(bounds=BY_BOUNDS, sampler=BY_SAMPLER)]
+    lines = [HEAD.format(bounds=BY_BOUNDS, sampler=BY_SAMPLER, revision=revision())]
     for name, rows in results.items():
         best_s = min(row.step_time_s for row in rows if row.step_time_s is not None)
         lines.append(f"## {name}, space `{CASES[name][0]}`\n\n")

@@ -1,6 +1,6 @@
 """Seconds and memory of the search alone, and how they grow with devices and with layers.
 
-``python -m tests.benchmarks.speed [--only NAME] [--rounds N] [--page docs/speed.md]``: each search is a command of its own, in turn by
+``python -m tests.benchmarks.speed [--only NAME] [--rounds N] [--page docs/evidence/speed.md]``: each search is a command of its own, in turn by
 one process and by two on as many cores; the model is traced before and not counted, and its trace is kept for the next round.
 """
 
@@ -27,6 +27,7 @@ from autopar import api
 from autopar.graph.graph import Graph
 from autopar.models.resolve import resolve_model
 from autopar.util.files import write_text
+from autopar.util.revision import revision
 
 SELF = "tests.benchmarks.speed"
 WORKERS = 2
@@ -167,7 +168,7 @@ def rounds_of(name: str, folder: Path, rounds: int) -> dict[str, Any]:
 
 HEAD = """# How long the search takes
 
-Written by `python -m tests.benchmarks.speed --page docs/speed.md`; do not edit. Seconds by the clock of a search on two cores
+Written by `python -m tests.benchmarks.speed --page docs/evidence/speed.md`; do not edit. Run at revision {revision}. Seconds by the clock of a search on two cores
 (`--workers 2`, the default there) and by one process, and CPU seconds of the two together: medians of {rounds}, in turn, without tracing,
 whose CPU seconds stand beside. The memory is the sum of the largest that each process had, torch and the traced model counted in both.
 The default space, bf16, no pins. Gaps are between a plan and the lower bound on every plan of the space; plans and gaps are the same by
@@ -192,7 +193,9 @@ def lines_of(part: str, results: dict[str, dict[str, Any]]) -> Iterator[str]:
 
 
 def page(results: dict[str, dict[str, Any]], rounds: int) -> str:
-    text = HEAD.format(rounds=rounds) + "".join(line for part in PARTS for line in lines_of(part, results))
+    text = HEAD.format(rounds=rounds, revision=revision()) + "".join(
+        line for part in PARTS for line in lines_of(part, results)
+    )
     return text.rstrip("\n") + "\n"
 
 

@@ -1,6 +1,6 @@
 """Published layouts beside ours: every shipped study, as a page.
 
-``python -m tests.benchmarks.studies [--only NAME] [--results FILE] [--page docs/studies.md]``. Results are kept in FILE study
+``python -m tests.benchmarks.studies [--only NAME] [--results FILE] [--page docs/evidence/studies.md]``. Results are kept in FILE study
 by study, so that a run goes on after a stop. Ends with 1 where a published layout is faster than ours.
 """
 
@@ -16,10 +16,11 @@ from typing import Any
 from autopar.plan.plan import Plan
 from autopar.questions.published_layouts import load_study, run_study, study_files
 from autopar.util.files import write_text
+from autopar.util.revision import revision
 
-HEAD = """# Studies
+HEAD = """# Published layouts
 
-Written by `python -m tests.benchmarks.studies --page docs/studies.md`; do not edit. Published layouts as problems
+Written by `python -m tests.benchmarks.studies --page docs/evidence/studies.md`; do not edit. Run at revision {revision}. Published layouts as problems
 (`search/studies/*.toml`, each with its source and what is not sure about it). `autopar published NAME` searches a plan for
 the same model, cluster and batch in the default space, lets the search fill in what the published layout leaves open, and
 prints both under one cost model. The gap is between our plan and the lower bound on every plan of the space.
@@ -75,7 +76,7 @@ def page(results: dict[str, dict[str, Any]]) -> str:
         )
         study = load_study(name)
         notes.append(f"| {name} | {study.title}; {study.source} | {study.measured} | {'; '.join(study.unsure)} |\n")
-    return HEAD + "".join(rows) + TAIL + "".join(notes)
+    return HEAD.format(revision=revision()) + "".join(rows) + TAIL + "".join(notes)
 
 
 def main() -> int:

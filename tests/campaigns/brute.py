@@ -1,4 +1,4 @@
-"""The search against every plan of small problems: ``python -m tests.campaigns.brute`` writes ``docs/brute.md``.
+"""The search against every plan of small problems: ``python -m tests.campaigns.brute`` writes ``docs/evidence/brute.md``.
 
 Each drawn problem (:mod:`tests.campaigns.small`) is priced whole (:mod:`tests.campaigns.product`), then searched under limits on
 memory that lie between what the leanest plan needs and what the fastest one takes, so that they bind, and once below the leanest.

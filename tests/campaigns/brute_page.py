@@ -1,4 +1,4 @@
-"""``docs/brute.md`` from what :mod:`tests.campaigns.brute` found."""
+"""``docs/evidence/brute.md`` from what :mod:`tests.campaigns.brute` found."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from statistics import median
 
+from autopar.util.revision import revision
 from tests.campaigns.brute import ROUNDING, Result
 
 _HEAD = """# The search beside every plan of small problems
 
-Written by `python -m tests.campaigns.brute --page docs/brute.md`; do not edit. A small problem is a chain of two to five blocks on 2, 4 or 8
+Written by `python -m tests.campaigns.brute --page docs/evidence/brute.md`; do not edit. Run at revision {revision}. A small problem is a chain of two to five blocks on 2, 4 or 8
 devices of one or two nodes. **Every** plan of it is priced: all degrees of `pp`, `dp_replicate`, `dp_shard` and `tp`, micro-batches,
 ZeRO stages, schedules with virtual stages, cuts, recompute of each block, and on `tp` all strategies of all operators with all types of
 all parameters at rest for which the changes of type exist. In those of even seeds without free layouts so are sizes of buckets, optimizers on the host and blocks
@@ -30,7 +31,7 @@ Mended or lifted in the space `exhaustive`, each by this comparison:
 - Which of several *equal* blocks recompute was taken to make no difference. It does: what hides beside a block's backward, and what of
   memory is still held by then, depend on where it stands. Such choices cost up to 11 %, and called a problem impossible that is not.
 - Cuts and layouts were those that solvers of sums name. Where all are few (`every` of a space) all are tried now, by their bounds, and the law of even
-  virtual stages ([adr/0011](adr/0011-even-stages.md)) is lifted with them.
+  virtual stages ([adr/0011](../adr/0011-even-stages.md)) is lifted with them.
 - GPipe was left out wherever there are as many micro-batches as ranks, as no quicker than 1F1B. Where messages between stages take long it is:
   each micro-batch of 1F1B waits for one there and back, GPipe's follow each other. `default` still leaves it out.
 - ZeRO 3 without shards (`dp_shard=1`) was refused. In mixed precision FSDP casts parameters, and ZeRO 3 frees what it has cast. `default` tries it when it is pinned.
@@ -50,7 +51,15 @@ Mended or lifted in the space `exhaustive`, each by this comparison:
 
 def page(results: Sequence[Result]) -> str:
     """The counts, the gaps of both spaces, and each problem."""
-    return "".join((_HEAD.format(rounding=ROUNDING), *_counts(results), _LIFTED, *_usual(results), *_rows(results)))
+    return "".join(
+        (
+            _HEAD.format(rounding=ROUNDING, revision=revision()),
+            *_counts(results),
+            _LIFTED,
+            *_usual(results),
+            *_rows(results),
+        )
+    )
 
 
 def _counts(results: Sequence[Result]) -> list[str]:

@@ -1,6 +1,6 @@
 """Which model families work: each is searched, verified against one device on 4 local ranks, and put in a table.
 
-Run: ``python -m tests.campaigns.models`` writes ``docs/models.md``; ``--family NAME`` and ``--layout NAME``, both
+Run: ``python -m tests.campaigns.models`` writes ``docs/evidence/models.md``; ``--family NAME`` and ``--layout NAME``, both
 repeatable, run a part of it. ``--results FILE`` keeps what was found, adds to it, and writes the page once every family
 is in it. Plans are made as ``autopar verify MODEL --cluster cpu:1x4`` makes them: in float32, as if links were free.
 """
@@ -39,7 +39,7 @@ from autopar.verification.rank_pool import WorkerPool
 from autopar.verification.verified_model import VerifiedModel
 
 RANKS = 4
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "evidence" / "models.md"
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "search": (),
     "tp2 x dp2": ("tp=2", "pp=1"),

@@ -3,7 +3,7 @@
 Run: ``python -m tests.campaigns.others --results FILE [TYPE ...]``. Each type is traced and planned in a process of its
 own that is killed after a while, then verified as :mod:`tests.campaigns.models` does, in float64 as well where float32 is
 past a limit. FILE keeps what came out, type by type: a run that was stopped goes on where it was, types that are named
-run again. Rows of ``docs/families.md`` that are not in FILE are kept as they stand there, with the commit that they ran
+run again. Rows of ``docs/evidence/families.md`` that are not in FILE are kept as they stand there, with the commit that they ran
 at. ``--page`` writes that page and runs nothing. With ``--plan`` nothing is verified.
 """
 

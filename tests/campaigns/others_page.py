@@ -1,4 +1,4 @@
-"""``docs/families.md``: written from what :mod:`tests.campaigns.others` found, and read back from it."""
+"""``docs/evidence/families.md``: written from what :mod:`tests.campaigns.others` found, and read back from it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autopar.verification.results import DOUBLE_TENSOR_TOLERANCE, LOSS_TOLERANCE
 from tests.campaigns.models import Result
 from tests.campaigns.types import TYPES
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "families.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "evidence" / "families.md"
 LIMIT_S, HANG_S, VERIFY_LIMIT_S = 120.0, 900.0, 600.0
 """Seconds of work of a process that plans, and of the clock for it and for one comparison."""
 USED = ("tp2 x dp2", "pp2 x tp2", "pp2 x dp2")
@@ -180,7 +180,9 @@ def page(outcomes: Mapping[str, Outcome]) -> str:
     lines += [re.sub(r"/\S*?/site-packages/", "", line) for line in refused] or ["Nothing in the table.\n"]
     lines.append("\n## Rounding\n\n")
     lines += [line for kind, o in outcomes.items() for line in roundings(kind, o)] or ["Nothing is past a limit.\n"]
-    lines.append("\n## Notes of the plans\n\nOpaque regions (see [opaque.md](opaque.md)) and samples that meet.\n\n")
+    lines.append(
+        "\n## Notes of the plans\n\nOpaque regions (see [opaque.md](../supported-models.md)) and samples that meet.\n\n"
+    )
     lines += [f"- {kind}: {shortened(note)}\n" for kind, o in outcomes.items() for note in o.notes]
     lines.append("\n## Operators that are repeated on every rank\n\n")
     repeated = {kind: [t for t in o.whole if t != "aten.div.Tensor"] for kind, o in outcomes.items()}

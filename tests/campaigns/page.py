@@ -1,16 +1,17 @@
-"""``docs/models.md`` from what :mod:`tests.campaigns.models` found."""
+"""``docs/evidence/models.md`` from what :mod:`tests.campaigns.models` found."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 
+from autopar.util.revision import revision
 from autopar.verification.results import DOUBLE_TENSOR_TOLERANCE, LOSS_TOLERANCE, TENSOR_TOLERANCE
 from tests.campaigns.models import EXPERT_LAYOUTS, LAYOUTS, SEQUENCE_LAYOUTS, Result, Row
 
 _HEAD = """# Model families
 
-Written by `python -m tests.campaigns.models`; do not edit. Each family at a small size, traced with a padding mask
+Written by `python -m tests.campaigns.models`; do not edit. Run at revision {revision}. Each family at a small size, traced with a padding mask
 where it knows one, is searched as `autopar verify MODEL --cluster cpu:1x4` does (float32, links as if free), run on
 four local ranks for three AdamW steps and compared with the same model on one device. The number is the largest
 relative error on any rank of losses, first gradients and parameters in the end; the limits are {loss:g} for losses and
@@ -33,6 +34,7 @@ def page(rows: Mapping[str, Row]) -> str:
     results = [result for row in rows.values() for result in row.results.values()]
     minutes = sum(row.wall_s for row in rows.values()) / 60
     head = _HEAD.format(
+        revision=revision(),
         loss=LOSS_TOLERANCE,
         tensor=TENSOR_TOLERANCE,
         double=DOUBLE_TENSOR_TOLERANCE,

@@ -1,4 +1,4 @@
-"""The search finds the best of all plans: some small problems; the command prices more (``docs/brute.md``)."""
+"""The search finds the best of all plans: some small problems; the command prices more (``docs/evidence/brute.md``)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Predicted against published steps: MosaicML's MPT-7B runs under FSDP (rows of calibration.csv), nothing fitted.
 
 Parameters stand at their priors. What is asserted is a loose band: this says that nothing is off by a factor, not that
-the model is calibrated; docs/validation.md has the figures of all rows.
+the model is calibrated; docs/evidence/accuracy.md has the figures of all rows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Predicted FLOPs are those that torch's FlopCounterMode counts, on every family of docs/models.md, exactly.
+"""Predicted FLOPs are those that torch's FlopCounterMode counts, on every family of docs/evidence/models.md, exactly.
 
 Where torch's counter knows no formula, or a wrong one, the test gives it one and says why:
 

@@ -1,4 +1,4 @@
-"""Writes ``docs/launches.md``: how much a host launches in a step, and where it waits; ``python -m tests.cuda.page``."""
+"""Writes ``docs/evidence/launches.md``: how much a host launches in a step, and where it waits; ``python -m tests.cuda.page``."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from typing import Any
 
 import torch
 
+from autopar.util.revision import revision
 from tests.cuda.build import build
 from tests.cuda.cases import LISTED, PLANS, Case
 
-PAGE = Path(__file__).parents[2] / "docs" / "launches.md"
+PAGE = Path(__file__).parents[2] / "docs" / "evidence" / "launches.md"
 
 HEAD = """# What a host launches in a step
 
-`python -m tests.cuda.page` writes this page, with torch {version} and no GPU: plans are run on fake CUDA tensors among fake ranks
+Written by `python -m tests.cuda.page`; do not edit. Run at revision {revision}, with torch {version} and no GPU: plans are run on fake CUDA tensors among fake ranks
 (`tests/cuda`), and every operator that launches a kernel is counted. Models are small (two blocks, four in the interleaved
 pipeline; 4 samples), so that a count says what one block of one micro-batch launches, not how long it takes. `step` is forward and
 backward of all micro-batches with their collectives; `clip` is `clip_grad_norm_`; the optimizer is AdamW.
@@ -46,7 +47,7 @@ def listed() -> str:
 
 def main() -> None:
     """See the module."""
-    lines = [HEAD.format(version=torch.__version__.partition("+")[0])]
+    lines = [HEAD.format(version=torch.__version__.partition("+")[0], revision=revision())]
     with tempfile.TemporaryDirectory() as folder:
         guard = build(Path(folder), Path(torch.__file__).parent)
         for group, cases in PLANS.items():

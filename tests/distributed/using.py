@@ -16,6 +16,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.hardware.detect.places import place_here
 from autopar.hardware.read import load_profile
 from autopar.plan.plan import Plan
+from autopar.request import Request
 from autopar.runtime.launch import launch
 from autopar.verification.against_one_device import adamw
 from tests.distributed.jobs import Batch
@@ -52,9 +53,10 @@ def without_a_cluster(subject: HfSubject, batch: Batch) -> tuple[str, str, list[
     node = replace(found, host=(f"node{rank // 2}", ""))
     search = api._searched
 
-    def noted(model: nn.Module, cluster: Cluster, *rest: Any) -> tuple[Plan, Graph]:
-        planned.extend((group.num_nodes, group.devices_per_node) for group in cluster.groups)
-        return search(model, cluster, *rest)
+    def noted(model: nn.Module, request: Request, *rest: Any) -> tuple[Plan, Graph]:
+        assert isinstance(request.cluster, Cluster)
+        planned.extend((group.num_nodes, group.devices_per_node) for group in request.cluster.groups)
+        return search(model, request, *rest)
 
     with (
         mock.patch("autopar.hardware.detect.places.place_here", return_value=node),

@@ -21,7 +21,7 @@ from autopar.plan.plan import Plan
 from tests.example_plans import llama_plan, single_plan
 from tests.strategies import plans
 
-SCHEMA_FILE = Path(__file__).parents[2] / "docs" / "plan.schema.json"
+SCHEMA_FILE = Path(__file__).parents[2] / "docs" / "reference" / "plan.schema.json"
 
 
 @settings(max_examples=40, deadline=None)
@@ -41,7 +41,7 @@ def test_difference_is_empty_exactly_for_equal_plans(one: Plan, other: Plan) -> 
 
 def test_published_schema_is_current_and_valid() -> None:
     jsonschema.Draft202012Validator.check_schema(plan_schema())
-    remedy = "run: python -m autopar.plan.json_schema docs/plan.schema.json"
+    remedy = "run: python -m autopar.plan.json_schema docs/reference/plan.schema.json"
     assert SCHEMA_FILE.read_text(encoding="utf-8") == schema_text(), remedy
 
 

@@ -15,7 +15,8 @@ from autopar.hardware.read import known_devices, load_profile
 from autopar.plan.prediction import Memory
 from autopar.validate import parameters as free
 from autopar.validate.express import predict
-from autopar.validate.pages.blind import FIFTH, FOURTH, SIXTH, TESTS, THIRD, Words, hidden, page, read_before, words_of
+from autopar.validate.pages import blind as blind_page
+from autopar.validate.pages.blind import TESTS, hidden, page, read_before, read_figures
 from autopar.validate.runs import Run, read_runs
 from autopar.validate.scores import evaluate
 from autopar.validate.session import Session
@@ -57,13 +58,18 @@ def sixth() -> tuple[Run, ...]:
     return read_runs(DATA / "blind_runs_6.csv")
 
 
-@pytest.mark.parametrize("words", TESTS, ids=["first", "second", "third", "fourth", "fifth", "sixth"])
-def test_every_blind_row_has_a_device_and_was_predicted_before(words: Words) -> None:
-    runs = read_runs(ROOT / words.files[0])
+def table_of(before: str) -> Path:
+    """The runs that a file of earlier predictions is of."""
+    return DATA / before.replace("before", "runs").replace(".json", ".csv")
+
+
+@pytest.mark.parametrize("before_file", TESTS.values(), ids=list(TESTS))
+def test_every_blind_row_has_a_device_and_was_predicted_before(before_file: str) -> None:
+    runs = read_runs(table_of(before_file))
     known = {name: load_profile(name) for name in {run.device for run in runs}}
     for run in runs:
         assert known[run.device].device.rate("float16" if run.precision == "fp16" else "bfloat16")
-    before = json.loads((ROOT / words.files[1]).read_text())
+    before = json.loads((DATA / before_file).read_text())
     assert [(r["row"], r["name"]) for r in before["runs"]] == [(run.line, run.name) for run in runs]
     for r, run in zip(before["runs"], runs, strict=True):
         assert r["step_time_s"] == (run.step_time_s and pytest.approx(run.step_time_s, rel=1e-3))
@@ -106,7 +112,7 @@ def test_the_fifth_table_has_new_sources_and_no_row_of_the_others(
 
 
 def test_the_sixth_table_has_new_sources_and_no_row_of_the_others(sixth: tuple[Run, ...]) -> None:
-    earlier = [run for words in TESTS[:-1] for run in read_runs(ROOT / words.files[0])]
+    earlier = [run for file in list(TESTS.values())[:-1] for run in read_runs(table_of(file))]
     check_new(sixth, earlier, least=50)
 
 
@@ -369,26 +375,35 @@ def test_a_run_wholly_in_bfloat16_holds_eight_bytes_a_parameter(sixth: tuple[Run
         )
 
 
-def test_the_page_has_both_tables_and_one_with_names_hidden() -> None:
+def test_the_page_is_what_its_command_writes_from_the_figures_that_are_kept() -> None:
+    text = page(DATA, read_figures(DATA))
+    assert text == (ROOT / "docs" / "evidence" / "blind.md").read_text(encoding="utf-8")
+    assert list(read_figures(DATA)) == list(TESTS)
+    assert text.count("**all, names hidden**") == len(TESTS)
+
+
+def test_a_test_that_is_run_again_takes_the_place_of_its_figures(tmp_path: Path) -> None:
     runs = read_runs(OWN)[3:4]
     session = Session(runs, place="runs.csv")
-    outcome = evaluate(session)
-    text = page(session, outcome, read_before(DATA / "blind_before.json"))
-    assert text.count("## ") == 5
-    assert text.startswith("# Blind test")
-    third = words_of(DATA / "blind_before_3.json")
-    assert third is THIRD
-    assert words_of(DATA / "blind_before_4.json") is FOURTH
-    assert words_of(DATA / "blind_before_5.json") is FIFTH
-    assert words_of(DATA / "blind_before_6.json") is SIXTH
-    assert third.title in page(session, outcome, read_before(DATA / "blind_before_3.json"), words=third)
-    assert [words_of(Path(words.files[1])) for words in TESTS] == list(TESTS)
-    assert "| all, names hidden" in text
+    found = blind_page.figures(session, evaluate(session))
     assert [run.source for run in hidden([*runs, runs[0]])] == [
         "unnamed 1",
         *[h.source for h in hidden(runs)][1:],
         "unnamed 1",
     ]
+    kept = read_figures(DATA) | {"third": found}
+    blind_page.write_figures(tmp_path, kept)
+    assert read_figures(tmp_path) == kept
+    text = page(DATA, kept)
+    assert f"third {found.revision}" in text
+    assert found.worst[0] in text
+    assert read_figures(DATA)["third"].worst[0] not in text
+    assert read_figures(DATA)["fourth"].worst[0] in text
+
+
+def test_a_file_of_no_blind_test_is_refused() -> None:
+    with pytest.raises(UsageError, match="of no blind test"):
+        blind_page.name_of(Path("mine.json"))
 
 
 def test_a_file_without_scores_is_named(tmp_path: Path) -> None:

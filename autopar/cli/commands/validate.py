@@ -13,7 +13,7 @@ from autopar.cli.options import Json
 from autopar.errors import UsageError
 
 Files = Annotated[
-    list[Path] | None, typer.Argument(metavar="RUNS.csv...", help="Measured runs; see docs/validation.md.")
+    list[Path] | None, typer.Argument(metavar="RUNS.csv...", help="Measured runs; see docs/evidence/accuracy.md.")
 ]
 FromRun = Annotated[
     Path | None, typer.Option("--from-run", metavar="DIR", help="Instead: the log_dir of a run of autopar.parallelize.")
@@ -34,7 +34,7 @@ Markdown = Annotated[Path | None, typer.Option("--markdown", metavar="FILE", hel
 Before = Annotated[
     Path | None,
     typer.Option(
-        "--before", metavar="JSON", help="With --markdown: the page of a blind test, beside an earlier --json."
+        "--before", metavar="JSON", help="With --markdown: the page of the blind tests, with one of them run again."
     ),
 ]
 
@@ -61,18 +61,20 @@ def validate(
         _check_out(out, calibrate)
     _check(files or (), before, [path for path in (html, markdown) if path is not None],
            is_plain=markdown is not None and not leave_one_out and not calibrate)  # fmt: skip
-    from autopar.validate.pages.blind import page, read_before, words_of
+    from autopar.validate.pages import blind
     from autopar.validate.pages.document import document
     from autopar.validate.pages.report import render_html
     from autopar.validate.validation import validated
 
-    earlier = None if before is None else read_before(before)
+    test = None if before is None else blind.name_of(before)
     with progress("reading runs") as advance:
         found = validated(files or (), sources=calibrate or (), leave_one_out=leave_one_out, progress=advance)
         session, outcome = found.session, found.outcome
         compared = None
-        if before is not None and earlier is not None:
-            compared = page(session, outcome, earlier, advance, words_of(before))
+        if before is not None and test is not None:
+            kept = blind.read_figures(before.parent) | {test: blind.figures(session, outcome, advance)}
+            blind.write_figures(before.parent, kept)
+            compared = blind.page(before.parent, kept)
     if html is not None:
         write_report(html, render_html(outcome.scores, session.runs, outcome.predictions, outcome.failed))
     if markdown is not None:

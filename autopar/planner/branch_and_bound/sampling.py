@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from autopar.planner.branch_and_bound.optuna_sampler import Sampler
 
 BY_BOUNDS, BY_SAMPLER = 6, 2
-"""Questions of a round: bounds decide on most (``docs/samplers.md`` says what other shares find)."""
+"""Questions of a round: bounds decide on most (``docs/evidence/samplers.md`` says what other shares find)."""
 
 TRIES = 4
 """Candidates that a sampler may name for each of its questions; those that a bound excludes are no question."""

@@ -1,9 +1,10 @@
-"""``docs/validation.md``, written by ``autopar validate RUNS.csv --leave-one-out --markdown FILE``."""
+"""``docs/evidence/accuracy.md``, written by ``autopar validate RUNS.csv --leave-one-out --markdown FILE``."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from autopar.util.revision import revision
 from autopar.validate.figures import Score, score
 from autopar.validate.noise import bounds_table
 from autopar.validate.pages.report import failures, markdown, percent, worst
@@ -135,7 +136,7 @@ which has the 13B's layout on the same nodes (-20 instead of +5), IBM's runs wit
 groups so ask, if the rest of their times is right, for all of the waiting and for none of it: no share of a collective's time meets both, and what else they differ in is not known.
 
 Tried and left out: a fit on these runs and on the 281 of the three blind tables together. It misses the fourth table, which no fit has seen, by 11.1 %
-instead of 10.2 ([blind4.md](blind4.md)). Organizations left out whole (NVIDIA's recipes, papers and tests as one), which the fit here misses by 12.3 % in the
+instead of 10.2 ([blind.md](blind.md)). Organizations left out whole (NVIDIA's recipes, papers and tests as one), which the fit here misses by 12.3 % in the
 three tables (11.2, 15.5 and 9.8), it misses by about 14 (13, 19 and 9, by slopes at the fit). Fitted again without them, NVIDIA's recipes are missed by
 16 % instead of 3.3, too slow, and BigScience's runs by 4.2 instead of 7.6, but with 332 pairs for 333 and a regret of 1.8 for 1.6. Factors for each release inside
 the fit, drawn to 1, make it 15 to 17, and without V100s and nanotron it stays at 14. Cause: what software costs that no site describes goes to parameters of
@@ -266,9 +267,9 @@ def document(session: Session, outcome: Outcome, *, leave_one_out: bool) -> str:
         "although predicted to fit; a false misfit ran although called impossible."
     )
     lines = [
-        "# Validation",
-        "Written by `autopar validate RUNS.csv --leave-one-out --markdown docs/validation.md`; do not edit.",
-        "How runs that nobody had seen are predicted, before and after: [blind.md](blind.md), later [blind2.md](blind2.md), [blind3.md](blind3.md), [blind4.md](blind4.md), [blind5.md](blind5.md) and [blind6.md](blind6.md).",
+        "# Accuracy of predictions",
+        f"Written by `autopar validate RUNS.csv --leave-one-out --markdown docs/evidence/accuracy.md`; do not edit. Run at revision {revision()}.",
+        "How runs that nobody had seen are predicted, before and after: [blind.md](blind.md).",
         "## Predicted and measured",
         words,
         markdown(outcome.scores),

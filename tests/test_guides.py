@@ -1,0 +1,209 @@
+"""What guides show is true: their code runs, their commands are read by the shell, the errors that they quote exist."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+
+import autopar
+from autopar.cli.app import app
+
+ROOT = Path(__file__).resolve().parent.parent
+GUIDES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+RUN_BY_A_TEST = {"README.md": 1, "tutorial.md": 2, "parallel-model.md": 1}
+"""How many blocks of Python that are no doctests each guide has; tests below run each of them."""
+TEXTS = {"README.md": 0, "reading-a-plan.md": 1, "tour.md": 1}
+"""How many blocks of plain text: listings, drawings."""
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The lines of shell blocks as words, without remarks."""
+    lines = "".join(blocks(page, "sh")).replace("\\\n", " ").splitlines()
+    return [words for words in (shlex.split(line, comments=True) for line in lines) if words]
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
+def test_each_block_is_of_a_kind_that_some_test_looks_at(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    kinds = re.findall(r"^```(\w*)$", text, flags=re.MULTILINE)[::2]
+    assert set(kinds) <= {"python", "sh", "toml", "text"}, kinds
+    plain = [block for block in blocks(page, "python") if ">>>" not in block]
+    assert len(plain) == RUN_BY_A_TEST.get(page.name, 0)
+    assert kinds.count("text") <= TEXTS.get(page.name, 0)
+
+
+def test_what_a_user_reads_is_short() -> None:
+    pages = [*GUIDES, *(ROOT / "docs" / "reference").glob("*.md")]
+    assert sum(page.stat().st_size for page in pages) <= 60 * 1024
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 100
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
+def test_the_shell_reads_every_command_that_a_guide_shows(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for words in commands(page):
+        for word in words:
+            if Path(word).suffix in {".json", ".toml"}:
+                Path(word).touch()
+        if words[0] == "autopar":
+            read(words[1:])
+
+
+def read(words: Sequence[str]) -> None:
+    """Parses a command as the shell does, without running it: an unknown verb or option is an error."""
+    command: Any = typer.main.get_command(app)
+    rest = list(words)
+    while hasattr(command, "get_command"):
+        inner = command.get_command(None, rest[0])
+        assert inner is not None, f"no command {rest[0]}"
+        command, rest = inner, rest[1:]
+    command.make_context(command.name, rest)
+
+
+def test_clusters_of_the_guides_can_be_read(tmp_path: Path) -> None:
+    (text,) = blocks(ROOT / "docs" / "mixed-clusters.md", "toml")
+    path = tmp_path / f"{tomllib.loads(text)['name']}.toml"
+    path.write_text(text)
+    assert autopar.Cluster.parse(str(path)).world_size == 512
+
+
+def namespace(**precision: Any) -> dict[str, Any]:
+    """What a guide takes for granted: a model, batches, and a parallel model of it."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1), torch.nn.Flatten(0))
+    mean = torch.nn.Sequential(model, Mean())
+    batch = {"input": torch.ones(4, 8) / 100}
+    found = {"autopar": autopar, "torch": torch, "model": mean, "batch": batch, "loader": [batch, batch]}
+    if precision:
+        found["par"] = autopar.parallelize(mean, cluster="cpu:1x1", example_inputs=batch, **precision)
+        found["optimizer"] = torch.optim.AdamW(found["par"].parameters(), lr=3e-4)
+    return found
+
+
+class Mean(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.square().mean()
+
+
+def test_the_quick_start_trains() -> None:
+    (code,) = (block for block in blocks(ROOT / "README.md", "python") if ">>>" not in block)
+    assert len(code.splitlines()) <= 6
+    names = namespace()
+    names["loader"] = [{"input": torch.ones(4, 8)}] * 3
+    exec(code.replace("h100-sxm5-80gb:1x8", "cpu:1x1").replace("=512", "=4"), names)
+    assert names["par"].step_count == 3
+
+
+def test_the_loop_of_float16_steps() -> None:
+    (code,) = (block for block in blocks(ROOT / "docs" / "parallel-model.md", "python") if ">>>" not in block)
+    names = namespace(precision="fp16")
+    before = {name: value.clone() for name, value in names["par"].full_state_dict().items()}
+    made, loop = code.split("\n", 1)
+    exec(made, names)
+    for _ in range(6):  # the first scale is too large, so that first steps are skipped
+        exec(loop, names)
+    after = names["par"].full_state_dict()
+    assert names["scaler"].is_enabled()
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+
+
+def run(folder: Path, *words: str) -> str:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
+    done = subprocess.run(
+        [sys.executable, "-m", *words],
+        check=False,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.timeout(600)
+def test_the_tutorial_plans_trains_and_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    page = ROOT / "docs" / "tutorial.md"
+    model, script = blocks(page, "python")
+    planning = [words[1:] for words in commands(page) if words[:1] == ["autopar"] and "my_model:build" in words]
+    assert [words[0] for words in planning] == ["trace", "search", "verify"]
+    (start,) = (words for words in commands(page) if words[0] == "torchrun")
+    launcher = ("torch.distributed.run", "--standalone", *start[1:])
+    for name in ("whole", "halves"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "my_model.py").write_text(model)
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    for words in planning:
+        run(whole, "autopar", *(word.replace("local", "cpu:1x2") for word in words))
+    (halves / "plan.json").write_bytes((whole / "plan.json").read_bytes())
+    (whole / "train.py").write_text(script)
+    steps = run(whole, *launcher).splitlines()
+    assert len(steps) == 12
+    losses = [float(line.split()[3]) for line in steps]
+    assert losses[-1] < losses[0]
+
+    (halves / "train.py").write_text(script.replace("par.step_count, STEPS)", "par.step_count, 6)"))
+    first = run(halves, *launcher).splitlines()
+    (halves / "train.py").write_text(script)
+    second = run(halves, *launcher).splitlines()
+    assert len(first) == len(second) == 6
+    assert [line.split()[-1] for line in first + second] == [line.split()[-1] for line in steps]
+    again = [float(line.split()[3]) for line in first + second]
+    assert again == pytest.approx(losses, rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "count"), [("README.md", 3), ("mixed-clusters.md", 1)])
+def test_plans_of_the_guides_are_found(name: str, count: int, tmp_path: Path) -> None:
+    """Commands that plan a model that is written out; those with MODEL are read alone, and ``verify`` is run by the tutorial."""
+    page = ROOT / name if name == "README.md" else ROOT / "docs" / name
+    for text in blocks(page, "toml"):
+        (tmp_path / f"{tomllib.loads(text)['name']}.toml").write_text(text)
+    chosen = [w for w in commands(page) if w[0] == "autopar" and w[1] in ("search", "show", "explain")]
+    assert len(chosen) == count
+    for words in chosen:
+        assert "mesh" in run(tmp_path, *words)
+
+
+@pytest.mark.slow
+def test_the_plan_that_is_explained_is_the_one_that_is_found(tmp_path: Path) -> None:
+    """Each line of the listing is one of the plan's text; figures may change with profiles and bounds."""
+    page = ROOT / "docs" / "reading-a-plan.md"
+    (words,) = (words for words in commands(page) if words[:2] == ["autopar", "search"])
+    found = shapes(run(tmp_path, *words))
+    (listing,) = blocks(page, "text")
+    assert [line for line in shapes(listing) if line not in found] == []
+
+
+def shapes(text: str) -> list[str]:
+    """Lines with ``#`` for each number and its unit."""
+    lines = (line.strip() for line in text.splitlines() if line.strip())
+    return [re.sub(r"[\d][\d.,]*( m?s\b)?", "#", line) for line in lines]
+
+
+def test_errors_that_are_looked_up_exist() -> None:
+    """Each text of the table stands in the code; ``...`` for what differs."""
+    table = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    quoted = re.findall(r"^\| `([^`]+)`", table, flags=re.MULTILINE)
+    assert len(quoted) > 15
+    code = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "autopar").rglob("*.py"))
+    assert [text for text in quoted for part in text.split("...") if part.strip() not in code] == []
