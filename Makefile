@@ -30,7 +30,7 @@ lint: setup
 	$(BIN)/lint-imports
 
 bench: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks.bench
+	OMP_NUM_THREADS=1 $(BIN)/python -m tools.benchmarks.bench
 
 # A GPU machine may have no network: there the python3 that already has torch runs it from the checkout, with what else
 # is missing from a folder of wheels (pip download --no-deps -d wheels NAME, on a machine that has a network).

@@ -10,7 +10,7 @@ import torch
 from autopar.api import estimate, trace_model
 from autopar.lower.program import lower
 from autopar.plan.plan import FP32
-from tests.lower.ranks import dense, run_ranks, sharded, slice_of
+from tests.support.lower.ranks import dense, run_ranks, sharded, slice_of
 
 
 def test_the_example_plans_and_its_program_computes_what_one_device_does() -> None:

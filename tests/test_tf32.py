@@ -18,8 +18,8 @@ from autopar.hardware.read import load_profile
 from autopar.plan.file import plan_from_dict, plan_to_dict
 from autopar.plan.plan import FP32, TF32, Plan
 from autopar.runtime.guard.checks import check_can_run, check_modes
-from tests.distributed.plans import make_plan
-from tests.distributed.subjects import HfSubject
+from tests.support.distributed.plans import make_plan
+from tests.support.distributed.subjects import HfSubject
 
 CUDA = torch.device("cuda", 0)
 

@@ -15,7 +15,7 @@ from autopar.benchmark.batches import Outcome
 from autopar.benchmark.local import MAX_AGE_S, Wish, run_local, whether_again
 from autopar.benchmark.rank_runs import QUIET_PROFILER
 from autopar.benchmark.score import Row, score
-from tests.cli.cli_runner import Run, run_fixture
+from tests.support.cli_runner import Run, run_fixture
 
 run = run_fixture
 

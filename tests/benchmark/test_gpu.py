@@ -18,7 +18,7 @@ from autopar.benchmark.gpu.device_page import page
 from autopar.benchmark.gpu.one_device import Comparison, Setting, cluster_of, compare, false_fits
 from autopar.benchmark.rank_runs import Job
 from autopar.hardware.read import load_profile
-from tests.benchmarks import device as ratios
+from tools.benchmarks import device as ratios
 
 LLAMA = (
     "hf:llama?hidden_size=32&intermediate_size=64&num_hidden_layers=2&num_attention_heads=4&num_key_value_heads=2"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.campaigns.mutants import mutate
+from tools.campaigns.mutants import mutate
 
 
 def test_rules_made_wrong_in_one_place_are_caught() -> None:

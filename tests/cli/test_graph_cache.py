@@ -10,7 +10,7 @@ import pytest
 from autopar import api
 from autopar.cli import graph_cache as kept
 from autopar.cli.graph_cache import traced
-from tests.cli.cli_runner import Run, run_fixture
+from tests.support.cli_runner import Run, run_fixture
 
 __all__ = ["run_fixture"]
 

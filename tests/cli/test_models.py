@@ -20,8 +20,8 @@ from autopar.plan.plan import Plan
 from autopar.util import data_files as resources
 from autopar.verification.against_one_device import RankErrors, VerifyReport
 from autopar.verification.verified_model import VerifiedModel
-from tests.cli.cli_runner import Run, run_fixture
-from tests.distributed.plans import make_plan
+from tests.support.cli_runner import Run, run_fixture
+from tests.support.distributed.plans import make_plan
 
 run = run_fixture
 

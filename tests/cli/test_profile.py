@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from autopar.measure import operators as ops
-from tests.cli.cli_runner import Run, run_fixture
+from tests.support.cli_runner import Run, run_fixture
 
 run = run_fixture
 MODEL = ("gpt:layers=1,hidden=16,heads=2,vocab=32", "--seq", "8")

@@ -33,7 +33,7 @@ from autopar.cost.operators.work_record import argument
 from autopar.graph.graph import Graph, Op
 from autopar.models.resolve import resolve_model
 from autopar.tracing.trace import trace
-from tests.campaigns.models import FAMILIES
+from tools.campaigns.models import FAMILIES
 
 Shape = Sequence[int]
 aten = torch.ops.aten

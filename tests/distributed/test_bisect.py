@@ -18,9 +18,9 @@ from autopar.plan.plan import Plan
 from autopar.verification.against_one_device import PRELOAD, VerifyReport, verify
 from autopar.verification.as_text import render_verification, verification
 from autopar.verification.rank_pool import WorkerPool
-from tests.distributed.faults import Fault, Faulty
-from tests.distributed.plans import make_plan
-from tests.distributed.subjects import HfSubject, Unpadded
+from tests.support.distributed.faults import Fault, Faulty
+from tests.support.distributed.plans import make_plan
+from tests.support.distributed.subjects import HfSubject, Unpadded
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
 

@@ -20,7 +20,7 @@ from autopar.verification.against_one_device import PRELOAD, in_dtype, loss_of
 from autopar.verification.first_difference import bisect
 from autopar.verification.rank_pool import WorkerPool
 from autopar.verification.verified_model import VerifiedModel
-from tests.distributed.faults import Fault, Faulty
+from tests.support.distributed.faults import Fault, Faulty
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
 

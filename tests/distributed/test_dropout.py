@@ -10,8 +10,8 @@ import torch
 
 from autopar import api
 from autopar.verification.rank_pool import WorkerPool
-from tests.distributed import jobs
-from tests.distributed.masked import SAMPLES, TOKENS, WIDTH, MaskedSubject
+from tests.support.distributed import jobs
+from tests.support.distributed.masked import SAMPLES, TOKENS, WIDTH, MaskedSubject
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
 

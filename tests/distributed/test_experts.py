@@ -16,8 +16,8 @@ from autopar.tracing.trace import trace
 from autopar.verification.against_one_device import adamw, verify
 from autopar.verification.rank_pool import WorkerPool
 from autopar.verification.verified_model import VerifiedModel
-from tests.distributed import jobs
-from tests.distributed.mixtures import Subject
+from tests.support.distributed import jobs
+from tests.support.distributed.mixtures import Subject
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
 

@@ -1,4 +1,4 @@
-"""One small model of each kind of architecture against one device; ``tests.campaigns.models`` runs all families."""
+"""One small model of each kind of architecture against one device; ``tools.campaigns.models`` runs all families."""
 
 from __future__ import annotations
 
@@ -55,15 +55,15 @@ CASES = {
         8,
         ["pp=2", "tp=2"],
     ),
-    "skip connections over stages": ("tests.campaigns.handmade:unet", None, ["pp=2", "tp=2"]),
+    "skip connections over stages": ("tools.campaigns.handmade:unet", None, ["pp=2", "tp=2"]),
     "vision": (
         "hf:convnext?hidden_sizes=[8,8]&depths=[1,1]&num_stages=2&image_size=16&num_labels=5",
         None,
         ["tp=2", "dp_replicate=2"],
     ),
-    "tables of embeddings": ("tests.campaigns.handmade:recommender", None, ["tp=4"]),
+    "tables of embeddings": ("tools.campaigns.handmade:recommender", None, ["tp=4"]),
     "a stage without parameters": (
-        "tests.campaigns.handmade:recommender",
+        "tools.campaigns.handmade:recommender",
         None,
         ["pp=4", "stage@bottom.*=0", "stage@tables.*=1", "stage@all=2", "stage@top.*=3"],
     ),

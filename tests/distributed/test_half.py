@@ -15,12 +15,12 @@ from autopar.plan.mesh import Mesh
 from autopar.plan.plan import BF16, FP16, Plan
 from autopar.verification.against_one_device import loss_of
 from autopar.verification.rank_pool import WorkerPool
-from tests.distributed import scaled
-from tests.distributed.mixtures import Subject
-from tests.distributed.plans import make_plan, micro_batch_size
-from tests.distributed.subjects import HfSubject, Unpadded
 from tests.distributed.test_layouts import LAYOUTS
 from tests.distributed.test_training import batches
+from tests.support.distributed import scaled
+from tests.support.distributed.mixtures import Subject
+from tests.support.distributed.plans import make_plan, micro_batch_size
+from tests.support.distributed.subjects import HfSubject, Unpadded
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
 

@@ -10,8 +10,8 @@ import pytest
 from autopar.plan.mesh import Mesh
 from autopar.verification.against_one_device import verify
 from autopar.verification.rank_pool import WorkerPool
-from tests.distributed.plans import make_plan, micro_batch_size
-from tests.distributed.subjects import HfSubject
+from tests.support.distributed.plans import make_plan, micro_batch_size
+from tests.support.distributed.subjects import HfSubject
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
 

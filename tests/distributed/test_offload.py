@@ -14,12 +14,12 @@ from autopar.cost.model import CostModel
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.device import HostLink
 from autopar.verification.rank_pool import WorkerPool
-from tests.distributed import jobs
-from tests.distributed.plans import make_plan, micro_batch_size
-from tests.distributed.subjects import SEQUENCE, HfSubject
 from tests.distributed.test_layouts import LAYOUTS, traced
 from tests.distributed.test_traffic import stages_of
 from tests.distributed.test_training import _bf16_plan, batches, clipped, close, planned
+from tests.support.distributed import jobs
+from tests.support.distributed.plans import make_plan, micro_batch_size
+from tests.support.distributed.subjects import SEQUENCE, HfSubject
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
 

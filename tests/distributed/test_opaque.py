@@ -8,7 +8,7 @@ from autopar import api
 from autopar.plan.plan import FP32, FP64
 from autopar.verification.against_one_device import verify
 from autopar.verification.rank_pool import WorkerPool
-from tests.distributed.oddities import UnusualSubject
+from tests.support.distributed.oddities import UnusualSubject
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
 

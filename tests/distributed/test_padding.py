@@ -14,7 +14,7 @@ from autopar.plan.plan import FP32, Plan
 from autopar.verification.against_one_device import verify
 from autopar.verification.rank_pool import WorkerPool
 from autopar.verification.subject import Subject
-from tests.distributed import jobs
+from tests.support.distributed import jobs
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
 

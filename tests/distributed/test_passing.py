@@ -18,8 +18,8 @@ from autopar.plan.mesh import Mesh
 from autopar.plan.plan import FP32
 from autopar.verification.against_one_device import verify
 from autopar.verification.rank_pool import WorkerPool
-from tests.distributed.oddities import UnusualSubject
-from tests.distributed.plans import make_plan, micro_batch_size
+from tests.support.distributed.oddities import UnusualSubject
+from tests.support.distributed.plans import make_plan, micro_batch_size
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
 

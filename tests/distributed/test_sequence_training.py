@@ -15,11 +15,11 @@ from autopar.plan.mesh import Mesh
 from autopar.plan.plan import FP32, Plan
 from autopar.verification.against_one_device import loss_of, verify
 from autopar.verification.rank_pool import WorkerPool
-from tests.distributed import jobs
-from tests.distributed.oddities import SinksSubject
-from tests.distributed.plans import make_plan
-from tests.distributed.subjects import HfSubject, NoisySubject, Unpadded
 from tests.distributed.test_training import batches, clipped, close
+from tests.support.distributed import jobs
+from tests.support.distributed.oddities import SinksSubject
+from tests.support.distributed.plans import make_plan
+from tests.support.distributed.subjects import HfSubject, NoisySubject, Unpadded
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
 

@@ -11,10 +11,10 @@ from autopar.graph.graph import Graph
 from autopar.plan.plan import Plan
 from autopar.verification.against_one_device import loss_of, verify
 from autopar.verification.rank_pool import WorkerPool
-from tests.distributed import jobs
-from tests.distributed.subjects import HfSubject
 from tests.distributed.test_training import clipped, close
-from tests.mixed_clusters import two_kinds
+from tests.support.distributed import jobs
+from tests.support.distributed.subjects import HfSubject
+from tests.support.mixed_clusters import two_kinds
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
 

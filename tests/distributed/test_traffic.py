@@ -21,10 +21,10 @@ from autopar.lower.program import lower
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import BF16, FP16, Plan
 from autopar.verification.rank_pool import WorkerPool
-from tests.cost.step_traffic import Collective, traffic
-from tests.distributed import recording
-from tests.distributed.plans import make_plan, micro_batch_size
 from tests.distributed.test_layouts import LAYOUTS, traced
+from tests.support.distributed import recording
+from tests.support.distributed.plans import make_plan, micro_batch_size
+from tests.support.step_traffic import Collective, traffic
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
 

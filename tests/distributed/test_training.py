@@ -14,10 +14,10 @@ from autopar.plan.mesh import Mesh
 from autopar.plan.plan import BF16, RECOMPUTES, Recompute
 from autopar.verification.against_one_device import PRELOAD, adamw, loss_of
 from autopar.verification.rank_pool import WorkerPool
-from tests.distributed import jobs
-from tests.distributed.plans import make_plan, micro_batch_size
-from tests.distributed.subjects import HfSubject
 from tests.distributed.test_layouts import LAYOUTS, traced
+from tests.support.distributed import jobs
+from tests.support.distributed.plans import make_plan, micro_batch_size
+from tests.support.distributed.subjects import HfSubject
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
 

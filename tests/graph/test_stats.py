@@ -14,7 +14,7 @@ from autopar.graph.flops import backward_flops, op_flops
 from autopar.graph.graph import Graph, Ref
 from autopar.graph.interpreter import evaluate
 from autopar.models.resolve import resolve_model
-from tests.tracing.zoo import loss_of, subject, traced
+from tests.support.zoo import loss_of, subject, traced
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "vit", "handwritten"])

@@ -17,10 +17,10 @@ from autopar.lower.check_types import typecheck
 from autopar.lower.program import BlockProgram, Program, lower
 from autopar.plan.mesh import Mesh
 from autopar.rules.apply import apply
-from tests.lower import chooser, mlp
-from tests.lower.models import plan_of, traced
-from tests.lower.ranks import run_ranks
 from tests.lower.test_program import mlp_program
+from tests.support.lower import chooser, mlp
+from tests.support.lower.models import plan_of, traced
+from tests.support.lower.ranks import run_ranks
 
 CHANGES = ("all_", "reduce_scatter", "shard", "keep_on_first", "invariant_to_replicate")
 

@@ -11,10 +11,10 @@ from autopar.lower.check_types import typecheck
 from autopar.lower.program import Program, lower
 from autopar.plan.mesh import Mesh
 from autopar.rules.apply import apply
-from tests.lower import chooser
-from tests.lower.models import plan_of, whole_tensors
-from tests.lower.moe import Mixture, mixture_graph
-from tests.lower.ranks import dense, run_ranks, sharded, slice_of
+from tests.support.lower import chooser
+from tests.support.lower.models import plan_of, whole_tensors
+from tests.support.lower.moe import Mixture, mixture_graph
+from tests.support.lower.ranks import dense, run_ranks, sharded, slice_of
 
 WAYS = {"autopar.experts", "autopar.experts_split", "autopar.experts_dispatch"}
 

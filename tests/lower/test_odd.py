@@ -14,7 +14,7 @@ from autopar.errors import InfeasibleError
 from autopar.models.resolve import resolve_model
 from autopar.plan.plan import Plan
 from autopar.plan.tensor_types import S
-from tests.lower.against_model import check
+from tests.support.lower.against_model import check
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*_functional_collectives.*:FutureWarning")
 

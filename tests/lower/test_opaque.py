@@ -16,8 +16,8 @@ import autopar
 from autopar.errors import AutoparError, TraceError, UsageError
 from autopar.plan.file import load_plan, save_plan
 from autopar.tracing.trace import trace
-from tests.lower import unusual as u
-from tests.lower.against_model import check
+from tests.support.lower import unusual as u
+from tests.support.lower.against_model import check
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*_functional_collectives.*:FutureWarning")
 

@@ -14,9 +14,9 @@ from autopar.lower.program import Program, from_local_graph, lower
 from autopar.plan.mesh import Mesh
 from autopar.rules.apply import apply
 from autopar.tracing.trace import trace
-from tests.lower import chooser, mlp
-from tests.lower.models import plan_of, traced, whole_tensors
-from tests.lower.ranks import dense, parts, run_program, run_ranks, sharded, slice_of
+from tests.support.lower import chooser, mlp
+from tests.support.lower.models import plan_of, traced, whole_tensors
+from tests.support.lower.ranks import dense, parts, run_program, run_ranks, sharded, slice_of
 
 
 def mlp_program(

@@ -17,7 +17,7 @@ from autopar.ops import collectives
 from autopar.ops import experts as expert_ops
 from autopar.ops.experts import _ACTIVATIONS as FUNCTIONS
 from autopar.plan.mesh import Mesh
-from tests.lower.ranks import run_ranks
+from tests.support.lower.ranks import run_ranks
 
 EXPERTS, WIDTH, INNER, TOKENS = 8, 16, 24, 12
 SAME = {"rtol": 1e-12, "atol": 1e-12}

@@ -18,7 +18,7 @@ from autopar.ops import collectives, names, plain, seeded
 from autopar.plan.mesh import MESH_AXES, Mesh
 from autopar.plan.tensor_types import I, P, R, S, Type
 from autopar.rules.apply.conversions import conversion, emitted_arguments
-from tests.lower.ranks import run_ranks
+from tests.support.lower.ranks import run_ranks
 
 SHAPE = (4, 6)
 TYPES = (I, R, P, S(0), S(1))

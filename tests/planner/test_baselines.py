@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autopar.models.transformer import Sizes
-from tests.benchmarks import samplers
-from tests.benchmarks.baselines import (
+from tools.benchmarks import samplers
+from tools.benchmarks.baselines import (
     PROBLEMS,
     Problem,
     Row,

@@ -23,9 +23,8 @@ from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
 from autopar.planner.space.variants import in_orders
 from autopar.planner.task import Limits
-from tests.mixed_clusters import two_kinds
-
-from .graphs import mlp
+from tests.support.mixed_clusters import two_kinds
+from tests.support.planner.graphs import mlp
 
 PINS = ["pp=2", "dp_replicate=2", "dp_shard=1", "tp=1", "zero=0", "micro_batch=2", "schedule=1F1B"]
 

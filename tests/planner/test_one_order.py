@@ -20,7 +20,7 @@ from autopar.planner.evaluate.evaluation import SLOW, Evaluation, Misfit
 from autopar.planner.evaluate.evaluator import Evaluator
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.task import Limits
-from tests.planner.interleaved import Turns
+from tests.support.planner.interleaved import Turns
 
 
 def candidate(index: int) -> Candidate:

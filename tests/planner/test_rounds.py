@@ -29,11 +29,10 @@ from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.preferences import rules, seeds
 from autopar.planner.space.space import SamplerName, load_space
 from autopar.planner.task import Limits
-from tests.cli.cli_runner import Run, run_fixture
-
-from .graphs import mlp
-from .test_one_order import Board, Known, View, in_turns, interleave
-from .test_study import task_of
+from tests.planner.test_one_order import Board, Known, View, in_turns, interleave
+from tests.planner.test_study import task_of
+from tests.support.cli_runner import Run, run_fixture
+from tests.support.planner.graphs import mlp
 
 run = run_fixture
 

@@ -30,8 +30,7 @@ from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import Space, load_space
 from autopar.planner.task import Limits, Task
 from autopar.verification.against_one_device import in_dtype
-
-from .graphs import llama_block, mlp
+from tests.support.planner.graphs import llama_block, mlp
 
 CLUSTER = "cpu:1x4"
 RECORD = SearchRecord(wall_time_s=0.0, candidates=0, evaluated=0, lower_bound_s=0.0, gap=0.0)

@@ -34,10 +34,9 @@ from autopar.planner.studies import workers
 from autopar.planner.studies.study import Study
 from autopar.planner.studies.workers import Job, identity, study_name
 from autopar.planner.task import Limits
-from tests.cli.cli_runner import Run, run_fixture
-
-from .graphs import mlp
-from .interleaved import Turns
+from tests.support.cli_runner import Run, run_fixture
+from tests.support.planner.graphs import mlp
+from tests.support.planner.interleaved import Turns
 
 run = run_fixture
 
@@ -320,7 +319,7 @@ def test_an_interrupt_gives_the_best_so_far(graph: Graph, alone: Plan, tmp_path:
 
 def test_without_a_storage_optuna_is_not_loaded(checkout: Path) -> None:
     script = (
-        "import sys\nfrom autopar import api\nfrom tests.planner.graphs import mlp\n"
+        "import sys\nfrom autopar import api\nfrom tests.support.planner.graphs import mlp\n"
         "api.search(mlp(), cluster='cpu:1x2', global_batch_size=4, space='quick')\n"
         "print('optuna' in sys.modules)"
     )

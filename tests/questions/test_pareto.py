@@ -18,9 +18,9 @@ from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.task import peak_bytes
 from autopar.questions.pareto import MEMORY_STEP, Point, front, parse_objectives, undominated
 from autopar.questions.sizing import Ask, sizes_of
-from tests.cli.cli_runner import Run, run_fixture
-from tests.example_plans import llama_plan
 from tests.questions.test_sizing import ASK, KIND, alone
+from tests.support.cli_runner import Run, run_fixture
+from tests.support.example_plans import llama_plan
 
 run = run_fixture
 

@@ -15,8 +15,8 @@ from autopar.hardware.scale import scaled
 from autopar.plan.plan import Plan
 from autopar.questions.sizing import Ask, cheapest_cluster, largest_batch, longest_sequence, sizes_of, smallest_cluster
 from autopar.questions.sweep import parse_sweep, sweep
-from tests.cli.cli_runner import Run, run_fixture
-from tests.planner.graphs import llama_block, mlp
+from tests.support.cli_runner import Run, run_fixture
+from tests.support.planner.graphs import llama_block, mlp
 
 run = run_fixture
 

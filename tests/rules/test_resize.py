@@ -21,8 +21,8 @@ from autopar.plan.mesh import Mesh
 from autopar.planner.sharding.batch_axis import solve_batch
 from autopar.rules.apply.apply import shard
 from autopar.rules.apply.resize import Resizer, can_resize, resized
-from tests.lower.moe import mixture_graph
-from tests.planner.graphs import attention, llama_block
+from tests.support.lower.moe import mixture_graph
+from tests.support.planner.graphs import attention, llama_block
 
 
 def gpt() -> Graph:

@@ -14,7 +14,7 @@ from autopar.rules.check.by_execution import _gloo, _in_threads, call, verify_ru
 from autopar.rules.grammar import Pattern, enumerate_strategies
 from autopar.rules.registry import default_table
 from autopar.rules.table import RuleTable, torch_rules
-from tests.rules.rule_examples import (
+from tests.support.rule_examples import (
     OUTSIDE,
     Example,
     Maker,

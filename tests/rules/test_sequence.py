@@ -16,7 +16,7 @@ from autopar.ops import sequence as sequence_ops
 from autopar.rules import registry as rules
 from autopar.rules.check.by_execution import _in_threads, verify_rule
 from autopar.rules.strategy import Strategy
-from tests.rules.rule_examples import Example, Maker
+from tests.support.rule_examples import Example, Maker
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
 

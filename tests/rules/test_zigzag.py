@@ -16,7 +16,7 @@ from autopar.rules.apply.zigzag import RING, ZIGZAG_SAFE, check_strategy
 from autopar.rules.check.by_execution import verify_rule
 from autopar.rules.registry import default_table
 from autopar.rules.strategy import Strategy, Typing
-from tests.rules.rule_examples import every
+from tests.support.rule_examples import every
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
 

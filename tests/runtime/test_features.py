@@ -18,8 +18,8 @@ from autopar.runtime.launch import launch
 from autopar.runtime.parallel_model import Parallel
 from autopar.tracing.trace import trace
 from autopar.verification.against_one_device import adamw, loss_of
-from tests.distributed.plans import make_plan
-from tests.distributed.subjects import HfSubject
+from tests.support.distributed.plans import make_plan
+from tests.support.distributed.subjects import HfSubject
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and there is none")
 GPU = pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_GPU])

@@ -21,7 +21,7 @@ from autopar.runtime.parallel_model import Parallel
 from autopar.runtime.weights.from_model import ModelWeights
 from autopar.runtime.world import World
 from autopar.tracing.trace import trace
-from tests.distributed.plans import make_plan
+from tests.support.distributed.plans import make_plan
 
 F = nn.functional
 Op = Callable[[Tensor, Tensor, Tensor], Tensor]

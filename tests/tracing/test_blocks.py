@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from autopar.graph.graph import Graph, Op, Ref, TensorSpec
 from autopar.models.resolve import resolve_model
 from autopar.tracing.blocks import find_blocks
-from tests.tracing.zoo import traced
+from tests.support.zoo import traced
 
 SPEC = TensorSpec(shape=(2, 8), dtype=torch.float32, requires_grad=True)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from autopar.errors import TraceError
 from autopar.graph.interpreter import step
 from autopar.tracing.trace import trace
-from tests.distributed.remembering import Remembering
+from tests.support.distributed.remembering import Remembering
 
 Write = Callable[[nn.Module, Tensor], Tensor]
 

@@ -6,8 +6,8 @@ import torch
 
 from autopar.graph.interpreter import evaluate
 from autopar.tracing.trace import trace
-from tests.distributed.oddities import Resting
-from tests.lower import unusual as u
+from tests.support.distributed.oddities import Resting
+from tests.support.lower import unusual as u
 
 
 def test_a_batch_norm_in_eval_reads_its_statistics_and_keeps_samples_apart() -> None:

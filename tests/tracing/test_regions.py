@@ -11,8 +11,8 @@ from autopar.errors import TraceError
 from autopar.graph.graph import Graph
 from autopar.graph.interpreter import evaluate
 from autopar.tracing.trace import trace
-from tests.distributed.oddities import Checkpointed, Force
-from tests.lower import unusual as u
+from tests.support.distributed.oddities import Checkpointed, Force
+from tests.support.lower import unusual as u
 
 
 def check_loss_and_gradients(graph: Graph, model: nn.Module, batch: dict[str, Tensor]) -> None:

@@ -16,7 +16,7 @@ from autopar.graph.interpreter import evaluate, leaves, run
 from autopar.models.resolve import resolve_model
 from autopar.rules.check.by_execution import verify_rule
 from autopar.tracing.trace import trace
-from tests.tracing.zoo import HUGGING_FACE, LENGTH, loss_of, subject, traced, traced_on_meta
+from tests.support.zoo import HUGGING_FACE, LENGTH, loss_of, subject, traced, traced_on_meta
 
 CASES = [
     ("gpt2", False),

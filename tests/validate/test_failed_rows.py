@@ -9,7 +9,7 @@ import pytest
 
 from autopar.errors import UsageError
 from autopar.validate.runs import FailedRow, read_rows, read_runs
-from tests.cli.cli_runner import Run, run_fixture
+from tests.support.cli_runner import Run, run_fixture
 
 run = run_fixture
 

@@ -23,8 +23,8 @@ from autopar.planner.stages.fit import fitted
 from autopar.planner.stages.local_search import improved
 from autopar.planner.stages.refinement import refined
 from autopar.planner.task import Task
-from tests.mixed_clusters import two_kinds
-from tests.planner.graphs import mlp
+from tests.support.mixed_clusters import two_kinds
+from tests.support.planner.graphs import mlp
 
 PP = 4
 TWO: tuple[Recompute, ...] = ("none", "full")
