@@ -10,6 +10,7 @@ import torch
 from autopar.api import estimate, trace_model
 from autopar.lower.program import lower
 from autopar.plan.plan import FP32
+from tests.support.close import assert_close
 from tests.support.lower.ranks import dense, run_ranks, sharded, slice_of
 
 
@@ -30,7 +31,7 @@ def test_the_example_plans_and_its_program_computes_what_one_device_does() -> No
     loss, gradients = dense(graph, whole)
     program = lower(plan, graph)
     for rank, (got, found) in enumerate(run_ranks(plan.mesh, lambda rank: sharded(program, whole, rank))):
-        torch.testing.assert_close(got, loss, rtol=1e-5, atol=0)
+        assert_close(got, loss, 1e-5)
         for parameter in program.graph.parameters:
             expected = slice_of(gradients[parameter.name], parameter.layout, plan.mesh, rank)
-            torch.testing.assert_close(found[parameter.name], expected, rtol=1e-4, atol=1e-6)
+            assert_close(found[parameter.name], expected, 1e-4)

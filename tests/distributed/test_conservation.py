@@ -10,8 +10,8 @@ from autopar import api
 from autopar.plan.plan import FP16
 from autopar.tracing.trace import trace
 from autopar.verification.rank_pool import WorkerPool
-from tests.distributed.test_layouts import traced
 from tests.support.distributed import jobs
+from tests.support.distributed.layouts import traced
 from tests.support.distributed.mixtures import Subject
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]

@@ -15,9 +15,8 @@ from autopar.plan.mesh import Mesh
 from autopar.plan.plan import BF16, FP16, Plan
 from autopar.verification.against_one_device import loss_of
 from autopar.verification.rank_pool import WorkerPool
-from tests.distributed.test_layouts import LAYOUTS
-from tests.distributed.test_training import batches
 from tests.support.distributed import scaled
+from tests.support.distributed.layouts import LAYOUTS, batches
 from tests.support.distributed.mixtures import Subject
 from tests.support.distributed.plans import make_plan, micro_batch_size
 from tests.support.distributed.subjects import HfSubject, Unpadded

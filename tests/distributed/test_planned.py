@@ -10,7 +10,7 @@ from autopar.plan.mesh import Mesh
 from autopar.plan.plan import FP32
 from autopar.verification.against_one_device import verify
 from autopar.verification.rank_pool import WorkerPool
-from tests.distributed.test_layouts import traced
+from tests.support.distributed.layouts import traced
 from tests.support.distributed.oddities import UnusualSubject
 from tests.support.distributed.plans import micro_batch_size
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from autopar.verification.rank_pool import WorkerPool
-from tests.distributed.test_training import batches, planned
 from tests.support.distributed import jobs
+from tests.support.distributed.layouts import batches, planned
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
 

@@ -8,8 +8,8 @@ import pytest
 
 from autopar.verification.against_one_device import adamw, loss_of
 from autopar.verification.rank_pool import WorkerPool
-from tests.distributed.test_training import batches, planned
 from tests.support.distributed import using
+from tests.support.distributed.layouts import batches, planned
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
 

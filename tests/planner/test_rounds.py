@@ -29,10 +29,9 @@ from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.preferences import rules, seeds
 from autopar.planner.space.space import SamplerName, load_space
 from autopar.planner.task import Limits
-from tests.planner.test_one_order import Board, Known, View, in_turns, interleave
-from tests.planner.test_study import task_of
 from tests.support.cli_runner import Run, run_fixture
-from tests.support.planner.graphs import mlp
+from tests.support.planner.graphs import mlp, task_of
+from tests.support.planner.interleaved import Board, Known, View, in_turns, interleave
 
 run = run_fixture
 

@@ -21,9 +21,8 @@ from autopar.planner.explain.alternatives import compare
 from autopar.planner.planner import Planner
 from autopar.planner.space.space import load_space
 from autopar.planner.task import Limits
-from tests.planner.test_study import task_of
 from tests.support.mixed_clusters import two_kinds
-from tests.support.planner.graphs import mlp
+from tests.support.planner.graphs import mlp, task_of
 
 MAX_DELAY_S = 0.02
 

@@ -33,6 +33,7 @@ from autopar.runtime.weights.from_model import ModelWeights
 from autopar.runtime.world import World
 from autopar.tracing.trace import trace
 from autopar.verification.against_one_device import adamw, loss_of
+from tests.support.close import assert_close
 from tests.support.distributed.plans import make_plan
 from tests.support.distributed.subjects import HfSubject
 
@@ -72,7 +73,7 @@ def test_trains_as_the_model_itself() -> None:
         theirs.step()
     found = parallel.full_state_dict()
     for name, tensor in model.named_parameters():
-        assert torch.allclose(found[name], tensor, atol=1e-6), name
+        assert_close(found[name], tensor, place=name)
     assert torch.equal(found["lm_head.weight"], found["transformer.wte.weight"])
 
 
@@ -268,7 +269,7 @@ def test_gradients_of_several_steps_add_up() -> None:
     once = parallel.full_gradients()
     parallel.train_step(batch)
     for name, tensor in parallel.full_gradients().items():
-        assert torch.allclose(tensor, 2 * once[name], atol=1e-6), name
+        assert_close(tensor, 2 * once[name], place=name)
 
 
 @pytest.mark.parametrize("way", ["train_step", "backward"])
@@ -292,7 +293,7 @@ def test_a_step_that_failed_leaves_no_gradients(way: str) -> None:
         stop_there.remove()
     parallel.train_step(batch)
     for name, tensor in parallel.full_gradients().items():
-        assert torch.allclose(tensor, 2 * once[name], atol=1e-6), name
+        assert_close(tensor, 2 * once[name], place=name)
 
 
 def test_backward_after_a_train_step_is_refused_by_name() -> None:

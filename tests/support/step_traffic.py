@@ -21,13 +21,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.cost.blocks.block_cost import BlockCost, ParameterCost
 from autopar.cost.model import CostModel
 from autopar.cost.step.data_parallel import DataParallel, itemsize
 from autopar.cost.step.gradient_buckets import Summed, buckets, is_fsdps, late_sums, scalars, stage_parameters, tied
 from autopar.cost.step.step import StageCost, Step
+from autopar.graph.graph import Graph
+from autopar.lower.program import lower
+from autopar.plan.plan import Plan
 from autopar.plan.schedule import schedule_actions
 
 
@@ -195,3 +198,14 @@ def _ties(stages: Sequence[StageCost], data: DataParallel, pp_rank: int) -> Traf
             some = () if len(ranks) == data.mesh.pp else ranks
             found[Collective(kind="all_reduce", axes=("pp",), num_bytes=num_bytes, pp_ranks=some)] += 1
     return found
+
+
+def stages_of(model: CostModel, plan: Plan, graph: Graph) -> list[StageCost]:
+    """The plan's stages as the cost model sees them."""
+    local = lower(plan, graph).graph
+    costs = [model.price(model.block_work(local, block), plan.mesh) for block in local.blocks]
+    costs = [replace(cost, offloads=block.offload) for cost, block in zip(costs, plan.blocks, strict=True)]
+    again = [block.recompute for block in plan.blocks]
+    return [
+        StageCost(blocks=tuple(costs[s.start : s.stop]), recompute=tuple(again[s.start : s.stop])) for s in plan.stages
+    ]

@@ -21,6 +21,7 @@ from autopar.ops.opaque import Holder
 from autopar.plan.mesh import DATA_AXES
 from autopar.plan.plan import FP32, Plan
 from autopar.tracing.trace import LossFunction, pick_loss
+from tests.support.close import assert_close
 from tests.support.lower.ranks import run_program, run_ranks, run_sums, slice_of
 
 
@@ -52,17 +53,12 @@ def check(
     whole = dict(model.named_parameters())
     values = {**batch, **before}
     for rank, (found, gradients) in enumerate(run_ranks(plan.mesh, lambda rank: _rank(program, whole, values, rank))):
-        torch.testing.assert_close(
-            found, loss.detach(), rtol=1e-5, atol=1e-6, msg=lambda m, rank=rank: f"rank {rank}: {m}"
-        )
+        assert_close(found, loss.detach(), 1e-5, f"rank {rank}")
         for parameter in program.graph.parameters:
             dense = whole[parameter.fqn].grad
             dense = torch.zeros_like(whole[parameter.fqn]) if dense is None else dense
             expected = _own(program, parameter, dense, rank)
-            place = f"rank {rank}, {parameter.fqn}"
-            torch.testing.assert_close(
-                gradients[parameter.name], expected, rtol=1e-4, atol=1e-6, msg=lambda m, place=place: f"{place}: {m}"
-            )
+            assert_close(gradients[parameter.name], expected, 1e-4, f"rank {rank}, {parameter.fqn}")
     return plan
 
 

@@ -1,0 +1,54 @@
+"""How far tensors may differ: by a part of the largest element, as sums in another order do on another machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROUNDING = {
+    torch.float64: 1e-12,
+    torch.complex128: 1e-12,
+    torch.float32: 1e-5,
+    torch.bfloat16: 2e-2,
+    torch.float16: 4e-3,
+}
+"""What sums in another order are off by at most, a few times over, as a part of the largest element."""
+
+
+def error_of(found: Tensor, wanted: Tensor) -> float:
+    """The largest difference over the largest element that is wanted; infinite where a number is wanted that is none."""
+    found, wanted = (value.detach().to(torch.promote_types(value.dtype, torch.float64)) for value in (found, wanted))
+    if torch.equal(found, wanted) or not wanted.numel():
+        return 0.0
+    error, largest = float((found - wanted).abs().max()), float(wanted.abs().max())
+    return error / largest if error <= largest and largest > 0 else float("inf")
+
+
+def assert_close(found: Any, wanted: Any, relative: float | None = None, place: object = "") -> None:
+    """Tensors, numbers, and sequences and mappings of them (``found`` may have more), that are equal but for rounding.
+
+    Args:
+        found: what is held against ``wanted``.
+        wanted: of the same shapes and dtypes; whole numbers and truth values must be equal.
+        relative: part of the largest element of each tensor that its elements may be off by; by its dtype if not given.
+        place: what an error names.
+    """
+    if isinstance(wanted, Mapping):
+        assert found.keys() >= wanted.keys(), place
+        for name, value in wanted.items():
+            assert_close(found[name], value, relative, f"{place} {name}")
+        return
+    if isinstance(wanted, Sequence):
+        assert len(found) == len(wanted), place
+        for position, value in enumerate(wanted):
+            assert_close(found[position], value, relative, f"{place} {position}")
+        return
+    if not isinstance(wanted, Tensor):
+        found, wanted = (torch.tensor(value, dtype=torch.float64) for value in (found, wanted))
+    assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype), place
+    limit = ROUNDING.get(wanted.dtype, 0.0) if relative is None else relative
+    error = error_of(found, wanted)
+    assert error <= limit, f"{place}: off by {error:.1e} of the largest element, at most {limit:.0e} is rounding"
