@@ -305,8 +305,8 @@ def parallelize(  # noqa: PLR0913  keywords of the public call
     if is_alone and where is None and plan is None:
         check_alone()
         _LOGGER.warning(
-            "nothing says that this process is one of several ranks: the plan is for one device, and others that run this script "
-            "train by themselves; for N of them %s; where one is meant, name its cluster",
+            "This process was not started as one of several ranks, so the plan is for one device. %s, or name the cluster of one device "
+            "where one is meant.",
             how_to_start("N"),
         )
 
@@ -403,9 +403,8 @@ def _job_size(cluster: Cluster | None) -> int:
     size = dist.get_world_size()
     if cluster is not None and cluster.world_size != size:
         raise RuntimeMismatchError(
-            f"the job has as many ranks as the cluster ({cluster.name}: {cluster.world_size})",
-            value=size,
-            remedy=f"{how_to_start(cluster.world_size)}, or describe a cluster of {size}",
+            f"This job has {size} rank{'s' * (size > 1)}, but the cluster {cluster.name} has {cluster.world_size} devices",
+            fix=f"{how_to_start(cluster.world_size)}, or pass a cluster of {size}",
         )
     return size
 

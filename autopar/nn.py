@@ -69,9 +69,10 @@ def experts(
     )
     if not fits or activation not in expert_ops.ACTIVATIONS:
         raise UsageError(
-            "experts take hidden [tokens, h], weights and indices [tokens, k], gate and up [E, f, h], down [E, h, f]",
-            value=", ".join(str(tuple(x.shape)) for x in (hidden, weights, indices, up, down)) + f", {activation}",
-            remedy=f"activations: {', '.join(expert_ops.ACTIVATIONS)}",
+            "The tensors given to the experts do not fit together",
+            expected="hidden [tokens, h], weights and indices [tokens, k], gate and up [E, f, h], down [E, h, f]",
+            got=", ".join(str(tuple(x.shape)) for x in (hidden, weights, indices, up, down)) + f", {activation}",
+            fix=f"Pass such shapes, and one of the activations {', '.join(expert_ops.ACTIVATIONS)}",
         )
     if torch.compiler.is_exporting():
         result: Tensor = torch.ops.autopar.experts(hidden, weights, indices, gate, up, down, activation)

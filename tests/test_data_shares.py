@@ -66,17 +66,20 @@ def group(data: dict[str, Any]) -> None:
 
 
 BAD: list[tuple[Callable[[dict[str, Any]], None], str]] = [
-    (shares(3), "data_shares: there is a share for each of 2 node groups, but found 3"),
-    (shares(3, 0), "data_shares: every data rank takes at least one sample at once, but found 3-0"),
-    (shares(2, 2), "data_shares: shares of node groups differ, but found 2-2; say micro_batch=2"),
-    (shares(3, 2), "global batch 16 divides by the samples that all ranks take at once, but found 2 x 3 + 2 x 2 = 10"),
-    (lambda data: data.update(groups=[]), "data_shares: there are node groups that differ, but found 3-1"),
+    (shares(3), "Expected a share for each of 2 node groups, got 3."),
+    (shares(3, 0), "Expected at least one sample for every data rank, got 3-0"),
+    (shares(2, 2), "Expected shares that differ, got 2-2. Pin micro_batch=2"),
+    (shares(3, 2), "divides the global batch 16, got 2 x 3 + 2 x 2 = 10"),
+    (lambda data: data.update(groups=[]), "Expected node groups that differ, got 3-1"),
     (
         lambda data: data.update(micro_batch_size=1),
-        "micro_batch_size: micro_batch_size is the largest of data_shares, 3",
+        "'micro_batch_size' does not fit the plan. Expected 3, the largest of data_shares",
     ),
-    (group, "predicted.memory[0].group: a group is named where its ranks have a share of their own, but found 2"),
-    (degrees, "neither pipeline, context, tensor nor expert parallelism, but found dp_shard=2 x tp=2"),
+    (group, "'predicted.memory[0].group' does not fit the plan. Expected a group that data_shares names, got 2"),
+    (
+        degrees,
+        "Expected data parallelism alone (pp=1, cp=1, tp=1 and ep_data=1) beside unequal shares, got dp_shard=2 x tp=2",
+    ),
 ]
 
 
@@ -108,9 +111,7 @@ def test_samples_that_meet_are_shared_equally() -> None:
     cluster = two_kinds(1, 1, factor=3.0)
     found = api.search(graph, cluster=cluster, global_batch_size=8, pins=["dp=2"])
     assert not found.data_shares
-    with pytest.raises(
-        UsageError, match=r"pin 'data_shares=6-2': where samples meet, all data ranks take equal numbers"
-    ):
+    with pytest.raises(UsageError, match=r"pin 'data_shares=6-2': Samples .* all data ranks must take equal numbers"):
         api.search(graph, cluster=cluster, global_batch_size=8, pins=["data_shares=6-2"])
-    with pytest.raises(PlanError, match=r"norm: where samples meet, all data ranks take equal numbers .* 6-2"):
+    with pytest.raises(PlanError, match=r"norm: Samples .* cannot take the unequal shares 6-2"):
         lower(replace(found, data_shares=(6, 2), micro_batch_size=6), graph)

@@ -45,12 +45,10 @@ def test_a_plan_in_eight_bits_keeps_its_precision() -> None:
 
 
 def test_what_needs_scales_for_each_tensor_is_planned_and_not_run() -> None:
-    with pytest.raises(
-        RuntimeMismatchError, match=r"precision fp8; make the plan with --precision bf16, or fp16; fp8 can"
-    ):
+    with pytest.raises(RuntimeMismatchError, match=r"fp8 plans can be estimated but not run yet"):
         check_can_run(planned("fp8").precision)
     check_can_run(planned("fp16").precision)
-    with pytest.raises(RuntimeMismatchError, match="precision fp8"):
+    with pytest.raises(RuntimeMismatchError, match="fp8 plans can be estimated but not run"):
         api.parallelize(
             MODEL,
             cluster="cpu:1x1",

@@ -50,7 +50,7 @@ def test_a_device_multiplies_as_fast_as_its_profile_says_of_tf32() -> None:
 
 
 def test_a_profile_without_its_rate_is_refused_by_name() -> None:
-    with pytest.raises(UsageError, match=r"found tf32.*\[device\.matmul\.tf32\]"):
+    with pytest.raises(UsageError, match=r"No matmul rate for tf32.*\[device\.matmul\.tf32\]"):
         device("v100-sxm2-16gb").multiplying("float32", "tf32")
     with pytest.raises(UsageError, match="tf32"):
         estimated("cpu:1x2", "tf32")
@@ -123,6 +123,6 @@ def test_gpus_of_several_kinds_are_not_taken_for_the_first() -> None:
     with (
         mock.patch("torch.cuda.device_count", return_value=3),
         mock.patch("torch.cuda.get_device_properties", side_effect=lambda i: kinds[i]),
-        pytest.raises(UsageError, match=r"found A of 80 bytes, B of 40 bytes.*CUDA_VISIBLE_DEVICES"),
+        pytest.raises(UsageError, match=r"A of 80 bytes, B of 40 bytes.*CUDA_VISIBLE_DEVICES"),
     ):
         _check_alike()

@@ -162,11 +162,12 @@ def _read(path: Path, title: str) -> dict[str, dict[str, Any]]:
         return {}
     data = json.loads(path.read_text(encoding="utf-8"))
     if data.get("title") != title:
-        raise UsageError(
-            "a file of results is continued by the benchmark that began it",
-            value=f"'{data.get('title')}', not '{title}'",
-            place=str(path),
-            remedy="name another file, or remove it",
+        raise UsageError.mismatch(
+            "The benchmark of this file of results",
+            where=str(path),
+            expected=repr(title),
+            got=repr(data.get("title")),
+            fix="Name another file, or remove this one",
         )
     return dict(data["measured"])
 

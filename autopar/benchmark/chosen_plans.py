@@ -100,7 +100,11 @@ def variants(tasks: Sequence[Task], pin_sets: Sequence[Sequence[str]]) -> Choice
                 continue
             found.setdefault(made.key, made)
     if not found:
-        raise InfeasibleError("some plan fits this device", value="; ".join(reason for _, reason in misfits[:2]))
+        raise InfeasibleError(
+            "No plan fits this device",
+            got="; ".join(reason for _, reason in misfits[:2]) or None,
+            fix="Take a smaller model or batch, or other pins",
+        )
     best = min(found.values(), key=lambda entry: entry.plan.predicted.step_time_s)
     return Choice(
         entries=tuple(found.values()), picked=best.key, num_candidates=len(found) + len(misfits), misfits=tuple(misfits)

@@ -104,17 +104,16 @@ def run_local(
 def _check_rank(wish: Wish) -> None:
     if not 0 <= (wish.as_rank or 0) < wish.num_ranks:
         raise UsageError(
-            "the rank that is run is one of the plans'",
-            value=f"{wish.as_rank} of {wish.num_ranks}",
-            place="--as-rank",
-            remedy="state how many ranks the plans are for with --ranks",
+            f"The plans have no rank {wish.as_rank or 0}: they are for {wish.num_ranks} ranks",
+            where="--as-rank",
+            fix="Say how many ranks the plans are for with --ranks",
         )
 
 
 def _check_runs(source: ModelSource) -> None:
     """Nothing, where the model as it is written makes one step of a few samples; what cannot, no plan can either."""
     batch = source.make_batch(source.batch_size)
-    trained_alone(source.build(), [batch], "one device trains the model by itself, before plans of it are run")
+    trained_alone(source.build(), [batch], "One device alone cannot train the model")
 
 
 def whether_again(kept: Path | None, *, fresh: bool) -> tuple[bool, str]:

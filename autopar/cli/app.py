@@ -103,14 +103,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             traceback.print_exc()
         if isinstance(error, OSError) and error.errno in _FULL:
             where = "" if error.filename is None else f" at {error.filename}"
-            sys.stderr.write(
-                f"error: there is room for what is written, but found {error.strerror}{where}; free some, or name another place\n"
-            )
+            sys.stderr.write(f"error: {error.strerror}{where}. Free some space, or choose another path.\n")
             sys.exit(1)
         text = " ".join(str(error).split())
         sys.stderr.write(
-            f"error: a defect of autopar: {type(error).__name__}: {text[:300]}; "
-            "please report it with what 'autopar --debug ...' and 'autopar doctor' print\n"
+            f"error: A defect of autopar: {type(error).__name__}: {text[:300]}. "
+            "Please report it with what 'autopar --debug ...' and 'autopar doctor' print.\n"
         )
         sys.exit(1)
     sys.exit(0)

@@ -45,10 +45,9 @@ def traced(
         TraceError: the model cannot be traced.
     """
     from autopar import api
-    from autopar.util.text import closest
 
     if precision not in api.PRECISIONS:
-        raise UsageError("the precision is known", value=repr(precision), remedy=closest(precision, api.PRECISIONS))
+        raise UsageError.unknown("precision", precision, api.PRECISIONS)
     recipe = api.PRECISIONS[precision]
     files = [_file(f"{own}, {sequence} tokens, {recipe.compute}, opaque {list(opaque)}")
              for own in (model, f"{model} at {global_batch_size}")] if _is_told(model) else []  # fmt: skip

@@ -30,8 +30,11 @@ def model_of(plan: Plan, plan_file: Path) -> str:
         UsageError: the plan was made in Python for a model without such a name.
     """
     if ":" not in plan.model.name:
-        raise UsageError("the plan names its model as MODEL of the command line", value=repr(plan.model.name),
-                         place=str(plan_file), remedy="say which model with --model")  # fmt: skip
+        raise UsageError(
+            f"The plan's model '{plan.model.name}' is no MODEL of the command line",
+            where=str(plan_file),
+            fix="Say which model with --model",
+        )
     return plan.model.name
 
 

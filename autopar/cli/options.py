@@ -88,11 +88,8 @@ def _pins_in(text: str) -> list[str]:
     try:
         lines = Path(text[1:]).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(
-            "a file of pins can be read",
-            value=str(error),
-            place=f"--pin {text}",
-            remedy="give the path of a text file with one pin in a line",
+        raise UsageError.unreadable(
+            text[1:], error, fix=f"Give --pin {text[:1]}FILE a text file with one pin in a line"
         ) from error
     return [pin.strip() for line in lines for pin in line.partition("#")[0].split(",")]
 

@@ -63,14 +63,14 @@ def leaves(
     env: dict[Ref, torch.Tensor] = {}
     for entry in graph.inputs:
         if entry.name not in batch:
-            raise AutoparError("the batch holds every input of the graph", value=f"no {entry.name}")
+            raise AutoparError.missing(f"input '{entry.name}' of the batch", fix="Give all inputs of the graph by name")
         env[Ref(entry.name)] = batch[entry.name]
     for parameter in graph.parameters:
         env[Ref(parameter.name)] = part_of(parameter, parameters[parameter.fqn])
     for buffer in graph.buffers:
         value = buffers.get(buffer.fqn, buffer.value) if buffer.fqn else buffer.value
         if value is None:
-            raise AutoparError("every buffer has a value", value=f"none for {buffer.fqn or buffer.name}")
+            raise AutoparError.missing(f"value of buffer '{buffer.fqn or buffer.name}'", fix="Pass it in buffers=")
         env[Ref(buffer.name)] = value.to(device)
     return env
 

@@ -248,5 +248,5 @@ class Cluster:
                 return group, node + left // group.devices_per_node
             left, node = left - group.num_devices, node + group.num_nodes
         raise UsageError(
-            "a rank lies between 0 and the world size", value=f"{rank} of {self.world_size}", place=self.name
+            f"No rank {rank} in this cluster", where=self.name, fix=f"Take a rank from 0 to {self.world_size - 1}"
         )

@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from autopar.errors import UsageError
+from autopar.errors import UsageError, closest
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.read import (
     MachineProfile,
@@ -16,7 +16,6 @@ from autopar.hardware.read import (
     load_profile,
     with_links,
 )
-from autopar.util.text import closest
 
 _SHAPE = re.compile(r"^(?P<device>[^?]+):(?P<nodes>\d+)x(?P<per_node>\d+)$")
 _BYTES = re.compile(r"^(?P<number>[0-9.]+(?:e[+-]?\d+)?)\s*(?P<unit>[kmgt]i?b|b)?$", re.IGNORECASE)
@@ -44,12 +43,11 @@ def parse_cluster(text: str, *, cache_dir: Path | None = None) -> Cluster:
         num_nodes, per_node = int(shape["nodes"]), int(shape["per_node"])
         if shape["device"] == "local":
             raise UsageError(
-                "'local' is this machine, one node, and its ranks are an option",
-                value=f"'{text}'",
-                remedy=f"give 'local?ranks={per_node}'; 'profile all' under torchrun measures several nodes",
+                f"'{text}' is not a cluster: 'local' is this one machine",
+                fix=f"Give 'local?ranks={per_node}', or measure several nodes with 'autopar profile all' under torchrun",
             )
         if num_nodes < 1 or per_node < 1:
-            raise UsageError("a cluster has at least one node and one device a node", value=f"'{text}'")
+            raise UsageError(f"The cluster '{text}' has no device", fix="Give at least 1 node and 1 device a node")
         profile = load_profile(shape["device"])
         group = profile.group(num_nodes, per_node, num_cores=_whole(text, options, "cores"))
         found = Cluster(name=text, groups=(group,), library=load_library(profile.library))
@@ -57,9 +55,8 @@ def parse_cluster(text: str, *, cache_dir: Path | None = None) -> Cluster:
         found = load_cluster(Path(base))
     else:
         raise UsageError(
-            "a cluster is DEVICE:NODESxPER_NODE (h100-sxm5-80gb:4x8), 'local', or a TOML file",
-            value=f"'{text}'",
-            remedy=f"give nodes and devices of a node as in '{base}:1x8'"
+            f"'{text}' is not a cluster: neither DEVICE:NODESxPER_NODE, 'local' nor a TOML file",
+            fix=f"Give nodes and devices of a node as in '{base}:1x8'"
             if base.lower() in known_devices()
             else closest(base.split(":")[0].lower(), known_devices()),
         )
@@ -127,10 +124,9 @@ def _with_host_memory(cluster: Cluster, num_bytes: int, text: str) -> Cluster:
         host = group.device.host
         if host is None:
             raise UsageError(
-                "host memory is of a device whose profile has a link to its host",
-                value=group.device.name,
-                place=f"cluster '{text}'",
-                remedy="add [device.host] to the profile (profiles/README.md)",
+                f"The profile of {group.device.name} has no link to the host, so it has no host memory to set",
+                where=f"cluster '{text}'",
+                fix="Add [device.host] to the profile (profiles/README.md)",
             )
         host = replace(host, memory_bytes=num_bytes, provenance=f"{host.provenance}; memory stated by the user")
         groups.append(replace(group, device=replace(group.device, host=host)))
@@ -142,12 +138,7 @@ def _options(text: str, query: str) -> dict[str, str]:
     for part in filter(None, query.split("&")):
         key, _, value = part.partition("=")
         if key not in _OPTIONS or not value:
-            raise UsageError(
-                "a cluster's options are KEY=VALUE joined by '&'",
-                value=f"'{part}'",
-                place=f"cluster '{text}'",
-                remedy=closest(key, _OPTIONS),
-            )
+            raise UsageError.unknown("option", key, _OPTIONS, where=f"cluster '{text}'")
         options[key] = value
     return options
 
@@ -157,7 +148,7 @@ def _whole(text: str, options: dict[str, str], key: str) -> int | None:
     if value is None:
         return None
     if not value.isdecimal() or int(value) < 1:
-        raise UsageError(f"'{key}' is a whole number from 1", value=f"'{value}'", place=f"cluster '{text}'")
+        raise UsageError(f"'{key}' is '{value}'", where=f"cluster '{text}'", fix="Give a whole number from 1")
     return int(value)
 
 
@@ -165,8 +156,8 @@ def _bytes(text: str, key: str, value: str) -> int:
     found = _BYTES.match(value)
     if found is None or float(found["number"]) <= 0:
         raise UsageError(
-            f"'{key}' is a number of bytes above zero, with a unit if you like (1e9, 80GB, 80GiB)",
-            value=f"'{value}'",
-            place=f"cluster '{text}'",
+            f"'{key}' is '{value}'",
+            where=f"cluster '{text}'",
+            fix="Give a number of bytes above zero, with a unit if you like (1e9, 80GB, 80GiB)",
         )
     return int(float(found["number"]) * _UNIT_BYTES[(found["unit"] or "").lower()])

@@ -164,10 +164,9 @@ class Device:
                 return rate
         known = [rate.dtype for rate in self.matmul]
         raise UsageError(
-            "the device's profile gives a matmul rate for every dtype that is computed in",
-            value=dtype,
-            place=f"device '{self.name}'",
-            remedy=f"choose another precision, or add [device.matmul.{dtype}] to the profile; it has {', '.join(known)}",
+            f"No matmul rate for {dtype}",
+            where=f"device '{self.name}'",
+            fix=f"Choose another precision (the profile has {', '.join(known)}), or add [device.matmul.{dtype}] to it",
         )
 
     def multiplying(self, dtype: str, products: str) -> Device:
@@ -238,7 +237,7 @@ class Device:
         """
         kind = table.text("kind")
         if kind not in ("cpu", "cuda"):
-            raise table.fault("kind", "the kind is 'cpu' or 'cuda'", value=repr(kind))
+            raise table.wrong("kind", "'cpu' or 'cuda'", repr(kind))
         parts = {topic: table.table(topic) for topic in TOPICS}
         matmul = table.table("matmul")
         device = cls(

@@ -193,11 +193,11 @@ def rate_of(dtype: str, table: Table) -> MatmulRate:
             )
         )
         if not 0 < curve[-1].efficiency <= 1 or curve[-1].backward_efficiency > 1:
-            raise item.fault("efficiency", "an efficiency is at most 1", value=curve[-1].efficiency)
+            raise item.wrong("efficiency", "a number from 0 to 1", curve[-1].efficiency)
         item.finish()
     sizes = [point.smallest_dim for point in curve]
     if not sizes or sizes != sorted(set(sizes)):
-        raise table.fault("curve", "the curve has points by rising smallest_dim", value=sizes or "none")
+        raise table.wrong("curve", "at least one point, by rising smallest_dim", sizes or "none")
     rate = MatmulRate(
         dtype=dtype,
         ceiling_flops_per_s=ceiling,
@@ -228,5 +228,5 @@ def _share(table: Table, key: str) -> float:
     """What is left of a rate: more than 0 and at most 1, which it is where the profile does not say."""
     found = table.number(key, 1.0)
     if found > 1:
-        raise table.fault(key, "what is left of a rate is at most 1", value=found)
+        raise table.wrong(key, "a number from 0 to 1", found)
     return found

@@ -147,7 +147,7 @@ def _plain(value: object) -> object:
 def _algorithm(table: Table) -> Algorithm:
     collectives = table.raw("collectives") if table.has("collectives") else []
     if not isinstance(collectives, list | tuple) or not all(isinstance(name, str) for name in collectives):
-        raise table.fault("collectives", "the value is an array of strings", value=repr(collectives))
+        raise table.wrong("collectives", "a list of names", repr(collectives))
     algorithm = Algorithm(
         name=table.text("name"),
         protocol=table.text("protocol", ""),

@@ -54,7 +54,9 @@ class OperatorTable:
             path = table.beside(table.text("file"))
             items = load_json(path).get("times")
             if not isinstance(items, list):
-                raise UsageError("a file of operator times has 'times'", value="none", place=str(path))
+                raise UsageError.missing(
+                    "list 'times' of operator times", where=str(path), fix="Measure them with 'autopar profile ops'"
+                )
             rows = [Table(item, file=f"{path}, times[{i}]") for i, item in enumerate(items)]
         else:
             rows = list(table.tables("times"))
@@ -88,9 +90,14 @@ def load_json(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UsageError("the file can be read as JSON", value=error, place=str(path)) from error
+        raise UsageError.unreadable(path, error, fix="Check that the file is there and holds JSON") from error
     if not isinstance(data, dict):
-        raise UsageError("the file holds one JSON object", value=type(data).__name__, place=str(path))
+        raise UsageError(
+            "The file is not a JSON object",
+            where=str(path),
+            got=type(data).__name__,
+            fix="Write the file again with the command that made it",
+        )
     return data
 
 
@@ -167,7 +174,7 @@ class CollectiveTime:
             item.finish()
         ends = [piece.up_to_bytes or math.inf for piece in pieces]
         if not ends or ends != sorted(set(ends)):
-            raise table.fault("pieces", "there are pieces by rising up_to_bytes", value=ends or "none")
+            raise table.wrong("pieces", "at least one piece, by rising up_to_bytes", ends or "none")
         found = cls(
             kind=table.text("kind"),
             size=table.integer("size"),

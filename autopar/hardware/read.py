@@ -17,7 +17,6 @@ from autopar.hardware.device import Device
 from autopar.hardware.link import CollectiveLibrary, Link
 from autopar.hardware.links_file import Links
 from autopar.util import data_files as resources
-from autopar.util.text import closest
 from autopar.util.toml import Table
 
 RESERVED_TIERS = ("device", "node", "nic", "network")
@@ -174,11 +173,7 @@ def load_profile(name: str, *, relative_to: Path | None = None) -> MachineProfil
         return profile_from_table(Table.load((relative_to or Path()) / name))
     path = resources.files("profiles").get(name.lower())
     if path is None:
-        raise UsageError(
-            "the device has a profile",
-            value=f"'{name}'",
-            remedy=f"{closest(name.lower(), known_devices())}; or give the path of a profile file",
-        )
+        raise UsageError.unknown("device profile", name, known_devices(), fix="or give the path of a .toml profile")
     return profile_from_table(Table.load(path))
 
 
@@ -190,7 +185,7 @@ def load_library(name: str) -> CollectiveLibrary:
     """
     known = resources.files("profiles/links")
     if name not in known:
-        raise UsageError("the collective library has a profile", value=f"'{name}'", remedy=closest(name, known))
+        raise UsageError.unknown("collective library", name, known)
     return CollectiveLibrary.from_table(Table.load(known[name]))
 
 
@@ -235,7 +230,7 @@ def cluster_from_table(table: Table, *, folder: Path | None = None, default_name
         for key in ("name", "tier", "library", "links"):
             table.has(key)
         table.finish()  # a misspelt [[group]] is named, with its line
-        raise table.fault("group", "a cluster has at least one [[group]] of nodes", value="none")
+        raise UsageError.missing("[[group]] of nodes", where=table.place(None), fix="Add at least one")
     tiers = tuple(_tier(item) for item in table.tables("tier"))
     _check_tiers(table, tiers)
     cluster = Cluster(
@@ -263,7 +258,7 @@ def _group(table: Table, folder: Path | None) -> tuple[NodeGroup, str | None]:
         try:
             profile = load_profile(table.text("device"), relative_to=folder)
         except UsageError as error:
-            raise table.fault("device", error.law, value=error.value, remedy=error.remedy) from error
+            raise error.becoming(UsageError, where=table.place("device")) from error
         group, library = profile.group(num_nodes, per_node, memory_bytes=memory), profile.library
         if table.has("intra_node"):
             group = replace(group, intra_node=Link.from_table(table.table("intra_node")))
@@ -300,16 +295,16 @@ def _check_tiers(table: Table, tiers: Sequence[Tier]) -> None:
     """
     names = [*RESERVED_TIERS, *(tier.name for tier in tiers)]
     if len({*names}) < len(names):
-        raise table.fault(
-            "tier", f"each tier has a name of its own, and none is called {', '.join(RESERVED_TIERS)}",
-            value=", ".join(tier.name for tier in tiers),
-        )  # fmt: skip
+        raise table.wrong(
+            "tier", f"different names, and none of {', '.join(RESERVED_TIERS)}", ", ".join(tier.name for tier in tiers)
+        )
     for below, above in pairwise(tiers):
         if above.num_nodes % below.num_nodes:
-            raise table.fault(
-                "tier", "a domain of a tier is made of whole domains of the one before it",
-                value=f"{above.name} of {above.num_nodes} nodes over {below.name} of {below.num_nodes}",
-            )  # fmt: skip
+            raise table.wrong(
+                "tier",
+                "domains that are made of complete domains of the tier before",
+                f"{above.name} of {above.num_nodes} nodes over {below.name} of {below.num_nodes}",
+            )
 
 
 def _library(table: Table, from_profiles: list[str | None]) -> CollectiveLibrary:
@@ -317,9 +312,13 @@ def _library(table: Table, from_profiles: list[str | None]) -> CollectiveLibrary
         return CollectiveLibrary.from_table(table.table("library"))
     names = {name for name in from_profiles if name is not None}
     if not table.has("library") and len(names) != 1:
-        raise table.fault("library", "the cluster names its collective library", value=sorted(names) or "nothing")
+        raise UsageError.missing(
+            "collective library of the cluster",
+            where=table.place(None),
+            fix=f'Add library = "NAME"{": the groups have " + ", ".join(sorted(names)) if names else ""}',
+        )
     name = table.text("library", next(iter(names), None))
     try:
         return load_library(name)
     except UsageError as error:
-        raise table.fault("library", error.law, value=error.value, remedy=error.remedy) from error
+        raise error.becoming(UsageError, where=table.place("library")) from error

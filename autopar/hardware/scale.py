@@ -9,7 +9,6 @@ from autopar.errors import UsageError
 from autopar.hardware.cluster import Cluster, NodeGroup
 from autopar.hardware.device import Device
 from autopar.hardware.link import Link
-from autopar.util.text import closest
 
 
 def _links(link: Callable[[Link, float], Link], *, node: bool, network: bool) -> Callable[[Cluster, float], Cluster]:
@@ -96,9 +95,9 @@ def scaled(cluster: Cluster, factors: Mapping[str, float]) -> Cluster:
     """
     for name, factor in factors.items():
         if name not in SCALES:
-            raise UsageError("the number of the cluster is known", value=repr(name), remedy=closest(name, SCALES))
+            raise UsageError.unknown("number of a cluster", name, SCALES)
         if not 0 < factor < float("inf"):
-            raise UsageError(f"{name} is scaled by a number above zero", value=factor)
+            raise UsageError(f"The factor of {name} is {factor}", fix=f"Scale {name} by a number above zero")
         cluster = SCALES[name][1](cluster, factor)
     changed = ", ".join(f"{name} x {factor:g}" for name, factor in factors.items() if factor != 1)
     return replace(cluster, name=f"{cluster.name} ({changed})") if changed else cluster

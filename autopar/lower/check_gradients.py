@@ -1,6 +1,6 @@
 """Follows the gradients of one rank's graph from the loss to the parameters: is each summed where it must be, and only there.
 
-The law needs nothing of the strategies that were chosen, only what a plain operator does backward, one axis at a time: the
+The check needs nothing of the strategies that were chosen, only what a plain operator does backward, one axis at a time: the
 gradient that it passes to an operand differs between ranks if the one that arrives does, if another operand differs, or
 if the operand itself is split. Such a gradient is a part (S) or a summand (R); any other is whole on every rank (I, P).
 What the types say must be that; of a parameter at rest the types say whether the runtime sums its gradient over the axis.
@@ -11,7 +11,7 @@ axis passes, nor of those with several outputs.
 
 from __future__ import annotations
 
-from autopar.errors import VerificationError
+from autopar.errors import InternalError
 from autopar.graph.graph import Argument, Graph, Op, Ref
 from autopar.lower.emit import layout_of, use_layout
 from autopar.lower.program import Program
@@ -24,7 +24,7 @@ def check_program(program: Program) -> None:
     """:func:`check_gradients` on every axis of a program; quick enough to precede every run.
 
     Raises:
-        VerificationError: see there.
+        InternalError: see there.
     """
     plan = program.plan
     axes = [axis for axis in ("cp", "tp") if getattr(plan.mesh, axis) > 1]
@@ -43,7 +43,7 @@ def check_gradients(graph: Graph, axis: str) -> int:
         The number of operands whose gradient was followed.
 
     Raises:
-        VerificationError: a gradient lacks its sum over the axis, or is summed though it is whole; names the operator.
+        InternalError: a gradient lacks its sum over the axis, or is summed though it is whole; names the operator.
     """
     return _Walk(graph, axis).run()
 
@@ -81,10 +81,10 @@ class _Walk:
         different = [ref for ref in op.operands if _differs(self._type(ref))]
         whole = [ref for ref in made if self._type(ref).kind in ("I", "R")]
         if different and whole:
-            raise VerificationError(
-                f"a value of type {self._type(whole[0])} on {self.axis} is the same on every rank",
-                value=f"one made of {different[0]} of type {self._type(different[0])}",
-                place=self._place(op),
+            raise InternalError(
+                f"A value of type {self._type(whole[0])} on {self.axis} is made of {different[0]}, "
+                f"which is {self._type(different[0])} and differs between ranks",
+                where=self._place(op),
             )
 
     def _gradient(self, op: Op, made: list[Ref], ref: Ref) -> None:
@@ -98,17 +98,15 @@ class _Walk:
         if found:
             beside = f"{op.name} of type {self._type(arrives)}" if arrives is not None else ""
             beside = f"{other} of type {self._type(other)} beside it" if other is not None else beside
-            raise VerificationError(
-                f"the gradient of {self._called(ref)}, {kind} on {self.axis}, is whole on every rank",
-                value=f"a summand on each, by {beside}, which nobody sums",
-                place=self._place(op),
-                remedy=f"read it as R on {self.axis}",
+            raise InternalError(
+                f"The gradient of {self._called(ref)}, {kind} on {self.axis}, lacks its sum over the ranks "
+                f"(it gets a summand on each by {beside})",
+                where=self._place(op),
             )
-        raise VerificationError(
-            f"the gradient of {self._called(ref)}, {kind} on {self.axis}, is summed over the ranks",
-            value=f"one that is whole on each, as {made[0]} is {self._type(made[0])}: it would count once for every rank",
-            place=self._place(op),
-            remedy=f"choose a strategy that makes R, S or P of it on {self.axis}, or change its type",
+        raise InternalError(
+            f"The gradient of {self._called(ref)}, {kind} on {self.axis}, is summed over the ranks although it is complete on each "
+            f"({made[0]} is {self._type(made[0])})",
+            where=self._place(op),
         )
 
     @staticmethod

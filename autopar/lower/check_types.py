@@ -29,7 +29,7 @@ from spmd_types.checker import typecheck as checking
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from autopar.errors import UsageError, VerificationError
+from autopar.errors import InternalError, UsageError
 from autopar.graph.graph import Layout, TensorSpec
 from autopar.lower.check_gradients import check_program
 from autopar.lower.emit import SEED, layout_of, str_name
@@ -65,7 +65,7 @@ def typecheck(program: Program, mesh: Mesh | None = None, *, rank: int = 0) -> i
         The number of operators checked.
 
     Raises:
-        VerificationError: a violation; names block and operator.
+        InternalError: a violation; names block and operator.
         UsageError: this process has a process group already.
     """
     mesh = mesh or program.mesh
@@ -79,7 +79,7 @@ def _fake_world(mesh: Mesh, rank: int) -> Iterator[DeviceMesh]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
-        raise UsageError("a program is checked in a process of its own, without a process group")
+        raise UsageError("A program cannot be checked beside a process group", fix="Check it in a separate process")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=mesh.world_size)
     try:
         yield init_device_mesh("cpu", mesh.degrees, mesh_dim_names=MESH_AXES)[MESH_AXES[1:]]
@@ -116,7 +116,12 @@ class _Check:
         layout = dict(layout_of(self.program.graph, self.program.graph.loss))
         for axis, kind in layout.items():
             if kind.kind != ("P" if axis == BATCH else "I"):
-                raise VerificationError("the loss is I, and P over samples", value=f"{axis}: {kind}", place="loss")
+                raise InternalError(
+                    "The loss of the program has the wrong type",
+                    where="loss",
+                    expected="P over samples and I on other axes",
+                    got=f"{kind} on {axis}",
+                )
 
     # --- one module
 
@@ -145,8 +150,11 @@ class _Check:
                 found = dict(value.meta["types"]).get(axis, kind)
                 total = axis == BATCH and kind.kind == "P" and found.kind == "R"  # a sum, summed before the prelude
                 if found != kind and not total:
-                    raise VerificationError(
-                        f"{name} leaves as {axis}: {kind}", value=f"{axis}: {found}", place=f"{place}: {value.name}"
+                    raise InternalError(
+                        f"{name} leaves with the wrong type",
+                        where=f"{place}: {value.name}",
+                        expected=f"{axis}: {kind}",
+                        got=f"{axis}: {found}",
                     )
 
     def call(self, node: fx.Node, env: dict[fx.Node, Any], place: str) -> Any:
@@ -181,8 +189,11 @@ class _Check:
         if "types" in node.meta:
             self.compare(result, node, place)
             if node.meta["spec"].shape != tuple(result.shape):
-                raise VerificationError(
-                    f"the result has shape {node.meta['spec'].shape}", value=tuple(result.shape), place=place
+                raise InternalError(
+                    "The result of the operator has the wrong shape",
+                    where=place,
+                    expected=str(node.meta["spec"].shape),
+                    got=tuple(result.shape),
                 )
             if self.axes and _has_global_rule(node):
                 self.globally(node, call, place)
@@ -192,10 +203,11 @@ class _Check:
         """Each operand has the types that the operator was lowered for."""
         for operand, wanted in zip(operands, node.meta.get("takes", ()), strict=False):
             if operand.meta["types"] != wanted:
-                raise VerificationError(
-                    f"the operator takes {_text(wanted)}",
-                    value=f"{operand.name} of {_text(operand.meta['types'])}",
-                    place=place,
+                raise InternalError(
+                    "An operand of the operator has the wrong type",
+                    where=place,
+                    expected=_text(wanted),
+                    got=f"{operand.name} of {_text(operand.meta['types'])}",
                 )
 
     def compare(self, result: torch.Tensor, node: fx.Node, place: str) -> None:
@@ -212,7 +224,12 @@ class _Check:
             elif found is spmd_types.R and stated == "S" and _target(node) == "aten.expand.default":
                 spmd_types.mutate_type(result, collectives.group(axis), src=spmd_types.R, dst=spmd_types.V)
             elif found is not _LOCAL[stated]:
-                raise VerificationError(f"{axis}: {stated} is what the operator gives", value=f"{found}", place=place)
+                raise InternalError(
+                    "The result of the operator has the wrong type",
+                    where=place,
+                    expected=f"{axis}: {stated}",
+                    got=f"{found}",
+                )
 
     def check_values(self, result: torch.Tensor, node: fx.Node, place: str) -> None:
         """Without a gradient I is R; the checker's R is enough."""
@@ -221,7 +238,12 @@ class _Check:
             if found is spmd_types.V and stated == "P":
                 spmd_types.mutate_type(result, collectives.group(axis), src=spmd_types.V, dst=spmd_types.P)
             elif found is spmd_types.V and stated in ("R", "I"):
-                raise VerificationError(f"{axis}: {stated} is what the operator gives", value=f"{found}", place=place)
+                raise InternalError(
+                    "The result of the operator has the wrong type",
+                    where=place,
+                    expected=f"{axis}: {stated}",
+                    got=f"{found}",
+                )
 
     def globally(self, node: fx.Node, call: Callable[..., Any], place: str) -> None:
         """The operator once more on operands of the stated types, with dims."""
@@ -238,8 +260,11 @@ class _Check:
             stated, found = self.kind(node, axis), spmd_types.maybe_get_axis_local_type(result, collectives.group(axis))
             same = not node.meta["spec"].requires_grad and stated in ("R", "I")
             if stated is not None and found is not _LOCAL[stated] and not same:
-                raise VerificationError(
-                    f"{axis}: {stated} is what the operator gives, dims considered", value=f"{found}", place=place
+                raise InternalError(
+                    "The result of the operator has the wrong type, dims considered",
+                    where=place,
+                    expected=f"{axis}: {stated}",
+                    got=f"{found}",
                 )
 
     # --- tensors
@@ -335,6 +360,6 @@ def _named(place: str) -> Iterator[None]:
         yield
     except (spmd_types.SpmdTypeError, RuntimeError, ValueError, IndexError) as error:
         # operators refuse shapes that a missing change of type leaves behind
-        raise VerificationError(
-            "an emitted program is well typed", value=str(error).strip().partition("\n")[0], place=place
+        raise InternalError(
+            "The generated program is inconsistent", where=place, got=str(error).strip().partition("\n")[0]
         ) from error

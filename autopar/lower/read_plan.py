@@ -19,6 +19,8 @@ from autopar.rules.apply.signature import signature
 from autopar.rules.check.missing import complete
 from autopar.rules.strategy import Strategy, Typing
 
+_AGAIN = "Search again with this model and this version of autopar"
+
 SHARDED_AXES = ("cp", "tp")
 """Axes that are carried out by operators in the program, in the order in which they are applied."""
 
@@ -40,12 +42,14 @@ def local_graph_and_typings(plan: Plan, graph: Graph, data_rank: int = 0) -> tup
     """:func:`local_graph` with the typings that it applies, in their order: ``batch``, then the sharded axes."""
     if plan.model.fingerprint != graph.fingerprint:
         raise PlanError(
-            f"the plan is for this model ({graph.name}, {graph.fingerprint})",
-            value=f"{plan.model.name}, {plan.model.fingerprint}",
-            remedy="search a plan for this model",
+            f"This plan was made for model '{plan.model.name}' ({plan.model.fingerprint}), "
+            f"not for '{graph.name}' ({graph.fingerprint})",
+            fix="Search a plan for this model",
         )
     if len(plan.blocks) != len(graph.blocks):
-        raise PlanError("the plan has a layout for each block", value=f"{len(plan.blocks)} of {len(graph.blocks)}")
+        raise PlanError.mismatch(
+            "The number of blocks of the plan", expected=len(graph.blocks), got=len(plan.blocks), fix=_AGAIN
+        )
     complete(graph)  # a plan may name strategies of rules that were found when it was made
     size = plan.micro_batch_of(data_rank)
     typings = [batch_typing(plan, graph, size)]
@@ -85,20 +89,22 @@ def _spread_mixtures(plan: Plan, graph: Graph) -> frozenset[str]:
         typing = _chosen(plan, planned.layout, spread.AXIS, place)
         names, ops = typing.strategies if typing is not None else (), graph.block_ops(block)
         if len(names) != len(ops):
-            raise PlanError(
-                f"the plan has a strategy for each operator on axis {spread.AXIS}",
-                value=f"{len(names)} for {len(ops)}",
-                place=place,
+            raise PlanError.mismatch(
+                f"The number of strategies on axis {spread.AXIS}",
+                where=place,
+                expected=len(ops),
+                got=len(names),
+                fix=_AGAIN,
             )
         for op, name in zip(ops, names, strict=True):
             if name == spread.DISPATCH and op.target == spread.EXPERTS:
                 found.append(op.name)
             elif name != spread.SAMPLES:
                 raise PlanError(
-                    f"{op.target} has the strategy '{name}' on axis {spread.AXIS}",
-                    value=spread.SAMPLES,
-                    place=f"{place}: {op.name}",
-                    remedy="search again with this version of autopar",
+                    f"{op.target} has no strategy '{name}' on axis {spread.AXIS}",
+                    where=f"{place}: {op.name}",
+                    expected=spread.SAMPLES,
+                    fix=_AGAIN,
                 )
     return frozenset(found)
 
@@ -108,9 +114,7 @@ def _padded(plan: Plan, graph: Graph) -> Graph:
     try:
         return pad(graph, {entry.parameter: entry.length for entry in plan.padding})
     except ValueError as error:
-        raise PlanError(
-            "a plan pads whole vocabularies of the model", value=str(error), remedy="search again with this autopar"
-        ) from error
+        raise PlanError("The plan pads a vocabulary that the model does not have", got=error, fix=_AGAIN) from error
 
 
 def batch_typing(plan: Plan, graph: Graph, micro_batch_size: int | None = None) -> Typing:
@@ -122,22 +126,23 @@ def batch_typing(plan: Plan, graph: Graph, micro_batch_size: int | None = None) 
     size = Fraction(graph.batch_size, micro_batch_size or plan.micro_batch_size)
     reader = _Reader(graph, BATCH, size)
     if len(plan.prelude) != len(graph.prelude):
-        raise PlanError("the plan has a strategy for each operator of the prelude", value=len(plan.prelude))
+        raise PlanError.mismatch(
+            "The number of strategies of the prelude", expected=len(graph.prelude), got=len(plan.prelude), fix=_AGAIN
+        )
     reader.read(graph.prelude, plan.prelude, "prelude")
     typing = _read_blocks(plan, graph, reader)
     if graph.exact and plan.global_batch_size != graph.batch_size:
         raise PlanError(
-            "a graph in which samples are counted or meet is for one global batch size",
-            value=f"a batch of {plan.global_batch_size}, traced at {graph.batch_size}",
-            place=graph.mixing or graph.name,
-            remedy="trace the model at the plan's global batch",
+            f"The model was traced for a global batch of {graph.batch_size} and holds for no other, "
+            f"but the plan has {plan.global_batch_size}",
+            where=graph.mixing or graph.name,
+            fix="Trace the model at the plan's global batch",
         )
     if graph.mixing and plan.num_micro_batches > 1:
         raise PlanError(
-            "where samples meet, a data rank takes all its samples in one micro-batch",
-            value=f"{plan.num_micro_batches} micro-batches",
-            place=graph.mixing,
-            remedy="pin num_micro_batches=1",
+            f"Samples of the batch depend on each other, so a data rank cannot cut them into {plan.num_micro_batches} micro-batches",
+            where=graph.mixing,
+            fix="Pin num_micro_batches=1",
         )
     mixing = next((op for op in graph.ops if reader.strategies[op.name].name.startswith("statistics")), None)
     if mixing is not None and plan.num_micro_batches > 1:
@@ -150,20 +155,19 @@ def batch_typing(plan: Plan, graph: Graph, micro_batch_size: int | None = None) 
 
 def _equal_shares(plan: Plan, place: str) -> PlanError:
     return PlanError(
-        "where samples meet, all data ranks take equal numbers of them",
-        value=f"shares {'-'.join(map(str, plan.data_shares))}",
-        place=place,
-        remedy="pin data_shares=equal",
+        "Samples of the batch depend on each other, so data ranks cannot take the unequal shares "
+        f"{'-'.join(map(str, plan.data_shares))}",
+        where=place,
+        fix="Pin data_shares=equal",
     )
 
 
 def _one_micro_batch(plan: Plan, op: Op) -> PlanError:
     is_norm = op.target == "autopar.batch_norm"
     return PlanError(
-        "statistics over the batch take all samples of a data rank in one micro-batch",
-        value=f"{plan.num_micro_batches} micro-batches",
-        place=f"{op.name} ({op.target}), {op.module}",
-        remedy="pin num_micro_batches=1" + (", or use a norm that looks at one sample (group norm)" if is_norm else ""),
+        f"Statistics over the batch cannot be taken in {plan.num_micro_batches} micro-batches",
+        where=f"{op.name} ({op.target}), {op.module}",
+        fix="Pin num_micro_batches=1" + (", or use a norm that looks at one sample (group norm)" if is_norm else ""),
     )
 
 
@@ -190,26 +194,30 @@ def _read_blocks(plan: Plan, graph: Graph, reader: _Reader) -> Typing:
         place = f"block {block.index} ({block.label})"
         chosen = _chosen(plan, planned.layout, reader.axis, place)
         if chosen is None:
-            raise PlanError(f"each block has a typing on axis {reader.axis}", place=place)
+            raise PlanError.missing(f"types and strategies of the block on axis {reader.axis}", where=place, fix=_AGAIN)
         reader.read(graph.block_ops(block), chosen.strategies, place)
         owned = graph.block_parameters(block)
         if len(owned) != len(chosen.parameters):
-            raise PlanError(
-                "the plan has a type for each parameter of a block", value=len(chosen.parameters), place=place
+            raise PlanError.mismatch(
+                "The number of types of the block's parameters",
+                where=place,
+                expected=len(owned),
+                got=len(chosen.parameters),
+                fix=_AGAIN,
             )
         for parameter, kind in zip(owned, chosen.parameters, strict=True):
             if parameters.setdefault(parameter.name, kind) != kind:
                 raise PlanError(
-                    f"a parameter has one type at rest on axis {reader.axis}",
-                    value=f"{parameters[parameter.name]} and {kind}",
-                    place=f"{place}: {parameter.fqn}",
+                    f"The plan gives a parameter two types on axis {reader.axis}: {parameters[parameter.name]} and {kind}",
+                    where=f"{place}: {parameter.fqn}",
+                    fix=_AGAIN,
                 )
     return Typing(axis=reader.axis, size=reader.size, strategies=reader.strategies, parameters=parameters)
 
 
 def _chosen(plan: Plan, layout: int, axis: str, place: str) -> AxisTyping | None:
     if not 0 <= layout < len(plan.layouts):
-        raise PlanError("a block's layout is one of the plan's", value=layout, place=place)
+        raise PlanError(f"The plan has no layout {layout}", where=place, fix=_AGAIN)
     return next((t for t in plan.layouts[layout].typings if t.axis == axis), None)
 
 
@@ -223,8 +231,8 @@ class _Reader:
 
     def read(self, ops: Sequence[Op], names: Sequence[str], place: str) -> None:
         if len(ops) != len(names):
-            raise PlanError(
-                "the plan has a strategy for each operator", value=f"{len(names)} for {len(ops)}", place=place
+            raise PlanError.mismatch(
+                "The number of strategies", where=place, expected=len(ops), got=len(names), fix=_AGAIN
             )
         key = (digest(signature(ops, self.graph.spec)), tuple(names))
         if key not in self.seen:
@@ -238,8 +246,8 @@ class _Reader:
             if strategy.name == name:
                 return strategy
         raise PlanError(
-            f"{op.target} has the strategy '{name}' on axis {self.axis}",
-            value=", ".join(s.name for s in offered) or "none",
-            place=f"{place}: {op.name}",
-            remedy="search again with this version of autopar",
+            f"{op.target} has no strategy '{name}' on axis {self.axis}",
+            where=f"{place}: {op.name}",
+            expected=f"one of {', '.join(s.name for s in offered) or 'none'}",
+            fix=_AGAIN,
         )

@@ -110,7 +110,7 @@ class LinkPoints:
                 failed=data["failed"], trying=data["trying"],
             )  # fmt: skip
         except (KeyError, TypeError, IndexError) as error:
-            raise UsageError("the file holds points of links", value=repr(error), place=str(path)) from error
+            raise UsageError.unreadable(path, error, fix="Give a file that 'autopar profile' wrote") from error
         if found.trying:
             found.failed.append([*found.trying, "the job ended while this was measured"])
             found.trying = []
@@ -173,7 +173,7 @@ class LinkJob:
             AutoparError: rank 0 is gone.
         """
         while True:
-            task = json.loads(self._wait(f"task{self._number}", IDLE_S, "rank 0 says what is next"))
+            task = json.loads(self._wait(f"task{self._number}", IDLE_S, "what comes next, of rank 0"))
             if task["do"] == "stop":
                 return
             self._answer(task)
@@ -230,14 +230,18 @@ class LinkJob:
         """Wait until every rank is here, by the store alone."""
         if self.store.add(f"here{number}", 1) == self.world:
             self.store.set(f"go{number}", "")
-        self._wait(f"go{number}", self.limits.timeout_s, "every rank begins a measurement")
+        self._wait(f"go{number}", self.limits.timeout_s, "the start of a measurement on every rank")
 
-    def _wait(self, key: str, timeout_s: float, law: str) -> bytes:
+    def _wait(self, key: str, timeout_s: float, what: str) -> bytes:
         try:
             self.store.wait([key], timedelta(seconds=timeout_s))
             found: bytes = self.store.get(key)
         except (RuntimeError, ValueError) as error:  # DistStoreError is a RuntimeError
-            raise AutoparError(law, value=f"no answer within {timeout_s:g} s", place=f"rank {self.rank}") from error
+            raise AutoparError(
+                f"Waited {timeout_s:g} s in vain for {what}",
+                where=f"rank {self.rank}",
+                fix="See what the other ranks say",
+            ) from error
         return found
 
     # --- rank 0
@@ -291,11 +295,12 @@ class LinkJob:
         if path is not None and path.exists():
             found = LinkPoints.load(path)
             if found.job != job:
-                raise UsageError(
-                    "a file of points is continued by the job that began it",
-                    value=f"{found.job}, here {job}",
-                    place=str(path),
-                    remedy="write to another file, or remove this one",
+                raise UsageError.mismatch(
+                    "The job of this file of points",
+                    where=str(path),
+                    expected=job,
+                    got=found.job,
+                    fix="Write to another file, or remove this one",
                 )
         found.job = {**job, "room": min(answer["room"] // nodes.count(answer["node"]) for answer in hello)}
         return found
@@ -348,7 +353,7 @@ class LinkJob:
         self._answer(task)
         patience = 2 * self.limits.timeout_s + self.limits.budget_s + self.limits.grace_s
         answers = [
-            json.loads(self._wait(f"done{number}.{rank}", patience, f"rank {rank} answers"))
+            json.loads(self._wait(f"done{number}.{rank}", patience, f"an answer of rank {rank}"))
             for rank in range(self.world)
         ]
         failures = [answer["failure"] for answer in answers if "failure" in answer]

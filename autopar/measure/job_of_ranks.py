@@ -35,7 +35,7 @@ def check_output(output: Path) -> None:
         UsageError: it cannot, or has another ending.
     """
     if output.suffix != ".toml":
-        raise UsageError("a profile is written to a file that ends in .toml", value=str(output), place="--output")
+        raise UsageError(f"'{output}' does not end in .toml", where="--output", fix="Name a .toml file")
     if os.environ.get("RANK", "0") == "0":
         check_writable(output, make_folder=True)
 
@@ -111,7 +111,8 @@ def start_ranks(
                 started.wait()
     if code != 0:
         raise AutoparError(
-            f"the links between {count} ranks of this machine are measured within {limit_s:.0f} s",
-            value="no end" if code is None else f"exit code {code}",
-            remedy="what was measured is kept: run it again to go on after the point that failed",
+            f"Measuring the links between {count} ranks of this machine took longer than {limit_s:.0f} s"
+            if code is None
+            else f"Measuring the links between {count} ranks of this machine failed with exit code {code}",
+            fix="Run it again: what was measured is kept, and it goes on after the point that failed",
         )

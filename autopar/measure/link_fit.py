@@ -134,7 +134,7 @@ def links_of(
     per_node = min(list(nodes).count(node) for node in nodes)
     measured = _collectives(by_name, points, per_node, where)
     if not measured:
-        raise AutoparError("at least two sizes of a collective are measured", value="none", remedy="allow more time")
+        raise AutoparError("Fewer than two sizes of each collective were measured", fix="Allow more time (--budget)")
     cards = nics_per_node or max(1, per_node * machine.num_nics // machine.num_devices)
     layout = Nodes(num_nodes=len(set(nodes)), devices_per_node=per_node, nics_per_node=cards)
     shipped, links = load_library(library), {"intra_node": machine.intra_node, "nic": machine.nic}

@@ -212,11 +212,12 @@ class OperatorFile:
         if path.exists():
             data = load_json(path)
             if data.get("device") != device:
-                raise UsageError(
-                    "a file of operator times is continued on the device that began it",
-                    value=f"{data.get('device')!r}, here {device!r}",
-                    place=str(path),
-                    remedy="write to another file, or remove this one",
+                raise UsageError.mismatch(
+                    "The device of this file of operator times",
+                    where=str(path),
+                    expected=repr(device),
+                    got=repr(data.get("device")),
+                    fix="Write to another file, or remove this one",
                 )
             self.times = {item["call"]: item for item in data.get("times", [])}
             self.failed = {item["call"]: item["reason"] for item in data.get("failed", [])}

@@ -111,7 +111,7 @@ def host_link(device: torch.device, *, repeats: int = 5) -> dict[str, float]:
         UsageError: the device has no host of its own: it is one.
     """
     if device.type != "cuda":
-        raise UsageError("a link to the host is that of a CUDA device", value=str(device))
+        raise UsageError(f"The device {device} has no link to a host", fix="Measure a CUDA device")
     host, times = torch.device("cpu"), {}
     for name, size in (("large", HOST_COPY_BYTES), ("small", 4)):
         there = torch.ones(size, dtype=torch.uint8, device=device)

@@ -137,10 +137,10 @@ def for_batch(
         samples_apart(graph)
     except RuleError as error:
         note = (
-            f"samples meet in {error.place}: each data rank takes all its samples in one micro-batch, and where they "
+            f"samples meet in {error.where}: each data rank takes all its samples in one micro-batch, and where they "
             "meet they are gathered from all data ranks"
         )
-        return replace(graph, mixing=error.place, notes=(*graph.notes, note))
+        return replace(graph, mixing=error.where, notes=(*graph.notes, note))
     return graph
 
 
@@ -153,7 +153,7 @@ def _at_any_size(trace_at: Callable[[int | None], Graph], global_batch_size: int
     try:
         return trace_at(None)
     except TraceError as error:
-        if global_batch_size <= 2 or EXPORTS not in error.law:
+        if global_batch_size <= 2 or EXPORTS not in error.problem:
             raise
         try:
             return trace_at(global_batch_size)
@@ -169,9 +169,10 @@ def _check_plain(model: torch.nn.Module) -> None:
     """
     if not isinstance(model, torch.nn.Module):
         raise UsageError(
-            "a model is a torch.nn.Module",
-            value=f"{type(model).__module__}.{type(model).__qualname__}",
-            remedy="give the model that trains on one device",
+            f"The model is the class {model.__qualname__}, not an instance of it"
+            if isinstance(model, type)
+            else f"The model is a {type(model).__qualname__}, not a torch.nn.Module",
+            fix="Pass the model that trains on one device",
         )
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # slow to import
     from torch.distributed.tensor import DTensor
@@ -181,25 +182,24 @@ def _check_plain(model: torch.nn.Module) -> None:
     split = next((name for name, p in model.named_parameters() if isinstance(p, DTensor)), None)
     if wrapped is not None or split is not None:
         raise UsageError(
-            "the model is one of a single device, which autopar makes parallel",
-            value=f"the parameter {split}, a DTensor" if wrapped is None else type(wrapped).__name__,
-            remedy="give the model before it is wrapped (DistributedDataParallel, fully_shard, parallelize_module ...)",
+            f"The parameter {split} is a DTensor already"
+            if wrapped is None
+            else f"The model is wrapped in {type(wrapped).__name__}",
+            fix="Pass the model before it is made parallel (DistributedDataParallel, fully_shard, parallelize_module ...)",
         )
     numbers = next(((name, p.dtype) for name, p in model.named_parameters() if p.is_complex()), None)
     if numbers is not None:
-        raise UsageError(
-            "parameters are real: a plan's precision says of real dtypes how they are stored, summed and computed with",
-            value=str(numbers[1]).removeprefix("torch."),
-            place=numbers[0],
-            remedy="keep a real parameter whose last dim is 2, and use torch.view_as_complex(parameter) in forward",
+        raise UsageError.unsupported(
+            f"A parameter of dtype {str(numbers[1]).removeprefix('torch.')}",
+            where=numbers[0],
+            instead="Keep a real parameter whose last dim is 2, and use torch.view_as_complex(parameter) in forward",
         )
     device = next((kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)), None)
     if device is not None:
         dtype = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
         raise UsageError(
-            "a model is traced without autocast around it",
-            value=f"torch.autocast({device!r}) to {dtype}",
-            remedy='leave it out, and choose the precision of the plan: precision="bf16"',
+            f"The model cannot be traced inside torch.autocast({device!r}, dtype={dtype})",
+            fix='Leave autocast out, and choose the precision of the plan: precision="bf16"',
         )
 
 

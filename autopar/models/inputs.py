@@ -144,9 +144,8 @@ def fields_of_config(
 
 def _unknown_inputs(value: str) -> UsageError:
     return UsageError(
-        "example inputs are made for models of tokens, of images, of video, of speech and of time series",
-        value=f"a model of {value}",
-        remedy="give a factory `package.module:factory` that returns (model, example inputs)",
+        f"Cannot make random inputs for a model of {value}",
+        fix="Give a factory `package.module:factory` that returns (model, example inputs)",
     )
 
 

@@ -25,7 +25,7 @@ import torch
 from autopar.errors import UsageError
 from autopar.graph.graph import Graph
 from autopar.models.inputs import Field, example_of, fields_of_config, fields_of_examples, random_batch
-from autopar.models.specs import FAMILIES, GRAMMAR, MeanSquareLoss, family_model, hugging_face, quiet_transformers
+from autopar.models.specs import FAMILIES, MeanSquareLoss, family_model, hugging_face, quiet_transformers
 from autopar.tracing.batch import named_batch
 from autopar.tracing.failures import FAILURES
 from autopar.tracing.trace import trace
@@ -111,10 +111,8 @@ def resolve_model(
     elif colon and "=" not in rest and rest:
         return _from_factory(spec, sequence_length, batch_size, dtype)
     else:
-        known = ", ".join(("hf", *FAMILIES))
-        raise UsageError(
-            "a model is described as in `autopar search --help`", value=repr(spec), place=known, remedy=GRAMMAR
-        )
+        fix = "or write package.module:factory or hf:TYPE"
+        raise UsageError.unknown("kind of model", family, ("hf", *FAMILIES), fix=fix)
     with quiet_transformers(), torch.device("meta"):
         model = maker().to(dtype)
     inner = model.model if isinstance(model, MeanSquareLoss) else model
@@ -148,9 +146,8 @@ def example_batch_for(
     head = head_of(type(model).__name__)
     if config is None or head is None:
         raise UsageError(
-            "example inputs are given, or the model is a Hugging Face model with a head that has a loss",
-            value=type(model).__name__,
-            remedy="pass example_inputs= (a dict for the model's forward, labels included)",
+            f"Cannot make example inputs for {type(model).__name__}: it is no Hugging Face model with a loss",
+            fix="Pass example_inputs={...}, a dict for the model's forward, labels included (a factory returns it beside the model)",
         )
     return example_of(fields_of_config(config, head, str(model.main_input_name), sequence_length), batch_size)
 
@@ -199,7 +196,8 @@ def _from_factory(spec: str, sequence_length: int | None, batch_size: int, dtype
     factory = _import(spec)
     if sequence_length is not None:
         raise UsageError(
-            "the factory decides the sequence length", value=f"--seq {sequence_length}", remedy="leave it out"
+            f"--seq {sequence_length} does not go with a factory, which decides the sequence length",
+            fix="Leave --seq out",
         )
     model, examples = _call_seeded(factory, spec)
     maker = partial(_built, factory, spec)
@@ -239,19 +237,20 @@ def _import(spec: str) -> Callable[[], Any]:
     except USER_FAILURES as error:
         missing = isinstance(error, ModuleNotFoundError)
         raise UsageError(
-            "the module of a model factory can be imported",
-            value=f"{type(error).__name__}: {error}",
-            place=spec if missing else f"{spec}, {_last_line(error)}",
-            remedy="start in the folder that holds it, or install it; " + GRAMMAR if missing else "mend the module",
+            f"Cannot import module '{path}'",
+            where=spec if missing else f"{spec}, {_last_line(error)}",
+            got=f"{type(error).__name__}: {error}",
+            fix="Start in the folder that holds it, or install it" if missing else "Correct that line of the module",
         ) from error
     factory = getattr(module, attribute, None)
     if not callable(factory):
         near = difflib.get_close_matches(attribute, [n for n in dir(module) if callable(getattr(module, n))])
         raise UsageError(
-            f"{path} holds a callable of that name",
-            value=attribute if factory is None else f"{attribute}, which cannot be called",
-            place=spec,
-            remedy=f"did you mean {', '.join(near)}?" if near else "name a function that returns a model",
+            f"No function '{attribute}' in module {path}"
+            if factory is None
+            else f"'{attribute}' of module {path} cannot be called",
+            where=spec,
+            fix=f"Did you mean {', '.join(near)}?" if near else "Name a function that returns a model",
         )
     return cast("Callable[[], Any]", factory)
 
@@ -263,18 +262,19 @@ def _call(factory: Callable[[], Any], spec: str) -> tuple[torch.nn.Module, Any]:
             made = factory()
     except USER_FAILURES as error:
         raise UsageError(
-            "a model factory runs without arguments and returns a model",
-            value=f"{type(error).__name__}: {error}",
-            place=f"{spec}, {_last_line(error)}",
-            remedy="mend the factory",
+            "The factory failed",
+            where=f"{spec}, {_last_line(error)}",
+            got=f"{type(error).__name__}: {error}",
+            fix="Correct the factory: it runs without arguments and returns a model",
         ) from error
     model, examples = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, torch.nn.Module) or not isinstance(examples, tuple | Mapping | None):
         raise UsageError(
-            "a model factory returns a model, or a model and its example inputs (a dict or a tuple)",
-            value=type(model if not isinstance(model, torch.nn.Module) else examples).__name__,
-            place=spec,
-            remedy="return (model, {'input_ids': ...})",
+            "The factory returned something else than a model",
+            where=spec,
+            expected="a model, or a model and its example inputs (a dict or a tuple)",
+            got=type(model if not isinstance(model, torch.nn.Module) else examples).__name__,
+            fix="Return (model, {'input_ids': ...})",
         )
     return model, examples
 
@@ -295,11 +295,10 @@ def _check_tensors(batch: Mapping[str, Any], spec: str) -> None:
     for name, value in batch.items():
         if value is not None and not isinstance(value, torch.Tensor):
             raise UsageError(
-                "every example input of a factory is a tensor, as random batches are made like them",
-                value=f"a {type(value).__name__} for '{name}'",
-                place=spec,
-                remedy="return a model whose forward takes tensors by name and puts the rest together; autopar.search() and "
-                "autopar.parallelize() in Python take any example inputs",
+                f"The example input '{name}' is a {type(value).__name__}, not a tensor",
+                where=spec,
+                fix="Return a model whose forward takes tensors by name. In Python, autopar.search() and autopar.parallelize() "
+                "take any example inputs",
             )
 
 
@@ -329,10 +328,9 @@ def _check_positions(model: torch.nn.Module, sequence_length: int | None, spec: 
             and module.num_embeddings < sequence_length
         ):
             raise UsageError(
-                "the model has a position for every token of a sequence",
-                value=f"--seq {sequence_length} with {module.num_embeddings} positions",
-                place=spec,
-                remedy=f"use --seq {module.num_embeddings} or less, or give the model more positions",
+                f"--seq {sequence_length} is too long: the model has {module.num_embeddings} positions",
+                where=spec,
+                fix=f"Use --seq {module.num_embeddings} or less, or give the model more positions",
             )
 
 

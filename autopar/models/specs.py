@@ -19,7 +19,7 @@ import torch
 from autopar.errors import UsageError
 from autopar.models.config_reads import optional_keys
 
-GRAMMAR = "write package.module:factory, hf:TYPE?key=value, or gpt:layers=2,hidden=64,heads=4,vocab=128"
+GRAMMAR = "Write package.module:factory, hf:TYPE?key=value, or gpt:layers=2,hidden=64,heads=4,vocab=128"
 """How a model is described, for errors."""
 
 
@@ -67,8 +67,8 @@ def _transformers() -> Any:
     try:
         return importlib.import_module("transformers")
     except ImportError as error:
-        raise UsageError(
-            "transformers is installed", value="none", remedy="pip install 'autopar[hf]' or pip install transformers"
+        raise UsageError.missing(
+            "package transformers, which hf: models need", fix="Run: pip install 'autopar[hf]'"
         ) from error
 
 
@@ -89,9 +89,8 @@ def hugging_face(text: str) -> tuple[Callable[[], torch.nn.Module], str]:
             if where not in known:
                 near = difflib.get_close_matches(where, known, 5, 0.5)
                 raise UsageError(
-                    "hf: names a model type of transformers or a local folder with config.json",
-                    value=repr(where),
-                    remedy=f"did you mean {', '.join(near)}?" if near else "see transformers' list of model types",
+                    f"Unknown model type 'hf:{where}': neither a model type of transformers nor a folder with config.json",
+                    fix=f"Did you mean {', '.join(near)}?" if near else "See transformers' list of model types",
                 )
             load = partial(transformers.AutoConfig.for_model, where)
         config = _configured(load, given, where)
@@ -103,10 +102,10 @@ def _local_config(transformers: Any, where: str, **given: Any) -> Any:
         return transformers.AutoConfig.from_pretrained(where, local_files_only=True, **given)
     except (OSError, ValueError, KeyError) as error:
         raise UsageError(
-            "a model folder holds a config.json of a known model type",
-            value=str(error).splitlines()[0][:200],
-            place=where,
-            remedy="save it with model.save_pretrained",
+            "No usable config.json in this folder",
+            where=where,
+            got=str(error).splitlines()[0][:200],
+            fix="Save the model with model.save_pretrained(DIR)",
         ) from error
 
 
@@ -126,9 +125,8 @@ def _configured(load: Callable[..., Any], given: Mapping[str, Any], where: str) 
         known = sorted(declared | optional)
         near = difflib.get_close_matches(key, known, 5, 0.5)
         raise UsageError(
-            f"the configuration of {where} has the keys that are set",
-            value=key,
-            remedy=(f"did you mean {', '.join(near)}? " if near else "") + f"known: {', '.join(known)}",
+            f"Unknown key '{key}' of the configuration of {where}",
+            fix=(f"Did you mean {', '.join(near)}? " if near else "") + f"Known: {', '.join(known)}",
         )
     try:
         config = load(**given)
@@ -145,10 +143,12 @@ def _check_sizes(config: Any, given: Mapping[str, Any], where: str) -> None:
         getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
     )
     if given and isinstance(layers, int) and layers < 1:
-        raise UsageError("a model has at least one layer", value=layers, place=where, remedy=_UNFIT_REMEDY)
+        raise UsageError(f"The model has {layers} layers", where=where, fix="Set num_hidden_layers to 1 or more")
     if given and isinstance(heads, int) and isinstance(shared, int) and shared > 0 and heads % shared:
         raise UsageError(
-            "heads of keys and values divide the heads", value=f"{shared} of {heads}", place=where, remedy=_UNFIT_REMEDY
+            f"{shared} heads of keys and values do not divide {heads} attention heads",
+            where=where,
+            fix="Set num_key_value_heads to a divisor of num_attention_heads",
         )
 
 
@@ -173,7 +173,7 @@ def _mend(config: Any, given: Mapping[str, Any]) -> None:
             config.decoder_start_token_id = config.pad_token_id
 
 
-_UNFIT_REMEDY = "mend the keys after `?`, or give a factory `package.module:factory`"
+_UNFIT_FIX = "Correct the keys after `?`, or give a factory `package.module:factory`"
 
 
 def _unfit(error: BaseException, where: str) -> UsageError:
@@ -182,9 +182,9 @@ def _unfit(error: BaseException, where: str) -> UsageError:
     value = f"{type(error).__name__}: {first[:200]}"
     if isinstance(error, ImportError):
         return UsageError(
-            "the packages that a model needs are installed", value=value, place=where, remedy="install what it names"
+            "The model needs a package that is not installed", where=where, got=value, fix="Install what it names"
         )
-    return UsageError("the settings describe a model", value=value, place=where, remedy=_UNFIT_REMEDY)
+    return UsageError("These settings make no model", where=where, got=value, fix=_UNFIT_FIX)
 
 
 def _maker_of(transformers: Any, config: Any) -> tuple[Callable[[], torch.nn.Module], str]:
@@ -205,10 +205,9 @@ def _maker_of(transformers: Any, config: Any) -> tuple[Callable[[], torch.nn.Mod
         if kind in getattr(auto, mapping, {}):
             return partial(_make, getattr(transformers, loader), config, wrap=False), head
     if kind not in auto.MODEL_MAPPING_NAMES:
-        raise UsageError(
-            "transformers makes models of that type by AutoModel, or by the auto class of a head that has a loss",
-            value=kind,
-            remedy="give a factory `package.module:factory` that returns (model, example inputs)",
+        raise UsageError.unsupported(
+            f"The model type '{kind}'",
+            instead="Give a factory `package.module:factory` that returns (model, example inputs)",
         )
     return partial(_make, transformers.AutoModel, config, wrap=True), "base"
 
@@ -305,16 +304,18 @@ def family_model(name: str, text: str, sequence_length: int | None) -> tuple[Cal
     known = [*keys, "dropout"]
     for key, value in given.items():
         if key not in known:
-            near = difflib.get_close_matches(key, known)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise UsageError(f"{name}: has the keys that are set", value=key, remedy=f"{hint}known: {', '.join(known)}")
+            raise UsageError.unknown(f"{name} setting", key, known)
         if key != "dropout" and not isinstance(value, int):
-            raise UsageError(f"{name}:{key} is a whole number", value=repr(value), remedy=f"write {key}=8")
+            raise UsageError(f"{name}:{key} is {value!r}, not a whole number", fix=f"Write for example {key}=8")
         if key not in ("dropout", "tied") and value < 1:
-            raise UsageError(f"{name}:{key} is at least one", value=value, remedy=f"write {key}=8")
+            raise UsageError(f"{name}:{key} is {value}, which is below 1", fix=f"Write for example {key}=8")
     hidden, heads = given.get("hidden"), given.get("heads")
     if hidden and heads and hidden % heads:
-        raise UsageError("the heads divide the hidden size", value=f"hidden={hidden}, heads={heads}", place=name)
+        raise UsageError(
+            f"The hidden size {hidden} does not divide by {heads} heads",
+            where=name,
+            fix=f"Set hidden to a multiple of {heads}, or other heads",
+        )
     transformers = _transformers()
     values = {keys[key]: value for key, value in given.items() if key != "dropout"}
     values |= _FIXED.get(name, {})
@@ -336,7 +337,7 @@ def _values(text: str, separator: str) -> dict[str, Any]:
     for item in _split(text, separator):
         key, equals, value = item.partition("=")
         if not key or not equals:
-            raise UsageError("a model's settings are key=value", value=repr(item), remedy=GRAMMAR)
+            raise UsageError(f"The setting '{item}' of the model is not of the form key=value", fix=GRAMMAR)
         try:
             result[key.strip()] = json.loads(value)
         except json.JSONDecodeError:

@@ -23,7 +23,7 @@ from spmd_types._mesh import _pg_for_axis  # the only look-up of a name's group 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.errors import RuleError
+from autopar.errors import InternalError
 
 
 class _ContiguousGradient(torch.autograd.Function):
@@ -108,7 +108,7 @@ def shard(x: Tensor, axis: str, dim: int, source: str) -> Tensor:
     pg = group(axis)
     size = dist.get_world_size(pg)
     if x.shape[dim] % size:
-        raise RuleError("a split dim divides by the axis", value=f"{x.shape[dim]} over {axis}={size}")
+        raise InternalError(f"A dim of {x.shape[dim]} does not divide by {axis}={size}")
     y: Tensor = spmd_types.shard(x, pg, src=_TYPES[source], dst=spmd_types.S(dim), backward_options=_backward(x))
     return y
 

@@ -51,7 +51,7 @@ def experts(
         UsageError: an unknown activation.
     """
     if activation not in _ACTIVATIONS:
-        raise UsageError("an expert's activation is known", value=repr(activation), remedy=", ".join(ACTIVATIONS))
+        raise UsageError.unknown("activation", activation, ACTIVATIONS)
     if hidden.is_meta:
         return _shape_of(hidden, weights, gate, up, down)
     order, ends = _sorted(indices.reshape(-1), up.shape[0])

@@ -34,5 +34,8 @@ def resolve(target: str) -> Callable[..., Any]:
     if target == "aten.view.default":  # a graph's view has no strides to keep: it copies where it must
         return cast("Callable[..., Any]", torch.ops.aten.reshape.default)
     if found is None:
-        raise RuleError("every operator of a graph exists in torch or in autopar", value=target)
+        raise RuleError(
+            f"No operator '{target}' in torch or autopar",
+            fix="Import the module that registers it, or search again with this version",
+        )
     return cast("Callable[..., Any]", found)

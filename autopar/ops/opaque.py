@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autopar.errors import AutoparError, RuntimeMismatchError
+from autopar.errors import AutoparError, InternalError, RuntimeMismatchError
 from autopar.ops.region import MODULE, Region, region_of
 from autopar.ops.seeded import Salt, seeded
 from autopar.ops.train_modes import as_trained, modes, restore
@@ -67,11 +67,12 @@ class Holder(nn.Module):
         """``call(state, args, kwargs)``.
 
         Raises:
-            RuntimeMismatchError: nothing is bound, or the function cannot be imported.
+            InternalError: nothing is bound.
+            RuntimeMismatchError: the function cannot be imported.
         """
         if not self._call:
             if self.kind == MODULE:
-                raise RuntimeMismatchError("the program has the modules of its opaque regions", value=f"no {self.name}")
+                raise InternalError(f"The program lacks the module of its opaque region {self.name}")
             self._call = (of_function(load_function(self.name)),)
         return self._call[0]
 
@@ -89,10 +90,10 @@ def load_function(name: str) -> type[torch.autograd.Function]:
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
         raise RuntimeMismatchError(
-            "every rank can import the autograd functions of the model",
-            value=f"{type(error).__name__}: {error}",
-            place=name,
-            remedy="define the class at the top of a module that all ranks import",
+            "Cannot import this autograd function",
+            where=name,
+            got=f"{type(error).__name__}: {error}",
+            fix="Define the class at the top of a module that all ranks can import",
         ) from error
     return cast("type[torch.autograd.Function]", found)
 
@@ -179,9 +180,9 @@ def opaque(
         found = run(region, holder.call(), inputs, parameters, [b.clone() for b in buffers])
     if len(found) != len(region.outputs):
         raise AutoparError(
-            "an opaque region returns as many tensors as when it was traced",
-            value=f"{len(found)} instead of {len(region.outputs)}",
-            place=region.name,
+            f"The opaque module returned {len(found)} tensors, but {len(region.outputs)} when it was traced",
+            where=region.name,
+            fix="Make its number of outputs the same in every step, or name a module around it with opaque=",
         )
     flows = [i for i, (_, _, grad) in enumerate(region.outputs) if grad and found[i].is_floating_point()]
     if not flows or not torch.is_grad_enabled() or not any(v.requires_grad for v in (*inputs, *parameters)):

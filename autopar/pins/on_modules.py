@@ -50,23 +50,26 @@ def pin(
     given: dict[str, str] = {}
     if recompute is not None:
         if recompute not in RECOMPUTES:
-            raise _bad("recompute is 'none', 'selective' or 'full'", recompute, module)
+            raise _bad(f"Unknown recompute {recompute!r}", "Choose 'none', 'selective' or 'full'", module)
         given["recompute"] = recompute
     if stage is not None:
         if isinstance(stage, bool) or not isinstance(stage, int) or stage < 0:
-            raise _bad("a stage is a whole number, counted from 0", stage, module)
+            raise _bad(f"The stage is {stage!r}", "Give a whole number, counted from 0", module)
         given["stage"] = str(stage)
     if opaque:
         given["opaque"] = ""
     names = [name for name, _ in module.named_parameters()]
     for pattern, kind in (parameters or {}).items():
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise _bad(
-                f"a pinned parameter is one of the module ({', '.join(names[:4]) or 'it has none'})", pattern, module
+            fix = (
+                f"Name one of the module's parameters: {', '.join(names[:4])}"
+                if names
+                else "Pin a module that has some"
             )
+            raise _bad(f"No parameter of this module matches '{pattern}'", fix, module)
         given[f"parameter {pattern}"] = kind
     if not given:
-        raise _bad("a pin names recompute, stage, opaque or parameters", "none of them", module)
+        raise _bad("Nothing is pinned", "Give recompute=, stage=, opaque=True or parameters=", module)
     object.__setattr__(module, _ATTRIBUTE, {**getattr(module, _ATTRIBUTE, {}), **given})
     return module
 
@@ -88,7 +91,7 @@ def _text(kind: str, value: str, path: str, module: torch.nn.Module) -> str:
     if kind == "recompute":
         return f"recompute={value}" + (f"@{path}" if path else "")
     if not kind.startswith("parameter ") and not path:
-        raise _bad(f"a part of the model is pinned, for {kind}", "the whole model", module)
+        raise _bad(f"The complete model cannot be pinned with {kind}", "Pin one of its modules", module)
     if kind == "stage":
         return f"stage@{path}={value}"
     if kind == "opaque":
@@ -97,6 +100,5 @@ def _text(kind: str, value: str, path: str, module: torch.nn.Module) -> str:
     return (f"{path}.{name}" if path else name) + f"={value}"
 
 
-def _bad(law: str, value: object, module: torch.nn.Module) -> UsageError:
-    found = value if isinstance(value, str) else repr(value)
-    return UsageError(law, value=found, place=f"autopar.pin({type(module).__name__})", remedy="see help(autopar.pin)")
+def _bad(problem: str, fix: str, module: torch.nn.Module) -> UsageError:
+    return UsageError(problem, where=f"autopar.pin({type(module).__name__})", fix=fix)

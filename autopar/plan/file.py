@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast, get_args
 
-from autopar.errors import AutoparError, PlanError, PlanFileError
+from autopar.errors import AutoparError, PlanError, PlanFileError, reason
 from autopar.plan.check import check_plan
 from autopar.plan.json_schema import WRITTEN_BY, is_tuple, plan_schema
 from autopar.plan.plan import FORMAT_VERSION, Plan
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from jsonschema.protocols import Validator
 
 _LINE_LENGTH = 110
-_MAKE_ANEW = "make it anew with 'autopar search ... -o FILE'"
+_MAKE_ANEW = "Make it anew with 'autopar search ... -o FILE'"
 
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def plan_from_dict(data: object, *, place: str = "plan") -> Plan:
         place: what an error calls the source (the file).
 
     Raises:
-        PlanError: names the path in the document, the law and the value.
+        PlanError: names the path in the document, what is expected and what there is.
     """
     _check_version(data, place)
     error = next(iter(sorted(_validator().iter_errors(data), key=_error_order)), None)
@@ -69,7 +69,11 @@ def save_plan(plan: Plan, path: str | Path) -> None:
         temporary.replace(target)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise PlanError("the plan can be written", value=error, place=str(target)) from error
+        raise PlanError(
+            f"Cannot write {target}",
+            got=reason(error),
+            fix="Choose a path in an existing folder that can be written to",
+        ) from error
 
 
 def load_plan(path: str | Path) -> Plan:
@@ -81,7 +85,7 @@ def load_plan(path: str | Path) -> Plan:
     try:
         return _read_plan(Path(path))
     except PlanError as error:
-        raise PlanFileError(error.law, value=error.value, place=error.place, remedy=error.remedy) from error
+        raise error.becoming(PlanFileError) from error
 
 
 def _read_plan(path: Path) -> Plan:
@@ -89,15 +93,15 @@ def _read_plan(path: Path) -> Plan:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        remedy = "make one with 'autopar search ... -o FILE'" if isinstance(error, FileNotFoundError) else _MAKE_ANEW
-        raise PlanError("the plan file can be read as UTF-8 text", value=error, place=place, remedy=remedy) from error
+        fix = "Make one with 'autopar search ... -o FILE'" if isinstance(error, FileNotFoundError) else _MAKE_ANEW
+        raise PlanError.unreadable(place, error, fix=fix) from error
     try:
         data = json.loads(text, object_pairs_hook=_unique(place), parse_constant=_no_constant(place))
     except json.JSONDecodeError as error:
         where = f"{place}, line {error.lineno}, column {error.colno}"
         cut = error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated")
-        found = "a file that is empty" if not text.strip() else "a file that is cut off" if cut else error.msg
-        raise PlanError("a plan file is JSON", value=found, place=where, remedy=_MAKE_ANEW) from error
+        found = "is empty" if not text.strip() else "is cut off" if cut else f"is not JSON ({error.msg})"
+        raise PlanError(f"The plan file {found}", where=where, fix=_MAKE_ANEW) from error
     return plan_from_dict(data, place=place)
 
 
@@ -136,23 +140,24 @@ def _decode(hint: Any, value: Any, place: str) -> Any:
         try:
             return cast("type[Any]", hint)(**fields)
         except AutoparError as error:
-            raise PlanError(error.law, value=error.value, place=place, remedy=error.remedy) from error
+            raise error.becoming(PlanError, where=place) from error
     return value
 
 
 def _check_version(data: object, place: str) -> None:
     if not isinstance(data, Mapping):
-        raise PlanError("a plan file holds one JSON object", value=type(data).__name__, place=place, remedy=_MAKE_ANEW)
+        raise PlanError(
+            f"A plan file holds a JSON object, this one a {type(data).__name__}", where=place, fix=_MAKE_ANEW
+        )
     version = data.get("version")
     if isinstance(version, int) and not isinstance(version, bool) and version > FORMAT_VERSION:
         writer = data.get(WRITTEN_BY)
         is_newer = isinstance(writer, str) and writer and writer.removeprefix("autopar ") != _autopar_version()
         newer = f"{writer} or later" if is_newer else "the autopar that wrote it"
         raise PlanError(
-            f"this autopar ({_autopar_version()}) reads plan formats up to version {FORMAT_VERSION}",
-            value=f"version {version}",
-            place=f"{place}: version",
-            remedy=f"read it with {newer}",
+            f"The plan has format version {version}, but this autopar ({_autopar_version()}) reads formats up to {FORMAT_VERSION}",
+            where=place,
+            fix=f"Read it with {newer}",
         )
 
 
@@ -170,33 +175,37 @@ def _error_order(error: ValidationError) -> tuple[int, list[str]]:
 
 def _refuse(error: ValidationError, place: str) -> NoReturn:
     path = _dotted(error.absolute_path)
-    law, value, remedy = error.message, None, _MAKE_ANEW
-    found: object = short(error.instance)
+    problem, expected, got, fix = (
+        f"Wrong value of '{path}'" if path else "Wrong value",
+        "",
+        short(error.instance),
+        _MAKE_ANEW,
+    )
     match error.validator:
         case "additionalProperties":
             known = sorted(error.schema["properties"])
             unknown = next(key for key in error.instance if key not in known)
             close = difflib.get_close_matches(unknown, known, n=1)
-            law, found = "every key of a plan is known", repr(unknown)
-            remedy = f"did you mean {close[0]!r}?" if close else "remove it"
+            problem, got = f"Unknown key '{unknown}'" + (f" in '{path}'" if path else ""), ""
+            fix = f"Did you mean '{close[0]}'?" if close else "Remove it"
         case "required":
             missing = next(key for key in error.validator_value if key not in error.instance)
-            law, found = f"the key {missing!r} is given", "nothing"
+            problem, got = f"Missing key '{missing}'" + (f" in '{path}'" if path else ""), ""
         case "type":
-            law = f"the value is of type {error.validator_value}"
+            expected = f"a value of type {error.validator_value}"
         case "enum":
-            law = f"the value is one of {', '.join(map(str, error.validator_value))}"
+            expected = f"one of {', '.join(map(str, error.validator_value))}"
         case "const":
-            law = f"the value is {error.validator_value}"
+            expected = str(error.validator_value)
         case "pattern":
-            law, remedy = "a type is one of I, R, P, S(d)", "write for example S(0)"
+            expected, fix = "I, R, P or S(d)", "Write for example S(0)"
         case "minimum":
-            law = f"the value is at least {error.validator_value}"
+            expected = f"at least {error.validator_value}"
         case "minItems" | "maxItems":
-            law, found = f"the list has {error.validator_value} items", len(error.instance)
+            expected, got = f"{error.validator_value} items", str(len(error.instance))
         case _:
-            found = value
-    raise PlanError(law, value=found, place=f"{place}: {path}" if path else place, remedy=remedy) from None
+            got = error.message
+    raise PlanError(problem, where=place, expected=expected, got=got or None, fix=fix) from None
 
 
 def _dotted(path: Sequence[str | int]) -> str:
@@ -212,7 +221,7 @@ def _unique(place: str) -> Any:
         if len(found) < len(pairs):
             keys = [key for key, _ in pairs]
             twice = next(key for key in keys if keys.count(key) > 1)
-            raise PlanError("a key is given once", value=f"{twice!r} twice", place=place, remedy="remove one")
+            raise PlanError(f"The key '{twice}' is given twice", where=place, fix="Remove one of them")
         return found
 
     return build
@@ -220,7 +229,7 @@ def _unique(place: str) -> Any:
 
 def _no_constant(place: str) -> Any:
     def refuse(text: str) -> NoReturn:
-        raise PlanError("every number of a plan is finite", value=text, place=place, remedy=_MAKE_ANEW)
+        raise PlanError(f"A number of the plan is {text}", where=place, fix=_MAKE_ANEW)
 
     return refuse
 

@@ -44,7 +44,7 @@ class Mesh:
     def __post_init__(self) -> None:
         for axis in (*MESH_AXES, "ep", "ep_data"):
             if getattr(self, axis) < 1:
-                raise UsageError(f"the degree of {axis} is at least 1", value=getattr(self, axis))
+                raise UsageError(f"The degree of {axis} is {getattr(self, axis)}", fix=f"Use {axis}=1 or more")
 
     @property
     def degrees(self) -> tuple[int, ...]:

@@ -231,16 +231,14 @@ def read_log(folder: Path) -> RunRecord:
     path = folder / FILE_NAME if folder.is_dir() else folder
     if not path.is_file():
         raise UsageError(
-            f"the directory of a run has {FILE_NAME}",
-            value="none",
-            place=str(folder),
-            remedy="run with parallelize(log_dir=...); it is written after the first steps",
+            f"No {FILE_NAME} in {folder}",
+            fix="Run with parallelize(log_dir=...), which writes it after the first steps",
         )
     found: RunRecord | None = None
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError("a run's log can be read as UTF-8 text", value=str(error), place=str(path)) from error
+        raise UsageError.unreadable(path, error) from error
     for number, line in enumerate(lines, 1):
         try:
             event = json.loads(line)
@@ -248,13 +246,17 @@ def read_log(folder: Path) -> RunRecord:
                 found = _record(event)
         except (ValueError, KeyError, TypeError) as error:
             raise UsageError(
-                "each line of a run's log is an event that autopar wrote",
-                value=f"{type(error).__name__}: {error}",
-                place=f"{path}:{number}",
-                remedy="delete that line, which a run that was ended may have left, and the ones of its run before it",
+                "This line is not an event that autopar wrote",
+                where=f"{path}:{number}",
+                got=f"{type(error).__name__}: {error}",
+                fix="Delete it (a run that was killed may have left it), and the lines of its run before it",
             ) from error
     if found is None:
-        raise UsageError("a run's log has a comparison", value="steps alone", place=str(path), remedy="run more steps")
+        raise UsageError(
+            "The log has no comparison with the prediction yet",
+            where=str(path),
+            fix="Run more steps, and read it again",
+        )
     return found
 
 

@@ -44,46 +44,42 @@ def check_schedule(name: str, pp: int, virtual_stages: int, num_micro_batches: i
     """Whether the schedule exists for these numbers.
 
     Raises:
-        UsageError: an unknown name, or one that the schedule cannot serve; names the law and a remedy.
+        UsageError: an unknown name, or one that the schedule cannot serve; says which and what to do.
     """
     if name not in SCHEDULES:
-        raise UsageError("the schedule is known", value=name, remedy=f"known: {', '.join(SCHEDULES)}")
+        raise UsageError.unknown("schedule", name, SCHEDULES)
     if min(pp, virtual_stages, num_micro_batches) < 1:
         raise UsageError(
-            "pipeline ranks, virtual stages and micro-batches are at least 1",
-            value=f"{pp}, {virtual_stages}, {num_micro_batches}",
+            f"A pipeline cannot have {pp} ranks, {virtual_stages} virtual stages and {num_micro_batches} micro-batches",
+            fix="Use at least 1 of each",
         )
     if name == "none" and pp > 1:
-        raise UsageError("a pipeline has a schedule", value=f"schedule none with pp={pp}", remedy="use schedule=1F1B")
+        raise UsageError(f"A pipeline (pp={pp}) needs a schedule, but schedule is 'none'", fix="Use schedule=1F1B")
     if name == "Interleaved1F1B":
         _check_interleaved(pp, virtual_stages, num_micro_batches)
     elif virtual_stages > 1:
         raise UsageError(
-            "virtual stages belong to Interleaved1F1B",
-            value=f"{virtual_stages} with {name}",
-            remedy="use schedule=Interleaved1F1B or virtual_stages=1",
+            f"The schedule {name} cannot have {virtual_stages} virtual stages",
+            fix="Use schedule=Interleaved1F1B or virtual_stages=1",
         )
     if name == "1F1B" and num_micro_batches < pp:
         raise UsageError(
-            "1F1B has at least as many micro-batches as stages",
-            value=f"{num_micro_batches} for {pp} stages",
-            remedy="use smaller micro-batches, a smaller pp or schedule=GPipe",
+            f"The schedule 1F1B with {pp} stages needs at least {pp} micro-batches, but there are {num_micro_batches}",
+            fix="Use smaller micro-batches, a smaller pp or schedule=GPipe",
         )
 
 
 def _check_interleaved(pp: int, virtual_stages: int, num_micro_batches: int) -> None:
     if pp < 2 or virtual_stages < 2:
         raise UsageError(
-            "Interleaved1F1B has at least 2 pipeline ranks and 2 virtual stages",
-            value=f"{pp} and {virtual_stages}",
-            remedy="use schedule=1F1B",
+            f"Interleaved1F1B needs at least 2 pipeline ranks and 2 virtual stages, but has {pp} and {virtual_stages}",
+            fix="Use schedule=1F1B",
         )
     rounds = max(1, num_micro_batches // pp)
     if num_micro_batches % rounds:
         raise UsageError(
-            "the micro-batches of Interleaved1F1B divide evenly into max(1, micro-batches // pp) rounds",
-            value=f"{num_micro_batches} into {rounds} rounds",
-            remedy=f"use a multiple of pp={pp}",
+            f"Interleaved1F1B cannot cut {num_micro_batches} micro-batches into {rounds} equal rounds",
+            fix=f"Use a number of micro-batches that is a multiple of pp={pp}",
         )
 
 

@@ -95,4 +95,4 @@ def parse_type(text: str) -> Type:
         return {"I": I, "R": R, "P": P}[text]
     if match := re.fullmatch(r"S\((\d+)\)", text):
         return S(int(match[1]))
-    raise UsageError("a type is one of I, R, P, S(d)", value=repr(text), remedy="write for example S(0)")
+    raise UsageError(f"Unknown type '{text}'", fix="Write I, R, P or S(d), for example S(0)")

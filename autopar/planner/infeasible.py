@@ -35,9 +35,9 @@ def conflicting(problem: Problem, pins: Pins) -> InfeasibleError:
         return unequal_shares
     names = conflict(problem, pins)
     return InfeasibleError(
-        "some plan satisfies all constraints",
-        value="these conflict: " + "; ".join(names or pins.texts),
-        remedy=", or ".join(("drop one of the pins named", *remedies(problem, pins, names))),
+        "These constraints conflict",
+        got="; ".join(names or pins.texts),
+        fix=", or ".join(("Drop one of the pins named", *remedies(problem, pins, names))),
     )
 
 
@@ -48,9 +48,8 @@ def unfound(
     """A search ended without a plan."""
     if not outcome.finished:
         return InfeasibleError(
-            "a plan is found within the trials and the time that were given",
-            value=f"none of {outcome.evaluated} of {outcome.candidates} candidates fits",
-            remedy="raise trials or timeout_s",
+            f"No plan was found within the given trials and time: none of {outcome.evaluated} of {outcome.candidates} candidates fits",
+            fix="Raise trials (--trials) or timeout_s (--timeout)",
         )
     if limits.max_step_time_s is not None:
         return _too_slow(outcome, limits.max_step_time_s)
@@ -62,9 +61,9 @@ def _too_slow(outcome: Outcome, most_s: float) -> InfeasibleError:
     bound_s = outcome.lower_bound_s
     found = f"none in {bound_s:.4g} s or less" if bound_s < float("inf") else "none fits in memory in any layout"
     return InfeasibleError(
-        f"a plan takes at most {most_s:g} s a step",
-        value=found if bound_s > most_s else f"none of {outcome.candidates} candidates",
-        remedy="allow more time, or take more devices",
+        f"No plan takes at most {most_s:g} s a step",
+        got=found if bound_s > most_s else f"none of {outcome.candidates} candidates does",
+        fix="Allow more time, or take more devices",
     )
 
 
@@ -95,9 +94,9 @@ def too_large(
         reasons = sorted({misfit.reason for misfit in misfits})
         pins = ", ".join(pin.text for pin in task.pins.pins if isinstance(pin, StagePin | ParameterPin))
         return InfeasibleError(
-            "some plan satisfies all constraints",
-            value=f"these conflict: {pins}; {'; '.join(reasons[:3])}",
-            remedy="drop one of them",
+            "These constraints conflict",
+            got="; ".join((*([pins] if pins else ()), *reasons[:3])),
+            fix="Drop one of the pins" if pins else "Take more or larger devices",
         )
     left = task.pins
     for pin in task.pins.pins:
@@ -106,14 +105,14 @@ def too_large(
             left = without
     needed = readable(min(needs) * evaluator.model.memory_spread)
     memory = f"{memory_of_devices(evaluator.model)} of memory a device (the leanest plan needs {needed})"
-    world = f"{problem.world_size} devices"
+    world = f"{problem.world_size} device{'s' * (problem.world_size > 1)}"
     larger = replace(problem, global_batch_size=task.global_batch_size * problem.world_size)
     batch = (f"a global batch of {task.global_batch_size}",) if may_fit(left, larger) else ()
-    remedy = "drop one of the pins named, or take more devices" if left.texts else "take more or larger devices"
+    fix = "Drop one of the pins named, or take more devices" if left.texts else "Take more or larger devices"
     return InfeasibleError(
-        "some plan satisfies all constraints",
-        value="these conflict: " + "; ".join((*left.texts, memory, world, *batch)),
-        remedy=remedy + ", or search --space wide, where optimizers may live on the host" * _may_offload(task, pool),
+        "These constraints conflict",
+        got="; ".join((*left.texts, memory, world, *batch)),
+        fix=fix + ", or search --space wide, where optimizers may live on the host" * _may_offload(task, pool),
     )
 
 

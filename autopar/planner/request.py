@@ -19,7 +19,6 @@ from autopar.planner.sharding.batch_axis import solve_batch
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space, with_sampler
 from autopar.planner.task import Progress
-from autopar.util.text import closest
 
 if TYPE_CHECKING:
     from autopar.tracing.trace import LossFunction
@@ -50,8 +49,7 @@ class Request:
             UsageError: there is no such one.
         """
         if self.precision not in PRECISIONS:
-            known = closest(self.precision, PRECISIONS)
-            raise UsageError("the precision is known", value=repr(self.precision), remedy=known)
+            raise UsageError.unknown("precision", self.precision, PRECISIONS)
         return PRECISIONS[self.precision]
 
     def trace(self, model: torch.nn.Module) -> Graph:

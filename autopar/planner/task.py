@@ -51,21 +51,19 @@ def checked(task: Task) -> Task:
     task = replace(task, pins=pins, opaque=tuple(dict.fromkeys((*task.opaque, *pins.opaque))))
     batch, graph = task.global_batch_size, task.graph
     if not isinstance(batch, int) or batch < 1:
-        raise UsageError("the global batch is a whole number of samples, at least one", value=batch)
+        raise UsageError(f"The global batch is {batch!r}", fix="Give a whole number of samples, at least 1")
     if graph.exact and batch != graph.batch_size:
         raise UsageError(
-            "a graph in which samples are counted or meet is for one global batch size",
-            value=f"{batch}, traced at {graph.batch_size}",
-            place=graph.mixing or graph.name,
-            remedy="trace the model at this global batch, or give the model instead of its graph",
+            f"The graph was traced for a global batch of {graph.batch_size} and holds for no other, but {batch} is asked for",
+            where=graph.mixing or graph.name,
+            fix="Trace the model at this global batch, or give the model instead of its graph",
         )
     pins.check(graph)
     if not pins.allows("precision", task.precision.name):
         on_precision = [pin.text for pin in pins.pins if isinstance(pin, ChoicePin) and pin.key == "precision"]
         raise InfeasibleError(
-            "pins and options agree",
-            value=f"precision {task.precision.name} and {', '.join(on_precision)}",
-            remedy="change one of them",
+            f"The precision {task.precision.name} does not satisfy {', '.join(on_precision)}",
+            fix="Change the precision, or drop the pin",
         )
     return task
 
@@ -92,11 +90,14 @@ class Limits:
     def __post_init__(self) -> None:
         """Nothing is searched by such limits."""
         if self.trials is not None and self.trials < 1:
-            raise UsageError("a search has at least one trial", value=self.trials, place="trials",
-                             remedy="leave it out for no limit")  # fmt: skip
+            raise UsageError(
+                f"A search of {self.trials} trials finds nothing",
+                where="trials",
+                fix="Give 1 or more, or leave it out for no limit",
+            )
         for name in ("timeout_s", "max_step_time_s"):
             if (seconds := getattr(self, name)) is not None and seconds < 0:
-                raise UsageError("a limit of time is not negative", value=seconds, place=name)
+                raise UsageError(f"The limit of time is {seconds}", where=name, fix="Give a number of seconds from 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

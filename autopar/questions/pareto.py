@@ -18,7 +18,6 @@ from autopar.hardware.scale import scaled
 from autopar.plan.plan import Plan
 from autopar.planner.task import Limits, peak_bytes
 from autopar.questions.sizing import Ask, prices_of, sizes_of
-from autopar.util.text import closest
 
 Objective = Literal["time", "memory", "devices", "price"]
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
@@ -67,12 +66,14 @@ def parse_objectives(text: str) -> tuple[Objective, ...]:
     names = [name.strip() for name in text.split(",")]
     unknown = [name for name in names if name not in OBJECTIVES]
     if unknown:
-        raise UsageError("an objective is known", value=repr(unknown[0]), place="--pareto",
-                         remedy=closest(unknown[0], OBJECTIVES))  # fmt: skip
+        raise UsageError.unknown("objective", unknown[0], OBJECTIVES, where="--pareto")
     found = tuple(name for name in OBJECTIVES if name in names)
     if len(found) < 2 or len(found) < len(names):
-        raise UsageError("a front has two different objectives or more", value=repr(text), place="--pareto",
-                         remedy=f"write for example time,memory; there are {', '.join(OBJECTIVES)}")  # fmt: skip
+        raise UsageError(
+            f"'{text}' does not name two different objectives or more",
+            where="--pareto",
+            fix=f"Write for example time,memory. Known: {', '.join(OBJECTIVES)}",
+        )
     return found
 
 
@@ -102,7 +103,7 @@ def front(
             found.append(Point(cluster=text, num_devices=cluster.world_size, plan=plan, head_room=head_room, cost=cost))
     if not found:
         raise InfeasibleError(
-            "some plan fits", value=f"none on {', '.join(kinds)}", remedy="take more nodes, or drop a pin"
+            f"No plan fits in memory on any of {', '.join(kinds)}", fix="Take more nodes, or drop a pin"
         )
     return undominated(found, objectives)
 

@@ -15,7 +15,6 @@ from autopar.hardware.cluster import Cluster
 from autopar.hardware.scale import SCALES, scaled
 from autopar.plan.plan import Plan
 from autopar.util import data_files as resources
-from autopar.util.text import closest
 from autopar.util.toml import Table
 
 if TYPE_CHECKING:
@@ -84,9 +83,7 @@ def load_study(name: str) -> Study:
     """
     shipped = study_files()
     if not name.endswith(".toml") and name not in shipped:
-        raise UsageError(
-            "the study is shipped with autopar or a TOML file", value=repr(name), remedy=closest(name, shipped)
-        )
+        raise UsageError.unknown("study", name, shipped, fix="or give the path of a .toml file")
     path = Path(name) if name.endswith(".toml") else shipped[name]
     table = Table.load(path)
     sequence, precision = table.integer("sequence"), table.text("precision")
@@ -95,7 +92,7 @@ def load_study(name: str) -> Study:
         factors = table.table("scale")
         for key in factors.names():
             if key not in SCALES:
-                raise factors.fault(key, "the number of the cluster is known", remedy=closest(key, SCALES))
+                raise UsageError.unknown("number of a cluster", key, SCALES, where=factors.place(key))
             scale.append((key, factors.number(key)))
     study = Study(
         name=path.stem,
@@ -122,7 +119,7 @@ def _sizes(table: Table, sequence: int) -> tuple[Sizes, int]:
     family, attention, heads = table.text("family"), table.text("attention"), table.integer("heads")
     for key, value, known in (("family", family, FAMILIES), ("attention", attention, ATTENTIONS)):
         if value not in known:
-            raise table.fault(key, f"the {key} is known", value=repr(value), remedy=closest(value, known))
+            raise UsageError.unknown(key, value, known, where=table.place(key))
     sizes = Sizes(
         family=family,
         hidden=table.integer("hidden"),
@@ -140,7 +137,7 @@ def _sizes(table: Table, sequence: int) -> tuple[Sizes, int]:
 def _texts(table: Table, key: str) -> tuple[str, ...]:
     value = table.raw(key)
     if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
-        raise table.fault(key, "the value is a list of texts", value=repr(value))
+        raise table.wrong(key, "a list of texts", repr(value))
     return tuple(value)
 
 

@@ -26,7 +26,6 @@ from autopar.planner.space.pins import Pins
 from autopar.planner.space.preferences import leanness
 from autopar.planner.space.space import load_space
 from autopar.planner.task import Limits, Progress
-from autopar.util.text import closest
 
 _SHAPE = re.compile(r"^(?P<device>[^?]+):(?P<nodes>\d+)x(?P<per_node>\d+)(?P<options>\?.*)?$")
 
@@ -62,9 +61,7 @@ class Ask:
     def planner(self, cluster: Cluster, *, pins: Sequence[str] = (), explains: bool = False) -> Planner:
         """A planner for ``cluster``, with more pins."""
         if self.precision not in PRECISIONS:
-            raise UsageError(
-                "the precision is known", value=repr(self.precision), remedy=closest(self.precision, PRECISIONS)
-            )
+            raise UsageError.unknown("precision", self.precision, PRECISIONS)
         task = Task(
             graph=self.graph_at(self.global_batch_size, self.sequence),
             cluster=cluster,
@@ -177,13 +174,14 @@ def prices_of(ask: Ask, prices: Mapping[str, float], others: Sequence[str] = ())
     devices = {kind: Cluster.parse(kind, cache_dir=ask.cache_dir).devices[0].name for kind in (ask.cluster, *others)}
     unused = next((name for name in prices if name not in devices.values()), None)
     if unused is not None:
-        raise UsageError("a price is of a device of --cluster or --or-cluster", value=repr(unused), place="--price",
-                         remedy=closest(unused, set(devices.values())))  # fmt: skip
+        raise UsageError.unknown("device with a price", unused, set(devices.values()), where="--price")
     for device in devices.values():
         if not 0 < prices.get(device, 0.0) < math.inf:
-            raise UsageError("every device has a price above zero", place="--price",
-                             value=f"{device}: {prices[device]:g}" if device in prices else f"no price of {device}",
-                             remedy=f"write {device}=2.5 for a price of 2.5 a device and hour")  # fmt: skip
+            raise UsageError(
+                f"The price of {device} is {prices[device]:g}" if device in prices else f"Missing price of {device}",
+                where="--price",
+                fix=f"Write {device}=2.5 for a price of 2.5 a device and hour",
+            )
     return {kind: prices[device] for kind, device in devices.items()}
 
 
@@ -199,9 +197,8 @@ def sizes_of(text: str) -> tuple[str, ...]:
     found = _SHAPE.match(text)
     if found is None:
         raise UsageError(
-            "a cluster of which fewer devices are tried is DEVICE:NODESxPER_NODE",
-            value=repr(text),
-            remedy="write for example h100-sxm5-80gb:64x8 for at most 64 nodes",
+            f"Fewer devices of the cluster '{text}' cannot be tried: it is not of the form DEVICE:NODESxPER_NODE",
+            fix="Write for example h100-sxm5-80gb:64x8 for at most 64 nodes",
         )
     device, nodes, per_node, options = found["device"], int(found["nodes"]), int(found["per_node"]), found["options"]
     inside = [(1, n) for n in divisors(per_node)]
@@ -241,9 +238,7 @@ def _none_within(ask: Ask) -> str:
 def _no_cluster(ask: Ask, kinds: Sequence[str]) -> InfeasibleError:
     within = "" if ask.max_step_time_s is None else f" within {ask.max_step_time_s:g} s"
     return InfeasibleError(
-        f"some size of the cluster has a plan{within}",
-        value=f"none up to {', '.join(kinds)}",
-        remedy="allow more time, more nodes, or drop a pin",
+        f"No plan fits on any size up to {', '.join(kinds)}{within}", fix="Allow more time, more nodes, or drop a pin"
     )
 
 
@@ -359,7 +354,7 @@ def _largest(
     if low == 0:
         within = "" if ask.max_step_time_s is None else f" within {ask.max_step_time_s:g} s"
         raise InfeasibleError(
-            f"{value(1):,} {unit} have a plan{within}", value=f"none on {ask.cluster}", remedy="take more devices"
+            f"No plan fits {value(1):,} {unit} on {ask.cluster}{within}", fix="Take more devices, or drop a pin"
         )
     plan = at(low).planner(cluster).fastest(Limits(max_step_time_s=ask.max_step_time_s), processes=ask.processes)
     assert plan is not None

@@ -57,6 +57,8 @@ def parse_sweep(text: str) -> tuple[str, tuple[float, ...]]:
         factors = ()
     if not equals or not factors:
         raise UsageError(
-            "a sweep is NAME=FACTOR,FACTOR,...", value=repr(text), remedy="write for example link.bandwidth=0.5,1,2"
+            f"'{text}' is not of the form NAME=FACTOR,FACTOR,...",
+            where="--sweep",
+            fix="Write for example link.bandwidth=0.5,1,2",
         )
     return name.strip(), factors

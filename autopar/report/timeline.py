@@ -32,11 +32,10 @@ def timeline(plan: Plan) -> list[Span]:
         PlanError: the plan does not hold the times of its stages.
     """
     if not plan.predicted.stage_times:
-        raise PlanError(
-            "a timeline needs the times of the stages",
-            value="none",
-            place="predicted.stage_times",
-            remedy="make the plan anew with 'autopar search' or 'autopar estimate'",
+        raise PlanError.missing(
+            "predicted times of the stages, which a timeline needs",
+            where="predicted.stage_times",
+            fix="Make the plan again with 'autopar search' or 'autopar estimate'",
         )
     spans = _pipeline(plan)
     breakdown = plan.predicted.breakdown

@@ -100,7 +100,7 @@ def parse(text: str) -> Line:
     """
     body, *clauses = (part.strip() for part in text.split(";"))
     if body.count("->") != 1:
-        raise RuleError("a rule has one arrow: 'operands -> outputs'", value=repr(text))
+        raise RuleError(f"The rule '{text}' does not have one arrow", fix="Write 'operands -> outputs'")
     left, right = body.split("->")
     marks = _Marks()
     inputs = tuple(_tensor(t, i, marks, text) for i, t in enumerate(left.split(","))) if left.strip() else ()
@@ -108,12 +108,14 @@ def parse(text: str) -> Line:
     known = {dim.label for dims in outputs for dim in dims}
     for label in {dim.label for dims in inputs for dim in dims} - known - marks.contracted - marks.frozen - {""}:
         raise RuleError(
-            "a dim that the outputs lack is contracted or cannot be split",
-            value=repr(text),
-            remedy=f"write {label}+ if the operator sums over it, else {label}^",
+            f"The outputs of the rule '{text}' lack the dim {label}",
+            fix=f"Write {label}+ if the operator sums over it, else {label}^",
         )
     if marks.contracted & (marks.frozen | known):
-        raise RuleError("a contracted dim is not frozen and not in the outputs", value=repr(text))
+        raise RuleError(
+            f"A dim of the rule '{text}' is contracted (+), but also frozen (^) or in the outputs",
+            fix="Leave + out, or take the dim out of the outputs",
+        )
     linear, random = _clauses(clauses, len(inputs), text)
     return Line(
         text=text,
@@ -132,7 +134,9 @@ def _tensor(text: str, operand: int, marks: _Marks, line: str) -> tuple[Dim, ...
     for token in text.split():
         match = _TOKEN.match(token)
         if match is None:
-            raise RuleError("a dim is a name with at most '...' and one of '+', '^' behind it", value=repr(token))
+            raise RuleError(
+                f"'{token}' is not a dim", fix="Write a name, at most '...' behind it, and at most one of '+' and '^'"
+            )
         tilde, label, many, mark, _ = match.groups(default="")
         if mark:
             (marks.contracted if mark == "+" else marks.frozen).add(label)
@@ -140,7 +144,7 @@ def _tensor(text: str, operand: int, marks: _Marks, line: str) -> tuple[Dim, ...
             marks.broadcast.add(operand)
         dims.append(Dim(label=label, many=bool(many)))
     if sum(dim.many for dim in dims) > 1:
-        raise RuleError("a tensor has at most one '...'", value=repr(line))
+        raise RuleError(f"A tensor of the rule '{line}' has several '...'", fix="Write at most one")
     return tuple(dims)
 
 
@@ -155,9 +159,11 @@ def _clauses(clauses: list[str], operands: int, text: str) -> tuple[tuple[tuple[
             groups = [[item.strip() for item in group.split("+")] for group in rest.split(",")]
             linear += [tuple((int(item.rstrip("?")), item.endswith("?")) for item in group) for group in groups]
         else:
-            raise RuleError("after ';' stands 'random' or 'linear 0+1, 2'", value=repr(text))
+            raise RuleError(f"Unknown text after ';' in the rule '{text}'", fix="Write 'random' or 'linear 0+1, 2'")
     if any(index >= operands for group in linear for index, _ in group):
-        raise RuleError("'linear' names operands of the rule by number, from 0", value=repr(text))
+        raise RuleError(
+            f"'linear' in the rule '{text}' names an operand that is not there", fix="Name operands by number, from 0"
+        )
     return tuple(linear), random
 
 
@@ -247,7 +253,10 @@ def _labels(
 
 
 def _misfit(line: Line, shapes: object, outputs: object) -> RuleError:
-    return RuleError(f"the operands fit the rule {line.text!r}", value=f"shapes {shapes} -> {outputs}")
+    return RuleError(
+        f"The operands of shapes {shapes} -> {outputs} do not fit the rule '{line.text}'",
+        fix="Correct the rule, or the call",
+    )
 
 
 def enumerate_strategies(
@@ -351,5 +360,8 @@ def _split(pattern: Pattern, label: str, work: Fraction) -> Strategy:
             inputs.append(P if index in added else R)
     outputs = tuple(_SPLIT[labels.index(label)] if label in labels else P for labels in pattern.outputs)
     if not contracted and P in outputs:
-        raise RuleError("a split dim that is not contracted stands in every output", value=label)
+        raise RuleError(
+            f"The split dim {label} does not stand in every output and is not contracted",
+            fix=f"Write {label}+ if the operator sums over it, else {label}^",
+        )
     return Strategy(name=f"split {label}", inputs=tuple(inputs), outputs=outputs, work=work, random=pattern.random)

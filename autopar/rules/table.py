@@ -84,10 +84,9 @@ class RuleTable:
         rule = self.rules.get(op.target)
         if rule is None:
             raise RuleError(
-                "every operator has a sharding rule",
-                value=op.target,
-                place=op.source or op.module or op.name,
-                remedy=f'declare one: register_rule("{op.target}", "b... -> b...")',
+                f"No sharding rule for operator {op.target}",
+                where=op.source or op.module or op.name,
+                fix=f'Add one: autopar.register_rule("{op.target}", "b... -> b...")',
             )
         if rule.make is not None:
             return rule.make(op, operands)

@@ -197,10 +197,9 @@ class _Assembler:
             value = self.weights.buffer(buffer.fqn, buffer.value) if buffer.fqn else buffer.value
             if value is None:
                 raise UsageError(
-                    "a tensor that forward reads is a parameter or a buffer of a module, or has a value",
-                    value="one that was made on meta",
-                    place=name,
-                    remedy="register_buffer it, with an initialiser, or build the model on a real device",
+                    "A tensor that forward reads was made on meta and has no value",
+                    where=name,
+                    fix="Make it a buffer (register_buffer) with an initialiser, or build the model on a real device",
                 )
             program.module.register_buffer(name, value.to(self.world.device, buffer.spec.dtype), persistent=False)
 

@@ -60,9 +60,9 @@ def start(device_type: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> bool:
         is_alone = "variable RANK " in str(error)  # the first that torch looks for
         if not is_alone:
             raise RuntimeMismatchError(
-                "a launcher of several ranks tells torch all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
-                value=str(error).rpartition(": ")[2],
-                remedy="start the ranks with torchrun, or set the missing one on each of them",
+                "The launcher has set only some of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
+                got=str(error).rpartition(": ")[2],
+                fix="Start the ranks with torchrun, or set the missing one on each of them",
             ) from error
         store, rank, size = HashStore(), 0, 1
     store, device = PrefixStore("autopar", store), None
@@ -91,17 +91,16 @@ def check_alone(environment: Mapping[str, str] = os.environ) -> None:
         value = environment.get(name, "")
         if value.isdecimal() and int(value) > 1:
             raise RuntimeMismatchError(
-                f"a launcher that starts {value} processes tells torch of them",
-                value=f"{name}={value} without RANK and WORLD_SIZE",
-                remedy=f"{how_to_start(value)}; where each is to train by itself, name the cluster of one",
+                f"The launcher started {value} processes ({name}={value}), but RANK and WORLD_SIZE are not set",
+                fix=f"{how_to_start(value)}. Where each is to train alone, name a cluster of one device",
             )
 
 
 def how_to_start(num_ranks: int | str) -> str:
     """What to do so that a job has as many ranks."""
     return (
-        f"start {num_ranks} ranks with torchrun (another launcher: set RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and LOCAL_RANK "
-        "as torchrun does, or call torch.distributed.init_process_group before)"
+        f"Start {num_ranks} ranks with torchrun (another launcher has to set RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and "
+        "LOCAL_RANK)"
     )
 
 
@@ -150,9 +149,8 @@ def device_index(local_rank: int, count: int) -> int:
     if count == 1 or 0 <= local_rank < count:
         return 0 if count == 1 else local_rank
     raise RuntimeMismatchError(
-        "a process sees the GPU of its number on the node, or its own alone",
-        value=f"{count} GPUs, and LOCAL_RANK={local_rank}",
-        remedy="start as many ranks on a node as it has GPUs, or show each rank one (CUDA_VISIBLE_DEVICES)",
+        f"The process with LOCAL_RANK={local_rank} sees only {count} GPUs",
+        fix="Start as many ranks on a node as it has GPUs, or show each rank one (CUDA_VISIBLE_DEVICES)",
     )
 
 
@@ -182,10 +180,9 @@ def check_devices(store: Store, rank: int, size: int, identity: str) -> None:
     store.wait(["all"])
     if store.check(["twice"]):
         raise RuntimeMismatchError(
-            "each rank of a job has a GPU of its own",
-            value=store.get("twice").decode(),
-            remedy="let the launcher set LOCAL_RANK on each rank (torchrun does), or show each its own GPU by CUDA_VISIBLE_DEVICES, "
-            "and start no more ranks on a node than it has GPUs",
+            "Two ranks have the same GPU",
+            got=store.get("twice").decode(),
+            fix="Start no more ranks on a node than it has GPUs, and let the launcher set LOCAL_RANK (torchrun does)",
         )
 
 
@@ -221,9 +218,9 @@ def check_backend(device_type: str, config: str) -> None:
     if found is None or (device_type == "cuda" and found in _HOST):
         wanted = "nccl" if device_type == "cuda" else "gloo"
         raise RuntimeMismatchError(
-            f"the process group that is there carries tensors on {device_type}",
-            value=f"{found} for {device_type}" if found else f"{config}, nothing for {device_type}",
-            remedy=f'init_process_group("{wanted}"), or leave it to autopar; or search a plan for the devices of that group',
+            f"The process group that is there cannot carry tensors on {device_type}"
+            + (f" (its backend is {found})" if found else f" (its backends are {config})"),
+            fix=f'Call init_process_group("{wanted}"), leave it to autopar, or search a plan for the devices of that group',
         )
 
 
@@ -243,7 +240,8 @@ def check_groups(groups: Sequence[RankGroup], names: Sequence[str]) -> None:
         known = shipped_profile_name(found[0])
         if len(found) > 1 or (known in planned and known != group.device):
             raise RuntimeMismatchError(
-                f"ranks {group.start} to {group.stop - 1} are on {group.device}",
-                value=", ".join(found),
-                remedy="number the nodes in the order of the plan's groups (torchrun --node-rank)",
+                f"Ranks {group.start} to {group.stop - 1} are not on the devices of the plan",
+                expected=group.device,
+                got=", ".join(found),
+                fix="Number the nodes in the order of the plan's groups (torchrun --node-rank)",
             )

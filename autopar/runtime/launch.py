@@ -60,7 +60,7 @@ def launch(
         RuntimeMismatchError: the job has another size than the plan's mesh, or its nodes another order than the plan's groups.
         PlanError: the plan is for another model.
         RankFailedError: another rank failed to build its part.
-        VerificationError: some gradient would lack its sum over ranks, or be summed though it is whole.
+        InternalError: some gradient would lack its sum over ranks, or be summed though it is whole.
     """
     start(device_type, timeout_s=timeout_s)
     with ordinary():
@@ -124,14 +124,13 @@ def _from_first_rank(make: Make) -> tuple[Plan, Graph]:
         store.set(_MADE, "")
     else:
         _wait_for(store)
-    shared: list[object] = [made[0], None if failure is None else _told(failure)]
+    shared: list[object] = [made[0], None if failure is None else _of_first_rank(failure)]
     dist.broadcast_object_list(shared)
     if failure is not None and not isinstance(failure, AutoparError):
         raise failure
     result, failed = shared
-    if isinstance(failed, tuple):
-        kind, (law, value, place, remedy) = failed
-        raise kind(law, value=value or None, place=place, remedy=remedy)
+    if isinstance(failed, AutoparError):
+        raise failed
     assert isinstance(result, tuple)
     return result
 
@@ -147,19 +146,21 @@ def _wait_for(store: Store) -> None:
             time.sleep(_POLL_S)
     except dist.DistError as error:
         raise RankFailedError(
-            "rank 0 makes the plan of all ranks",
-            value=first_line(error),
-            remedy="see what rank 0 says, and start the job again",
+            "Rank 0 ended before it had a plan",
+            got=first_line(error),
+            fix="See what rank 0 reports, and start the job again",
         ) from error
 
 
-def _told(failure: Exception) -> tuple[type[AutoparError], tuple[str, str, str, str]]:
-    """What the other ranks raise of a failure of rank 0's: kind, law, value, place and remedy."""
+def _of_first_rank(failure: Exception) -> AutoparError:
+    """What all ranks raise of a failure of rank 0's."""
     if isinstance(failure, AutoparError):
-        value = "" if failure.value is None else str(failure.value)
-        return type(failure), (failure.law, value, failure.place, failure.remedy)
-    said = f"{type(failure).__name__}: {first_line(failure)}"
-    return AutoparError, ("rank 0 makes the plan of all ranks", said, "", "see the traceback of rank 0")
+        return failure
+    return AutoparError(
+        "Rank 0 failed to make the plan",
+        got=f"{type(failure).__name__}: {first_line(failure)}",
+        fix="See the traceback of rank 0",
+    )
 
 
 def take_first_rank_weights(model: nn.Module, device: torch.device) -> None:

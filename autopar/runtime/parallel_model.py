@@ -125,9 +125,8 @@ class Parallel:
             UsageError: always.
         """
         raise UsageError(
-            "a parallel model is a part of its job of several processes: it is neither copied nor pickled",
-            value="copy.deepcopy, pickle or torch.save of it",
-            remedy="par.save(DIR, optimizer) writes a checkpoint; a copy of the weights is par.full_state_dict()",
+            "A parallel model cannot be copied, pickled or passed to torch.save",
+            fix="Write a checkpoint with par.save(DIR, optimizer), or copy its weights with par.full_state_dict()",
         )
 
     # --- parameters
@@ -249,9 +248,8 @@ class Parallel:
         """
         if given:
             raise UsageError(
-                "a call takes the inputs of a batch by name",
-                value=f"{type(given[0]).__name__} without a name",
-                remedy="write par(**batch), or par.train_step(batch), which takes a dict",
+                f"The batch was given as a {type(given[0]).__name__} without a name",
+                fix="Write par(**batch), or par.train_step(batch), which takes a dict",
             )
         with ordinary(), self._calls.together("call"):
             if not torch.is_grad_enabled():
@@ -261,9 +259,8 @@ class Parallel:
     def _call(self, batch: Batch) -> Tensor:
         if self._single is None:
             raise UsageError(
-                "a model cut into pipeline stages is trained by train_step(batch), which runs forward and backward",
-                value=f"{len(self._program.stages)} stages",
-                remedy="replace `loss = par(**batch); loss.backward()` by `loss = par.train_step(batch)`",
+                f"A model of {len(self._program.stages)} pipeline stages cannot be called: forward and backward run together",
+                fix="Replace `loss = par(**batch); loss.backward()` by `loss = par.train_step(batch)`",
             )
         check_modes(self.plan, self._world.device, learns=False)
         if torch.is_grad_enabled():

@@ -50,11 +50,11 @@ class World:
     """
 
     def __init__(self, mesh: Mesh, device_type: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-        if dist.get_world_size() != mesh.world_size:
+        size = dist.get_world_size()
+        if size != mesh.world_size:
             raise RuntimeMismatchError(
-                f"the job has as many ranks as the plan's mesh ({mesh}: {mesh.world_size})",
-                value=dist.get_world_size(),
-                remedy=f"{how_to_start(mesh.world_size)}, or search a plan for {dist.get_world_size()}",
+                f"This job has {size} rank{'s' * (size > 1)}, but the plan is for {mesh.world_size} ({mesh})",
+                fix=f"{how_to_start(mesh.world_size)}, or search a plan for {size}",
             )
         _forget_meshes()
         self.mesh, self.rank = mesh, dist.get_rank()
@@ -88,9 +88,9 @@ class World:
         """
         if self.mesh.world_size > 1 and dist.group.WORLD is not self._job:
             raise RuntimeMismatchError(
-                "a parallel model lives as long as the process group that it was made in",
-                value="that was ended" + (", and another one begun" if dist.is_initialized() else ""),
-                remedy="save(...) before destroy_process_group(); after init_process_group() parallelize(...) anew, and load(...)",
+                "The process group that the parallel model was made in has ended"
+                + (", and another one has begun" if dist.is_initialized() else ""),
+                fix="Call save(...) before destroy_process_group(), and parallelize(...) and load(...) after init_process_group()",
             )
 
     @property

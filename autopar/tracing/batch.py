@@ -24,10 +24,9 @@ def named_batch(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[s
     ]
     if len(args) > len(names):
         raise TraceError(
-            "example inputs fit the model's forward",
-            value=f"{len(args)} positional inputs for {len(names)} parameters ({', '.join(names)})",
-            place=type(model).__name__,
-            remedy="give the example inputs by name",
+            f"Too many positional example inputs: {len(args)} for the {len(names)} parameters of forward ({', '.join(names)})",
+            where=type(model).__name__,
+            fix="Give the example inputs by name, as a dict",
         )
     batch = dict(zip(names, args, strict=False)) | dict(kwargs)
     return {key: value for key, value in batch.items() if value is not None}
@@ -47,9 +46,9 @@ def fake_batch(batch: dict[str, Any], mode: FakeTensorMode, times: int) -> tuple
     tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
     if not tensors:
         raise TraceError(
-            "the example inputs hold at least one tensor with a batch dim",
-            value=f"{sorted(batch) or 'no inputs'}",
-            remedy="give example inputs (a dict for the model's forward)",
+            "No example input is a tensor with a batch dim",
+            got=", ".join(sorted(batch)) or None,
+            fix="Give example inputs for the model's forward, such as {'x': torch.zeros(2, 8)}",
         )
     sizes = Counter(tensor.shape[0] for tensor in tensors)
     most = max(sizes.values())
@@ -79,9 +78,8 @@ def inputs_of(batch: dict[str, Any], batch_size: int) -> tuple[Input, ...]:
     twice = next((name for name, count in names.items() if count > 1), None)
     if twice is not None:
         raise TraceError(
-            "inputs in dicts and lists are named by their keys, joined with '_', and no two inputs have one name",
-            value=f"{twice!r} twice",
-            remedy="give one of the keys, or of forward's parameters, another name",
+            f"Two inputs are called {twice!r} (names of inputs in dicts and lists are joined with '_')",
+            fix="Give one of the keys, or of forward's parameters, another name",
         )
     return tuple(
         Input(

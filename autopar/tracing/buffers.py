@@ -48,10 +48,9 @@ def written_back(model: torch.nn.Module) -> Iterator[None]:
                 continue
             if old is None or new is None or new.shape != old.shape:
                 raise TraceError(
-                    "a buffer keeps its shape in training",
-                    value=f"{_shape(old)} becomes {_shape(new)}",
-                    place=f"{path}.{name}" if path else name,
-                    remedy="make it in __init__ with the shape that it has in training",
+                    f"The buffer changes its shape in training, from {_shape(old)} to {_shape(new)}",
+                    where=f"{path}.{name}" if path else name,
+                    fix="Make it in __init__ with the shape that it has in training",
                 )
             with torch.no_grad():
                 old.copy_(new)
@@ -89,10 +88,9 @@ def mutations_of(
         buffer = env[places[spec.target]]
         if not isinstance(value, Ref) or not isinstance(buffer, Ref):
             raise TraceError(
-                "the new value of a buffer is a tensor of the graph",
-                value=f"{value}",
-                place=(spec.target or "").removeprefix("model."),
-                remedy="keep the buffer out of forward",
+                f"Forward sets the buffer to something that is no traced tensor ({value})",
+                where=(spec.target or "").removeprefix("model."),
+                fix="Keep the buffer out of forward, or set it to a tensor",
             )
         if value != buffer:
             found.append(Mutation(buffer=buffer.name, value=value))

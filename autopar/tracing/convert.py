@@ -88,7 +88,7 @@ class Converter:
             return self._region(node, target, owner, env, grad)
         if not isinstance(target, torch._ops.OpOverload):
             raise TraceError(
-                "every traced call is a torch operator", value=str(target), place=source_of(node), remedy=_REPORT
+                f"'{target}' is not a torch operator, so it cannot be traced", where=source_of(node), fix=_REPLACE
             )
         if _is_dropped(target):
             return None
@@ -110,10 +110,10 @@ class Converter:
             return _apply(self.builder, call)
         except FAILURES as error:
             raise TraceError(
-                "every traced call has a form in the graph",
-                value=f"{type(error).__name__}: {first_line(error)}",
-                place=f"{call.source or call.module or call.name} ({call.target})",
-                remedy=_REPORT,
+                f"The call of {call.target} cannot be traced",
+                where=call.source or call.module or call.name,
+                got=f"{type(error).__name__}: {first_line(error)}",
+                fix=_REPLACE,
             ) from error
 
     def _region(
@@ -130,25 +130,21 @@ class Converter:
         if name == "wrap_with_set_grad_enabled":
             if args[0] and not grad:
                 raise TraceError(
-                    "gradients stay off inside torch.no_grad",
-                    value="torch.enable_grad inside it",
-                    place=next((place for n in _inner(owner, args[1]).graph.nodes if (place := source_of(n))), ""),
-                    remedy="end the no_grad block first",
+                    "A torch.enable_grad inside of torch.no_grad cannot be traced",
+                    where=next((place for n in _inner(owner, args[1]).graph.nodes if (place := source_of(n))), ""),
+                    fix="End the no_grad block first",
                 )
             grad, args = bool(args[0]) and grad, args[1:]
         elif name == "wrap_with_autocast":
             if args[2]:
                 raise TraceError(
-                    "a traced model chooses its dtypes itself",
-                    value="torch.autocast inside forward",
-                    place=next((place for n in _inner(owner, args[4]).graph.nodes if (place := source_of(n))), ""),
-                    remedy="build the model in the dtype it computes in, or set precision in the plan",
+                    "A torch.autocast inside of forward cannot be traced",
+                    where=next((place for n in _inner(owner, args[4]).graph.nodes if (place := source_of(n))), ""),
+                    fix="Build the model in the dtype it computes in, or set precision in the plan",
                 )
             args = args[4:]
         elif not (args and isinstance(args[0], fx.Node) and args[0].op == "get_attr"):
-            raise TraceError(
-                "regions of a traced model can be inlined", value=name, place=source_of(node), remedy=_REPORT
-            )
+            raise TraceError(f"'{name}' cannot be traced", where=source_of(node), fix=_REPLACE)
         head, operands = args[0], args[1:]
         inner = _inner(owner, head)
         places = [n for n in inner.graph.nodes if n.op == "placeholder"]
@@ -156,7 +152,7 @@ class Converter:
         return tuple(self.run(inner.graph.nodes, inner, scope, grad))
 
 
-_REPORT = "replace the call in the model by torch operators"
+_REPLACE = "Replace the call in the model by torch operators"
 
 
 def _apply(builder: Builder, call: Call) -> Value:
@@ -223,7 +219,7 @@ def _argument(value: object, env: Mapping[str, Value]) -> Argument:
         value, bool | int | float | str | torch.dtype | torch.device | torch.memory_format | torch.layout
     ):
         return value
-    raise TraceError("arguments of traced calls are tensors and literals", value=f"{value!r}", remedy=_REPORT)
+    raise TraceError(f"The argument {value!r} of a call is neither a tensor nor a literal", fix=_REPLACE)
 
 
 def _specs(value: object) -> tuple[TensorSpec | None, ...]:
@@ -248,10 +244,9 @@ def _specs_of(node: fx.Node) -> tuple[TensorSpec | None, ...]:
         number = True
     if number:
         raise TraceError(
-            NO_VALUES,
-            value=f"{node.target} that does",
-            place=source_of(node),
-            remedy="write it with torch.where or a mask, or keep the number in a tensor",
+            f"{node.target} {NO_VALUES}",
+            where=source_of(node),
+            fix="Write it with torch.where or a mask, or keep the number in a tensor",
         )
     return specs
 

@@ -27,9 +27,9 @@ FAILURES = (
 )
 """What user code and torch.export raise."""
 
-EXPORTS = "torch.export can trace the model"
-NO_VALUES = "control flow, shapes and Python numbers do not depend on the values of tensors"
-"""Laws that others ask an error for: the lines that break them may be mended by another batch, or in a module of their own."""
+EXPORTS = "The model cannot be traced by torch.export"
+NO_VALUES = "depends on the values of tensors, which cannot be traced"
+"""Problems that others ask an error for: the lines that have them may be mended by another batch, or in a separate module."""
 
 _DEPENDENT = (
     *("data-dependent", "Could not guard", "Could not extract specialized integer", "unbacked", "u0"),
@@ -41,10 +41,10 @@ _FACTORY = "a factory `package.module:factory` that returns (model, example inpu
 def not_copied(error: BaseException, model: torch.nn.Module) -> TraceError:
     """Why a model cannot be traced that cannot be copied."""
     return TraceError(
-        "the model can be copied (copy.deepcopy) without its weights",
-        value=f"{type(error).__name__}: {first_line(error)}",
-        place=type(model).__name__,
-        remedy="keep open files, locks and tensors with history out of the model",
+        "The model cannot be copied without its weights (copy.deepcopy)",
+        where=type(model).__name__,
+        got=f"{type(error).__name__}: {first_line(error)}",
+        fix="Keep open files, locks and tensors with history out of the model",
     )
 
 
@@ -57,30 +57,30 @@ def explained(error: BaseException, model: torch.nn.Module) -> TraceError:
         reason += f" at `{line}`"
     if "DataDependent" in type(error).__name__ or any(word in text for word in _DEPENDENT):
         return TraceError(
-            NO_VALUES,
-            value=f"one that does at `{line}`" if line else reason,
-            place=place,
-            remedy="write it with torch.where or a mask, or decide it outside forward",
+            f"`{line}` {NO_VALUES}" if line else f"The model {NO_VALUES}",
+            where=place,
+            got=None if line else reason,
+            fix="Use torch.where or a mask, or decide it outside forward",
         )
     if isinstance(error, TypeError) and "argument" in text and "FakeTensor" not in text:
         return TraceError(
-            "example inputs fit the model's forward",
-            value=reason,
-            place=place,
-            remedy=f"mend the example inputs, or give {_FACTORY}",
+            "The example inputs do not fit the model's forward",
+            where=place,
+            got=reason,
+            fix=f"Correct the example inputs, or give {_FACTORY}",
         )
     if _raised_by_the_model(error):
         return TraceError(
-            "the model runs on its example inputs",
-            value=reason,
-            place=place,
-            remedy=f"mend that line, or give inputs that it takes: {_FACTORY}",
+            "The model fails on its example inputs",
+            where=place,
+            got=reason,
+            fix=f"Correct that line, or give inputs that it takes: {_FACTORY}",
         )
     return TraceError(
         EXPORTS,
-        value=reason,
-        place=place,
-        remedy="mend that line; `torch.export.export(model, args, kwargs, strict=False)` must work",
+        where=place,
+        got=reason,
+        fix="Check the shapes of the example inputs, or change that line until torch.export.export(model, args, kwargs, strict=False) works",
     )
 
 

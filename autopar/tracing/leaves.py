@@ -50,7 +50,8 @@ def declare(
             env[place] = _lifted(builder, place, program.constants[spec.target or ""], buffers)
         else:
             raise TraceError(
-                "a traced model takes tensors", value=f"{spec.kind.name} {fqn}", remedy="remove custom class objects"
+                f"The model takes something else than tensors ({spec.kind.name} {fqn})",
+                fix="Remove custom class objects from it",
             )
     return tuple(parameters.values()), tuple(buffers)
 
@@ -109,6 +110,4 @@ def loss_output(program: torch.export.ExportedProgram, outputs: list[Value], bui
             if isinstance(value, Ref) and value not in builder.values and value not in builder.lazies:
                 return value
             break
-    raise TraceError(
-        "the loss depends on the model", value="a constant", remedy="return the loss computed from the parameters"
-    )
+    raise TraceError("The loss is a constant", fix="Return a loss that is computed from the parameters")

@@ -88,10 +88,9 @@ def trace(
     graph, job = _with_fallback(job)
     if not graph.spec(graph.loss).requires_grad:
         raise TraceError(
-            "the loss depends on parameters that are trained",
-            value="one that depends on none",
-            place=type(model).__name__,
-            remedy="return the loss that training minimises, and leave requires_grad on where it is to learn",
+            "The loss depends on no parameter that is trained",
+            where=type(model).__name__,
+            fix="Return the loss that training minimises, and leave requires_grad on where it is to learn",
         )
     if not exact and counts.suspects(graph) and not _same_numbers(graph, job):
         counts.check(graph, _traced(job, times=2))
@@ -144,7 +143,7 @@ def _with_fallback(job: _Job) -> tuple[Graph, _Job]:
                 path = around(job.model, path)
             if not path or any(path == known or path.startswith(f"{known}.") for known in job.opaque):
                 raise _without_region(cause, error) from error
-            reason = f"{cause.place}: {cause.law}, but found {cause.value} ({cause.remedy})"
+            reason = f"{cause.short} ({cause.fix})"
             kind = type(job.model.get_submodule(path))
             paths = (path, *(_of_class(job.model, kind) if kind in failed else ()))
             if not kind.__module__.startswith("torch."):  # which run whatever they are given
@@ -164,8 +163,9 @@ def _without_region(cause: TraceError, error: TraceError) -> TraceError:
     """Why a line cannot be traced, and why the module around it cannot run as it is written either."""
     if error is cause or not isinstance(error, RegionError):
         return cause
-    remedy = f"{cause.remedy} (the module does not run as it is written: {error.value})"
-    return TraceError(cause.law, value=cause.value, place=cause.place, remedy=remedy)
+    return cause.becoming(
+        TraceError, fix=f"{cause.fix} (as an opaque module it fails too: {error.got.partition('; on fake tensors')[0]})"
+    )
 
 
 def _traced(job: _Job, times: int = 1) -> Graph:
@@ -233,11 +233,12 @@ def _within(error: TraceError, path: str) -> TraceError:
     if isinstance(error, RegionError):
         return error
     if not path:
-        if not error.law.startswith((EXPORTS, NO_VALUES)):
+        if not any(problem in error.problem for problem in (EXPORTS, NO_VALUES)):
             return error
-        remedy = f"{error.remedy}; or move the line into a module of its own, which runs as it is written"
-        return TraceError(error.law, value=error.value, place=error.place, remedy=remedy)
-    found = _UntraceableError(error.law, value=error.value, place=error.place, remedy=error.remedy)
+        return error.becoming(
+            TraceError, fix=f"{error.fix}. Or move the line into a separate module, which then runs as it is written"
+        )
+    found = error.becoming(_UntraceableError)
     found.path = path
     return found
 
@@ -256,10 +257,9 @@ class _Training(torch.nn.Module):
         unused = [k for k in batch if k not in self.passed and k not in self.positional]
         if unused and loss_fn is None:
             raise TraceError(
-                "example inputs fit the model's forward",
-                value=f"{', '.join(unused)}, which forward does not take",
-                place=type(model).__name__,
-                remedy="remove the entry, or give loss_fn=... that reads it",
+                f"Forward does not take the example input {', '.join(unused)}",
+                where=type(model).__name__,
+                fix="Remove it, or give loss_fn=... that reads it",
             )
 
     def forward(self, **batch: Any) -> torch.Tensor:
@@ -287,10 +287,10 @@ def pick_loss(output: Any, place: str) -> torch.Tensor:
         if isinstance(leaf, torch.Tensor)
     ]
     raise TraceError(
-        "the model returns a scalar loss, a floating number",
-        value=f"outputs of shape {', '.join(shapes)}" if shapes else f"a {type(output).__name__} without tensors",
-        place=place,
-        remedy="add labels to the example inputs, return the loss, or give loss_fn=lambda output, batch: ...",
+        "The model returns no scalar loss",
+        where=place,
+        got=f"outputs of shape {', '.join(shapes)}" if shapes else f"a {type(output).__name__} without tensors",
+        fix="Add labels to the example inputs, return the loss, or give loss_fn=lambda output, batch: ...",
     )
 
 

@@ -22,10 +22,9 @@ def directory(name: str) -> Path:
     for candidate in candidates:
         if candidate.is_dir():
             return candidate
-    raise AutoparError(
-        f"the data directory '{name}' lies in the installed package or beside it in a checkout",
-        value="neither " + " nor ".join(str(candidate) for candidate in candidates),
-        remedy="install autopar again",
+    raise AutoparError.missing(
+        f"data directory '{name}' (neither {' nor '.join(str(candidate) for candidate in candidates)} is there)",
+        fix="Install autopar again",
     )
 
 

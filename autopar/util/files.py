@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from autopar.errors import UsageError
+from autopar.errors import UsageError, reason
 
 
 def write_text(path: Path, text: str, *, make_folder: bool = False) -> None:
@@ -57,10 +57,7 @@ def _beside(path: Path) -> Path:
 
 def _refused(path: Path, error: OSError) -> UsageError:
     return UsageError(
-        "the file can be written",
-        value=f"[Errno {error.errno}] {error.strerror}",
-        place=str(path),
-        remedy="name a file in a folder that can be written to",
+        f"Cannot write {path}", got=reason(error), fix="Choose a path in an existing folder that can be written to"
     )
 
 

@@ -1,4 +1,4 @@
-"""Checked reading of TOML and JSON tables: every fault names the file, the line and the key.
+"""Checked reading of TOML and JSON tables: every error names the file, the line and the key.
 
 A :class:`Table` hands out typed values and remembers which keys were asked for, so that
 :meth:`Table.finish` can refuse what nobody reads: a misspelt key is an error, not a default.
@@ -6,6 +6,7 @@ A :class:`Table` hands out typed values and remembers which keys were asked for,
 
 from __future__ import annotations
 
+import difflib
 import re
 import tomllib
 from collections.abc import Mapping
@@ -13,13 +14,12 @@ from pathlib import Path
 from typing import cast
 
 from autopar.errors import UsageError
-from autopar.util.text import closest
 
 Key = str | int
 
 _HEADER = re.compile(r"^\s*(\[\[?)\s*([^\[\]#]+?)\s*\]")
 _ASSIGNMENT = re.compile(r"^\s*([A-Za-z0-9_.\"'-]+)\s*=")
-_DECODE_PLACE = re.compile(r"^(?P<law>.*) \(at (?:line (?P<line>\d+), column \d+|end of document)\)$")
+_DECODE_PLACE = re.compile(r"^(?P<problem>.*) \(at (?:line (?P<line>\d+), column \d+|end of document)\)$")
 
 
 class Table:
@@ -39,7 +39,7 @@ class Table:
         try:
             text = path.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
-            raise UsageError("the file can be read as UTF-8 text", value=error, place=str(path)) from error
+            raise UsageError.unreadable(path, error) from error
         try:
             return cls(tomllib.loads(text), file=str(path), text=text)
         except tomllib.TOMLDecodeError as error:
@@ -48,17 +48,23 @@ class Table:
             lines = text.splitlines()
             content = lines[number - 1].strip() if 0 < number <= len(lines) else ""
             raise UsageError(
-                "the file is TOML",
-                value=f"{found['law'] if found else error} at key or text '{content}'",
-                place=f"{path}, line {number}",
+                "This is not TOML",
+                where=f"{path}, line {number}",
+                got=f"{found['problem'] if found else error} at '{content}'",
+                fix="Correct that line",
             ) from error
 
-    def fault(self, key: str | None, law: str, *, value: object = None, remedy: str = "") -> UsageError:
-        """The error for ``key`` of this table (``None``: the table itself)."""
+    def wrong(self, key: str | None, expected: str, got: object) -> UsageError:
+        """The error for a value of ``key`` (``None``: this table itself) that is not what is ``expected``."""
+        name = dotted(self._keys if key is None else (*self._keys, key)) or "the file"
+        problem = f"Wrong value of '{name}'"
+        return UsageError(problem, where=self.place(key), expected=expected, got=got, fix="Change the value")
+
+    def place(self, key: str | None) -> str:
+        """File and line of ``key`` (``None``: of the table itself)."""
         keys = self._keys if key is None else (*self._keys, key)
         line = line_of(self._text, keys) if self._text else None
-        place = self._file + (f", line {line}" if line else "") + (f", key '{dotted(keys)}'" if keys else "")
-        return UsageError(law, value=value, place=place, remedy=remedy)
+        return self._file + (f", line {line}" if line else "")
 
     def beside(self, name: str) -> Path:
         """The path of a file that this one names, beside it."""
@@ -81,8 +87,9 @@ class Table:
         """
         self._read.add(key)
         if key not in self._data:
-            remedy = closest(key, set(self._data) - self._read) if set(self._data) - self._read else ""
-            raise self.fault(key, f"the key '{key}' is given", value="nothing", remedy=remedy)
+            if near := difflib.get_close_matches(key, set(self._data) - self._read, n=1, cutoff=0.8):
+                raise UsageError(f"Unknown key '{near[0]}'", where=self.place(near[0]), fix=f"Did you mean '{key}'?")
+            raise UsageError.missing(f"key '{dotted((*self._keys, key))}'", where=self.place(key), fix="Add it")
         return self._data[key]
 
     def text(self, key: str, default: str | None = None) -> str:
@@ -91,7 +98,7 @@ class Table:
             return default
         value = self.raw(key)
         if not isinstance(value, str):
-            raise self.fault(key, "the value is a string", value=repr(value))
+            raise self.wrong(key, "a text", repr(value))
         return value
 
     def flag(self, key: str, default: bool | None = None) -> bool:
@@ -100,7 +107,7 @@ class Table:
             return default
         value = self.raw(key)
         if not isinstance(value, bool):
-            raise self.fault(key, "the value is true or false", value=repr(value))
+            raise self.wrong(key, "true or false", repr(value))
         return value
 
     def number(self, key: str, default: float | None = None, *, positive: bool = True) -> float:
@@ -108,11 +115,11 @@ class Table:
         if default is not None and not self.has(key):
             return default
         value = self.raw(key)
-        law = "the value is a finite number greater than zero" if positive else "the value is a finite number from zero"
+        expected = "a number above zero" if positive else "a number from zero"
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.fault(key, law, value=repr(value))
+            raise self.wrong(key, expected, repr(value))
         if not (0 < value < float("inf") or (value == 0 and not positive)):
-            raise self.fault(key, law, value=value)
+            raise self.wrong(key, expected, value)
         return float(value)
 
     def integer(self, key: str, default: int | None = None, *, positive: bool = True) -> int:
@@ -121,7 +128,7 @@ class Table:
             return default
         value = self.number(key, positive=positive)
         if value != int(value):
-            raise self.fault(key, "the value is a whole number", value=value)
+            raise self.wrong(key, "a whole number", value)
         return int(value)
 
     def table(self, key: str) -> Table:
@@ -134,7 +141,7 @@ class Table:
             return ()
         value = self.raw(key)
         if not isinstance(value, list | tuple):
-            raise self.fault(key, "the value is an array of tables", value=repr(value))
+            raise self.wrong(key, "a list of tables", repr(value))
         return tuple(self._inner(item, (key, index)) for index, item in enumerate(value))
 
     def finish(self) -> None:
@@ -145,13 +152,13 @@ class Table:
         """
         for key in self._data:
             if key not in self._read:
-                raise self.fault(key, "every key is known", value=f"'{key}'", remedy=closest(key, self._read))
+                raise UsageError.unknown("key", key, self._read, where=self.place(key))
 
     def _inner(self, value: object, keys: tuple[Key, ...]) -> Table:
         path = (*self._keys, *keys)
         if not isinstance(value, Mapping):
             at = Table(self._data, file=self._file, text=self._text, keys=path)
-            raise at.fault(None, "the value is a table", value=repr(value))
+            raise at.wrong(None, "a table", repr(value))
         return Table(cast("Mapping[str, object]", value), file=self._file, text=self._text, keys=path)
 
 

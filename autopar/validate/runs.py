@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from autopar.errors import AutoparError, UsageError
+from autopar.errors import AutoparError, UsageError, closest
 from autopar.models.transformer import ATTENTIONS, FAMILIES
-from autopar.util.text import closest
 
 RECOMPUTES = ("none", "selective", "full")
 PRECISIONS = ("fp32", "fp16", "bf16", "bf16_fp32_grad_accum", "bf16_true", "fp8")
@@ -136,15 +135,15 @@ def read_rows(path: Path) -> tuple[Run | FailedRow, ...]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError("the file of runs can be read", value=str(error), place=str(path)) from error
+        raise UsageError.unreadable(path, error) from error
     try:
         return _rows(text, path)
     except csv.Error as error:
         raise UsageError(
-            "the file is comma-separated values",
-            value=str(error),
-            place=str(path),
-            remedy="close each double quote, and write one inside of a text twice",
+            "The file is not comma-separated values",
+            where=str(path),
+            got=str(error),
+            fix="Close each double quote, and write one inside of a text twice",
         ) from error
 
 
@@ -156,16 +155,15 @@ def _rows(text: str, path: Path) -> tuple[Run | FailedRow, ...]:
     missing = [name for name in COLUMNS if name not in header]
     if missing:
         others = [name for name in header if name not in COLUMNS]
-        raise UsageError(
-            "the header names every column of the schema",
-            value=f"no column {', '.join(missing)}",
-            place=f"{path}, row 1",
-            remedy=f"add it{f' ({others[0]}: {closest(others[0], missing)})' if others else ''}; "
+        raise UsageError.missing(
+            f"column {', '.join(missing)}",
+            where=f"{path}, row 1",
+            fix=f"Add it{f' (is {others[0]} meant as one?)' if others else ''}: "
             "a cell may be empty where docs/validation.md says so",
         )
     rows = tuple(_run_or_fault(row, path, reader.line_num) for row in reader)
     if not rows:
-        raise UsageError("the file has at least one run", value="a header alone", place=str(path))
+        raise UsageError("The file has a header but no run", where=str(path), fix="Add a row for each run")
     return rows
 
 
@@ -180,20 +178,17 @@ def _run_or_fault(cells: Mapping[str, str | None], path: Path, line: int) -> Run
 def _check_form(header: Sequence[str], path: Path) -> None:
     """Raises UsageError unless the first row names columns, with commas between them and each one once."""
     if not any(header):
-        raise UsageError("the first row names the columns", value="an empty one", place=f"{path}, row 1")
+        raise UsageError("The first row is empty", where=f"{path}, row 1", fix="Write the names of the columns there")
     other = next((mark for mark in ";\t|" if len(header) == 1 and mark in header[0]), None)
     if other is not None:
         raise UsageError(
-            "the cells of a row are separated by commas",
-            value=repr(other),
-            place=f"{path}, row 1",
-            remedy="write the table as comma-separated values",
+            f"The cells of a row are separated by {other!r}",
+            where=f"{path}, row 1",
+            fix="Write the table as comma-separated values",
         )
     twice = next((name for name in header if name in COLUMNS and header.count(name) > 1), None)
     if twice is not None:
-        raise UsageError(
-            "each column is there once", value=twice, place=f"{path}, row 1", remedy="leave one of them out"
-        )
+        raise UsageError(f"The column {twice} is there twice", where=f"{path}, row 1", fix="Leave one of them out")
 
 
 class _Row:
@@ -205,35 +200,40 @@ class _Row:
         beyond: object = row.get(None)  # type: ignore[call-overload]
         if beyond:
             raise UsageError(
-                "a row has a cell for each column",
-                value=f"more: {beyond}",
-                place=f"{path}, row {line}",
-                remedy="write a text that has commas between double quotes",
+                f"The row has more cells than there are columns: {beyond}",
+                where=f"{path}, row {line}",
+                fix="Write a text that has commas between double quotes",
             )
 
-    def fault(self, column: str, law: str, remedy: str = "") -> UsageError:
+    def fault(self, column: str, expected: str, fix: str = "") -> UsageError:
         place = f"{self.path}, row {self.line}, column {column}"
-        return UsageError(law, value=repr(self.cells[column]), place=place, remedy=remedy or "mend the cell")
+        return UsageError(
+            "The cell has a wrong value",
+            where=place,
+            expected=expected,
+            got=repr(self.cells[column]),
+            fix=fix or "Change the cell",
+        )
 
     def count(self, column: str) -> int:
         if not re.fullmatch(r"[1-9]\d*(\.0*)?", self.cells[column]):
-            raise self.fault(column, "the cell is a whole number from 1")
+            raise self.fault(column, "a whole number from 1")
         whole = self.cells[column].partition(".")[0]
         if len(whole) > len(str(MOST)) or int(whole) > MOST:
-            raise self.fault(column, f"the cell is at most {MOST:,}")
+            raise self.fault(column, f"at most {MOST:,}")
         return int(whole)
 
     def choice(self, column: str, known: tuple[str, ...], *, may_be_empty: bool = False) -> str:
         cell = self.cells[column]
         if cell not in known and (cell or not may_be_empty):
-            law = f"the cell is {'empty or ' if may_be_empty else ''}one of {', '.join(known)}"
-            raise self.fault(column, law, closest(cell, known))
+            expected = f"{'nothing or ' if may_be_empty else ''}one of {', '.join(known)}"
+            raise self.fault(column, expected, closest(cell, known))
         return cell
 
     def measured(self, column: str) -> float | None:
         found = _positive(self.cells[column])
         if self.cells[column] and found is None:
-            raise self.fault(column, "the cell is empty or a number above zero")
+            raise self.fault(column, "nothing or a number above zero")
         return found
 
 
@@ -244,7 +244,7 @@ def _run(cells: Mapping[str, str | None], path: Path, line: int) -> Run:
     stated = {column: row.choice(column, known, may_be_empty=True) for column, known in MAY_BE_EMPTY.items()}
     time_s, memory = (row.measured(column) for column in MEASURED)
     if time_s is None and memory is None:
-        raise row.fault("step_time_s", "a run has a measured time or memory", "give one of the two")
+        raise row.fault("step_time_s", "a measured time or memory", "Give one of the two")
     memory_kind = row.choice("memory_kind", MEMORY_KINDS, may_be_empty=True)
     run = Run(
         file=str(path),
@@ -264,23 +264,23 @@ def _run(cells: Mapping[str, str | None], path: Path, line: int) -> Run:
 def _check(run: Run, row: _Row) -> None:
     """What numbers of one row must be to each other."""
     if run.tp * run.pp * run.cp * run.dp != run.devices:
-        raise row.fault("devices", f"devices = tp * pp * cp * dp = {run.tp * run.pp * run.cp * run.dp}")
+        raise row.fault("devices", f"tp * pp * cp * dp = {run.tp * run.pp * run.cp * run.dp}")
     if run.devices % min(run.devices, run.devices_per_node):
-        raise row.fault("devices_per_node", f"the nodes are full: devices_per_node divides {run.devices} devices")
+        raise row.fault("devices_per_node", f"a divisor of the {run.devices} devices, as nodes are full")
     if run.virtual_stages > 1 and run.pp == 1:
-        raise row.fault("virtual_stages", "only a pipeline (pp > 1) has virtual stages", "write 1, or mend pp")
+        raise row.fault("virtual_stages", "1 without a pipeline (pp=1)", "Write 1, or correct pp")
     if run.hidden % run.heads:
-        raise row.fault("heads", f"the heads divide the hidden size {run.hidden}")
+        raise row.fault("heads", f"a divisor of the hidden size {run.hidden}")
     if run.heads % run.kv_heads:
-        raise row.fault("kv_heads", f"the key heads divide the heads {run.heads}")
+        raise row.fault("kv_heads", f"a divisor of the {run.heads} heads")
     for column, whole in (("tp", run.heads), ("tp", run.ffn), ("cp", run.seq)):
         if whole % getattr(run, column):
-            raise row.fault(column, f"{column} divides heads, ffn or sequence {whole}")
+            raise row.fault(column, f"a divisor of heads, ffn or sequence {whole}")
     if run.global_batch % (run.dp * run.micro_batch):
-        raise row.fault("global_batch", f"the global batch divides by dp * micro_batch = {run.dp * run.micro_batch}")
+        raise row.fault("global_batch", f"a multiple of dp * micro_batch = {run.dp * run.micro_batch}")
     if run.layers + 2 < run.pp * run.virtual_stages:
-        law = f"each of {run.pp * run.virtual_stages} stages has a layer, the embedding or the head"
-        raise row.fault("layers", law)
+        stages = run.pp * run.virtual_stages
+        raise row.fault("layers", f"a layer, the embedding or the head for each of {stages} stages")
 
 
 def _positive(text: str) -> float | None:

@@ -122,10 +122,9 @@ def calibrate(session: Session, sources: Sequence[str]) -> tuple[dict[str, Machi
     for source in sources:
         if source != "all" and not any(source in run.source for run in session.runs):
             raise UsageError(
-                "each source is part of the column 'source' of some run",
-                value=repr(source),
-                place=session.place,
-                remedy="known: " + "; ".join(dict.fromkeys(run.release for run in session.runs)),
+                f"No run has a source that contains '{source}'",
+                where=session.place,
+                fix="Known: " + "; ".join(dict.fromkeys(run.release for run in session.runs)),
             )
     rows = [i for i in session.timed if any(s == "all" or s in session.runs[i].source for s in sources)]
     found, chosen = session.fitted(rows)
@@ -140,10 +139,9 @@ def calibrate(session: Session, sources: Sequence[str]) -> tuple[dict[str, Machi
     width = memory_width([session.runs[i] for i in read], session.predictions(found.values, read))
     if not chosen and width is None:
         raise UsageError(
-            f"a number of a profile is fitted to {LEAST_SEEN} timed runs that see it, or more",
-            value=f"{len(rows)} runs of these sources",
-            place=session.place,
-            remedy="add runs, or calibrate to more sources (--calibrate all)",
+            f"{len(rows)} runs of these sources are too few to calibrate: each number needs {LEAST_SEEN} timed runs that see it",
+            where=session.place,
+            fix="Add runs, or calibrate to more sources (--calibrate all)",
         )
     profiles = {}
     for name in sorted(devices):

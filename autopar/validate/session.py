@@ -41,7 +41,7 @@ def profile_of(run: Run) -> MachineProfile:
         return load_profile(run.device, relative_to=Path())
     except UsageError as error:
         place = f"{run.place}, column device"
-        raise UsageError(error.law, value=error.value, place=place, remedy=error.remedy) from error
+        raise error.becoming(UsageError, where=place) from error
 
 
 def predictable(
@@ -133,10 +133,10 @@ class Session:
             return self._expressed.structures(run)
         except AutoparError as error:
             raise UsageError(
-                "every run is a layout that the planner knows",
-                value=str(error),
-                place=f"{run.place} ({run.name})",
-                remedy="mend the row",
+                "The planner does not know the layout of this run",
+                where=f"{run.place} ({run.name})",
+                got=error.short,
+                fix="Correct the row",
             ) from error
 
     def keeping(self, structures: Mapping[int, tuple[Structure, ...]]) -> Session:

@@ -175,11 +175,9 @@ def site_from(table: Table) -> Site:
         ("precision", site.precision, PRECISIONS), ("layout", site.layout, LAYOUTS),
     ):  # fmt: skip
         if value and value not in known:
-            raise table.fault(key, f"the key is left out or one of {', '.join(filter(None, known))}", value=repr(value))
+            raise table.wrong(key, f"nothing or one of {', '.join(filter(None, known))}", repr(value))
     if site.slowdown >= 1:
-        raise table.fault(
-            "slowdown", "a slowdown is the part by which a step takes longer, below 1", value=site.slowdown
-        )
+        raise table.wrong("slowdown", "the part by which a step takes longer, below 1", site.slowdown)
     table.finish()
     return site
 

@@ -209,7 +209,9 @@ class _Run:
         wide = traced_in_double(double, graph)
         if wide is None:
             raise VerificationError(
-                "a model in float64 traces to the operators that it has in float32", value="others", place=graph.name
+                "The model traces to other operators in float64 than in float32",
+                where=graph.name,
+                fix="Verify in fp32 (--precision fp32), or make the model's operators independent of its dtype",
             )
         return self._report(double, replace(self.plan, precision=FP64), _without_dropout(wide))
 
@@ -234,16 +236,14 @@ class _Run:
             losses = [loss_of(model(**batch)).item() for model in (subject.build(), subject.build())]
         if abs(losses[0] - losses[1]) > LOSS_TOLERANCE / 10 * abs(losses[0]):
             raise VerificationError(
-                "one device gives one loss for one batch, dropout being off",
-                value=f"{losses[0]!r} and {losses[1]!r}",
-                remedy="turn off what else draws random numbers: dropout in modules that forward makes, noise of its own",
+                f"One device gives two losses for one batch: {losses[0]!r} and {losses[1]!r}",
+                fix="Turn off what draws random numbers besides dropout modules: dropout that forward makes, noise that it adds",
             )
 
     def _reference(self, subject: Subject) -> Trained:
         model, batches = subject.build(), self.batches(subject)  # outside: random numbers depend on the dtype
         with in_double() if _is_double(subject) else nullcontext():
-            law = "one device trains the model by itself: that is what a plan is compared with"
-            return trained_alone(model, batches, law, VerificationError)
+            return trained_alone(model, batches, "One device alone cannot train the model", VerificationError)
 
 
 def _without_dropout(graph: Graph) -> Graph:
@@ -255,10 +255,9 @@ def _without_dropout(graph: Graph) -> Graph:
     drawn = next((op for op in graph.ops if draws_random(op.target) and op.target not in _DROPOUT_ARGUMENT), None)
     if drawn is not None:
         raise VerificationError(
-            "a model that is compared with one device draws no random numbers of its own, dropout aside",
-            value=drawn.target,
-            place=drawn.source or drawn.module or drawn.name,
-            remedy="turn it off in the model that is verified: one device and many draw other numbers",
+            f"The model draws random numbers besides dropout ({drawn.target}), which differ on one device and many",
+            where=drawn.source or drawn.module or drawn.name,
+            fix="Turn it off in the model that is verified",
         )
     return replace(graph, ops=tuple(_muted(op) for op in graph.ops))
 

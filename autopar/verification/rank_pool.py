@@ -108,7 +108,11 @@ class WorkerPool:
             outcomes = self._attempt(function, args, size, timeout_s)
         failures = [f"rank {rank}: {o.failure}" for rank, o in enumerate(outcomes) if o.failure]
         if failures:
-            raise AutoparError("every rank finishes its work", value="\n" + "\n".join(failures))
+            raise AutoparError(
+                f"{len(failures)} of {size} ranks failed",
+                got="\n" + "\n".join(failures),
+                fix="Correct what the first of them reports",
+            )
         return tuple(outcome.value for outcome in outcomes)
 
     def _attempt(

@@ -41,21 +41,21 @@ class Trained(TypedDict):
 
 
 def trained_alone(
-    model: nn.Module, batches: Sequence[Mapping[str, Tensor]], law: str, error: type[AutoparError] = AutoparError
+    model: nn.Module, batches: Sequence[Mapping[str, Tensor]], problem: str, error: type[AutoparError] = AutoparError
 ) -> Trained:
     """As :func:`trained`, for models of users.
 
     Raises:
-        AutoparError: of that type, by that law: the model cannot make these steps; names its line.
+        AutoparError: of that type, with that problem: the model cannot make these steps; names its line.
     """
     try:
         return trained(model, batches)
     except FAILURES as failure:
         raise error(
-            law,
-            value=f"{type(failure).__name__}: {first_line(failure)}",
-            place=explained(failure, model).place,
-            remedy="mend that line, or give inputs and settings that fit the model",
+            problem,
+            where=explained(failure, model).where,
+            got=f"{type(failure).__name__}: {first_line(failure)}",
+            fix="Correct that line, or give inputs and settings that fit the model",
         ) from failure
 
 

@@ -12,6 +12,7 @@ from autopar.errors import VerificationError
 if TYPE_CHECKING:
     from autopar.verification.first_difference import Bisection
 
+_WRONG = "Please report it with the plan file, and pin other degrees until it is corrected"
 LOSS_TOLERANCE = 1e-5
 TENSOR_TOLERANCE = 1e-4
 DOUBLE_LOSS_TOLERANCE = 1e-10
@@ -174,9 +175,10 @@ class VerifyReport:
         for row in self.rows:
             if row.loss > row.tolerances[0]:
                 raise VerificationError(
-                    f"losses agree with one device within {row.tolerances[0]:g}",
-                    value=f"{row.loss:.2e}: {row.losses} for {self.reference_losses}",
-                    place=self._place(row),
+                    f"The loss differs from one device by {row.loss:.2e}, more than {row.tolerances[0]:g}",
+                    where=self._place(row),
+                    got=f"{row.losses} for {self.reference_losses}",
+                    fix=_WRONG,
                 )
         worst = max(self.rows, key=lambda row: max(row.gradient, row.parameter))
         for what, error, name in (
@@ -185,9 +187,9 @@ class VerifyReport:
         ):
             if error > worst.tolerances[1]:
                 raise VerificationError(
-                    f"{what} agree with one device within {worst.tolerances[1]:g}",
-                    value=f"{error:.2e} for {name}",
-                    place=self._place(worst),
+                    f"{what} differ from one device by {error:.2e} (in {name}), more than {worst.tolerances[1]:g}",
+                    where=self._place(worst),
+                    fix=_WRONG,
                 )
 
     def _place(self, row: RankErrors) -> str:

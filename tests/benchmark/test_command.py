@@ -74,7 +74,7 @@ def test_a_benchmark_all_of_whose_plans_fail_has_failed(run: Run, failures: tupl
         done = run("benchmark", "local", "own:model")
     assert done.code == code
     assert "failed: plan 1: ValueError: boom" in done.out
-    assert ("own:model: some plan runs to its end, but found 2 that failed" in done.err) == (code == 1)
+    assert ("own:model: All 2 plans failed" in done.err) == (code == 1)
 
 
 def test_a_model_that_cannot_make_a_step_is_refused_before_the_machine_is_measured(run: Run, tmp_path: Path) -> None:
@@ -90,5 +90,5 @@ def test_a_model_that_cannot_make_a_step_is_refused_before_the_machine_is_measur
         with pytest.raises(NotImplementedError, match="it is measured"):  # as the model may be too large for one device
             run_local(Wish(model="beyond:make", num_ranks=2, as_rank=0))
     assert done.code == 1
-    assert "beyond.py:9: one device trains the model by itself" in done.error
+    assert "beyond.py:9: One device alone cannot train the model" in done.error
     assert "IndexError: index out of range" in done.error

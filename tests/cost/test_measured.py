@@ -130,7 +130,7 @@ def test_a_profile_with_operators_survives_a_round_trip(tmp_path: Path) -> None:
 
 def test_a_table_of_nonsense_is_refused() -> None:
     bad = replace(TABLE, times=(OperatorTime(call="[1]", forward_s=1.0, backward_s=0.0),))
-    with pytest.raises(UsageError, match="names the call"):
+    with pytest.raises(UsageError, match="names no call"):
         Measured(bad, CPU)
 
 

@@ -73,7 +73,7 @@ def test_a_measured_link_to_the_host_is_read_back(monkeypatch: pytest.MonkeyPatc
     host = HostLink.from_table(Table(table, file="measured"))
     assert host.memory_bytes == detect.host_memory_bytes() // 4
     assert host.to_dict() == table
-    with pytest.raises(UsageError, match="is that of a CUDA device, but found cpu"):
+    with pytest.raises(UsageError, match="The device cpu has no link to a host"):
         measure.host_link(torch.device("cpu"))
 
 
@@ -166,7 +166,7 @@ def test_a_kept_file_that_was_damaged_is_named(tmp_path: Path, monkeypatch: pyte
     detect.machine_profile(cache_dir=tmp_path)
     (path,) = tmp_path.iterdir()
     path.write_text(path.read_text(encoding="utf-8").replace('kind = "cpu"', 'kind = "tpu"'), encoding="utf-8")
-    with pytest.raises(UsageError, match=r"line 5, key 'device.kind'.*'tpu'"):
+    with pytest.raises(UsageError, match=r"line 5: Wrong value of 'device.kind'.*'tpu'"):
         detect.machine_profile(cache_dir=tmp_path)
     assert detect.machine_profile(cache_dir=tmp_path, refresh=True).device.kind == "cpu"
 
@@ -181,7 +181,7 @@ def test_workers_that_fail_or_hang_end_in_an_error(tmp_path: Path, monkeypatch: 
         detect.machine_profile(cache_dir=tmp_path / "cache")
     interpreter.write_text("#!/bin/sh\nexec sleep 60\n", encoding="utf-8")
     monkeypatch.setattr(detect, "TIMEOUT_S", 0.3)
-    with pytest.raises(AutoparError, match="within"):
+    with pytest.raises(AutoparError, match="took longer than"):
         detect.machine_profile(cache_dir=tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
 

@@ -99,7 +99,7 @@ def test_the_bottleneck_of_a_group_is_that_of_the_links_on_its_way(order: list[i
 
 @pytest.mark.parametrize(
     ("name", "num_nodes", "says"),
-    [("rack", 4, "a name of its own"), ("network", 4, "a name of its own"), ("pod", 3, "whole domains")],
+    [("rack", 4, "got rack, rack"), ("network", 4, "got rack, network"), ("pod", 3, "pod of 3 nodes over rack of 2")],
 )
 def test_tiers_that_are_no_tree_are_refused(name: str, num_nodes: int, says: str, tmp_path: Path) -> None:
     data = RACKS_AND_PODS.to_dict()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from autopar.errors import VerificationError
+from autopar.errors import InternalError
 from autopar.graph.graph import Block, Graph, Input, Op, Parameter, Ref, TensorSpec
 from autopar.lower import check_types as check
 from autopar.lower.check_gradients import check_gradients
@@ -99,13 +99,13 @@ CASES = {
         mesh=Mesh(dp_replicate=2, tp=2),
         names={"batch": WHOLE | {"y": "split b"}, "tp": PENDING},
         wrong_rule=False,
-        said=("z (aten.conv1d.default)", "parameter m.w, R on batch, is summed", "whole on each, as z is I"),
+        said=("z (aten.conv1d.default)", "parameter m.w, R on batch, is summed", "complete on each (z is I)"),
     ),
     "no sum over the ranks of an axis": Case(
         mesh=Mesh(dp_shard=2, cp=2, tp=2),
         names={"batch": SPLIT, "cp": SPLIT, "tp": PENDING},
         wrong_rule=True,
-        said=("z (aten.conv1d.default)", "parameter m.w, I on cp, is whole", "y of type S(0) beside it"),
+        said=("z (aten.conv1d.default)", "parameter m.w, I on cp, lacks its sum", "y of type S(0) beside it"),
     ),
 }
 
@@ -139,7 +139,7 @@ def test_a_wrong_reduction_of_a_gradient_is_refused(
     if case.wrong_rule:
         wrong_rule()
     made = program(case.mesh, **case.names)
-    with pytest.raises(VerificationError, match=r"^block 0 \(m\): ") as caught:
+    with pytest.raises(InternalError, match=r"^block 0 \(m\): ") as caught:
         typecheck(made)
     for words in case.said:
         assert words in str(caught.value)
@@ -157,7 +157,7 @@ def test_the_same_program_with_the_right_types_passes() -> None:
 def test_a_value_made_of_a_parameter_needs_the_sum_over_samples(wrong_rule: Callable[[], None]) -> None:
     wrong_rule()
     made = program(Mesh(dp_replicate=2), negated=True, batch=SPLIT | {"v": "invariant"})
-    with pytest.raises(VerificationError, match=r"z \(aten.conv1d.default\): the gradient of v, I on batch, is whole"):
+    with pytest.raises(InternalError, match=r"z \(aten.conv1d.default\): The gradient of v, I on batch, lacks its sum"):
         check_gradients(made.graph, "batch")
 
 
@@ -166,5 +166,5 @@ def test_a_forgotten_sum_at_rest_is_refused() -> None:
     made = program(Mesh(dp_shard=2, cp=2), batch=SPLIT, cp=SPLIT)
     parameters = tuple(replace(p, gradient_sum_axes=()) for p in made.graph.parameters)
     forgotten = replace(made, graph=replace(made.graph, parameters=parameters))
-    with pytest.raises(VerificationError, match=r"parameter m.w, I on cp, is whole on every rank, .* nobody sums"):
+    with pytest.raises(InternalError, match=r"parameter m.w, I on cp, lacks its sum over the ranks .* beside it"):
         typecheck(forgotten)

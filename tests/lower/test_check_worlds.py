@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from autopar.api import estimate
-from autopar.errors import VerificationError
+from autopar.errors import InternalError
 from autopar.lower.check_types import typecheck
 from autopar.lower.program import Program, lower
 from tests.lower.test_check import mutants
@@ -84,5 +84,5 @@ def test_a_change_of_type_on_a_split_sequence_is_needed(kind: str) -> None:
     of_sequence = [broken for place, broken in found if "_cp_" in place]
     assert of_sequence
     for broken in of_sequence[:6]:
-        with pytest.raises(VerificationError, match=r"^block \d"):
+        with pytest.raises(InternalError, match=r"^block \d"):
             typecheck(broken)

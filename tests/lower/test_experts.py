@@ -73,5 +73,5 @@ def test_traced_and_eager_agree_and_experts_without_tokens_have_a_gradient() -> 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:
     experts = autopar_nn.Experts(num_experts=3, hidden=4, ffn=8)
-    with pytest.raises(UsageError, match="experts take hidden"):
+    with pytest.raises(UsageError, match="tensors given to the experts do not fit"):
         experts(torch.randn(5, 3), torch.ones(5, 1), torch.ones(5, 1, dtype=torch.int64))

@@ -65,11 +65,11 @@ def test_odd_sequences(spec: str, length: int, pins: list[str]) -> None:
 @pytest.mark.parametrize(
     ("spec", "length", "samples", "pins", "said"),
     [
-        (GPT, 17, 4, ["cp=2"], "cp divides the sequence of 17; cp=2; .*pad sequences to a multiple of cp$"),
-        (GPT, 17, 4, ["cp=2", "cp_attention=gather"], "sequence of 17; .*pad sequences to a multiple of cp$"),
-        (LLAMA, 17, 4, ["cp=2", "cp_attention=ulysses"], "sequence of 17; .*pad sequences to a multiple of cp$"),
-        (LLAMA, 18, 4, ["cp=2", "cp_attention=ring"], r"sequence of 18 \(ring\); .*pad sequences .* 2 \* cp$"),
-        (GPT, 16, 6, ["dp_shard=4"], "the global batch 6 divides by .*; dp_shard=4; .*take another global batch$"),
+        (GPT, 17, 4, ["cp=2"], "cp divides the sequence of 17; cp=2. .*pad sequences to a multiple of cp.$"),
+        (GPT, 17, 4, ["cp=2", "cp_attention=gather"], "sequence of 17; .*pad sequences to a multiple of cp.$"),
+        (LLAMA, 17, 4, ["cp=2", "cp_attention=ulysses"], "sequence of 17; .*pad sequences to a multiple of cp.$"),
+        (LLAMA, 18, 4, ["cp=2", "cp_attention=ring"], r"sequence of 18 \(ring\); .*pad sequences .* 2 \* cp.$"),
+        (GPT, 16, 6, ["dp_shard=4"], "the global batch 6 divides by .*; dp_shard=4. .*take another global batch.$"),
         (GPT, 16, 6, ["dp_shard=2", "num_micro_batches=2"], r"num_micro_batches=2 \(equal parts .* global batch 6\)"),
     ],
 )

@@ -66,16 +66,18 @@ def test_faults_of_a_plan_are_named(plan: Plan) -> None:
     names = plan.layouts[1].typings[1].strategies
     faults = {
         "for this model": replace(plan, model=replace(plan.model, fingerprint="other")),
-        "a layout for each block": replace(plan, blocks=plan.blocks[:-1]),
-        "one of the plan's": replace(plan, blocks=(replace(plan.blocks[0], layout=99), *plan.blocks[1:])),
-        "a typing on axis tp": replace(plan, layouts=tuple(replace(x, typings=x.typings[:1]) for x in plan.layouts)),
-        "a strategy for each operator": with_block(plan, 1, "tp", strategies=names[:-1]),
-        "has the strategy 'nonsense'": with_block(plan, 1, "tp", strategies=("nonsense", *names[1:])),
-        "a type for each parameter": with_block(plan, 1, "tp", parameters=()),
-        "of the prelude": replace(plan, prelude=()),
+        "number of blocks of the plan does not match": replace(plan, blocks=plan.blocks[:-1]),
+        "no layout 99": replace(plan, blocks=(replace(plan.blocks[0], layout=99), *plan.blocks[1:])),
+        "Missing types and strategies of the block on axis tp": replace(
+            plan, layouts=tuple(replace(x, typings=x.typings[:1]) for x in plan.layouts)
+        ),
+        "number of strategies does not match": with_block(plan, 1, "tp", strategies=names[:-1]),
+        "has no strategy 'nonsense'": with_block(plan, 1, "tp", strategies=("nonsense", *names[1:])),
+        "types of the block's parameters does not match": with_block(plan, 1, "tp", parameters=()),
+        "strategies of the prelude does not match": replace(plan, prelude=()),
     }
-    for law, broken in faults.items():
-        with pytest.raises(PlanError, match=law):
+    for problem, broken in faults.items():
+        with pytest.raises(PlanError, match=problem):
             lower(broken, graph)
 
 
@@ -84,7 +86,7 @@ def test_a_tied_parameter_has_one_type_at_rest() -> None:
     batch = chooser.batch_typing(graph, 2)
     plan = plan_of(graph, Mesh(), 2, (batch,))
     broken = with_block(plan, 0, "batch", parameters=tuple(S(0) for _ in graph.block_parameters(graph.blocks[0])))
-    with pytest.raises((PlanError, RuleError), match="one type at rest"):
+    with pytest.raises((PlanError, RuleError), match="a parameter two types on axis batch"):
         lower(broken, graph)
 
 

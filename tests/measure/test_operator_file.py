@@ -78,7 +78,7 @@ def test_a_second_run_continues_where_the_first_was_stopped(tmp_path: Path, monk
     second.measure([LINEAR, MISSING, GELU], CPU)
     assert timed == [LINEAR, MISSING, MISSING, GELU]
     assert list(second.times) == [LINEAR, MISSING, GELU]
-    with pytest.raises(UsageError, match="continued on the device that began it"):
+    with pytest.raises(UsageError, match="device of this file of operator times does not match"):
         ops.OperatorFile(path, "elsewhere")
 
 

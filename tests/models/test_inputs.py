@@ -61,13 +61,13 @@ def test_a_model_of_text_that_takes_images_gets_them_unless_tokens_stand_for_the
     text.image_token_id = 8
     names = [f.name for f in fields_of_config(text, "causal", "input_ids", None, ("input_ids", "pixel_values"))]
     assert names == ["input_ids", "attention_mask", "labels"]
-    with pytest.raises(UsageError, match=r"stand for the parts of an image.*give a factory"):
+    with pytest.raises(UsageError, match=r"stand for the parts of an image.*Give a factory"):
         fields_of_config(text, "base", "input_ids", None)
 
 
 @pytest.mark.parametrize("main_input", ["past_values", "input_features"])
 def test_inputs_that_nobody_can_make_are_refused_with_a_remedy(main_input: str) -> None:
-    with pytest.raises(UsageError, match=f"a model of {main_input}.*give a factory"):
+    with pytest.raises(UsageError, match=f"a model of {main_input}.*Give a factory"):
         fields_of_config(SimpleNamespace(), "base", main_input, None)
 
 

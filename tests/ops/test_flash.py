@@ -86,16 +86,16 @@ def test_shapes_that_do_not_agree_are_refused_before_a_kernel_reads_them(
     given = [x.detach() for x in drawn(torch.float32, 6, 6, key_heads=2)]
     flash.forward(*given, 0.3, is_causal=is_causal)
     given[changed] = torch.zeros(shape)
-    with pytest.raises(ValueError, match="shapes that agree"):
+    with pytest.raises(ValueError, match="shapes of queries, keys and values of one attention disagree"):
         flash.forward(*given, 0.3, is_causal=is_causal)
 
 
 def test_as_many_rows_as_columns_under_a_causal_mask() -> None:
     q, k, v = (x.detach() for x in drawn(torch.float32, 7, 6))
     flash.forward(q, k, v, 0.3, is_causal=False)
-    with pytest.raises(ValueError, match="shapes that agree"):
+    with pytest.raises(ValueError, match="shapes of queries, keys and values of one attention disagree"):
         flash.forward(q, k, v, 0.3, is_causal=True)
-    with pytest.raises(ValueError, match="shapes that agree"):
+    with pytest.raises(ValueError, match="shapes of queries, keys and values of one attention disagree"):
         flash.RowsAfter.apply(q, k, v, 0.3)  # type: ignore[no-untyped-call]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from autopar.errors import RuleError
+from autopar.errors import InternalError, RuleError
 from autopar.ops import collectives, names, plain, seeded
 from autopar.plan.mesh import MESH_AXES, Mesh
 from autopar.plan.tensor_types import I, P, R, S, Type
@@ -106,7 +106,7 @@ def test_gradients_of_half_precision_are_summed_in_it() -> None:
 
 
 def test_an_uneven_split_is_refused() -> None:
-    with pytest.raises(RuleError, match="divides by the axis"):
+    with pytest.raises(InternalError, match="of 3 does not divide by tp=2"):
         run_ranks(Mesh(tp=2), lambda rank: collectives.shard(torch.ones(3), "tp", 0, "R"))
 
 
@@ -129,7 +129,7 @@ def test_every_target_resolves_or_is_named() -> None:
     assert names.resolve("autopar.dropout") is seeded.dropout
     assert names.resolve("autopar.embedding_vocabulary").__module__ == "autopar.ops.sharded"
     for missing in ("autopar.nothing", "aten.nothing.default", "nothing"):
-        with pytest.raises(RuleError, match="exists in torch or in autopar"):
+        with pytest.raises(RuleError, match="in torch or autopar"):
             names.resolve(missing)
 
 

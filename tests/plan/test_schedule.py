@@ -111,11 +111,11 @@ def test_in_flight_of_the_known_schedules() -> None:
     ("case", "word"),
     [
         (("ZigZag", 2, 1, 4), "ZigZag"),
-        (("1F1B", 4, 1, 3), "at least as many micro-batches"),
+        (("1F1B", 4, 1, 3), "needs at least 4 micro-batches"),
         (("1F1B", 4, 2, 8), "virtual stages"),
         (("none", 2, 1, 4), "pp=2"),
         (("Interleaved1F1B", 4, 2, 9), "rounds"),
-        (("Interleaved1F1B", 4, 1, 8), "use schedule=1F1B"),
+        (("Interleaved1F1B", 4, 1, 8), "Use schedule=1F1B"),
         (("GPipe", 2, 1, 0), "at least 1"),
     ],
 )

@@ -76,7 +76,7 @@ def test_an_operator_that_mixes_samples_is_named() -> None:
     )
     with pytest.raises(RuleError) as caught:
         solve_batch(compact(mixed))
-    assert "samples are independent" in str(caught.value)
+    assert "Samples of the batch depend on each other" in str(caught.value)
     assert "mixed (aten.softmax.int)" in str(caught.value)
     assert "model.py:7" in str(caught.value)
 

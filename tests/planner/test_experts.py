@@ -87,19 +87,19 @@ def test_spread_experts_cost_less_memory_and_a_sum_over_the_ranks_that_share_the
 
 
 def test_what_ep_cannot_be_is_named() -> None:
-    with pytest.raises(InfeasibleError, match=r"autopar\.experts of layers\.0"):
+    with pytest.raises(InfeasibleError, match=r"layers\.0.*: The pins leave no strategy to autopar\.experts"):
         planned("ep=3", ranks=3)
     with pytest.raises(InfeasibleError, match="ep_data divides 4 experts"):
         planned("ep_data=8", ranks=8)
-    with pytest.raises(InfeasibleError, match=r"autopar\.experts of layers\.0"):
+    with pytest.raises(InfeasibleError, match=r"layers\.0.*: The pins leave no strategy to autopar\.experts"):
         planned("ep=8", "tp=8", ranks=8)
     plan = planned("ep=4", "dp_replicate=4")
-    with pytest.raises(PlanError, match="ep is their product"):
+    with pytest.raises(PlanError, match=r"ep_data=.*, or ep_data times tp"):
         check_plan(replace(plan, mesh=replace(plan.mesh, ep=2)))
     layouts = tuple(replace(a, typings=tuple(t for t in a.typings if t.axis != "ep_data")) for a in plan.layouts)
-    with pytest.raises(PlanError, match="strategy for each operator on axis ep_data"):
+    with pytest.raises(PlanError, match="number of strategies on axis ep_data does not match"):
         lower(replace(plan, layouts=layouts), mixture_graph())
-    with pytest.raises(UsageError, match="ep splits the experts of a model"):
+    with pytest.raises(UsageError, match="no experts that ep could split"):
         estimate(mlp(), cluster=Cluster.parse("cpu:1x4"), global_batch_size=16, pins=["ep=2"])
 
 
@@ -129,7 +129,7 @@ def test_an_auxiliary_loss_is_no_mean_of_means() -> None:
     assert not totals[0].spec.requires_grad
     with pytest.raises(InfeasibleError, match="one micro-batch a data rank"):
         estimate(graph, cluster=cluster, global_batch_size=16, pins=["dp=4", "micro_batch=2"])
-    with pytest.raises(PlanError, match="one micro-batch"):
+    with pytest.raises(PlanError, match=r"in 2 micro-batches\. Pin num_micro_batches=1"):
         lower(replace(plan, micro_batch_size=2), graph)
 
 

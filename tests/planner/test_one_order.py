@@ -135,5 +135,5 @@ def test_an_interrupt_gives_the_best_so_far_and_gives_back_its_claim() -> None:
 
 def test_times_of_another_evaluator_are_refused() -> None:
     board = Board(results=[(0, Result(time_s=1.5))])
-    with pytest.raises(UsageError, match=r"found 1\.5 s, here 2\.0; take another study name"):
+    with pytest.raises(UsageError, match=r"holds 1\.5 s .* takes 2\.0 s here\. Take another study name"):
         search(Known(bounds=[1.0], times=[2.0]), View(board)).run()

@@ -256,7 +256,7 @@ def test_memory_is_respected_and_recompute_bought_where_it_must_be(graph: Graph)
     ("cluster", "pins", "said", "unsaid"),
     [
         ("cpu:1x4", ["tp=2", "pp=4", "zero!=2"], ["tp=2", "pp=4", "4 devices"], ["zero"]),
-        ("cpu:1x1?memory=1e6", ["micro_batch<=2"], ["memory", "1 devices"], ["micro_batch"]),
+        ("cpu:1x1?memory=1e6", ["micro_batch<=2"], ["memory", "1 device"], ["micro_batch"]),
         ("cpu:1x2", ["stage@layers.0=1", "stage@layers.1=0", "pp=2"], ["stage@layers.0=1", "stage@layers.1=0"], []),
         ("cpu:1x2", ["layers.*.up=tp:S(1)", "precision=bf16"], ["precision=bf16"], []),
     ],
@@ -275,11 +275,11 @@ def test_what_cannot_be_names_the_conflict(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"space": "defualt"}, "did you mean 'default'"),
+        ({"space": "defualt"}, "Did you mean 'default'"),
         ({"precision": "fp31"}, "fp32"),
         ({"pins": ["layer.0.up=tp:S(0)"]}, "layers.0.up"),
-        ({"global_batch_size": 0}, "whole number of samples"),
-        ({"global_batch_size": 4.5}, "whole number of samples"),
+        ({"global_batch_size": 0}, "The global batch is 0"),
+        ({"global_batch_size": 4.5}, "The global batch is 4.5"),
     ],
 )
 def test_malformed_wishes_are_refused(graph: Graph, options: dict[str, object], said: str) -> None:
@@ -330,5 +330,5 @@ def test_float64_is_planned_where_the_profile_has_its_rate(graph: Graph) -> None
     single = api.search(graph, cluster="cpu:1x4", global_batch_size=16, pins=pins)
     assert plan.precision == FP64
     assert plan.predicted.memory[0].parameters == 2 * single.predicted.memory[0].parameters
-    with pytest.raises(UsageError, match=r"found float64; choose another precision, or add \[device.matmul.float64\]"):
+    with pytest.raises(UsageError, match=r"No matmul rate for float64.*, or add \[device.matmul.float64\]"):
         api.search(doubled, cluster="h100-sxm5-80gb:1x4", global_batch_size=16, precision="fp64")

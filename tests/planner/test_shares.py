@@ -159,13 +159,13 @@ def test_spaces_say_whether_shares_are_tried(graph: Graph, checkout: Path, tmp_p
 
 
 BAD = {
-    "there is a share for each of 2 node groups, but found 3-1-1": ["data_shares=3-1-1"],
-    "every data rank takes at least one sample at once, but found 3-0": ["data_shares=3-0"],
-    "shares of node groups differ, but found 2-2": ["data_shares=2-2"],
-    "divides by the samples that all ranks take at once, but found 1 x 3 + 1 x 2 = 5": ["data_shares=3-2"],
-    "or 'equal', but found 'data_shares=fast'": ["data_shares=fast"],
-    "these conflict: data_shares=3-1; ": ["data_shares=3-1", "pp=2"],
-    "these conflict: data_shares=5-1; micro_batch=2": ["data_shares=5-1", "micro_batch=2"],
+    "Expected a share for each of 2 node groups, got 3-1-1.": ["data_shares=3-1-1"],
+    "Expected at least one sample for every data rank, got 3-0.": ["data_shares=3-0"],
+    "Expected shares that differ, got 2-2.": ["data_shares=2-2"],
+    "divides the global batch 12, got 1 x 3 + 1 x 2 = 5": ["data_shares=3-2"],
+    "The pin 'data_shares=fast' gives no shares": ["data_shares=fast"],
+    "These constraints conflict: data_shares=3-1; ": ["data_shares=3-1", "pp=2"],
+    "These constraints conflict: data_shares=5-1; micro_batch=2": ["data_shares=5-1", "micro_batch=2"],
 }
 
 
@@ -177,5 +177,5 @@ def test_bad_pins_are_named(graph: Graph, message: str, pins: list[str]) -> None
 
 
 def test_equal_nodes_have_no_shares(graph: Graph) -> None:
-    with pytest.raises(AutoparError, match="there are node groups that differ, but found 3-1"):
+    with pytest.raises(AutoparError, match="Expected node groups that differ, got 3-1"):
         search(graph, of_one(two_kinds(1, 1), 0), "data_shares=3-1")

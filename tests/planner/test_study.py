@@ -252,7 +252,7 @@ def test_the_version_of_a_study_is_that_of_all_code_that_prices(
 def test_a_named_study_of_something_else_is_refused(graph: Graph, tmp_path: Path) -> None:
     options = {"storage": f"sqlite:///{tmp_path / 'study.db'}", "study_name": "mine", "trials": 1}
     search(graph, **options)
-    with pytest.raises(UsageError, match="found study 'mine', which differs in pins; take another name"):
+    with pytest.raises(UsageError, match=r"The study 'mine' was made with other pins. Take another name"):
         search(graph, pins=["tp=1"], **options)
     (summary,) = optuna.get_all_study_summaries(options["storage"])  # type: ignore[arg-type]
     assert summary.study_name == "mine"
@@ -262,15 +262,15 @@ def test_a_named_study_of_something_else_is_refused(graph: Graph, tmp_path: Path
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"storage": "nonsense"}, "write for example sqlite:///study.db"),
+        ({"storage": "nonsense"}, "Write for example sqlite:///study.db"),
         ({"storage": "sqlite:////no/such/folder/study.db"}, "unable to open database file"),
         ({"storage": "postgresql://me:secret@localhost:1/x"}, "psycopg" if find_spec("psycopg") is None else "me:***@"),
-        ({"study_name": "mine"}, "say which with --storage"),
-        ({"workers": 0}, "at least one worker"),
-        ({"trials": 0}, "at least one trial"),
-        ({"sampler": "tep"}, "did you mean 'tpe'"),
-        ({"timeout_s": -1.0}, "a limit of time is not negative"),
-        ({"storage": "sqlite://", "workers": 2}, "leave it out for a temporary file"),
+        ({"study_name": "mine"}, "Say which with --storage"),
+        ({"workers": 0}, "A search with 0 workers"),
+        ({"trials": 0}, "A search of 0 trials"),
+        ({"sampler": "tep"}, "Did you mean 'tpe'"),
+        ({"timeout_s": -1.0}, "The limit of time is -1.0"),
+        ({"storage": "sqlite://", "workers": 2}, "Leave it out for a temporary file"),
     ],
 )
 def test_what_cannot_be_shared_is_said(graph: Graph, options: dict[str, Any], said: str) -> None:
@@ -321,7 +321,7 @@ def test_the_command_names_a_study(run: Run, tmp_path: Path) -> None:
     assert run("search", model, *arguments, *storage).code == 0
     done = run("search", model, *arguments, *storage, "--pin", "tp=1")
     assert done.code == 2
-    assert "which differs in pins" in done.error
+    assert "was made with other pins" in done.error
 
 
 # --- processes

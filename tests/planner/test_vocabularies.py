@@ -146,7 +146,7 @@ def test_a_pinned_multiple_is_kept() -> None:
 
 def test_a_model_without_vocabularies_has_none_to_pad() -> None:
     graph = trace(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8)), (torch.randn(4, 8),), loss_fn=_square)
-    with pytest.raises(UsageError, match="vocab_multiple pads"):
+    with pytest.raises(UsageError, match="no vocabulary that vocab_multiple could pad"):
         api.estimate(graph, cluster="cpu:1x2", global_batch_size=4, pins=["vocab_multiple=64"])
 
 

@@ -110,10 +110,10 @@ def test_studies_are_listed(run: Run) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (('family = "gpt"', 'family = "gbt"'), "key 'model.family'"),
-        (("link.bandwidth", "link.bandwith"), "did you mean 'link.bandwidth'"),
+        (('family = "gpt"', 'family = "gbt"'), "Unknown family 'gbt'"),
+        (("link.bandwidth", "link.bandwith"), "Did you mean 'link.bandwidth'"),
         (('title = "small"', ""), "key 'title'"),
-        (("layers = 4", "layers = 4\nlayer = 4"), "every key is known"),
+        (("layers = 4", "layers = 4\nlayer = 4"), "Unknown key 'layer'. Did you mean 'layers'?"),
     ],
 )
 def test_a_malformed_study_says_where(tmp_path: Path, change: tuple[str, str], message: str) -> None:
@@ -130,7 +130,7 @@ def test_an_unknown_study_is_told_the_known_ones(run: Run, monkeypatch: pytest.M
     monkeypatch.setattr(
         "autopar.questions.published_layouts.run_study", None
     )  # a space is looked for before the model is traced
-    assert "found 'vast'" in run("study", "run", "bloom-176b", "--space", "vast").error
+    assert "Unknown space 'vast'" in run("study", "run", "bloom-176b", "--space", "vast").error
 
 
 def test_scaling_touches_what_it_names() -> None:

@@ -117,7 +117,7 @@ def test_timeline_of_equal_stages_is_the_closed_form() -> None:
 
 
 def test_timeline_needs_stage_times() -> None:
-    with pytest.raises(PlanError, match=r"predicted\.stage_times: a timeline needs the times of the stages"):
+    with pytest.raises(PlanError, match=r"predicted\.stage_times: Missing predicted times of the stages"):
         timeline(single_plan())
 
 

@@ -69,13 +69,13 @@ def test_the_log_is_read_back_and_printed(tmp_path: Path, run: Run) -> None:
 
 
 def test_what_is_no_log_is_named(tmp_path: Path, run: Run) -> None:
-    with pytest.raises(UsageError, match="the directory of a run has"):
+    with pytest.raises(UsageError, match=r"No autopar-run.jsonl in"):
         read_log(tmp_path)
     (tmp_path / FILE_NAME).write_text('{"event": "step"}\n{"event": "comparison"}\n', encoding="utf-8")
     with pytest.raises(UsageError, match=rf"{FILE_NAME}:2"):
         read_log(tmp_path)
     (tmp_path / FILE_NAME).write_bytes(b"\xbc\xff")
-    with pytest.raises(UsageError, match="a run's log can be read as UTF-8 text"):
+    with pytest.raises(UsageError, match="it is not UTF-8 text"):
         read_log(tmp_path)
     assert run("validate").code == 2
 
@@ -92,5 +92,5 @@ def test_a_comparison_that_is_garbled_is_named(tmp_path: Path, run: Run, field: 
     (tmp_path / FILE_NAME).write_text(json.dumps(event) + "\n")
     done = run("validate", "--from-run", tmp_path)
     assert done.code == 2
-    assert f"{FILE_NAME}:1: each line of a run's log is an event that autopar wrote, but found ValueError" in done.error
-    assert "delete that line" in done.error
+    assert f"{FILE_NAME}:1: This line is not an event that autopar wrote: ValueError" in done.error
+    assert "Delete it" in done.error

@@ -104,7 +104,7 @@ def test_a_declared_rule_is_checked_by_execution() -> None:
     assert has_rule("autopar_test.gated.default", table=table)
     with pytest.raises(RuleError, match=r"linear 0.*output 0: P differs"):
         register_rule("autopar_test::gated", "b... n, n -> b... n; linear 0", table=table)
-    with pytest.raises(RuleError, match="give arguments that it takes"):
+    with pytest.raises(RuleError, match="Give arguments that it takes"):
         register_rule("autopar_test::gated", "b... n, m -> b... n m", table=table)
     register_rule(
         "aten::cumsum", "b n^ -> b n; linear 0", example=(torch.rand(4, 8, dtype=torch.float64), 1), table=table

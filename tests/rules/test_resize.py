@@ -95,5 +95,5 @@ def test_a_size_that_does_not_divide_is_named() -> None:
     small = compact(attention(batch=2))
     typing = solve_batch(small)
     first = shard(small.graph, replace(typing, size=Fraction(2)), global_batch_size=4, micro_batch_size=1)
-    with pytest.raises(RuleError, match="divides by the axis"):
+    with pytest.raises(RuleError, match="the dim does not divide by"):
         resized(small.graph, first, replace(typing, size=Fraction(3)), global_batch_size=4, micro_batch_size=1)

@@ -126,7 +126,7 @@ def test_what_might_notice_steps_as_before(how: str) -> None:
         optimizer.register_step_pre_hook(lambda o, *_: seen.append(o.param_groups[0]["params"][0]))
     look = optimizer._optimizer_step_code
     refuses = LocalSteps(held[:2] if how == "other parameters" else held, on_host=True)
-    with pytest.raises(UsageError, match=r"an optimizer steps element by element.* found \w*AdamW; pin offload=none"):
+    with pytest.raises(UsageError, match=r"\w*AdamW cannot step .*[Pp]in offload=none"):
         optimizer.step(*([lambda: torch.zeros(())] if how == "closure" else []))
     refuses.remove()
     seen.clear()

@@ -105,5 +105,5 @@ def test_a_call_that_no_form_fits_is_named_with_its_line(monkeypatch: pytest.Mon
     batch = {"x": torch.ones(3, 5, 4), "place": torch.tensor([0, 1, 3])}
     with pytest.raises(TraceError, match="no such form") as caught:
         trace(Picked(), (), batch)
-    assert "test_trace_images.py" in caught.value.place
-    assert "aten.index.Tensor" in caught.value.place
+    assert "test_trace_images.py" in caught.value.where
+    assert "aten.index.Tensor" in caught.value.problem

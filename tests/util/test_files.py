@@ -28,14 +28,14 @@ def test_a_file_is_replaced_as_a_whole_and_others_may_read_it(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"), [("no/a.txt", "No such file"), ("file/a.txt", "Not a directory"), ("folder", "Is a directory")]
+    ("name", "reason"), [("no/a.txt", "no such file"), ("file/a.txt", "not a directory"), ("folder", "is a directory")]
 )
 def test_what_cannot_be_written_is_said_and_leaves_nothing(tmp_path: Path, name: str, reason: str) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "folder").mkdir()
     before = sorted(tmp_path.rglob("*"))
     for call in (lambda: check_writable(tmp_path / name), lambda: write_text(tmp_path / name, "text")):
-        with pytest.raises(UsageError, match=f"{name}: the file can be written, but found .*{reason}.*name a file"):
+        with pytest.raises(UsageError, match=f"Cannot write .*{name}: {reason}.*Choose a path"):
             call()
         assert sorted(tmp_path.rglob("*")) == before
 
@@ -44,7 +44,7 @@ def test_the_folder_itself_is_no_file(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     for path in (Path(), Path("..")):
         for call in (partial(check_writable, path), partial(write_text, path, "text")):
-            with pytest.raises(UsageError, match="the file can be written, but found"):
+            with pytest.raises(UsageError, match="Cannot write"):
                 call()
     assert list(tmp_path.iterdir()) == []
 
@@ -61,7 +61,5 @@ def test_a_mark_of_the_encoding_is_no_part_of_a_table_or_plan(tmp_path: Path) ->
 def test_a_journal_that_is_none_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "study.log"
     path.write_text("no journal\nat all\n")
-    with pytest.raises(
-        UsageError, match=r"--storage: the storage is a database URL or a journal .*study\.log': Expecting value"
-    ):
+    with pytest.raises(UsageError, match=r"--storage: Cannot open the storage .*study\.log': Expecting value"):
         open_storage(f"journal:///{path}")

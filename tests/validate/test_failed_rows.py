@@ -55,7 +55,7 @@ def test_rows_that_fail_are_reported_beside_the_others(run: Run, tmp_path: Path)
     errors = {row["row"]: row["error"] for row in found["runs"] if "error" in row}
     assert set(errors) == set(FAULTS)
     for row, said in (
-        (2, "did you mean 'h100-sxm5-80gb'"),
+        (2, "Did you mean 'h100-sxm5-80gb'"),
         (3, "column layers"),
         (4, "float8_e4m3fn"),
         (5, "bfloat16"),

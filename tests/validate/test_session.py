@@ -104,7 +104,7 @@ def test_calibrated_profiles_say_so_and_read_back(session: Session, tmp_path: Pa
     )
     with pytest.raises(UsageError, match="nobody"):
         calibrate(session, ["nobody"])
-    with pytest.raises(UsageError, match=r"fitted to 4 timed runs.*found 2 runs"):
+    with pytest.raises(UsageError, match=r"2 runs of these sources are too few.* 4 timed runs"):
         calibrate(session, ["made (1)"])
 
 

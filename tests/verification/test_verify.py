@@ -33,9 +33,9 @@ def row(**changes: object) -> RankErrors:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"loss": 2e-5}, r"rank 1: losses agree .*1e-05, but found 2\.00e-05"),
-        ({"gradient": 2e-4}, r"rank 1: gradients of the first step .*2\.00e-04 for g"),
-        ({"parameter": float("inf")}, r"rank 1: parameters after 3 AdamW steps .*inf for p"),
+        ({"loss": 2e-5}, r"rank 1: The loss differs .* by 2\.00e-05, more than 1e-05"),
+        ({"gradient": 2e-4}, r"rank 1: gradients of the first step .* 2\.00e-04 \(in g\)"),
+        ({"parameter": float("inf")}, r"rank 1: parameters after 3 AdamW steps .*inf \(in p\)"),
     ],
 )
 def test_what_exceeds_the_tolerance_is_named(changes: dict[str, float], message: str) -> None:
@@ -91,7 +91,7 @@ def test_float64_tells_rounding_from_wrong(rows: tuple[RankErrors, ...], alone: 
     assert re.match(verdict, report.verdict)
     assert report.passed == verdict.startswith("rounding")
     if not report.passed:
-        with pytest.raises(VerificationError, match=r"2\.00e-03 for g"):
+        with pytest.raises(VerificationError, match=r"2\.00e-03 \(in g\)"):
             report.check()
     else:
         report.check()
@@ -181,7 +181,9 @@ def test_a_model_that_fails_on_one_device_is_told_by_its_line() -> None:
     subject = LooksSubject()
     graph = trace(Looks(), (), subject.make_batch(2, seed=0))
     plan = autopar.search(graph, cluster="cpu:1x1", global_batch_size=2)
-    with pytest.raises(VerificationError, match=r"test_verify\.py:\d+: one device trains .*IndexError.*fit the model"):
+    with pytest.raises(
+        VerificationError, match=r"test_verify\.py:\d+: One device alone cannot train .*IndexError.*fit the model"
+    ):
         verify(subject, plan, graph, pool=None)
 
 
@@ -209,9 +211,7 @@ def test_a_model_that_draws_noise_of_its_own_is_no_reference() -> None:
         _Run(plan=plan, steps=1, padded=False, timeout_s=1.0, pool=pool)._check_repeats(Made(noise))
 
     run(0.0)
-    with pytest.raises(
-        VerificationError, match=r"one loss for one batch, dropout being off, but found .*turn off what"
-    ):
+    with pytest.raises(VerificationError, match=r"One device gives two losses for one batch: .*Turn off what"):
         run(0.1)
 
 

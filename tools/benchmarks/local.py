@@ -103,9 +103,9 @@ def through(netcluster: Path, setting: Setting, timeout_s: float) -> Launch:
                     command, check=False, timeout=timeout_s + 60, env=environment, capture_output=True, text=True
                 )
             except subprocess.TimeoutExpired as error:
-                raise AutoparError("emulated ranks end in time", value=f"none within {timeout_s:g} s") from error
+                raise AutoparError(f"Emulated ranks took longer than {timeout_s:g} s", fix="Raise the limit") from error
             if not result.is_file():
-                raise AutoparError("emulated ranks end well", value=done.stderr[-2000:])
+                raise AutoparError("Emulated ranks failed", got=done.stderr[-2000:], fix="See what they say")
             return read_result(result)
 
     return launch

@@ -114,7 +114,7 @@ def best_equal(graph: Graph, cluster: Cluster, batch: int, precision: Precision,
             except InfeasibleError:
                 continue
     if best is None:
-        raise InfeasibleError("some plan has equal stages", value="none")
+        raise InfeasibleError("No plan has equal stages", fix="Take other degrees")
     return best
 
 
@@ -168,7 +168,7 @@ def write_part(page: Path, name: str, text: str) -> None:
     before, found, rest = page.read_text(encoding="utf-8").partition(begin)
     _, closed, after = rest.partition(end)
     if not found or not closed:
-        raise UsageError("a page has the two comments of the part that is written", value=name, place=str(page))
+        raise UsageError(f"No comments around the part '{name}'", where=str(page), fix="Write both")
     write_text(page, f"{before}{begin}{text}{end}{after}", make_folder=True)
 
 

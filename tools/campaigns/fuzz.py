@@ -40,7 +40,7 @@ class WrongError(AssertionError):
 
 @dataclass
 class Tally:
-    """What a campaign did; ``refused`` counts drawn models that have no such plan, by the law that says so."""
+    """What a campaign did; ``refused`` counts drawn models that have no such plan, by the problem."""
 
     pairs: int = 0
     wrong: int = 0
@@ -115,7 +115,7 @@ def run_chunk(count: int, number: int, out: Path | None, *, shrink: bool = True)
             if not worst:
                 tally.unfit += isinstance(pair, UnfitError)
                 if isinstance(pair, AutoparError):
-                    tally.refused[pair.law] += 1
+                    tally.refused[pair.problem] += 1
             return
         text = hashlib.sha256(write(pair).encode()).hexdigest()[:16]
         if text in tally.seen and not worst:
@@ -222,9 +222,9 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"pairs run {found.pairs} ({len(found.seen)} distinct), wrong {found.wrong}")
     print(f"{len(found.strategies)} strategies of {len(targets)} operators")
     print("pairs with: " + ", ".join(f"{name} {count}" for name, count in sorted(found.features.items())))
-    print(f"not run: {found.unfit} drawn without a model or a plan, {found.refused.total()} refused by a law:")
-    for law, count in found.refused.most_common():
-        print(f"  {count} {law}")
+    print(f"not run: {found.unfit} drawn without a model or a plan, {found.refused.total()} refused:")
+    for problem, count in found.refused.most_common():
+        print(f"  {count} {problem}")
     return 1 if found.wrong else 0
 
 

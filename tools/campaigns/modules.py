@@ -162,7 +162,7 @@ def _check_trace(model: Module, graph: Graph, batch: int) -> None:
         raise UnfitError("torch does not differentiate the module itself") from error
     same = all(_same(a, b) for a, b in zip((found, *got), (expected, *wanted), strict=True))
     if not same:
-        raise AutoparError("a traced module computes what the module does", value=model.steps)
+        raise AutoparError("A traced module computes something else than the module", got=model.steps)
 
 
 def _same(a: Tensor | None, b: Tensor | None) -> bool:

@@ -19,7 +19,7 @@ from autopar.api import PRECISIONS
 from autopar.cost.blocks.block_work import BlockWork
 from autopar.cost.model import BlockCost, CostModel, StageCost, Step
 from autopar.cost.step.data_parallel import is_mixed
-from autopar.errors import RuleError, UsageError
+from autopar.errors import InternalError, RuleError, UsageError
 from autopar.graph.compact import Compact
 from autopar.graph.graph import Graph, Op, Ref
 from autopar.hardware.cluster import Cluster
@@ -194,7 +194,7 @@ class _Enumeration:
                 if key not in known:
                     try:
                         local = local or (graph if typing is None else shard(graph, typing))
-                    except RuleError:
+                    except (RuleError, InternalError):
                         break
                     known[key] = self.model.block_work(local, local.blocks[i])
             else:

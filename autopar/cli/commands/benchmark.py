@@ -110,8 +110,7 @@ def local(
         print_text(render(outcome))
     if outcome.rows and all(row.failure for row in outcome.rows):
         raise AutoparError(
-            "some plan runs to its end",
-            value=f"{len(outcome.rows)} that failed",
-            place=model,
-            remedy="mend what the lines above say of them, or look for it with 'autopar verify'",
+            f"All {len(outcome.rows)} plans failed",
+            where=model,
+            fix="See the reasons in the lines above, or look for them with 'autopar verify'",
         )

@@ -202,7 +202,11 @@ def _write_device(machine: MachineProfile, path: Path, output: Path, file: Any) 
     for call, reason in file.failed.items():
         warn(f"not measured: {call[:120]}: {reason}")
     if not file.times:
-        raise AutoparError("some operator can be timed alone", value=f"{len(file.failed)} failed", place=str(path))
+        raise AutoparError(
+            f"None of {len(file.failed)} operators can be timed alone",
+            where=str(path),
+            fix="See the reasons in the lines above",
+        )
     data = profile_to_dict(replace(machine, device=replace(machine.device, operators=None)))
     where = f"measured {time.strftime('%Y-%m-%d')} on {identity()}"
     note = f"{where}: medians of warm calls, one operator at a time"
@@ -239,7 +243,9 @@ def _shared_operators(
     store.wait(["calls"], timedelta(seconds=IDLE_S))
     calls = json.loads(store.get("calls"))
     if calls is None:
-        raise AutoparError("rank 0 knows what to measure", value="it failed", place=f"rank {rank}")
+        raise AutoparError(
+            "Rank 0 failed before it knew what to measure", where=f"rank {rank}", fix="See what rank 0 says"
+        )
     mine = OperatorFile(path if rank == 0 else path.with_name(f"{path.stem}.rank{rank}.json"), identity())
     with progress("timing operators") as advance:
         mine.measure([c for c in calls[rank::world] if c not in mine.times], local_device(), progress=advance)
@@ -281,9 +287,8 @@ def _device(machine: MachineProfile) -> torch.device:
 
     if machine.device.kind == "cuda" and not torch.cuda.is_available():
         raise UsageError(
-            "operators are timed on the device that the cluster has",
-            value=f"'{machine.device.name}', and this machine has no CUDA device",
-            remedy="run it there, or name a cluster of this machine ('local')",
+            f"This machine has no CUDA device, and '{machine.device.name}' is one",
+            fix="Run it on such a machine, or name a cluster of this one ('local')",
         )
     return torch.device("cpu") if machine.device.kind == "cpu" else local_device()
 

@@ -54,20 +54,28 @@ class Question:
             UsageError: names the option.
         """
         if len(self.asked) > 1:
-            raise UsageError("one question is asked at a time", value=" and ".join(self.asked), remedy="leave one out")
+            raise UsageError(f"{' and '.join(self.asked)} are different questions", fix="Ask one of them at a time")
         if self.minimize not in (None, "devices", "price"):
-            raise UsageError("--minimize is devices or price", value=repr(self.minimize))
+            raise UsageError.unknown("quantity to minimize", self.minimize, ("devices", "price"), where="--minimize")
         if (self.prices or self.others) and self.minimize != "price" and self.pareto is None:
             raise UsageError(
-                "--price and --or-cluster are for --minimize price and --pareto",
-                value=f"--minimize {self.minimize}" if self.minimize else (self.asked or ("none of them",))[0],
-                remedy="leave them out, or ask for --minimize price",
+                "--price and --or-cluster do not go with "
+                + (
+                    f"--minimize {self.minimize}"
+                    if self.minimize
+                    else (self.asked or ("the search for the fastest plan",))[0]
+                ),
+                fix="Leave them out, or ask for --minimize price or --pareto",
             )
         if self.prices and self.pareto is not None and "price" not in self.pareto:
-            raise UsageError("--price is for --pareto with price", value=f"--pareto {self.pareto}",
-                             remedy=f"leave it out, or ask for --pareto {self.pareto},price")  # fmt: skip
+            raise UsageError(
+                f"--price does not go with --pareto {self.pareto}",
+                fix=f"Leave it out, or ask for --pareto {self.pareto},price",
+            )
         if self.sequence_step is not None and not self.longest_sequence:
-            raise UsageError("--sequence-step is for --longest-sequence", value="it alone", remedy="leave it out")
+            raise UsageError(
+                "--sequence-step does not go without --longest-sequence", fix="Leave it out, or add --longest-sequence"
+            )
 
 
 def answer(
@@ -94,8 +102,12 @@ def answer(
     from autopar.questions import sizing as questions
 
     if question.longest_sequence and (sequence is not None or is_factory(model)):
-        raise UsageError("the length of the sequence is open where the longest is asked for",
-                         value="a factory, which decides it" if is_factory(model) else f"--seq {sequence}")  # fmt: skip
+        raise UsageError(
+            "The longest sequence cannot be searched for a factory, which decides the length"
+            if is_factory(model)
+            else f"--seq {sequence} does not go with --longest-sequence",
+            fix="Name a model as hf:TYPE or gpt:..." if is_factory(model) else "Leave one of them out",
+        )
     with progress("reading the model") as advance:
         ask = questions.Ask(
             graph_at=_tracer(model, precision, opaque),
@@ -172,14 +184,15 @@ def _prices(texts: Sequence[str]) -> dict[str, float]:
     for text in (part for given in texts for part in given.split(",")):
         name, equals, value = text.partition("=")
         if name.strip() in prices:
-            raise UsageError(
-                "a device has one price", value=repr(text), place="--price", remedy="leave one of them out"
-            )
+            raise UsageError(f"The device in '{text}' has two prices", where="--price", fix="Leave one of them out")
         try:
             prices[name.strip()] = float(value)
         except ValueError:
             equals = ""
         if not equals:
-            raise UsageError("a price is DEVICE=NUMBER", value=repr(text), place="--price",
-                             remedy="write for example h100-sxm5-80gb=2.5")  # fmt: skip
+            raise UsageError(
+                f"'{text}' is not of the form DEVICE=NUMBER",
+                where="--price",
+                fix="Write for example h100-sxm5-80gb=2.5",
+            )
     return prices

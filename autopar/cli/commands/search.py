@@ -100,13 +100,12 @@ def _check_alone(options: dict[str, Any], question: Question, has_output: bool) 
     given = [name for name, value in options.items() if value is not None]
     if given:
         raise UsageError(
-            "--trials, --timeout, --storage, --study-name, --workers, --sampler and --seed are of the search for the fastest plan",
-            value=f"--{given[0].removesuffix('_s').replace('_', '-')} beside another question ({question.asked[0]})",
-            remedy="leave it out",
+            f"--{given[0].removesuffix('_s').replace('_', '-')} does not go with {question.asked[0]}",
+            fix="Leave it out: --trials, --timeout, --storage, --study-name, --workers, --sampler and --seed are for the search for "
+            "the fastest plan",
         )
     if has_output and question.sweep is not None:
         raise UsageError(
-            "one plan is written to --output",
-            value="--sweep, which has a plan for each factor",
-            remedy="leave --output out, or search with that cluster alone",
+            "--output cannot take the plans of --sweep, one for each factor",
+            fix="Leave --output out, or search with that cluster alone",
         )

@@ -103,12 +103,11 @@ def _check(files: Sequence[Path], before: Path | None, written: Sequence[Path], 
     from autopar.util.files import check_writable
 
     if not files:
-        raise UsageError("validate has runs to read", value="none", remedy="give RUNS.csv files, or --from-run DIR")
+        raise UsageError("No runs to validate with", fix="Give RUNS.csv files, or --from-run DIR")
     if before is not None and not is_plain:
         raise UsageError(
-            "--before compares the profiles as they are with an earlier release, on a page",
-            value=f"--before {before} without --markdown, or with --leave-one-out or --calibrate",
-            remedy="give --before and --markdown alone",
+            f"--before {before} needs --markdown, and goes with neither --leave-one-out nor --calibrate",
+            fix="Give --before and --markdown alone",
         )
     for path in written:
         check_writable(path)
@@ -136,7 +135,7 @@ def _from_run(folder: Path, files: list[Path], as_json: bool) -> None:
     from autopar.report.run import render_run, run_summary
 
     if files:
-        raise UsageError("validate reads files or the log of a run", value=f"both: {files[0]}", place="--from-run")
+        raise UsageError(f"--from-run does not go with a file of runs ({files[0]})", fix="Leave one of them out")
     record = read_log(folder)
     if as_json:
         print_json(run_summary(record))

@@ -62,17 +62,16 @@ def verify(
     from autopar.verification.as_text import render_verification, verification
 
     if precision not in ("fp32", "fp64"):
-        raise UsageError("verify compares in fp32 or fp64", value=precision, place="--precision")
+        raise UsageError(f"Cannot verify in '{precision}'", where="--precision", fix="Choose fp32 or fp64")
     if Path(target).suffix == ".json" or _is_file(target):
         plan, subject, graph = _from_file(Path(target), model)
     else:
         plan, subject, graph = _from_model(target, cluster, split_pins(pin or ()), global_batch, seq, opaque or [])
     if plan.mesh.world_size > MAX_RANKS:
         raise UsageError(
-            f"verify starts a process for each rank on this machine, at most {MAX_RANKS}",
-            value=plan.mesh.world_size,
-            place=target,
-            remedy="verify a smaller plan of the same kind: a MODEL with --cluster cpu:1x4 and pins",
+            f"The plan has {plan.mesh.world_size} ranks, and verify starts at most {MAX_RANKS} processes on this machine",
+            where=target,
+            fix="Verify a smaller plan of the same kind: a MODEL with --cluster cpu:1x4 and pins",
         )
     from autopar.plan.plan import FP32, FP64
     from autopar.verification.against_one_device import verify as compare
@@ -145,9 +144,8 @@ def _from_model(
 
     if cluster is None:
         raise UsageError(
-            "verify takes a plan file, or a MODEL and --cluster",
-            value=repr(name),
-            remedy="write for example --cluster cpu:1x4",
+            f"No cluster to verify '{name}' on, and no plan file of that name",
+            fix="Give a plan file, or write --cluster cpu:1x4",
         )
     from autopar.hardware.scale import with_free_links
     from autopar.verification.verified_model import VerifiedModel

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import prod
 
 from autopar.cost.blocks.block_collectives import Message
-from autopar.errors import RuleError
+from autopar.errors import InternalError
 from autopar.plan.plan import Recompute
 
 
@@ -142,10 +142,10 @@ class BlockCost:
         """The block under selective recompute.
 
         Raises:
-            RuleError: it was not asked for when the block's work was counted.
+            InternalError: it was not asked for when the block's work was counted.
         """
         if self.selective is None:
-            raise RuleError("a block that recomputes selectively was priced so", value=self.key)
+            raise InternalError(f"Block {self.key} was priced without selective recompute, which is now asked for")
         return self.selective
 
     def recompute_s(self, mode: Recompute) -> float:

@@ -112,7 +112,7 @@ class CollectiveModel:
         library = self.cluster.library
         kind = dict(library.implemented_as).get(kind, kind)
         if kind not in KINDS:
-            raise UsageError("the collective is known", value=kind, remedy=f"known: {', '.join(KINDS)}")
+            raise UsageError.unknown("collective", kind, KINDS)
         found = [
             _line(kind, shape, algorithm, self._bandwidth(kind, shape, algorithm))
             for algorithm in library.algorithms
@@ -120,7 +120,8 @@ class CollectiveModel:
         ]
         if not found:
             raise UsageError(
-                "the collective library has an algorithm for every collective", value=kind, place=library.name
+                f"The collective library {library.name} has no algorithm for {kind}",
+                fix="Add [[library.algorithms]] for it (profiles/README.md), or name another library",
             )
         return tuple(found)
 

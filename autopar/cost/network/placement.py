@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.errors import UsageError
+from autopar.errors import InternalError, UsageError
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.device import Device, HostLink
 from autopar.hardware.link import Link
@@ -68,10 +68,10 @@ def check_kinds(cluster: Cluster) -> None:
     kinds = {device.kind for device in cluster.devices}
     if len(kinds) > 1:
         raise UsageError(
-            "the devices of a cluster are all GPUs or all CPUs",
-            value=", ".join(f"{device.name} ({device.kind})" for device in cluster.devices),
-            place=cluster.name,
-            remedy="plan for one of the kinds",
+            "The cluster mixes GPUs and CPUs",
+            where=cluster.name,
+            got=", ".join(f"{device.name} ({device.kind})" for device in cluster.devices),
+            fix="Plan for the devices of one kind",
         )
 
 
@@ -87,9 +87,8 @@ def host_of(device: Device, devices: Iterable[Device]) -> HostLink:
     missing = next((other.name for other in devices if other.host is None), None)
     if device.host is None or missing is not None:
         raise UsageError(
-            "something is offloaded where the device's profile has the link to its host",
-            value=f"none of {missing or device.name}",
-            remedy="pin offload=none, or add [device.host] to the profile (profiles/README.md)",
+            f"Nothing can be offloaded to the host: the profile of {missing or device.name} has no link to it",
+            fix="Pin offload=none, or add [device.host] to the profile (profiles/README.md)",
         )
     return device.host
 
@@ -144,9 +143,8 @@ def group_shape(
     cluster = fabric.cluster
     if mesh.world_size > cluster.world_size:
         raise UsageError(
-            "the mesh fits the cluster",
-            value=f"{mesh.world_size} ranks for {cluster.world_size} devices",
-            place=cluster.name,
+            f"The mesh has {mesh.world_size} ranks, but the cluster {cluster.name} has {cluster.world_size} devices",
+            fix=f"Take degrees whose product is {cluster.world_size}, or a larger cluster",
         )
     names, degrees, axes = mesh.cut(axes)
     order = [i for i, axis in enumerate(names) if axis not in axes]
@@ -164,7 +162,7 @@ def _within(ranks: NDArray[Any], pp: int, cluster: Cluster, only: frozenset[int]
     covers = np.array([set(row) <= only if pp == 1 else set(row) == only for row in rows.tolist()])
     found = np.repeat(covers, len(ranks) // len(covers))
     if not found.any():
-        raise UsageError("some group over the axes lies on these node groups", value=sorted(only), place=cluster.name)
+        raise InternalError(f"No group of ranks lies on the node groups {sorted(only)}", where=cluster.name)
     return found
 
 

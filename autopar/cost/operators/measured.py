@@ -124,7 +124,10 @@ def decode(text: str) -> tuple[Op, tuple[TensorSpec, ...]]:
             outputs=tuple(_spec(output["tensor"]) for output in outputs),
         )
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UsageError("an operator's time names the call that it is of", value=text[:200]) from error
+        raise UsageError(
+            f"The measured time of '{text[:200]}' names no call of an operator",
+            fix="Measure the operators again with 'autopar profile ops'",
+        ) from error
     return op, tuple(operands)
 
 

@@ -36,7 +36,7 @@ def itemsize(dtype: str) -> int:
     """
     found = getattr(torch, dtype, None)
     if not isinstance(found, torch.dtype):
-        raise UsageError("a dtype is one of torch's", value=dtype, remedy="write for example bfloat16")
+        raise UsageError(f"Unknown dtype '{dtype}'", fix="Write one of torch's, for example bfloat16")
     return found.itemsize
 
 

@@ -79,8 +79,8 @@ def optimizer_cost(name: str) -> OptimizerCost:
     base, declared, text = name.lower().partition(_DECLARED)
     found = OPTIMIZERS.get(base)
     if found is None:
-        raise UsageError(
-            "the optimizer is known", value=name, remedy=f"known: {', '.join(OPTIMIZERS)}; NAME{_DECLARED}N"
+        raise UsageError.unknown(
+            "optimizer", name, OPTIMIZERS, fix=f"or NAME{_DECLARED}N with N bytes of states for each element"
         )
     if not declared:
         return found
@@ -89,7 +89,10 @@ def optimizer_cost(name: str) -> OptimizerCost:
     except ValueError:
         size = -1.0
     if not 0 <= size < math.inf:
-        raise UsageError("bytes of states for each element are a number from 0 on", value=name, remedy="adamw:bytes=2")
+        raise UsageError(
+            f"The optimizer '{name}' has no number of bytes of states for each element",
+            fix="Give one from 0 on, for example adamw:bytes=2",
+        )
     return replace(found, element_bytes=size)
 
 

@@ -39,7 +39,9 @@ class PipelineStep:
         self.runs: list[Runs] = [stage.runs for stage in stages]
         pp = self.step.mesh.pp
         if not stages or len(stages) % pp:
-            raise UsageError("the stages are a multiple of the pipeline ranks", value=f"{len(stages)} for pp={pp}")
+            raise UsageError(
+                f"A pipeline of {pp} ranks cannot have {len(stages)} stages", fix=f"Give a multiple of {pp} stages"
+            )
         check_schedule(self.step.schedule, pp, len(stages) // pp, self.step.num_micro_batches)
 
     def memory(self) -> tuple[Memory, ...]:

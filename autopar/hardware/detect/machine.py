@@ -64,9 +64,9 @@ def _check_alike() -> None:
     kinds = sorted({(device.name, device.total_memory) for device in found})
     if len(kinds) > 1:
         raise UsageError(
-            "the GPUs of this machine are of one kind, if it is to be described by what is found",
-            value=", ".join(f"{name} of {num_bytes:,} bytes" for name, num_bytes in kinds),
-            remedy="show those of one kind (CUDA_VISIBLE_DEVICES), or describe groups of nodes in a cluster file",
+            "This machine has GPUs of several kinds",
+            got=", ".join(f"{name} of {num_bytes:,} bytes" for name, num_bytes in kinds),
+            fix="Show those of one kind (CUDA_VISIBLE_DEVICES), or describe groups of nodes in a cluster file",
         )
 
 
@@ -306,9 +306,8 @@ def _measure() -> dict[str, Any]:
             while any(worker.poll() is None for worker in workers) and not any(worker.poll() for worker in workers):
                 if time.monotonic() > deadline:
                     raise AutoparError(
-                        f"this machine is measured within {TIMEOUT_S:.3g} s",
-                        value="no answer",
-                        remedy="name a device instead of 'local'",
+                        f"Measuring this machine took longer than {TIMEOUT_S:.3g} s",
+                        fix="Name a device instead of 'local', such as cpu:1x4",
                     )
                 time.sleep(0.05)
         finally:
@@ -319,9 +318,9 @@ def _measure() -> dict[str, Any]:
         if not path.is_file():
             complaints = [(folder / f"rank{rank}.log").read_text(encoding="utf-8").strip() for rank in range(count)]
             raise AutoparError(
-                f"{count} processes of this machine can measure it, and the link between them",
-                value="\n".join(filter(None, complaints))[-2000:] or "no result",
-                remedy="name a device instead of 'local'",
+                f"Measuring this machine with {count} processes failed",
+                got="\n".join(filter(None, complaints))[-2000:] or "no result",
+                fix="Name a device instead of 'local', such as cpu:1x4",
             )
         result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return result

@@ -23,7 +23,7 @@ _LOGGER = logging.getLogger("autopar")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 _DESCRIBE = (
-    "describe the cluster (cluster=FILE.toml); 'autopar profile all' under torchrun measures one of equal devices"
+    "Describe the cluster (cluster=FILE.toml); 'autopar profile all' under torchrun measures one of equal devices"
 )
 
 
@@ -102,7 +102,7 @@ def cluster_at(places: Sequence[Place], *, cache_dir: Path | None = None) -> Clu
     libraries = sorted({profile.library for profile in profiles.values()})
     if len(libraries) > 1:
         raise RuntimeMismatchError(
-            "the ranks of a job communicate by one library", value=", ".join(libraries), remedy=_DESCRIBE
+            f"The ranks of this job communicate by several libraries ({', '.join(libraries)})", fix=_DESCRIBE
         )
     shape = " + ".join(f"{group.num_nodes}x{group.devices_per_node}" for group in groups)
     name = "local" if len(nodes) == 1 else f"local ({shape})"
@@ -121,20 +121,18 @@ def _nodes(places: Sequence[Place]) -> list[list[Place]]:
         if hosts.count(host) > 1:
             found = ", ".join(str(rank) for rank, place in enumerate(places) if place.host == host)
             raise RuntimeMismatchError(
-                "the ranks of a node are numbered one after the other",
-                value=f"ranks {found}",
-                place=f"host {host[0]}",
-                remedy="start them with torchrun, or let the launcher fill node after node (srun --distribution=block, "
+                f"The ranks {found} of one node are not numbered one after the other",
+                where=f"host {host[0]}",
+                fix="Start them with torchrun, or let the launcher fill node after node (srun --distribution=block, "
                 "mpirun --map-by slot)",
             )
     for ranks in nodes:
         models = sorted({name for name, _ in (place.model for place in ranks)})
         if len(models) > 1:
             raise RuntimeMismatchError(
-                "the devices of a node are equal",
-                value=", ".join(models),
-                place=f"host {ranks[0].host[0]}",
-                remedy="run ranks on one kind of them (CUDA_VISIBLE_DEVICES)",
+                f"The devices of this node differ ({', '.join(models)})",
+                where=f"host {ranks[0].host[0]}",
+                fix="Run ranks on one kind of them (CUDA_VISIBLE_DEVICES)",
             )
     return nodes
 
@@ -147,10 +145,9 @@ def _profile(model: tuple[str, bool], places: Sequence[Place], cache_dir: Path |
     for place in alike:
         if first.model != model or not has_memory(place.memory_bytes, first.memory_bytes):
             raise RuntimeMismatchError(
-                "every rank's device has a shipped profile, or is like that of rank 0, which is measured",
-                value=f"{name} with {place.memory_bytes / 2**30:.1f} GiB, rank 0 on {first.device} with "
-                f"{first.memory_bytes / 2**30:.1f} GiB",
-                place=f"host {place.host[0]}",
-                remedy=_DESCRIBE,
+                f"No shipped profile of {name} with {place.memory_bytes / 2**30:.1f} GiB, and rank 0, which is measured, is on "
+                f"{first.device} with {first.memory_bytes / 2**30:.1f} GiB",
+                where=f"host {place.host[0]}",
+                fix=_DESCRIBE,
             )
     return machine_profile(cache_dir=cache_dir)

@@ -115,7 +115,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> None:
     fits = k.shape == v.shape and batch == key_batch and width == k.shape[-1] and not heads % max(key_heads, 1)
     if not fits or (is_causal and rows != columns):
         said = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
-        raise ValueError(f"queries, keys and values of one attention have shapes that agree, but found {said}")
+        raise ValueError(f"The shapes of queries, keys and values of one attention disagree: {said}")
 
 
 def wide(x: Tensor) -> Tensor:

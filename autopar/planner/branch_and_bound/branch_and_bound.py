@@ -308,8 +308,11 @@ class BranchAndBound:
         again = self.evaluator.evaluate(self.pool[index])
         here = again.prediction.step_time_s if isinstance(again, Evaluation) else again.reason
         if not isinstance(again, Evaluation) or abs(again.prediction.step_time_s - time_s) > ROUNDING * time_s:
-            raise UsageError("a study holds what this search would find", value=f"{time_s} s, here {here}",
-                             place=str(self.pool[index]), remedy="take another study name or storage")  # fmt: skip
+            raise UsageError(
+                f"The study holds {time_s} s for this candidate, but it takes {here}{' s' * isinstance(again, Evaluation)} here",
+                where=str(self.pool[index]),
+                fix="Take another study name or storage",
+            )
         return again
 
     def _misfits(self) -> Iterator[Misfit]:

@@ -179,11 +179,10 @@ def made(kind: SamplerName, seed: int) -> BaseSampler:
         UsageError: the package that it needs is not installed.
     """
     if kind == "cmaes" and find_spec("cmaes") is None:
-        raise UsageError(
-            "CMA-ES is the package cmaes's",
-            value="no module cmaes",
-            place="sampler",
-            remedy="pip install 'autopar[cmaes]', or take tpe or nsga2",
+        raise UsageError.missing(
+            "package cmaes, which the sampler needs",
+            where="sampler",
+            fix="Run: pip install 'autopar[cmaes]', or take tpe or nsga2",
         )
     with warnings.catch_warnings():  # what is used of them is marked as experimental in some versions
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)

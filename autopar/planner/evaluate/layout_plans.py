@@ -156,7 +156,10 @@ class LayoutPlans:
             (problem.busy_s(cut.stops, cut.modes), cut) for cut in every_cut(blocks, problem.num_stages, self.pinned)
         ]
         if not every:
-            raise InfeasibleError("the stages that are pinned can be cut", value=f"{problem.num_stages} stages")
+            raise InfeasibleError(
+                f"The pinned stages cannot be cut into {problem.num_stages} stages",
+                fix="Drop a pin of stages, or pin another pp",
+            )
         best: Evaluation | None = None
         needs, host, is_slow = [], 0, False
         for least_s, cut in sorted(every, key=lambda pair: pair[0]):

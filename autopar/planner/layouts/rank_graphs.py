@@ -164,7 +164,9 @@ class RankGraphs:
             except InfeasibleError as error:
                 failure = error
         if not possible:
-            raise failure or InfeasibleError("some kind of attention is allowed on cp", value="none")
+            raise failure or InfeasibleError(
+                "The pins allow no kind of attention on cp", fix="Drop the pin of cp_attention, or pin cp=1"
+            )
         return tuple(possible)
 
     def sequence(self, key: LayoutKey, kind: str) -> AxisSolution:

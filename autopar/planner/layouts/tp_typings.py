@@ -122,9 +122,8 @@ class TpTypings:
             if pinned is not None:
                 if pinned not in rests_of(parameter.spec, tp):
                     raise InfeasibleError(
-                        "a pinned parameter divides by the axis",
-                        value=f"{parameter.key} of shape {parameter.spec.shape} as {pinned} with tp={tp}",
-                        remedy="pin another dim or another tp",
+                        f"The parameter {parameter.key} of shape {parameter.spec.shape} cannot be split as {pinned} with tp={tp}",
+                        fix="Pin another dim or another tp",
                     )
                 rests[parameter.name] = (pinned,)
         return rests

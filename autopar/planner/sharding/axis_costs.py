@@ -134,11 +134,11 @@ class AxisCosts:
         kept = offered if self.narrow is None else self.narrow(op, offered)
         if not kept:
             raise InfeasibleError(
-                "the pins leave each operator a strategy",
-                value=f"{op.target} of {op.module or op.name} on {self.axis}={self.size}",
-                remedy="split experts over a degree that divides their number, or drop the pin of ep"
+                f"The pins leave no strategy to {op.target} on {self.axis}={self.size}",
+                where=op.module or op.name,
+                fix="Split experts over a degree that divides their number, or drop the pin of ep"
                 if self.axis == "tp"
-                else "choose a degree that divides heads and sequence, or drop the pin of cp_attention",
+                else "Choose a degree that divides heads and sequence, or drop the pin of cp_attention",
             )
         return kept
 

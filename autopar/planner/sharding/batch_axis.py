@@ -227,10 +227,10 @@ def _changes(graph: Graph, mutation: Mutation, found: set[Type]) -> RuleError:
     fqn = next(b.fqn for b in graph.buffers if b.name == mutation.buffer)
     where = f"{op.name} ({op.target}){f', {op.source}' if op.source else ''}" if op else str(mutation.value)
     return RuleError(
-        "the new value of a buffer is the same for all samples of a batch, so that a batch can be split",
-        value=f"one of type {sorted(map(str, found))}",
-        place=f"{fqn}: {where}",
-        remedy="keep sums or means over the batch in buffers, not values of single samples",
+        f"The new value of this buffer is not the same for all samples (type {', '.join(sorted(map(str, found)))}), "
+        "so the batch cannot be split",
+        where=f"{fqn}: {where}",
+        fix="Keep sums or means over the batch in buffers, not values of single samples",
     )
 
 
@@ -241,10 +241,10 @@ def _opaque(graph: Graph, op: Op) -> RuleError:
 
     reason = reason_of(graph.notes, region.name)
     return RuleError(
-        "of an opaque region it is known that its samples are apart, or that its gradients add up",
-        value=f"neither: {region.why or 'its backward is not linear'}",
-        place=f"{op.module or op.name}, {op.source}" if op.source else op.module or op.name,
-        remedy=(f"it is opaque: {reason}; mend that line" if reason else "write it so that it can be traced")
+        "The samples of this opaque module may depend on each other, and its gradients may not add up",
+        where=f"{op.module or op.name}, {op.source}" if op.source else op.module or op.name,
+        got=(region.why or "its backward is not linear") + (f"; it is opaque as {reason}" if reason else ""),
+        fix=("Change the line that makes it opaque" if reason else "Write it so that it can be traced")
         + ", or name a smaller module around it with opaque=",
     )
 
@@ -253,14 +253,12 @@ def _mixes(graph: Graph, op: Op | None, value: str) -> RuleError:
     where = f"{op.name} ({op.target}), {op.module or 'no module'}" if op else str(graph.loss)
     if op is not None and not rules.has_rule(op.target):
         return RuleError(
-            "every operator on samples has a sharding rule, or nobody knows whether it mixes them",
-            value=f"{op.target} without one",
-            place=f"{where}, {op.source}" if op.source else where,
-            remedy=f'declare one: register_rule("{op.target}", "b... -> b..."), or write it with other operators',
+            f"No sharding rule for {op.target}, so it may mix samples",
+            where=f"{where}, {op.source}" if op.source else where,
+            fix=f'Add one: autopar.register_rule("{op.target}", "b... -> b..."), or write it with other operators',
         )
     return RuleError(
-        "samples are independent up to the loss, so that a batch can be split",
-        value=value,
-        place=f"{where}, {op.source}" if op and op.source else where,
-        remedy="keep operators that mix samples (losses over all pairs of a batch, say) out of the model",
+        f"Samples of the batch depend on each other ({value}), so it cannot be split",
+        where=f"{where}, {op.source}" if op and op.source else where,
+        fix="Keep operators that mix samples (losses over all pairs of a batch, say) out of the model",
     )

@@ -170,8 +170,11 @@ class AxisSolver:
         chain = self._chain(tables)
         best = chain.prepared.solve_all([*tables, *(t[None] for t in chain.equal)], count)
         if np.isinf(best.tables).any():
-            law = f"the blocks have typings on axis {self.costs.axis} that fit together"
-            raise InfeasibleError(law, value=self.compact.graph.name)
+            raise InfeasibleError(
+                f"No layouts of the blocks on axis {self.costs.axis} fit together",
+                where=self.compact.graph.name,
+                fix=f"Drop a pin of parameters, or pin {self.costs.axis}=1",
+            )
         crossing = [[chain.variables[key] for key in boundary.keys] for boundary in self.boundaries]
         wanted = [
             [Entry(i, tuple([chosen[v] for v in variables])) for variables in crossing]

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.errors import AutoparError
+from autopar.errors import InternalError
 from autopar.planner.sharding.elimination_order import (
     EliminationStep,
     elimination_order,
@@ -291,7 +291,7 @@ def minimise_by_milp(energy: Energy, *, fixed: Mapping[int, int] | None = None) 
     two or more variables, tied to the states by marginalisation (the local polytope of Wainwright and Jordan).
 
     Raises:
-        AutoparError: the solver stops without an answer.
+        InternalError: the solver stops without an answer.
     """
     first = np.concatenate([[0], np.cumsum(energy.sizes)]).astype(int)
     cost: list[float] = [0.0] * int(first[-1])
@@ -349,6 +349,6 @@ def _solve(energy: Energy, first: np.ndarray, cost: np.ndarray, upper: np.ndarra
     if result.status == _INFEASIBLE:
         return None
     if result.status != _OPTIMAL:
-        raise AutoparError("the integer program has an answer", value=result.message, remedy="report the model")
+        raise InternalError(f"The integer program has no answer: {result.message}")
     assignment = tuple(int(np.argmax(result.x[first[v] : first[v + 1]])) for v in range(len(energy.sizes)))
     return Minimum(assignment=assignment, value=energy.value(assignment))

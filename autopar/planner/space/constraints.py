@@ -25,7 +25,7 @@ Table = Mapping[str, Column]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraint:
-    """A law by name; ``holds`` gives a row of truths for a table, ``remedy`` is what helps beside dropping a pin."""
+    """A constraint by name; ``holds`` gives a row of truths for a table, ``remedy`` is what helps beside dropping a pin."""
 
     name: str
     holds: Callable[[Table], NDArray[np.bool_]]
@@ -84,7 +84,7 @@ def laws(problem: Problem) -> tuple[Constraint, ...]:
 
     return (
         Constraint(
-            name=f"{problem.world_size} devices = pp * dp_replicate * dp_shard * cp * tp",
+            name=f"{problem.world_size} device{'s' * (problem.world_size > 1)} = pp * dp_replicate * dp_shard * cp * tp",
             holds=lambda t: t["pp"] * t["dp_replicate"] * t["dp_shard"] * t["cp"] * t["tp"] == problem.world_size,
         ),
         Constraint(

@@ -95,9 +95,9 @@ def against(problem: Problem, pins: Pins) -> InfeasibleError | None:
     sizes = [p.text for p in pins.pins if isinstance(p, NumberPin) and p.key in ("micro_batch", "num_micro_batches")]
     names = conflict(*_alone(problem, pins))
     return InfeasibleError(
-        SHARES_ALONE,
-        value="these conflict: " + "; ".join((*texts, *(names or sizes))),
-        remedy="drop one of the pins named",
+        "These constraints conflict",
+        got="; ".join((*texts, *(names or sizes))),
+        fix=f"Drop one of the pins named: unequal shares need {SHARES_ALONE}",
     )
 
 
@@ -193,13 +193,14 @@ def _check(fixed: tuple[int, ...], problem: Problem, cluster: Cluster, mixing: s
     ranks = [] if cluster.is_homogeneous else [group.num_devices for group in cluster.groups]
     fault = shares_fault(fixed, ranks, problem.global_batch_size)
     if fault is not None:
-        law, value, remedy = fault
-        raise UsageError(law, value=value, place=place, remedy=remedy)
+        expected, got, fix = fault
+        raise UsageError("These shares do not fit", where=place, expected=expected, got=got, fix=fix)
     if mixing:
         raise UsageError(
-            "where samples meet, all data ranks take equal numbers of them",
-            value=mixing, place=place, remedy="drop the pin",
-        )  # fmt: skip
+            f"Samples of the batch depend on each other ({mixing}), so all data ranks must take equal numbers of them",
+            where=place,
+            fix="Drop the pin",
+        )
 
 
 def _alone(problem: Problem, pins: Pins) -> tuple[Problem, Pins]:

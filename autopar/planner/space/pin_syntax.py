@@ -13,7 +13,6 @@ from autopar.plan.plan import RECOMPUTES, Recompute
 from autopar.plan.schedule import SCHEDULES
 from autopar.plan.tensor_types import Type, parse_type
 from autopar.planner.space.space import ATTENTION_KINDS
-from autopar.util.text import closest
 
 _RELATIONS: dict[str, Callable[[int, int], bool]] = {
     "=": operator.eq,
@@ -136,11 +135,17 @@ def parse_pin(text: str) -> Pin:
     """
     match = re.fullmatch(r"\s*([^<>=!\s]+)\s*(<=|>=|!=|==|=|<|>)\s*(\S+)\s*", text)
     if match is None:
-        raise UsageError("a pin is NAME=VALUE (or <=, >=, !=)", value=repr(text), remedy="write for example tp=4")
+        raise UsageError(
+            f"The pin '{text}' is not of the form NAME=VALUE (or <=, >=, !=)", fix="Write for example tp=4"
+        )
     name, relation, value = match.groups()
     if name in _NUMBERS:
         if not value.isdecimal():
-            raise UsageError(f"the pin of {name} is a whole number", value=repr(value), place=f"pin '{text}'")
+            raise UsageError(
+                f"The value '{value}' of {name} is not a whole number",
+                where=f"pin '{text}'",
+                fix=f"Write for example {name}=4",
+            )
         return NumberPin(text=text, key=_SAME.get(name, name), relation=relation, value=int(value))
     if name in ("groups", "data_shares"):
         return (_order if name == "groups" else _shares)(text, relation, value)
@@ -149,28 +154,32 @@ def parse_pin(text: str) -> Pin:
     if name in _CHOICES:
         return _choice(text, name, relation, value)
     if relation not in ("=", "=="):
-        raise UsageError(f"'{relation}' is for numbers and choices", value=repr(text), remedy="write =")
+        raise UsageError(f"'{relation}' does not go with {name}", where=f"pin '{text}'", fix="Write =")
     if name in ("recompute", "opaque") or name.startswith("stage@"):
         return _of_modules(text, name, value)
     if ":" in value:
         axis, _, type_text = value.partition(":")
         if axis not in _AXES:
-            raise UsageError("parameters are pinned on an axis", value=repr(axis), remedy=closest(axis, _AXES))
+            raise UsageError.unknown("axis", axis, _AXES, where=f"pin '{text}'")
         found = parse_type(type_text)
         if found.kind not in ("I", "S"):
-            raise UsageError("a parameter at rest is I or S(d)", value=type_text, place=f"pin '{text}'")
+            raise UsageError(
+                f"A parameter cannot be stored as {type_text}",
+                where=f"pin '{text}'",
+                fix="Write I or S(d), for example tp:S(0)",
+            )
         return ParameterPin(text=text, pattern=name, axis=axis, type=found)
-    raise UsageError("a pin names what the plan has", value=repr(name), remedy=closest(name, _KEYS))
+    raise UsageError.unknown("pin", name, _KEYS)
 
 
 def _choice(text: str, name: str, relation: str, value: str) -> ChoicePin:
     known = _CHOICES[name]
     by_lower = {k.lower(): k for k in known}
     if relation not in ("=", "==", "!="):
-        raise UsageError(f"{name} is pinned by = or !=", value=repr(text))
+        raise UsageError(f"'{relation}' does not go with {name}", where=f"pin '{text}'", fix="Write = or !=")
     if value.lower() not in by_lower:
         more = (ACTIVATIONS, f"{ACTIVATIONS}@BLOCKS") if name == "offload" else ()
-        raise UsageError(f"the {name} is known", value=repr(value), remedy=closest(value, (*known, *more)))
+        raise UsageError.unknown(name, value, (*known, *more), where=f"pin '{text}'")
     return ChoicePin(text=text, key=name, relation=relation, value=by_lower[value.lower()])
 
 
@@ -178,9 +187,8 @@ def _activations(text: str, relation: str, value: str) -> ActivationPin:
     _, at, selector = value.partition("@")
     if relation not in ("=", "==") or bool(at) != bool(selector):
         raise UsageError(
-            "activations of blocks are offloaded by =, of all or followed by @BLOCKS",
-            value=repr(text),
-            remedy="write for example offload=activations@layers.0-11",
+            f"The pin '{text}' does not say which activations are offloaded",
+            fix="Write offload=activations for all blocks, or for example offload=activations@layers.0-11",
         )
     return ActivationPin(text=text, selector=selector)
 
@@ -188,9 +196,8 @@ def _activations(text: str, relation: str, value: str) -> ActivationPin:
 def _order(text: str, relation: str, value: str) -> ChoicePin:
     if relation not in ("=", "==", "!=") or not re.fullmatch(r"\d+(-\d+)*", value):
         raise UsageError(
-            "the order of node groups is pinned by = or !=, each group by its place in the cluster's file, from 0",
-            value=repr(text),
-            remedy="write for example groups=1-0",
+            f"The pin '{text}' is no order of node groups",
+            fix="Write for example groups=1-0: each group by its place in the cluster's file, from 0",
         )
     return ChoicePin(text=text, key="groups", relation=relation, value=value)
 
@@ -198,9 +205,8 @@ def _order(text: str, relation: str, value: str) -> ChoicePin:
 def _shares(text: str, relation: str, value: str) -> ChoicePin:
     if relation not in ("=", "==", "!=") or not (value == EQUAL or re.fullmatch(r"\d+(-\d+)+", value)):
         raise UsageError(
-            "shares are pinned by = or !=: the samples that a data rank of each node group takes at once, or 'equal'",
-            value=repr(text),
-            remedy="write for example data_shares=3-1",
+            f"The pin '{text}' gives no shares of node groups",
+            fix="Write for example data_shares=3-1: the samples that a data rank of each node group takes at once. Or 'equal'",
         )
     shares = value if value == EQUAL else "-".join(str(int(share)) for share in value.split("-"))
     return ChoicePin(text=text, key="data_shares", relation=relation, value=shares)
@@ -213,7 +219,7 @@ def _of_modules(text: str, name: str, value: str) -> Pin:
     if name == "opaque":
         return OpaquePin(text=text, name=value)
     if not value.isdecimal():
-        raise UsageError("a stage is counted from 0", value=repr(value), place=f"pin '{text}'")
+        raise UsageError(f"The stage '{value}' is not a whole number", where=f"pin '{text}'", fix="Count stages from 0")
     return StagePin(text=text, selector=name.removeprefix("stage@"), stage=int(value))
 
 
@@ -221,8 +227,8 @@ def _recompute(text: str, value: str) -> RecomputePin:
     mode, at, selector = value.partition("@")
     if mode not in RECOMPUTES or bool(at) != bool(selector):
         raise UsageError(
-            "recompute is none, selective or full, alone or followed by @BLOCKS",
-            value=repr(value),
-            remedy="write for example recompute=full@layers.0-11",
+            f"Unknown recompute '{value}'",
+            where=f"pin '{text}'",
+            fix="Choose none, selective or full, for some blocks as in recompute=full@layers.0-11",
         )
     return RecomputePin(text=text, mode=mode, selector=selector)

@@ -31,7 +31,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from autopar.errors import UsageError
+from autopar.errors import UsageError, closest
 from autopar.graph.graph import Graph
 from autopar.graph.vocabulary_padding import vocabulary_sizes
 from autopar.plan.plan import BUCKET_BYTES, Recompute
@@ -47,7 +47,6 @@ from autopar.planner.space.pin_syntax import (
     StagePin,
     parse_pin,
 )
-from autopar.util.text import closest
 
 
 def select_blocks(graph: Graph, selector: str, *, pin: str) -> tuple[int, ...]:
@@ -62,9 +61,10 @@ def select_blocks(graph: Graph, selector: str, *, pin: str) -> tuple[int, ...]:
     if not found:
         labels = list(dict.fromkeys(b.label for b in graph.blocks if b.label))
         raise UsageError(
-            "a selector names blocks of the model", value=repr(selector), place=f"pin '{pin}'",
-            remedy=f"blocks: {', '.join(labels if len(labels) <= 6 else [*labels[:3], '...', *labels[-2:]])}",
-        )  # fmt: skip
+            f"No block of the model matches '{selector}'",
+            where=f"pin '{pin}'",
+            fix=f"Blocks: {', '.join(labels if len(labels) <= 6 else [*labels[:3], '...', *labels[-2:]]) or 'none'}",
+        )
     return found
 
 
@@ -128,9 +128,8 @@ class Pins:
         found = [size for size in dict.fromkeys((*sizes, *named)) if size > 0 and self.allows(BUCKET, size)]
         if not found:
             raise UsageError(
-                "some size of a bucket, from one byte on, holds for all pins",
-                value=", ".join(pin.text for pin in own),
-                remedy="write for example bucket_bytes=26214400",
+                f"No bucket size holds for {', '.join(pin.text for pin in own)}",
+                fix="Write for example bucket_bytes=26214400",
             )
         return tuple(sorted(found, key=lambda size: (size != BUCKET_BYTES, size)))
 
@@ -174,32 +173,36 @@ class Pins:
         self.stages(graph)
         if both := [i for i in moved if modes.get(i) == "selective"]:
             raise UsageError(
-                "a block whose activations live on the host recomputes nothing or all",
-                value="selective", place=f"block {graph.blocks[min(both)].label or min(both)}",
-                remedy="pin recompute=none or full there, or leave the block on the device",
-            )  # fmt: skip
+                "A block cannot have its activations on the host and recompute selectively",
+                where=f"block {graph.blocks[min(both)].label or min(both)}",
+                fix="Pin recompute=none or full there, or leave the block on the device",
+            )
         if not (self.allows("ep", 1) and self.allows("ep_data", 1)) and not any(
             op.target == "autopar.experts" for op in graph.ops
         ):
             raise UsageError(
-                "ep splits the experts of a model", value="none that trace as one operator", place=graph.name,
-                remedy="drop the pin of ep, or write the experts with autopar.nn.Experts",
-            )  # fmt: skip
+                "The model has no experts that ep could split",
+                where=graph.name,
+                fix="Drop the pin of ep, or write the experts with autopar.nn.Experts",
+            )
         if not self.allows("vocab_multiple", 1) and not vocabulary_sizes(graph):
             raise UsageError(
-                "vocab_multiple pads the vocabularies of a model that every operator can take longer",
-                value="none such", place=graph.name, remedy="drop the pin of vocab_multiple",
-            )  # fmt: skip
+                "The model has no vocabulary that vocab_multiple could pad",
+                where=graph.name,
+                fix="Drop the pin of vocab_multiple",
+            )
         if self.opaque and not any(op.target == "autopar.opaque" for op in (*graph.prelude, *graph.ops)):
             raise UsageError(
-                "a pin of opaque holds for a model that is traced with it", value=repr(self.opaque[0]), place=graph.name,
-                remedy="give the model instead of its graph, or trace it with opaque=[...]",
-            )  # fmt: skip
+                f"The model was traced without opaque='{self.opaque[0]}'",
+                where=graph.name,
+                fix="Give the model instead of its graph, or trace it with opaque=[...]",
+            )
         pinned = self.parameters
         names = [name for p in graph.parameters for name in (p.key, p.fqn, *p.aliases)] if pinned else []
         for pin in pinned:
             if not pin.matches(names):
                 raise UsageError(
-                    "a pin names parameters of the model", value=repr(pin.pattern), place=f"pin '{pin.text}'",
-                    remedy=closest(pin.pattern, names[:50]) if len(names) <= 50 else f"for example {names[0]}",
-                )  # fmt: skip
+                    f"No parameter of the model matches '{pin.pattern}'",
+                    where=f"pin '{pin.text}'",
+                    fix=closest(pin.pattern, names) if len(names) <= 50 else f"Name one such as {names[0]}",
+                )

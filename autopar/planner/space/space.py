@@ -10,7 +10,6 @@ from autopar.errors import UsageError
 from autopar.plan.plan import BUCKET_BYTES, RECOMPUTES, Recompute, ScheduleName
 from autopar.plan.schedule import SCHEDULES
 from autopar.util import data_files as resources
-from autopar.util.text import closest
 from autopar.util.toml import Table
 
 SamplerName = Literal["none", "tpe", "cmaes", "nsga2"]
@@ -85,7 +84,7 @@ def with_sampler(space: Space, name: str | None) -> Space:
     if name is None:
         return space
     if name not in SAMPLERS:
-        raise UsageError("the sampler is known", value=repr(name), place="sampler", remedy=closest(name, SAMPLERS))
+        raise UsageError.unknown("sampler", name, SAMPLERS)
     return replace(space, sampler=name, exhaustive=space.exhaustive if name == "none" else 0)
 
 
@@ -101,9 +100,7 @@ def load_space(name: str) -> Space:
     elif name in shipped:
         path = shipped[name]
     else:
-        raise UsageError(
-            "the space is shipped with autopar or a TOML file", value=repr(name), remedy=closest(name, shipped)
-        )
+        raise UsageError.unknown("space", name, shipped, fix="or give the path of a .toml file")
     table = Table.load(path)
     has_all = path == shipped["default"] or (table.has("max_cp") and table.has("cp_from"))
     usual = None if has_all else load_space("default")
@@ -140,7 +137,7 @@ def load_space(name: str) -> Space:
 def _sampler(table: Table) -> SamplerName:
     found = table.text("sampler", "none")
     if found not in SAMPLERS:
-        raise table.fault("sampler", f"the value is {', '.join(SAMPLERS)}", value=repr(found))
+        raise UsageError.unknown("sampler", found, SAMPLERS, where=table.place("sampler"))
     return found
 
 
@@ -156,14 +153,14 @@ def _buckets(table: Table) -> tuple[int, ...]:
         return (BUCKET_BYTES,)
     sizes = tuple(round(mib * 2**20) for mib in _numbers(table, "bucket_mib"))
     if min(sizes) < 1:
-        raise table.fault("bucket_mib", "a bucket has at least one byte", value=repr(table.raw("bucket_mib")))
+        raise table.wrong("bucket_mib", "buckets of at least one byte", repr(table.raw("bucket_mib")))
     return sizes
 
 
 def _numbers(table: Table, key: str) -> list[float]:
     value = table.raw(key)
     if not isinstance(value, list) or not value or not all(isinstance(v, int | float) and v >= 0 for v in value):
-        raise table.fault(key, "the value is a list of numbers from zero", value=repr(value))
+        raise table.wrong(key, "a list of numbers from zero", repr(value))
     return [float(v) for v in value]
 
 
@@ -171,12 +168,12 @@ def _integers(table: Table, key: str, least: int, most: float = float("inf")) ->
     numbers = _numbers(table, key)
     if any(n != int(n) or not least <= n <= most for n in numbers):
         end = f" to {most}" if most < float("inf") else ""
-        raise table.fault(key, f"the value is a list of whole numbers from {least}{end}", value=repr(numbers))
+        raise table.wrong(key, f"a list of whole numbers from {least}{end}", repr(numbers))
     return tuple(int(n) for n in numbers)
 
 
 def _texts(table: Table, key: str, known: tuple[str, ...]) -> tuple[str, ...]:
     value = table.raw(key)
     if not isinstance(value, list) or not value or not all(v in known for v in value):
-        raise table.fault(key, f"the value is a list of {', '.join(known)}", value=repr(value))
+        raise table.wrong(key, f"a list of {', '.join(known)}", repr(value))
     return tuple(str(v) for v in value)

@@ -35,10 +35,10 @@ def in_orders(pool: Sequence[Candidate], cluster: Cluster, pins: Pins | None = N
     orders = [order for order in every if pins is None or pins.allows("groups", "-".join(map(str, order)))]
     if not orders:
         raise UsageError(
-            "a pin of groups leaves an order of the cluster's node groups",
-            value=", ".join(pin.text for pin in pins.pins if pin.text.startswith("groups")) if pins else "",
-            place=cluster.name,
-            remedy=f"the orders are {', '.join('-'.join(map(str, order)) for order in every)}",
+            "The cluster has no order of node groups that holds for "
+            + (", ".join(pin.text for pin in pins.pins if pin.text.startswith("groups")) if pins else "the pins"),
+            where=cluster.name,
+            fix=f"Choose one of: {', '.join('-'.join(map(str, order)) for order in every)}",
         )
     if cluster.is_homogeneous:
         return list(pool)
@@ -96,15 +96,15 @@ def offloaded(
     stays, goes = pins.allows(KEY, "none"), pins.allows(KEY, "optimizer")
     texts = [pin.text for pin in pins.pins if isinstance(pin, ChoicePin) and pin.key == KEY]
     if not stays and not goes:
-        raise UsageError("pins of offload allow something", value=", ".join(texts), remedy="drop one of them")
+        raise UsageError(f"The pins {', '.join(texts)} leave nothing to choose", fix="Drop one of them")
     moved = [pin.text for pin in pins.pins if isinstance(pin, ActivationPin)]
     if moved and (none := [text for text in texts if text.replace("==", "=") == f"{KEY}=none"]):
-        raise UsageError("pins of offload agree", value=", ".join((*moved, *none)), remedy="drop one of them")
+        raise UsageError(f"The pins {', '.join((*moved, *none))} contradict each other", fix="Drop one of them")
     if moved and (against := _without_link(cluster)):
-        raise UsageError(against[0], value=against[1], place=f"pin '{moved[0]}'", remedy=against[2])
+        raise UsageError(against[0], where=f"pin '{moved[0]}'", fix=against[1])
     reason = _reason_against(cluster, optimizer)
     if not stays and reason:
-        raise UsageError(reason[0], value=reason[1], place=f"pin '{texts[0]}'", remedy=reason[2])
+        raise UsageError(reason[0], where=f"pin '{texts[0]}'", fix=reason[1])
     found = list(pool) if stays else []
     if goes and not reason and (texts or "optimizer" in tried):
         found += [replace(candidate, offload=OPTIMIZER) for candidate in pool]
@@ -113,22 +113,22 @@ def offloaded(
     return found
 
 
-def _reason_against(cluster: Cluster, optimizer: str) -> tuple[str, str, str] | None:
-    """The law that keeps the optimizer on the device, what was found, and the remedy."""
+def _reason_against(cluster: Cluster, optimizer: str) -> tuple[str, str] | None:
+    """Why the optimizer has to stay on the device, and what to do; None where it need not."""
     if against := _without_link(cluster):
         return against
     if optimizer_cost(optimizer).is_factored:
         known = ", ".join(name for name, cost in OPTIMIZERS.items() if not cost.is_factored)
-        return "an optimizer on the host steps element by element", optimizer, f"take one of {known}, or drop the pin"
+        return f"The optimizer {optimizer} cannot live on the host", f"Take one of {known}, or drop the pin"
     return None
 
 
-def _without_link(cluster: Cluster) -> tuple[str, str, str] | None:
+def _without_link(cluster: Cluster) -> tuple[str, str] | None:
     missing = [device.name for device in cluster.devices if device.host is None]
     if missing:
-        law = "something is offloaded to the host where the device's profile has the link to it"
-        return law, f"none of {missing[0]}", "add [device.host] to the profile (profiles/README.md), or drop the pin"
+        problem = f"Nothing can be offloaded to the host: the profile of {missing[0]} has no link to it"
+        return problem, "Add [device.host] to the profile (profiles/README.md), or drop the pin"
     if not cluster.is_homogeneous:
-        law = "something is offloaded to the host where all nodes are equal"
-        return law, cluster.name, "drop the pin, or take equal nodes"
+        problem = f"Nothing can be offloaded to the host, as the nodes of {cluster.name} differ"
+        return problem, "Drop the pin, or take equal nodes"
     return None

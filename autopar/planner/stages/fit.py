@@ -80,7 +80,10 @@ def _lean(problem: CutProblem, masks: Sequence[Mask]) -> Iterator[Fitting]:
     free = _cut(problem, masks, [math.inf] * problem.num_stages)
     if free is None:
         if problem.pinned and problem.num_stages <= problem.num_blocks:
-            raise InfeasibleError("the stages that are pinned can be cut", value=f"{problem.num_stages} stages")
+            raise InfeasibleError(
+                f"The pinned stages cannot be cut into {problem.num_stages} stages",
+                fix="Drop a pin of stages, or pin another pp",
+            )
         return
     even, in_flight = evenly(problem.num_blocks, problem.num_stages), problem.in_flight()
     may = allows(masks, even)

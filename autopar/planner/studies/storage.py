@@ -63,10 +63,10 @@ def answering(url: str) -> Iterator[None]:
     except (SQLAlchemyError, ImportError, OSError, JSONDecodeError, optuna.exceptions.StorageInternalError) as error:
         cause = error.__cause__ if isinstance(error, optuna.exceptions.StorageInternalError) else error
         raise UsageError(
-            "the storage is a database URL or a journal that can be opened and written",
-            value=f"{_shown(url)!r}: {str(cause or error).strip().splitlines()[0]}",
-            place="--storage",
-            remedy="write for example sqlite:///study.db, postgresql://user@host/database or journal:///study.log",
+            f"Cannot open the storage '{_shown(url)}'",
+            where="--storage",
+            got=str(cause or error).strip().splitlines()[0],
+            fix="Write for example sqlite:///study.db, postgresql://user@host/database or journal:///study.log",
         ) from error
 
 
@@ -74,11 +74,10 @@ def _database(url: str, *, durable: bool) -> RDBStorage:
     parsed = make_url(url)
     if parsed.drivername in ("postgresql", "postgres", "postgresql+psycopg"):
         if find_spec("psycopg") is None:
-            raise UsageError(
-                "PostgreSQL is reached through psycopg",
-                value="no module psycopg",
-                place="--storage",
-                remedy="pip install 'autopar[postgresql]'",
+            raise UsageError.missing(
+                "package psycopg, which PostgreSQL needs",
+                where="--storage",
+                fix="Run: pip install 'autopar[postgresql]'",
             )
         parsed = parsed.set(drivername="postgresql+psycopg")
     options: dict[str, Any] = {}

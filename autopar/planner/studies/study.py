@@ -90,10 +90,9 @@ class Study:
         other = [key for key, text in identity.items() if known[_PLACE + key] != text]
         if other:
             raise UsageError(
-                "a study holds trials of one model, cluster and set of options",
-                value=f"study {self.name!r}, which differs in {', '.join(other)}",
-                place="--study-name",
-                remedy="take another name, or leave it out: then the name says what the study is of",
+                f"The study '{self.name}' was made with other {', '.join(other)}",
+                where="--study-name",
+                fix="Take another name, or leave it out: then the name says what the study is of",
             )
 
     def close(self) -> None:

@@ -79,15 +79,19 @@ def shared(storage: str | None, study_name: str | None, workers: int) -> Sharing
         UsageError: these do not go together.
     """
     if workers < 1:
-        raise UsageError("a search has at least one worker", value=workers, place="--workers")
+        raise UsageError(f"A search with {workers} workers does nothing", where="--workers", fix="Give 1 or more")
     if study_name is not None and storage is None:
-        raise UsageError("a study that has a name lies in a storage", value=f"{study_name!r} in none",
-                         place="--study-name", remedy="say which with --storage")  # fmt: skip
+        raise UsageError(
+            f"The study '{study_name}' has no storage to lie in", where="--study-name", fix="Say which with --storage"
+        )
     if storage is None and (workers == 1 or available()):
         return None
     if workers > 1 and storage in ("sqlite://", "sqlite:///:memory:"):
-        raise UsageError("workers share a storage outside of their memory", value=repr(storage), place="--storage",
-                         remedy="leave it out for a temporary file, or write sqlite:///study.db")  # fmt: skip
+        raise UsageError(
+            f"Several workers cannot share the storage {storage} in memory",
+            where="--storage",
+            fix="Leave it out for a temporary file, or write sqlite:///study.db",
+        )
     return Sharing(storage=storage, study_name=study_name, workers=workers)
 
 

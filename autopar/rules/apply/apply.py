@@ -24,7 +24,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from autopar.errors import RuleError
+from autopar.errors import InternalError, RuleError
 from autopar.graph.graph import Argument, Block, Graph, Input, Layout, Op, Parameter, Ref, TensorSpec, digest
 from autopar.plan.tensor_types import I, P, R, S, Type
 from autopar.rules.apply import zigzag
@@ -63,8 +63,8 @@ def shard(
             wanted block is as in the whole graph; their operators are not as they run, and their hashes mean nothing.
 
     Raises:
-        RuleError: a strategy is missing, a dim does not divide, or a change of type does not exist;
-            names the operator.
+        RuleError: a dim does not divide, or the loss is no sum over samples; names the operator.
+        InternalError: a strategy is missing, or a change of type does not exist; names the operator.
     """
     return _Sharding(graph, typing, global_batch_size or graph.batch_size, whole=whole, only=only).run(micro_batch_size)
 
@@ -153,9 +153,9 @@ class _Sharding:
     def _parameter(self, parameter: Parameter, uses: set[str]) -> Parameter:
         rest = self.types[Ref(parameter.name)]
         if rest.kind not in ("I", "S"):
-            raise RuleError("a parameter at rest is I or S(d)", value=rest, place=parameter.fqn)
+            raise InternalError(f"A parameter is stored as {rest}, not as I or S(d)", where=parameter.fqn)
         if self.is_batch and rest != I:
-            raise RuleError("a parameter is not split over samples", value=rest, place=parameter.fqn)
+            raise InternalError(f"A parameter is split over samples as {rest}", where=parameter.fqn)
         pending = uses == {"R"} and parameter.spec.requires_grad and not self.is_batch
         return replace(
             parameter,
@@ -197,7 +197,9 @@ class _Sharding:
     def _op(self, op: Op, section: _Section) -> None:
         strategy, place = self._strategy(op), f"{op.name} ({op.target})"
         if len(strategy.inputs) != len(op.operands) or len(strategy.outputs) != len(op.outputs):
-            raise RuleError("a strategy types every operand and output", value=strategy.name, place=place)
+            raise InternalError(
+                f"The strategy '{strategy.name}' does not give every operand and output a type", where=place
+            )
         if self.is_zigzag:
             zigzag.check_strategy(strategy, place)
         operands = tuple(
@@ -246,9 +248,7 @@ class _Sharding:
             return found
         if not self.is_batch and op.name in self.graph._index.free:
             return Strategy(name="replicate", inputs=(R,) * len(op.operands), outputs=(R,) * len(op.outputs))
-        raise RuleError(
-            f"a typing of axis {self.axis} has a strategy for every operator", place=f"{op.name} ({op.target})"
-        )
+        raise InternalError(f"The operator has no strategy on axis {self.axis}", where=f"{op.name} ({op.target})")
 
     def _loss(self, section: _Section) -> None:
         """The loss ends as P over samples and as I on any other axis: one number, differentiated once."""
@@ -261,10 +261,9 @@ class _Sharding:
                 self.renamed[loss] = self._change(loss, P, section, place=str(loss))
             elif found != P:
                 raise RuleError(
-                    "the loss is a sum over samples",
-                    value=found,
-                    place=f"{loss.name} ({self._module(loss)})",
-                    remedy="use a loss that adds up or averages over the batch",
+                    f"The loss is {found} on the batch, not a sum over samples",
+                    where=f"{loss.name} ({self._module(loss)})",
+                    fix="Use a loss that adds up or averages over the batch",
                 )
         elif found != I:
             new = self._change(loss, I, section, place=str(loss))
@@ -333,8 +332,8 @@ class _Sharding:
         found, spec = self.types[ref], self.specs[ref]
         change = conversion(found, wanted, requires_grad=spec.requires_grad)
         if change is None or not change.target:
-            raise RuleError(
-                f"on axis {self.axis} a tensor of type {found} can become {wanted}", value=str(ref), place=place
+            raise InternalError(
+                f"On axis {self.axis} the tensor {ref} of type {found} cannot become {wanted}", where=place
             )
         arguments: tuple[Argument, ...] = (ref, *emitted_arguments(self.axis, found, wanted))
         target = change.target

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from autopar.errors import RuleError
+from autopar.errors import InternalError, RuleError
 from autopar.graph.graph import Graph, Op, Ref
 from autopar.plan.tensor_types import I, P, R, Type
 
@@ -42,12 +42,13 @@ class SampleSums:
         """Whether ``op`` can read a value that does not cross samples.
 
         Raises:
-            RuleError: it cannot.
+            RuleError: it cannot, as samples meet.
+            InternalError: it cannot, as the strategy is wrong.
         """
         place = f"{op.name} ({op.target})"
         if self.graph.is_parameter(ref):
             if wanted not in (R, I):
-                raise RuleError("a parameter is whole for every sample", value=wanted, place=place)
+                raise InternalError(f"A parameter is {wanted} for the samples of a batch, not complete", where=place)
             return
         if wanted == P:
             self.read_as_partial[ref] = place
@@ -55,18 +56,17 @@ class SampleSums:
             conflict = ref in self.sums and wanted == P
         elif found == P and wanted in (R, I) and self.graph.is_prelude(ref):
             if ref.name in self.behind_sums:
-                raise RuleError("a sum over all samples depends on no other such sum", value=str(ref), place=place)
+                raise InternalError(f"The sum {ref} over all samples depends on another such sum", where=place)
             self.sums[ref] = None
             conflict = ref in self.read_as_partial
         else:
             raise RuleError(
-                "samples are independent up to the loss, so that a batch can be split",
-                value=f"{ref} of type {found} where {wanted} is needed",
-                place=f"{place}, {op.module or 'no module'}{f', {op.source}' if op.source else ''}",
-                remedy="statistics over the batch (batch normalisation) need one data rank and one micro-batch",
+                f"Samples of the batch depend on each other ({ref} is {found} where {wanted} is needed), so it cannot be split",
+                where=f"{place}, {op.module or 'no module'}{f', {op.source}' if op.source else ''}",
+                fix="Statistics over the batch (batch normalisation) need one data rank and one micro-batch: pin them",
             )
         if conflict:
-            raise RuleError("a sum over samples is read as a total or as a part, not both", value=str(ref), place=place)
+            raise InternalError(f"The sum {ref} over samples is read both as a total and as a part", where=place)
 
     def new_value(self, ref: Ref, found: Type, *, in_prelude: bool) -> None:
         """The new value of a buffer, which is not whole, becomes a sum over all samples.
@@ -77,10 +77,9 @@ class SampleSums:
         if found != P or not in_prelude or ref in self.read_as_partial or ref.name in self.behind_sums:
             producer = self.graph.producer(ref)
             raise RuleError(
-                "the new value of a buffer is the same for all samples, so that a batch can be split",
-                value=found,
-                place=f"{ref.name} ({producer.module if producer is not None else ''})",
-                remedy="keep sums or means over the batch in buffers, not values of single samples",
+                f"The new value of this buffer is not the same for all samples ({found}), so the batch cannot be split",
+                where=f"{ref.name} ({producer.module if producer is not None else ''})",
+                fix="Keep sums or means over the batch in buffers, not values of single samples",
             )
         self.sums[ref] = None
 

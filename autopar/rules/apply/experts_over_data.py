@@ -58,10 +58,9 @@ def spread(graph: Graph, size: int, only: Collection[str] | None = None) -> Grap
         count = graph.spec(op.operands[-1]).shape[0]
         if count % size or not _owns(graph, op):
             raise RuleError(
-                f"experts that are spread over {size} data ranks divide by them and have weights of their own",
-                value=f"{count} experts",
-                place=f"{op.name}, {op.module or 'no module'}",
-                remedy="pin an ep that divides the experts, or ep=1",
+                f"{count} experts cannot be spread over {size} data ranks",
+                where=f"{op.name}, {op.module or 'no module'}",
+                fix="Pin an ep that divides the experts (which share no weights), or ep=1",
             )
         split |= {ref.name for ref in op.operands[3:]}
     names = {op.name for op in chosen}

@@ -9,7 +9,7 @@ from typing import cast
 
 import torch
 
-from autopar.errors import RuleError
+from autopar.errors import InternalError
 from autopar.graph.graph import Argument, Op, TensorSpec
 from autopar.plan.mesh import DATA_AXES, EXPERT_AXIS
 from autopar.rules.patterns.moving import argument, dims_of
@@ -126,7 +126,7 @@ def _partial_mean(op: Op, strategy: Strategy, local: Local) -> Op:
     keepdim = False if op.target == "aten.mean.default" else argument(op, 2, "keepdim", False)
     count = prod(shape[dim] for dim in dims) * local.size * local.count_scale
     if count.denominator != 1:
-        raise RuleError("a mean is over a whole number of elements", value=count, place=op.name)
+        raise InternalError(f"A mean is over {count} elements, which is no whole number", where=op.name)
     dtype = argument(op, 1 if op.target == "aten.mean.default" else 3, "dtype")
     kwargs: tuple[tuple[str, Argument], ...] = (("dtype", dtype),) if isinstance(dtype, torch.dtype) else ()
     return replace(op, target=strategy.target, args=(op.args[0], dims, keepdim, int(count)), kwargs=kwargs)

@@ -10,6 +10,8 @@ from autopar.rules.strategy import Typing
 BATCH = "batch"
 """The axis of samples: micro-batches and data ranks together."""
 
+_OTHER = "Choose another degree, or another strategy here"
+
 
 def layout_before(graph: Graph, ref: Ref) -> Layout:
     """Types on the axes applied before, where the value is used: R of parameters whose gradient is summed later."""
@@ -34,13 +36,15 @@ def part_of(spec: TensorSpec, kind: Type, typing: Typing, place: str) -> TensorS
     if not kind.is_split:
         return spec
     if kind.dim >= len(spec.shape):
-        raise RuleError("a split dim exists", value=f"{kind} of shape {spec.shape}", place=place)
+        raise RuleError(
+            f"A tensor of shape {spec.shape} has no dim {kind.dim} to split ({kind})", where=place, fix=_OTHER
+        )
     part, rest = divmod(spec.shape[kind.dim] * typing.size.denominator, typing.size.numerator)
     if rest:
         raise RuleError(
-            f"a split dim divides by the axis ({typing.axis}={typing.size})",
-            value=f"{kind} of shape {spec.shape}",
-            place=place,
+            f"A tensor of shape {spec.shape} cannot be split as {kind}: the dim does not divide by {typing.axis}={typing.size}",
+            where=place,
+            fix=_OTHER,
         )
     shape = (*spec.shape[: kind.dim], part, *spec.shape[kind.dim + 1 :])
     return TensorSpec(shape=shape, dtype=spec.dtype, requires_grad=spec.requires_grad)

@@ -45,10 +45,9 @@ def check_strategy(strategy: Strategy, place: str) -> None:
     """
     if strategy.target not in ZIGZAG_SAFE:
         raise RuleError(
-            "beside ring attention no operator of the axis knows which part its rank has",
-            value=strategy.name,
-            place=place,
-            remedy="another kind of attention on this axis (cp_attention=gather or ulysses), or another strategy here",
+            f"The strategy '{strategy.name}' cannot be used beside ring attention, as it depends on which part its rank has",
+            where=place,
+            fix="Use another kind of attention on this axis (cp_attention=gather or ulysses), or another strategy here",
         )
 
 
@@ -60,8 +59,7 @@ def check_part(spec: TensorSpec, kind: Type, size: int, place: str, *, axis: str
     """
     if spec.shape[kind.dim] % (2 * size):
         raise RuleError(
-            f"a split dim in zig-zag order divides by twice the axis ({axis}={size})",
-            value=f"{kind} of shape {spec.shape}",
-            place=place,
-            remedy="another kind of attention on this axis (cp_attention=gather or ulysses)",
+            f"A tensor of shape {spec.shape} cannot be split as {kind} in zig-zag order: the dim does not divide by twice {axis}={size}",
+            where=place,
+            fix="Use another kind of attention on this axis (cp_attention=gather or ulysses)",
         )

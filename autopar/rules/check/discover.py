@@ -57,7 +57,10 @@ def discover_rule(op: Op, operands: Sequence[Tensor], *, seed: int = 0) -> str:
     """
     dense = call(op, operands)
     if any(not torch.equal(a, b) for a, b in zip(dense, call(op, operands), strict=True)):
-        raise RuleError("a rule is discovered for an operator that repeats itself", value=op.target)
+        raise RuleError(
+            f"{op.target} gives different results when it runs twice, so no rule can be discovered",
+            fix='Write its rule with autopar.register_rule, and "random" after a semicolon if it draws random numbers',
+        )
     op = replace(op, outputs=())
     labels: list[list[str]] = [[""] * x.dim() for x in operands]
     results: list[list[str]] = [[""] * y.dim() for y in dense]
@@ -84,7 +87,8 @@ def _splits(op: Op, operands: Sequence[Tensor], dense: Sequence[Tensor], seed: i
         combinations *= len(choice)
     if combinations > MAX_COMBINATIONS:
         raise RuleError(
-            f"at most {MAX_COMBINATIONS} combinations of dims are tried", value=combinations, place=op.target
+            f"{op.target} has {combinations} combinations of dims, more than the {MAX_COMBINATIONS} that are tried",
+            fix="Write its rule with autopar.register_rule",
         )
     tried = sorted(product(*choices), key=lambda dims: sum(d is None for d in dims))
     for dims in tried:

@@ -198,7 +198,10 @@ def _narrowed(op: Op, examples: Sequence[Tensor]) -> str:
             line = ";".join([body, *clauses])
         else:
             line = body.strip()
-    raise RuleError("a rule that is found holds for every number of ranks", value=line, place=op.target)
+    raise RuleError(
+        f"The rule '{line}' that was found for {op.target} does not hold for every number of ranks",
+        fix="Write its rule with autopar.register_rule",
+    )
 
 
 def _frozen(token: str, label: str) -> str:

@@ -33,10 +33,10 @@ def check_rule(target: str, line: str, example: Sequence[object] | None = None) 
         call(op, operands)
     except (RuntimeError, IndexError, ValueError, TypeError) as error:
         raise RuleError(
-            "the operator runs on an example of its rule, on CPU in float64",
-            value=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
-            place=name,
-            remedy="give arguments that it takes as example=, or check=False to take the rule on trust",
+            "The operator fails on an example of its rule, on CPU in float64",
+            where=name,
+            got=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
+            fix="Give arguments that it takes as example=, or check=False to take the rule on trust",
         ) from error
     table = RuleTable(rules={})
     table.register(target, line)
@@ -48,10 +48,10 @@ def check_rule(target: str, line: str, example: Sequence[object] | None = None) 
     ]
     if failures:
         raise RuleError(
-            "each strategy of a rule gives what one device gives, and its gradients",
-            value="; ".join(dict.fromkeys(failures)),
-            place=f"{name}: {line!r}",
-            remedy="mark a dim that must stay whole with ^, and name operands in which it is linear after ';'",
+            f"The rule '{line}' is wrong",
+            where=name,
+            got="; ".join(dict.fromkeys(failures)),
+            fix="Mark a dim that cannot be split with ^, and name operands in which it is linear after ';'",
         )
 
 

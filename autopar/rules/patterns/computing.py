@@ -58,9 +58,9 @@ def einsum(op: Op, operands: Specs) -> Pattern:
     equation = cast("str", op.args[0]).replace(" ", "")
     if "..." in equation:
         raise RuleError(
-            "an equation names every dim, or its dots stand for the same dims in every operand",
-            value=equation,
-            place=op.source or op.name,
+            f"The dots of the equation '{equation}' stand for different dims",
+            where=op.source or op.name,
+            fix="Write the equation with a name for every dim",
         )
     left, arrow, right = equation.partition("->")
     terms = left.split(",")
@@ -109,7 +109,11 @@ def convolution(op: Op, operands: Specs) -> Pattern:
     general = op.target == "aten.convolution.default"
     groups = integer(op, 8 if general else 6, "groups", 1)
     if general and argument(op, 6, "transposed", False):
-        raise RuleError("a convolution is not transposed", value=op.target, place=op.name)
+        raise RuleError.unsupported(
+            f"Splitting the transposed {op.target}",
+            where=op.name,
+            instead="Make the module that calls it opaque (opaque=[...])",
+        )
     space = len(operands[1].shape) - 2
     window = tuple(f"w{i}" for i in range(space))
     kernel = tuple(f"k{i}" for i in range(space))
@@ -286,7 +290,11 @@ def cross_entropy(op: Op, operands: Specs) -> Pattern:
     kind = integer(op, 3, "reduction", 1)
     logits = operands[0].shape
     if len(operands[1].shape) == len(logits):
-        raise RuleError("the targets of a cross entropy are class ids", value=operands[1].shape, place=op.name)
+        raise RuleError.unsupported(
+            f"A cross entropy with targets of shape {operands[1].shape} that are no class ids",
+            where=op.name,
+            instead="Give class ids, or write it with log_softmax and a sum",
+        )
     rest = NAMES[: len(logits) - 1]
     inputs: list[Labels] = [(*rest[:1], "c", *rest[1:]), rest]
     if isinstance(argument(op, 2, "weight"), Ref):

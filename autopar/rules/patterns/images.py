@@ -76,7 +76,9 @@ def transposed_convolution(op: Op, operands: Specs) -> Pattern:
 def instance_norm(op: Op, operands: Specs) -> Pattern:
     """Every sample and channel by itself; weight and bias have the channels."""
     if not argument(op, 5, "use_input_stats", True):
-        raise RuleError("an instance norm takes the statistics of its input", value="running ones", place=op.name)
+        raise RuleError.unsupported(
+            "An instance norm with running statistics", where=op.name, instead="Leave track_running_stats out"
+        )
     labels = NAMES[: len(operands[0].shape)]
     return Pattern(
         inputs=(labels, *(labels[1:2] for _ in operands[1:])), outputs=(labels,), frozen=frozenset(labels[2:])

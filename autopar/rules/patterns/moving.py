@@ -101,7 +101,9 @@ def repeat_interleave(op: Op, operands: Specs) -> Pattern:
     rank = len(operands[0].shape)
     labels = NAMES[:rank]
     if rank > 1 and argument(op, 2, "dim") is None:
-        raise RuleError("repeat_interleave of more than a vector names its dim", value=op.target, place=op.name)
+        raise RuleError.unsupported(
+            "A repeat_interleave of more than a vector without a dim", where=op.name, instead="Give it dim="
+        )
     return Pattern(inputs=(labels,), outputs=(labels,), linear=((0,),))
 
 
@@ -151,7 +153,11 @@ def cat(op: Op, operands: Specs) -> Pattern:
     rank = len(op.spec.shape)
     full = tuple(i for i, spec in enumerate(operands) if spec.shape != (0,) or rank == 1)
     if any(len(operands[i].shape) != rank for i in full):
-        raise RuleError("tensors that are joined have the same rank", value=[s.shape for s in operands], place=op.name)
+        raise RuleError.unsupported(
+            f"Joining tensors of different ranks ({[s.shape for s in operands]})",
+            where=op.name,
+            instead="Reshape them first",
+        )
     labels = NAMES[:rank]
     return Pattern(
         inputs=tuple(labels if i in full else ("",) for i in range(len(operands))),
@@ -268,7 +274,9 @@ def index(op: Op, operands: Specs) -> Pattern:
     """x[None or index, ...]: dims of x without an index, and the dims of the indices, are split."""
     indices = cast("tuple[Argument, ...]", argument(op, 1, "indices"))
     if any(not spec.dtype.is_floating_point and spec.dtype.itemsize == 1 for spec in operands[1:]):
-        raise RuleError("an index is a tensor of positions, not a mask", value=op.target, place=op.name)
+        raise RuleError.unsupported(
+            f"{op.target} with a mask as index", where=op.name, instead="Use torch.where, or an index of positions"
+        )
     rank = len(operands[0].shape)
     indexed = [dim for dim, item in enumerate(indices) if isinstance(item, Ref)]
     width = max(len(spec.shape) for spec in operands[1:])

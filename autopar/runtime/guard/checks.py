@@ -15,7 +15,7 @@ from autopar.runtime.step.gradients import Held
 from autopar.runtime.step.stage import noise
 
 _INSTEAD = {
-    "state_dict": "par.full_state_dict() has the whole parameters, par.save(DIR, optimizer) writes a checkpoint",
+    "state_dict": "par.full_state_dict() has the complete parameters, par.save(DIR, optimizer) writes a checkpoint",
     "load_state_dict": "par.load(DIR, optimizer) reads a checkpoint of par.save; weights of one device go into the model "
     "before autopar.parallelize, or come from files by weights=DIR",
     "train": "par.train_step(batch) trains, par.evaluate(batch) does not",
@@ -35,8 +35,8 @@ _INSTEAD = {
 
 def absent(name: str) -> AttributeError:
     """The error of Python's that a parallel model has no such attribute, with what to use instead of one of a module's."""
-    text = f"a parallel model has no attribute {name!r}: it is no torch.nn.Module"
-    return AttributeError(f"{text}; {_INSTEAD[name]}" if name in _INSTEAD else text)
+    text = f"A parallel model has no attribute {name!r}: it is no torch.nn.Module"
+    return AttributeError(f"{text}. Instead: {_INSTEAD[name]}" if name in _INSTEAD else text)
 
 
 def check_can_run(precision: Precision) -> None:
@@ -47,9 +47,8 @@ def check_can_run(precision: Precision) -> None:
     """
     if precision.needs_scales:
         raise RuntimeMismatchError(
-            "the runtime computes in dtypes that need no scales for each tensor",
-            value=f"precision {precision.name}",
-            remedy="make the plan with --precision bf16, or fp16; fp8 can be planned, not run",
+            f"{precision.name} plans can be estimated but not run yet",
+            fix='Make the plan with precision="bf16" or "fp16"',
         )
 
 
@@ -65,19 +64,16 @@ def check_modes(plan: Plan, device: torch.device, *, learns: bool) -> None:
     if torch.is_autocast_enabled(device.type):
         dtype = str(torch.get_autocast_dtype(device.type)).removeprefix("torch.")
         raise UsageError(
-            f"steps compute in the plan's precision ({plan.precision.name}: {plan.precision.compute}), without autocast "
-            "around them",
-            value=f"torch.autocast to {dtype}",
-            remedy='leave it out, and choose the precision with the plan: autopar.parallelize(..., precision="bf16")',
+            f"A step cannot run inside torch.autocast to {dtype}: the plan computes in {plan.precision.compute}",
+            fix='Leave autocast out, and choose the precision with the plan: autopar.parallelize(..., precision="bf16")',
         )
     if device.type == "cuda" and plan.precision.compute == "float32":
         _check_products(plan.precision)
     if learns and not torch.is_grad_enabled():
         mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
         raise UsageError(
-            "a training step computes gradients",
-            value=f"torch.{mode}()",
-            remedy="call par.evaluate(batch) for the loss alone",
+            f"A training step needs gradients, but they are off (torch.{mode})",
+            fix="Call par.evaluate(batch) for the loss alone",
         )
 
 
@@ -86,11 +82,12 @@ def _check_products(precision: Precision) -> None:
     if multiplies_in_tf32() == wanted:
         return
     mode, other = ("high", "fp32") if wanted else ("highest", "tf32")
-    raise UsageError(
-        f"products of float32 are made as the plan has them ({precision.name}): their speed and their rounding differ",
-        value="products in TF32" if not wanted else "products in float32",
-        place="torch.backends.cuda.matmul",
-        remedy=f'torch.set_float32_matmul_precision("{mode}") before the first step, or make the plan with precision="{other}"',
+    raise UsageError.mismatch(
+        f"How torch multiplies float32 matrices (precision {precision.name})",
+        where="torch.backends.cuda.matmul",
+        expected="TF32" if wanted else "float32",
+        got="float32" if wanted else "TF32",
+        fix=f'Call torch.set_float32_matmul_precision("{mode}") before the first step, or make the plan with precision="{other}"',
     )
 
 
@@ -123,11 +120,10 @@ class Parameters:
         pairs = zip(self._held, now, self._addresses, strict=True)
         replaced = [h.key for h, here, made in pairs if here != made]
         raise UsageError(
-            "a parameter of a parallel model keeps its memory, which the steps read: it is written in place",
-            value=f"other memory (`p.data = ...`, torch.utils.swap_tensors) for {', '.join(replaced[:3])}"
-            + (" and others" if len(replaced) > 3 else ""),
-            remedy="write p.data.copy_(value), with a DTensor of the same mesh; "
-            "torch.distributed.tensor.distribute_tensor(whole, p.device_mesh, p.placements) makes one of a whole tensor",
+            f"The memory of {', '.join(replaced[:3])}{' and others' if len(replaced) > 3 else ''} was replaced "
+            "(`p.data = ...`, torch.utils.swap_tensors)",
+            fix="Write p.data.copy_(value) instead, with a DTensor of the same mesh: "
+            "torch.distributed.tensor.distribute_tensor(tensor, p.device_mesh, p.placements) makes one",
         )
 
     def check(self) -> None:
@@ -139,18 +135,15 @@ class Parameters:
         self.check_memory()
         hooked = [h.key for h in self._held if h.parameter._backward_hooks or h.parameter._post_accumulate_grad_hooks]
         if hooked:
-            raise UsageError(
-                "gradients are there when train_step returns, or backward: no hook on a parameter is called in between",
-                value=f"hooks on {', '.join(hooked[:3])}" + (" and others" if len(hooked) > 3 else ""),
-                remedy="change gradients, or step, after train_step",
+            raise UsageError.unsupported(
+                f"A hook on a parameter ({', '.join(hooked[:3])}{' and others' if len(hooked) > 3 else ''})",
+                instead="Remove it, and change gradients, or step, after train_step",
             )
         thawed = [h.key for h in self._frozen if h.parameter.requires_grad]
         if thawed:
             raise UsageError(
-                "parameters that are frozen when a plan is made stay frozen: the program has no backward for them",
-                value=f"requires_grad of {', '.join(thawed[:3])}" + (" and others" if len(thawed) > 3 else ""),
-                remedy="set requires_grad on the model before autopar.parallelize, and freeze par.parameters() until they "
-                "are to learn",
+                f"{', '.join(thawed[:3])}{' and others' if len(thawed) > 3 else ''} cannot learn: frozen when the plan was made",
+                fix="Set requires_grad on the model before autopar.parallelize, and freeze par.parameters() until they are to learn",
             )
 
 
@@ -166,9 +159,9 @@ def check_evaluates(program: Program) -> None:
     if drawn is None and not changed:
         return
     raise UsageError(
-        "an evaluation is the step of training without dropout: the model has no buffers that training changes, and draws "
-        "no random numbers besides",
-        value=f"buffers {', '.join(changed[:3])}" if drawn is None else drawn.target,
-        place="" if drawn is None else drawn.source or drawn.module or drawn.name,
-        remedy="put par.full_state_dict() into the model itself, and evaluate that in eval()",
+        f"The model cannot be evaluated by its plan: training changes its buffers {', '.join(changed[:3])}"
+        if drawn is None
+        else f"The model cannot be evaluated by its plan: it draws random numbers ({drawn.target})",
+        where="" if drawn is None else drawn.source or drawn.module or drawn.name,
+        fix="Put par.full_state_dict() into the model itself, and evaluate that in eval()",
     )

@@ -20,9 +20,8 @@ _LACKING = re.compile(r"\"(?P<kernel>\w+)\" not implemented for '(?P<dtype>BFloa
 
 def _no_kernel(kernel: str, dtype: str) -> UsageError:
     return UsageError(
-        "every operator of a step has a kernel for the dtype that it computes in",
-        value=f"{kernel}, which has none for {dtype} on this device",
-        remedy='cast what it takes in the model, x.float(), or make the plan with precision="fp32"',
+        f"No kernel {kernel} for {dtype} on this device",
+        fix='Cast what it takes in the model, x.float(), or make the plan with precision="fp32"',
     )
 
 
@@ -111,7 +110,6 @@ class Calls:
         self._alarm.met()
         if codes.tolist() != [code, -code]:
             raise UsageError(
-                "all ranks make the same calls of a parallel model, in the same order",
-                value=f"{what} on rank {self._world.rank}, and another call elsewhere",
-                remedy="call it on every rank, and let one of them print or write what it returns",
+                f"Rank {self._world.rank} called {what} while another rank made a different call",
+                fix="Make the same calls on every rank, and let one of them print or write what they return",
             )

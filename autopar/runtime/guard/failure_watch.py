@@ -276,9 +276,9 @@ def _is_lost(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _CLOSED)
 
 
-def _error(said: str) -> RankFailedError:
+def _error(what: str) -> RankFailedError:
     return RankFailedError(
-        "all ranks of a job make its steps together",
-        value=said,
-        remedy="mend what that rank says, and start the job again from its last checkpoint",
+        "A rank of the job has failed, or made another call",
+        got=what,
+        fix="Correct what that rank reports, and start the job again from its last checkpoint",
     )

@@ -69,9 +69,8 @@ class Given:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if parameters and all(self._is_models(p) and p.grad is None for p in parameters):
             raise UsageError(
-                "an optimizer steps the parameters that train: par.parameters()",
-                value=f"{type(optimizer).__name__} of those of the model that was given to autopar.parallelize, without gradients",
-                remedy="make the optimizer of par.parameters(), after autopar.parallelize",
+                f"{type(optimizer).__name__} has the parameters of the model before autopar.parallelize, which do not train",
+                fix="Make the optimizer of par.parameters(), after autopar.parallelize",
             )
 
     def _is_models(self, parameter: Tensor) -> bool:

@@ -84,10 +84,9 @@ class SharedSamples:
             if marks[rank] != marks[other]:
                 shared = f"par.data_rank {part}" if leaf.batch_dim is not None else "an input that has no samples"
                 raise UsageError(
-                    "ranks that share samples (those of one par.data_rank) are given the same ones",
-                    value=f"others on rank {rank} than on rank {other} ({shared})",
-                    place=leaf.name,
-                    remedy="sample by par.data_rank (DistributedSampler(data, num_replicas=par.data_size, rank=par.data_rank)), or "
+                    f"Ranks {rank} and {other} were given different samples, but must share them ({shared})",
+                    where=leaf.name,
+                    fix="Sample by par.data_rank (DistributedSampler(data, num_replicas=par.data_size, rank=par.data_rank)), or "
                     "shuffle and draw with a seed that is the same on all ranks",
                 )
 

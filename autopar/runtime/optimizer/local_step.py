@@ -162,11 +162,9 @@ class LocalSteps:
         plain = _inside(value)
         if plain is value and isinstance(value, Tensor) and name not in _COUNTERS:
             raise UsageError(
-                "the states of an optimizer of par.parameters() are made by its steps, by par.load, or by the state_dict() of "
-                "such an optimizer",
-                value=f"{name}, a tensor that is none of them",
-                remedy="leave out optimizer.load_state_dict of another job's file: parameters of another model, or of one "
-                "device, have another order and other parts; par.save and par.load carry states from plan to plan",
+                f"The optimizer has a state '{name}' that was loaded from another job's file",
+                fix="Leave out optimizer.load_state_dict: its parameters have another order and other parts. "
+                "par.save and par.load carry optimizer states from plan to plan",
             )
         is_moved = self._on_host and isinstance(plain, Tensor) and plain.shape == local.shape
         return host_state(plain) if is_moved else plain
@@ -180,10 +178,9 @@ class LocalSteps:
         """Nothing, unless states of own parameters would be made on the device."""
         if self._on_host and any(id(p) in self._own for group in optimizer.param_groups for p in group["params"]):
             raise UsageError(
-                "where states live on the host, an optimizer steps element by element, on this model's parameters alone, "
-                "without a closure, hooks of its own, differentiable or compiled",
-                value=type(optimizer).__name__,
-                remedy="pin offload=none, or step with one of torch.optim's elementwise optimizers",
+                f"{type(optimizer).__name__} cannot step parameters whose optimizer states live on the host",
+                fix="Step with an elementwise optimizer of torch.optim, on this model's parameters alone, without a closure, hooks, "
+                "differentiable or compiled. Or pin offload=none",
             )
 
     def _refuse_what_needs_others(self, optimizer: Optimizer) -> None:
@@ -195,16 +192,15 @@ class LocalSteps:
         own = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._own]
         if self._is_staged and own and isinstance(optimizer, torch.optim.LBFGS):
             raise UsageError(
-                "an optimizer that steps all parameters by one number has all of them, not the stages of one rank of a pipeline",
-                value=type(optimizer).__name__,
-                remedy="pin pp=1, or step with an optimizer that takes each parameter by itself",
+                f"{type(optimizer).__name__} needs all parameters at once, but each rank of a pipeline has those of its stages",
+                fix="Pin pp=1, or use an optimizer that takes each parameter by itself",
             )
         split = next((p for p in own if p.ndim > 1 and _is_split(p)), None)
         if split is not None and isinstance(optimizer, torch.optim.Adafactor):
             raise UsageError(
-                "torch's Adafactor takes means of rows and columns in place, which whole matrices alone allow",
-                value=f"one of shape {tuple(split.shape)} of which this rank has {tuple(_inside(split).shape)}",
-                remedy="pin zero=0 and tp=1, or use an optimizer that steps element by element",
+                f"Torch's Adafactor needs each matrix complete, but this rank has {tuple(_inside(split).shape)} "
+                f"of one of shape {tuple(split.shape)}",
+                fix="Pin zero=0 and tp=1, or use an optimizer that steps element by element",
             )
 
     def _tell_of_parts(self, optimizer: Optimizer) -> None:

@@ -28,19 +28,21 @@ def local_batch(
     expected = [leaf.name for leaf in inputs]
     if not isinstance(batch, Mapping):
         raise UsageError(
-            f"a batch has its inputs by name ({', '.join(expected)})",
-            value=type(batch).__name__,
-            remedy=f"give a dict: {{{', '.join(f'{name!r}: ...' for name in expected[:3])}}}",
+            f"The batch is a {type(batch).__name__}, not a dict",
+            fix=f"Give its inputs by name: {{{', '.join(f'{name!r}: ...' for name in expected[:3])}}}",
         )
     batch = named_inputs(batch)
     if set(batch) != set(expected):
         unknown = [name for name in batch if name not in expected]
         raise UsageError(
-            f"the batch has the inputs that the model was traced with ({', '.join(expected)})",
-            value=", ".join(batch) or "none",
-            remedy=f"leave out {', '.join(unknown)}: what was no tensor in the example inputs is a constant of the plan"
+            "The inputs of the batch are not those of the plan",
+            expected=", ".join(expected),
+            got=", ".join(batch) or "none",
+            fix=f"Leave out {', '.join(unknown)}: what was no tensor in the example inputs is a constant of the plan"
             if unknown and not any(isinstance(batch[name], Tensor) for name in unknown)
-            else "",
+            else f"Leave out {', '.join(unknown)}"
+            if unknown
+            else f"Add {', '.join(name for name in expected if name not in batch)}",
         )
     whole, own = plan.global_batch_size, plan.samples_of(data_rank)
     part = len(own)
@@ -49,18 +51,17 @@ def local_batch(
         value, dim = _without_history(batch[leaf.name], leaf.name), leaf.batch_dim
         rest = [size for d, size in enumerate(value.shape) if d != dim]
         if rest != [size for d, size in enumerate(leaf.spec.shape) if d != dim]:
+            sizes = ("samples" if d == dim else str(size) for d, size in enumerate(leaf.spec.shape))
             raise UsageError(
-                "inputs have the shape that the plan was made for, the number of samples aside",
-                value=tuple(value.shape),
-                place=leaf.name,
-                remedy=f"pad to {leaf.spec.shape} or search a plan for the new shape",
+                f"{leaf.name} has shape {tuple(value.shape)}, but the plan takes ({', '.join(sizes)})",
+                fix="Pad the input to that shape, or search a plan for the new one",
             )
         if dim is not None:
             if value.shape[dim] not in (whole, part):
                 raise UsageError(
-                    f"a batch has {whole} samples (the global batch) or {part} (this rank's)",
-                    value=value.shape[dim],
-                    place=leaf.name,
+                    f"{leaf.name} has {value.shape[dim]} samples",
+                    fix=f"Pass {whole} (the complete global batch)"
+                    + ("" if part == whole else f" or {part} (this rank's part: par.samples)"),
                 )
             if value.shape[dim] != part:
                 value = value.narrow(dim, own.start, part)
@@ -78,11 +79,11 @@ def _dtype_for(leaf: Input, given: torch.dtype) -> torch.dtype:
     is_floating = given.is_floating_point and wanted.is_floating_point
     fits = _is_integer(given) and _is_integer(wanted) and torch.promote_types(given, wanted) == wanted
     if not (given == wanted or is_floating or fits):
-        raise UsageError(
-            f"an input has the dtype of the example inputs ({_name(wanted)})",
-            value=_name(given),
-            place=leaf.name,
-            remedy=f"cast it, or give example inputs with {_name(given)}",
+        raise UsageError.mismatch(
+            f"The dtype of {leaf.name}",
+            expected=_name(wanted),
+            got=_name(given),
+            fix=f"Cast it, or search a plan with example inputs in {_name(given)}",
         )
     return wanted
 
@@ -103,14 +104,12 @@ def _without_history(value: object, name: str) -> Tensor:
     """
     if not isinstance(value, Tensor):
         raise UsageError(
-            "what was a tensor in the example inputs is one in a batch", value=type(value).__name__, place=name
+            f"{name} is a {type(value).__name__}, but a tensor in the example inputs", fix="Pass torch.as_tensor(...)"
         )
     if value.requires_grad and torch.is_grad_enabled():
         raise UsageError(
-            "gradients of a step go to the parameters of the model, not through its inputs",
-            value="an input with requires_grad",
-            place=name,
-            remedy="detach() it, or make what computes it a part of the model that is given to autopar.parallelize",
+            f"{name} requires a gradient, but gradients of a step go to parameters alone",
+            fix="Call detach() on it, or make what computes it a part of the model that is given to autopar.parallelize",
         )
     # autograd may not keep what inference mode has made; a copy it may
     return value.clone() if value.is_inference() and not torch.is_inference_mode_enabled() else value

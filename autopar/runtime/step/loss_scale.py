@@ -64,9 +64,8 @@ class LossScale:
         """
         if self.scaler is not None:
             raise UsageError(
-                "a parallel model has one scaler, by which its steps scale",
-                value="a second call of par.grad_scaler",
-                remedy="keep the first; its scale is set by scaler.update(new_scale) or scaler.load_state_dict(...)",
+                "A second scaler was asked for by par.grad_scaler()",
+                fix="Keep the first scaler: scaler.update(new_scale) or scaler.load_state_dict(...) set its scale",
             )
         options.setdefault("enabled", self._precision.scales_loss)
         self.scaler = ParallelScaler(self._calls, self._group, self._device, **options)
@@ -102,10 +101,9 @@ class LossScale:
         """
         if self._precision.scales_loss and self.scaler is None:
             raise UsageError(
-                "gradients in float16 are those of a scaled loss: most would be zero in it without",
-                value="no scaler",
-                remedy=f"{_MAKE} before the first step; after each step scaler.step(optimizer) and scaler.update(), and "
-                "scaler.unscale_(optimizer) before gradients are clipped (enabled=False: trained without a scale)",
+                "Training in float16 needs a scaled loss, as most gradients would be zero without",
+                fix=f"Write {_MAKE} before the first step, and scaler.step(optimizer) and scaler.update() after each. "
+                "Clip after scaler.unscale_(optimizer), and pass enabled=False to train without a scale",
             )
 
     def of(self, loss: Tensor) -> Tensor:
@@ -128,9 +126,8 @@ class LossScale:
         """
         if self.scaler is not None and self.scaler.is_enabled() and not self.scaler.has_been_asked:
             raise UsageError(
-                "a loss of par(**batch) is scaled by the model's own scaler before backward, which asks all ranks for infinities",
-                value="backward of a loss that it has not scaled",
-                remedy=f"{_MAKE}, then scaler.scale(par(**batch)).backward()",
+                "This is the backward() of a loss that the scaler of this model has not scaled",
+                fix=f"Write {_MAKE}, then scaler.scale(par(**batch)).backward()",
             )
 
     def check_unscaled(self) -> None:
@@ -144,9 +141,8 @@ class LossScale:
         first = next((h.key for h in self._held if self.scaler.is_scaled(h.parameter)), "")
         if first:
             raise UsageError(
-                "gradients are clipped after they have been unscaled",
-                value=f"the gradient of {first}, times the scale",
-                remedy="call scaler.unscale_(optimizer) before, for every optimizer; parameters that none steps are frozen",
+                f"The gradient of {first} is still times the scale of the loss, so it cannot be clipped",
+                fix="Call scaler.unscale_(optimizer) before, for every optimizer, and freeze parameters that none steps",
             )
 
     def check_step(self, optimizer: Optimizer) -> None:
@@ -159,9 +155,8 @@ class LossScale:
             return
         if any(self.scaler.is_scaled(p) for group in optimizer.param_groups for p in group["params"]):
             raise UsageError(
-                "an optimizer steps by gradients that have been unscaled",
-                value="optimizer.step() with those of the scaled loss",
-                remedy="replace it by scaler.step(optimizer), which unscales them, and call scaler.update() after it",
+                "A call of optimizer.step() would step by the gradients of the scaled loss",
+                fix="Call scaler.step(optimizer) instead, which unscales them, and scaler.update() after it",
             )
 
 
@@ -199,9 +194,8 @@ class ParallelScaler(GradScaler):
         """
         if self.is_enabled() and isinstance(outputs, StepLoss):
             raise UsageError(
-                "par.train_step(batch) scales the loss itself, and has run its backward",
-                value="scaler.scale of what it returns",
-                remedy="leave scaler.scale(loss).backward() out; what follows stays as it is",
+                "The loss of par.train_step(batch) has been scaled already, and its backward pass has run",
+                fix="Leave scaler.scale(loss).backward() out, and keep what follows as it is",
             )
         self.has_been_asked = True
         return super().scale(outputs)
@@ -285,9 +279,8 @@ class StepLoss(Tensor):
             UsageError: always: the gradients are there.
         """
         raise UsageError(
-            "par.train_step(batch) runs forward and backward: the gradients are there when it returns",
-            value="loss.backward() after it",
-            remedy="leave backward() out (with one pipeline stage, `par(**batch).backward()` does the same)",
+            "A loss.backward() was called after par.train_step(batch), which has already run the backward pass",
+            fix="Leave backward() out (with one pipeline stage, `par(**batch).backward()` does the same)",
         )
 
     def __truediv__(self, other: Any) -> Tensor:
@@ -303,10 +296,8 @@ class StepLoss(Tensor):
         """
         if sys._getframe(1).f_globals.get("__name__") == GradScaler.__module__:
             raise UsageError(
-                "gradients of par.train_step(batch) are there when it returns, and no scaler of torch's has scaled its loss",
-                value="GradScaler.scale of it",
-                remedy="leave the scaler out (GradScaler(enabled=False)): of the dtypes that plans compute in float16 alone needs "
-                "one, which is par.grad_scaler()",
+                "Torch's GradScaler cannot scale the loss of par.train_step(batch), which has already run the backward pass",
+                fix="Leave the scaler out (GradScaler(enabled=False)), or use par.grad_scaler() for a plan in float16",
             )
         return super().__mul__(other)
 

@@ -130,7 +130,10 @@ class Pipeline:
             case "Interleaved1F1B":
                 self._schedule = ScheduleInterleaved1F1B(list(wrapped), **options)
             case other:
-                raise PlanError("a plan with several stages has a pipeline schedule", value=other)
+                raise PlanError(
+                    f"Several stages cannot run with the schedule '{other}'",
+                    fix="Pin schedule=1F1B, GPipe or Interleaved1F1B",
+                )
 
     def run(self, batch: Batch) -> Tensor | None:
         """See :class:`Runner`."""
@@ -248,13 +251,10 @@ def _check(plan: Plan) -> None:
     """
     if plan.zero_stage == 2:
         raise PlanError(
-            "a pipeline reduces gradients at the end of a step: ZeRO 2 does not exist there",
-            value="ZeRO 2",
-            remedy="pin zero=1 or zero=3",
+            "A pipeline cannot use ZeRO 2, as it reduces gradients at the end of a step", fix="Pin zero=1 or zero=3"
         )
     if plan.schedule == "1F1B" and plan.num_micro_batches < plan.mesh.pp:
         raise PlanError(
-            f"1F1B has at least as many micro-batches as stages ({plan.mesh.pp})",
-            value=plan.num_micro_batches,
-            remedy="pin a smaller micro_batch or another schedule",
+            f"The schedule 1F1B with {plan.mesh.pp} stages needs at least {plan.mesh.pp} micro-batches, but there are {plan.num_micro_batches}",
+            fix="Pin a smaller micro_batch or another schedule",
         )

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
-from autopar.errors import PlanError, UsageError
+from autopar.errors import PlanError, UsageError, reason
 from autopar.graph.graph import Padding
 from autopar.lower.program import Program
 from autopar.runtime.step.gradients import Held, lengthened
@@ -37,7 +37,8 @@ from autopar.util.text import first_line
 
 Values = Mapping[str, Tensor]
 
-_SAME = "a checkpoint is of the same model and optimizer"
+_OTHER = "The checkpoint is of another model or optimizer"
+_TAKE_SAME = "Load it with the model and the kind of optimizer that were saved"
 
 SCALER = "scaler"
 """The entry of ``progress`` that jobs in float16 alone have."""
@@ -68,11 +69,9 @@ def save(
     except CheckpointException as error:
         writer.remove_own()
         raise UsageError(
-            "a checkpoint goes to one folder that every rank can write to and rank 0 sees",
-            value=_reasons(error),
-            place=str(path),
-            remedy="name a folder, the same on all ranks, on a file system that all nodes share; the checkpoint that was there, if any, "
-            "is as it was",
+            f"Cannot write the checkpoint {path}",
+            got=_reasons(error),
+            fix="Name the same folder on all ranks, on a file system that all nodes share. A checkpoint that was there is unchanged",
         ) from error
 
 
@@ -128,13 +127,13 @@ def _load(path: Path, state: dict[str, Any]) -> None:
     try:
         load_state(state, storage_reader=Reader(path), planner=Planner())
     except CheckpointException as error:
-        raise PlanError(_SAME, value=_reasons(error), place=str(path)) from error
+        raise PlanError(_OTHER, where=str(path), got=_reasons(error), fix=_TAKE_SAME) from error
     except (RuntimeError, ValueError, KeyError) as error:
-        raise PlanError(_SAME, value=first_line(error), place=str(path)) from error
+        raise PlanError(_OTHER, where=str(path), got=first_line(error), fix=_TAKE_SAME) from error
 
 
 def _reasons(error: CheckpointException) -> str:
-    return "; ".join(sorted({first_line(cause) for cause, _ in error.failures.values()})[:2])
+    return "; ".join(sorted({reason(cause) for cause, _ in error.failures.values()})[:2])
 
 
 def _check_holds(path: Path, state: dict[str, Any]) -> None:
@@ -153,31 +152,29 @@ def _check_holds(path: Path, state: dict[str, Any]) -> None:
         missing = sorted(key for key in state if key not in metadata.state_dict_metadata)
         error = _cut_off(path, sizes) if dist.get_rank() == 0 else ""
     except (OSError, EOFError, UnpicklingError, AttributeError) as failure:
-        error = first_line(failure)
+        error = reason(failure)
     said: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(said, (error, missing, which))
     other = next((rank for rank, (_, _, files) in enumerate(said) if files != said[0][2]), 0)
     if other and not any(error for error, _, _ in said):
         raise PlanError(
-            "all ranks load the same checkpoint",
-            value=f"another on rank {other} than on rank 0",
-            place=str(path),
-            remedy="choose the folder on one rank, and tell the others",
+            f"Rank {other} loads another checkpoint than rank 0",
+            where=str(path),
+            fix="Choose the folder on one rank, and send its name to the others",
         )
     if errors := [error for error, _, _ in said if error]:
         raise PlanError(
-            "a checkpoint is a folder that par.save(...) wrote, which every rank can read",
-            value=errors[0],
-            place=str(path),
-            remedy="name the folder, on a file system that all nodes share",
+            f"Cannot read the checkpoint {path}",
+            got=errors[0],
+            fix="Name a folder that par.save(...) wrote, on a file system that all nodes share",
         )
     if lacking := sorted({key for _, keys, _ in said for key in keys}):
         is_optimizers = all(key.startswith("optimizer.") for key in lacking)
         raise PlanError(
-            _SAME,
-            value=f"no {lacking[0]}" + (f" and {len(lacking) - 1} more that are missing" if len(lacking) > 1 else ""),
-            place=str(path),
-            remedy="give the kind of optimizer that was saved, or load without one" if is_optimizers else "",
+            _OTHER,
+            where=str(path),
+            got=f"it lacks {lacking[0]}" + (f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""),
+            fix="Give the kind of optimizer that was saved, or load without one" if is_optimizers else _TAKE_SAME,
         )
 
 
@@ -294,10 +291,10 @@ def _check_groups(path: Path, held: Sequence[Held], optimizer: Optimizer, state:
     dist.all_gather_object(said, mixed)
     if found := [text for text in said if text]:
         raise PlanError(
-            "the parameters of a group of the optimizer were saved with the same hyperparameters",
-            value=found[0],
-            place=str(path),
-            remedy="make the groups of the optimizer that was saved, or load without one",
+            "The parameters of a group of the optimizer were saved with different hyperparameters",
+            where=str(path),
+            got=found[0],
+            fix="Make the groups of the optimizer that was saved, or load without one",
         )
 
 

@@ -69,10 +69,9 @@ class FileWeights(Weights):
         found = self._find((parameter.fqn, *parameter.aliases))
         if not found:
             raise UsageError(
-                "every parameter is in the files",
-                value=f"no {parameter.fqn}",
-                place=str(self._folder),
-                remedy="save the whole model, or load what there is into the model and leave weights= out",
+                f"No parameter '{parameter.fqn}' in the files",
+                where=str(self._folder),
+                fix="Save the complete model, or load what there is into the model and leave weights= out",
             )
         return self._read(found, parameter.fqn, tuple(self.shape(parameter.fqn)), index)
 
@@ -98,10 +97,11 @@ class FileWeights(Weights):
         wanted = self._dtypes[fqn]
         if found != shape or not _fits(value.dtype, wanted):
             raise UsageError(
-                f"the files have the model's weights ({fqn}: {_text(shape, wanted)})",
-                value=f"{name}, {_text(found, value.dtype)}",
-                place=str(path),
-                remedy="name the folder of this model, or build the model for these files",
+                f"'{name}' of the file does not fit the model's parameter {fqn}",
+                where=str(path),
+                expected=_text(shape, wanted),
+                got=_text(found, value.dtype),
+                fix="Name the folder of this model, or build the model for these files",
             )
         return value
 
@@ -126,9 +126,8 @@ def _names(folder: Path) -> dict[str, str]:
             return {str(name): str(file) for name, file in data["weight_map"].items()}
     if not single.exists():
         raise UsageError(
-            f"weights= is a folder with {_SINGLE} or {_INDEX}",
-            value=str(folder),
-            remedy="write one with model.save_pretrained(DIR), or safetensors.torch.save_model(model, DIR/model.safetensors)",
+            f"No {_SINGLE} or {_INDEX} in the folder {folder}",
+            fix="Write one with model.save_pretrained(DIR), or safetensors.torch.save_model(model, DIR/model.safetensors)",
         )
     with _readable(single), safe_open(single, framework="pt") as file:
         return dict.fromkeys(file.keys(), single.name)
@@ -152,8 +151,7 @@ def _readable(path: Path) -> Iterator[None]:
         yield
     except (OSError, ValueError, KeyError, AttributeError, TypeError, SafetensorError) as error:
         raise UsageError(
-            "files of weights can be read",
-            value=f"{type(error).__name__}: {first_line(error)}",
-            place=str(path),
-            remedy="write or download them anew",
+            f"Cannot read the weights {path}",
+            got=f"{type(error).__name__}: {first_line(error)}",
+            fix="Write or download them again",
         ) from error

@@ -66,9 +66,11 @@ def local_index(parameter: Parameter, shape: torch.Size, mesh: Mapping[str, int]
             start[kind.dim] += here[axis] * size[kind.dim]
     if tuple(size) != parameter.spec.shape:
         raise RuntimeMismatchError(
-            "the model's parameters have the shapes that the plan was made for",
-            value=f"{tuple(shape)}, of which a rank takes {tuple(size)} instead of {parameter.spec.shape}",
-            place=parameter.fqn,
+            f"A rank's part of a parameter of shape {tuple(shape)} does not match the plan",
+            where=parameter.fqn,
+            expected=str(parameter.spec.shape),
+            got=tuple(size),
+            fix="Search a plan for this model",
         )
     stop = [first + count for first, count in zip(start, size, strict=True)]
     if padding is not None:
@@ -140,10 +142,9 @@ def initialise(model: nn.Module, path: str, seed: int, device: torch.device = _C
     for name, is_left_out in zip(own, torch.stack(left_out).tolist() if left_out else (), strict=True):
         if is_left_out:
             raise UsageError(
-                "a module on meta has an initialiser (reset_parameters, or _init_weights of its model)",
-                value=type(target).__name__,
-                place=f"{path}.{name}" if path else name,
-                remedy="give it one, pass weights=, or build the model on a real device",
+                f"A {type(target).__name__} on meta has no initialiser (reset_parameters, or _init_weights of its model)",
+                where=f"{path}.{name}" if path else name,
+                fix="Give it one, pass weights=, or build the model on a real device",
             )
     return target
 

@@ -88,10 +88,10 @@ def check(graph: Graph, larger: Graph) -> None:
         here, there = list(_numbers(graph, op)), [] if other is None else list(_numbers(larger, other))
         if here != there:
             raise CountError(
-                "losses and buffers are made with numbers that do not depend on the batch size, or counts of tensors",
-                value=f"{here} for a batch of {graph.batch_size}, {there} for one of {larger.batch_size}",
-                place=op.source or op.module or op.name,
-                remedy="take a mean, or divide by a count of the inputs: (labels != -100).sum()",
+                f"A number in a loss or buffer depends on the batch size: {here} for a batch of {graph.batch_size}, "
+                f"{there} for one of {larger.batch_size}",
+                where=op.source or op.module or op.name,
+                fix="Take a mean, or divide by a count of the inputs: (labels != -100).sum()",
             )
 
 

@@ -39,10 +39,9 @@ def cut_off(program: torch.export.ExportedProgram, place_of: Callable[[fx.Node],
 def written_parameter(name: str, place: str = "") -> TraceError:
     """Forward writes to a parameter."""
     return TraceError(
-        "parameters change by the optimizer's step alone, not in forward",
-        value=f"forward writes to {name}",
-        place=place,
-        remedy="write to it after optimizer.step(), outside of the model, or make it a buffer",
+        f"The parameter {name} is written to in forward",
+        where=place,
+        fix="Write to it after optimizer.step(), outside of the model, or make it a buffer",
     )
 
 
@@ -83,10 +82,9 @@ class _Marker:
             raise written_parameter(written.name, self.place_of(node))
         if written.name in with_gradient and (off or detached):
             raise TraceError(
-                "what has a gradient is not written in place where gradients are off",
-                value=f"{node.target} on {written.name}",
-                place=self.place_of(node) or node.name,
-                remedy="write x = x.masked_fill(...) or the like, with gradients on, or detach a copy",
+                f"{node.target} writes in place to {written.name}, which has a gradient, where gradients are off",
+                where=self.place_of(node) or node.name,
+                fix="Write x = x.masked_fill(...) or the like, with gradients on, or detach a copy",
             )
 
 

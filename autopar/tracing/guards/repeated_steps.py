@@ -143,10 +143,10 @@ def check(
         said = str(error) + (f" at `{line}`" if line else "")
         said += f"; forward sets {', '.join(left[:3])}" if left else ""
         raise TraceError(
-            "a step does not depend on what an earlier step has left in the model",
-            value=said,
-            place=place,
-            remedy="keep what changes in a buffer (register_buffer), draw random numbers with torch, pass it as an "
+            "A second step does not run, as the first has left something in the model",
+            where=place,
+            got=said,
+            fix="Keep what changes in a buffer (register_buffer), draw random numbers with torch, pass it as an "
             "input, or leave it out",
         ) from error
     except (*FAILURES, AutoparError):

@@ -70,26 +70,23 @@ def check_model(model: torch.nn.Module) -> None:
         kind = f"{path or 'the model'} ({type(module).__name__})"
         if any(is_lazy(p) for p in (*module._parameters.values(), *module._buffers.values()) if p is not None):
             raise TraceError(
-                "parameters have shapes before a model is traced",
-                value="lazy ones",
-                place=kind,
-                remedy="run the model on one batch first, or give the sizes to its layers",
+                "A lazy parameter has no shape yet",
+                where=kind,
+                fix="Run the model on one batch first, or give the sizes to its layers",
             )
         held = any(isinstance(value, torch.ScriptObject) for value in vars(module).values())
         if held or isinstance(module, torch.jit.ScriptModule):
-            raise TraceError(
-                "a model that is trained holds tensors and Python code",
-                value="a quantized or scripted module",
-                place=kind,
-                remedy="plan for the float model in Python; quantize or script what was trained",
+            raise TraceError.unsupported(
+                "A quantized or scripted module",
+                where=kind,
+                instead="Plan for the float model in Python, and quantize or script what was trained",
             )
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise TraceError(
-                "gradients are those of the loss: no hook on a parameter changes them",
-                value="a hook",
-                place=name,
-                remedy="change gradients between train_step and optimizer.step",
+            raise TraceError.unsupported(
+                "A hook on a parameter",
+                where=name,
+                instead="Remove it, and change gradients between train_step and optimizer.step",
             )
 
 
@@ -184,9 +181,8 @@ class ParametersKept(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name.endswith("_") and not name.endswith("__") and any(args[0] is x for x in self._data if args):
             raise TraceError(
-                "a forward pass leaves parameters as they are: optimizers change them",
-                value=f".data.{name} on a parameter",
-                remedy="use what the call gives where the parameter is read, or call it after optimizer.step()",
+                f"Forward changes a parameter by .data.{name}",
+                fix="Use what the call returns where the parameter is read, or call it after optimizer.step()",
             )
         if getattr(func, "__self__", None) is not torch.Tensor.data or name != "__get__":
             return func(*args, **dict(kwargs or {}))

@@ -54,10 +54,8 @@ def paths_of(model: torch.nn.Module, names: Sequence[str]) -> tuple[str, ...]:
         if not mine:
             close = ", ".join(sorted({type(m).__name__ for m in modules.values()})[:8])
             raise UsageError(
-                "an opaque module is named by its path, a pattern or its class",
-                value=repr(name),
-                place=type(model).__name__,
-                remedy=f"take a name of model.named_modules(), or one of the classes {close}",
+                f"No module of {type(model).__name__} matches opaque='{name}'",
+                fix=f"Take a name of model.named_modules(), a pattern, or one of the classes {close}",
             )
         found |= dict.fromkeys(mine)
     return outermost(found)
@@ -253,10 +251,14 @@ def _without_dropout(module: torch.nn.Module) -> torch.nn.Module:
 
 def _refused(path: str, module: torch.nn.Module, error: BaseException) -> RegionError:
     found = RegionError(
-        "an opaque module takes and returns tensors, and runs on random inputs",
-        value=str(error) if isinstance(error, trials.Unclear | AutoparError) else f"{type(error).__name__}: {error}",
-        place=f"{path} ({type(module).__name__})",
-        remedy="name a module around it with opaque=, or mend it",
+        "The module cannot run as it is written (opaque)",
+        where=f"{path} ({type(module).__name__})",
+        got=error.short
+        if isinstance(error, AutoparError)
+        else str(error)
+        if isinstance(error, trials.Unclear)
+        else f"{type(error).__name__}: {error}",
+        fix="Name a module around it with opaque=, or change it so that it can be traced",
     )
     found.path = path
     return found
@@ -264,10 +266,10 @@ def _refused(path: str, module: torch.nn.Module, error: BaseException) -> Region
 
 def _refused_function(cls: type[torch.autograd.Function], why: str) -> TraceError:
     return TraceError(
-        "an autograd function with a backward of its own takes and returns tensors, and runs on random inputs",
-        value=why,
-        place=f"{cls.__module__}.{cls.__qualname__}",
-        remedy="make the module that calls it opaque (opaque=...), or write it with differentiable operators",
+        "The autograd function cannot run as it is written",
+        where=f"{cls.__module__}.{cls.__qualname__}",
+        got=why,
+        fix="Make the module that calls it opaque (opaque=...), or write it with differentiable operators",
     )
 
 
@@ -275,10 +277,9 @@ def _check_import(cls: type[torch.autograd.Function], name: str) -> None:
     """Ranks find the function by its name."""
     if "<" in name or load_function(name) is not cls:
         raise TraceError(
-            "an autograd function with a backward of its own can be imported by every rank",
-            value=name,
-            place=f"{cls.__module__}.{cls.__qualname__}",
-            remedy="define the class at the top of a module",
+            f"The autograd function cannot be imported as {name}",
+            where=f"{cls.__module__}.{cls.__qualname__}",
+            fix="Define the class at the top of a module",
         )
 
 

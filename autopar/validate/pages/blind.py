@@ -335,10 +335,10 @@ def read_before(path: Path) -> tuple[Score, ...]:
         return tuple(Score(**score) for score in found["scores"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
-            "the file holds what autopar validate --json printed of these runs",
-            value=str(error),
-            place=str(path),
-            remedy="print it with the release to compare with",
+            "This is not what 'autopar validate --json' printed of these runs",
+            where=str(path),
+            got=str(error),
+            fix="Print it with the release to compare with",
         ) from error
 
 

@@ -494,7 +494,7 @@ def launch_failure(subject: HfSubject, plan: Plan, graph: Graph) -> str:
 
     def make() -> tuple[Plan, Graph]:
         if plan.mesh.world_size == 1:
-            raise AutoparError("there is a plan", value="none", remedy="try again")
+            raise AutoparError("No plan", where="plan.json", expected="one", got=0, fix="Try again")
         if plan.mesh.tp == 4:
             raise LookupError("no such thing")
         return plan, graph

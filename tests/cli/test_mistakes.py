@@ -1,0 +1,142 @@
+"""Mistakes that newcomers make in the shell: one message of at most three sentences, which says what to do."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.cli.cli_runner import Run, run_fixture
+
+run = run_fixture
+
+MODELS = """
+import torch
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.inner(x).mean()
+
+
+class NoLoss(Net):
+    def forward(self, x):
+        return self.inner(x)
+
+
+class Branch(Net):
+    def forward(self, x):
+        return self.inner(x).mean() if x.sum() > 0 else x.mean()
+
+
+class Misspelt(Net):
+    def forward(self, x):
+        return self.iner(x).mean()
+
+
+def net():
+    return Net(), {"x": torch.zeros(4, 8)}
+
+
+def no_loss():
+    return NoLoss(), {"x": torch.zeros(4, 8)}
+
+
+def branch():
+    return Branch(), {"x": torch.zeros(4, 8)}
+
+
+def misspelt():
+    return Misspelt(), {"x": torch.zeros(4, 8)}
+
+
+def wide():
+    return Net(), {"x": torch.zeros(4, 9)}
+
+
+def nothing():
+    return None
+
+
+def fails():
+    return 1 / 0
+
+
+def alone():
+    return Net()
+"""
+FILES = {
+    "misspelt.toml": 'name = "mine"\n[[group]]\ndevise = "cpu"\nnum_nodes = 1\ndevices_per_node = 4\n',
+    "torn.toml": 'name = "mine\n',
+    "space.toml": "zero_stages = [4]\n",
+    "torn.json": '{"version": 1, ',
+    "empty.json": "{}",
+}
+GPT = "gpt:layers=1,hidden=32,heads=4,vocab=64,seq=16"
+ON = "--cluster cpu:1x4 --global-batch 8"
+
+MISTAKES = (
+    (2, f"search {GPT} --cluster h200:1x8 --global-batch 8", "Unknown device profile 'h200'. Did you mean 'h200-sxm-141gb'?"),
+    (2, f"search {GPT} --cluster h100-sxm5-80gb --global-batch 8", "Give nodes and devices of a node as in 'h100-sxm5-80gb:1x8'"),
+    (2, f"search {GPT} --cluster cpu:0x4 --global-batch 8", "Give at least 1 node and 1 device a node"),
+    (2, f"search {GPT} --cluster none.toml --global-batch 8", "Cannot read none.toml: no such file or directory"),
+    (2, f"search {GPT} --cluster torn.toml --global-batch 8", "torn.toml, line 1: This is not TOML"),
+    (2, f"search {GPT} --cluster misspelt.toml --global-batch 8", "misspelt.toml, line 3: Unknown key 'devise'. Did you mean 'device'?"),
+    (2, f"search gtp:layers=2 {ON}", "Unknown kind of model 'gtp'. Did you mean 'gpt'?"),
+    (2, f"search gpt:layer=2 {ON}", "Unknown gpt setting 'layer'. Did you mean 'layers'?"),
+    (2, f"search hf:gpt22 {ON}", "Did you mean gpt2"),
+    (2, f"search nowhere.module:make {ON}", "Cannot import module 'nowhere.module'"),
+    (2, f"search MODELS:nett {ON}", "No function 'nett' in module MODELS. Did you mean net?"),
+    (2, f"search MODELS:fails {ON}", "The factory failed: ZeroDivisionError: division by zero"),
+    (2, f"search MODELS:nothing {ON}", "got NoneType. Return (model, {'input_ids': ...})"),
+    (2, f"search MODELS:alone {ON}", "Cannot make example inputs for Net"),
+    (1, f"search MODELS:no_loss {ON}", "NoLoss: The model returns no scalar loss: outputs of shape (2, 8)"),
+    (1, f"search MODELS:branch {ON}", "depends on the values of tensors, which cannot be traced. Use torch.where or a mask"),
+    (1, f"search MODELS:misspelt {ON}", "has no attribute 'iner'"),
+    (1, f"search MODELS:wide {ON}", "Check the shapes of the example inputs"),
+    (2, f"search MODELS:net {ON} --seq 32", "Leave --seq out"),
+    (2, f"search MODELS:net {ON} --precision fp9", "Unknown precision 'fp9'. Did you mean 'fp8'?"),
+    (2, f"search MODELS:net {ON} --space quik", "Unknown space 'quik'. Did you mean 'quick'?"),
+    (2, f"search MODELS:net {ON} --space space.toml", "space.toml: Missing key 'schedules'"),
+    (2, f"search MODELS:net {ON} --optimizer adamm", "Unknown optimizer 'adamm'. Did you mean 'adam'?"),
+    (2, f"search MODELS:net {ON} --pin tpp=2", "Unknown pin 'tpp'. Did you mean 'tp'?"),
+    (2, f"search MODELS:net {ON} --pin tp", "Write for example tp=4"),
+    (2, f"search MODELS:net {ON} --pin tp=two", "The value 'two' of tp is not a whole number"),
+    (2, f"search MODELS:net {ON} --pin schedule=1F1", "Unknown schedule '1F1'. Did you mean '1F1B'?"),
+    (3, f"search MODELS:net {ON} --pin tp=3", "tp=3. Drop one of the pins named"),
+    (3, "search MODELS:net --cluster cpu:1x4 --global-batch 6 --pin dp_replicate=4", "take another global batch"),
+    (3, f"search {GPT} --cluster cpu:1x1?memory=1MB --global-batch 8", "Take more or larger devices"),
+    (2, f"search MODELS:net {ON} -o no/plan.json", "Cannot write no/plan.json: no such file or directory"),
+    (2, f"search MODELS:net {ON} --sweep link=2", "Did you mean 'link.bandwidth'?"),
+    (2, "show none.json", "Make one with 'autopar search ... -o FILE'"),
+    (2, "show torn.json", "The plan file is cut off"),
+    (2, "explain empty.json", "empty.json: Missing key 'blocks'"),
+    (2, "verify MODELS:net", "write --cluster cpu:1x4"),
+    (2, "validate none.csv", "Cannot read none.csv: no such file or directory"),
+)  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("code", "command", "says"), MISTAKES, ids=[command for _, command, _ in MISTAKES])
+def test_a_mistake_has_one_message_that_says_what_to_do(
+    folder: Path, run: Run, code: int, command: str, says: str
+) -> None:
+    module = re.sub(r"\W", "_", f"models_{folder.name}")
+    (folder / f"{module}.py").write_text(MODELS)
+    done = run(*shlex.split(command.replace("MODELS", module)))
+    assert done.code == code
+    assert says.replace("MODELS", module) in done.error
+    assert done.err == f"error: {done.error}\n", "nothing stands beside it"
+    assert len(re.findall(r"(?<!\.)[.?!](?=\s|$)", done.error)) <= 3

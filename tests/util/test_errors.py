@@ -1,0 +1,188 @@
+"""Every error of the package is written in the form that :mod:`autopar.errors` describes."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import pickle
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from autopar import errors
+from autopar.errors import AutoparError, InternalError, UsageError
+
+PACKAGE = Path(errors.__file__).parent
+KINDS = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, AutoparError)}
+HELPERS = ("unknown", "unreadable", "missing", "mismatch", "unsupported")
+"""They bring what to do, or ask for it by a keyword without a default."""
+
+VALUES = ("wrong", "fault")
+"""Methods of tables and rows that say of a value what was expected, by their second argument."""
+
+VALUE = "\N{WHITE SQUARE}"
+"""Stands for what is put into a text when an error is raised."""
+
+START = re.compile(rf"[A-Z{VALUE}\"'`]|--")
+"""How a problem begins: a capital letter, a value or a name in quotes, an option of the command line."""
+
+PRIVATE = re.compile(r"\b(laws?|typings?|at rest|found none|told|own|whole(?! numbers?\b)|mends?)\b", re.IGNORECASE)
+"""Words that nobody outside of the project uses like this."""
+
+
+class Call:
+    """A place at which an error is made."""
+
+    def __init__(self, file: Path, tree: ast.Module, node: ast.Call, kind: str, helper: str) -> None:
+        self.place = f"{file.relative_to(PACKAGE.parent)}:{node.lineno}"
+        self.kind, self.helper = kind, helper
+        self.positional = node.args
+        self.keywords = {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg}
+        self.tree = tree
+
+    def texts(self, node: ast.expr | None) -> list[str]:
+        """What an argument can come to, with :data:`VALUE` for what is not written there; nothing where it is left out."""
+        return [""] if node is None else list(dict.fromkeys(self._texts(node)))
+
+    def _texts(self, node: ast.expr) -> Iterator[str]:
+        match node:
+            case ast.Constant(value=value):
+                yield "" if value is None else str(value)
+            case ast.JoinedStr(values=parts):
+                yield from map("".join, itertools.product(*map(self.texts, parts)))
+            case ast.FormattedValue(value=value) if isinstance(value, ast.IfExp | ast.Constant):
+                yield from self._texts(value)
+            case ast.IfExp(body=body, orelse=other):
+                yield from (*self._texts(body), *self._texts(other))
+            case ast.BinOp(left=left, op=ast.Add(), right=right):
+                yield from map("".join, itertools.product(self.texts(left), self.texts(right)))
+            case ast.Name(id=name):
+                written = [
+                    text
+                    for assigned in ast.walk(self.tree)
+                    if isinstance(assigned, ast.Assign) and ast.unparse(assigned.targets[0]) == name
+                    for text in self._texts(assigned.value)
+                ]
+                yield from written or [VALUE]
+            case _:
+                yield VALUE
+
+    def errors(self) -> Iterator[AutoparError]:
+        """The error, with each of the texts that its arguments can come to."""
+        named = {name: self.texts(self.keywords.get(name)) for name in ("where", "expected", "got", "fix", "instead")}
+        firsts = self.texts(self.positional[0])
+        for first, where, expected, got, fix, instead in itertools.product(firsts, *named.values()):
+            match self.helper:
+                case "":
+                    kind = InternalError if self.kind == "InternalError" and not fix else AutoparError
+                    given = {"fix": fix} if fix else {}
+                    yield kind(first, where=where, expected=expected, got=got or None, **given)
+                case "unknown":
+                    yield AutoparError.unknown(first, "nam", ["name"], where=where, fix=fix)
+                case "unreadable":
+                    yield AutoparError.unreadable(VALUE, ValueError(VALUE), **({"fix": fix} if fix else {}))
+                case "missing":
+                    yield AutoparError.missing(first, where=where, fix=fix)
+                case "mismatch":
+                    yield AutoparError.mismatch(first, expected=expected, got=got, fix=fix, where=where)
+                case "unsupported":
+                    yield AutoparError.unsupported(first, instead=instead, where=where)
+                case _:
+                    for wanted in self.texts(self.positional[1]):
+                        yield AutoparError(
+                            f"Wrong value of {VALUE}", expected=wanted, got=VALUE, fix="Change the value"
+                        )
+
+
+def calls() -> Iterator[Call]:
+    """All in the package."""
+    for file in sorted(PACKAGE.rglob("*.py")):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        derived = {
+            node.name
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ClassDef) and {ast.unparse(base) for base in node.bases} & KINDS
+        }
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Call) or file.name == "errors.py":
+                continue
+            match node.func:
+                case ast.Name(id=name) if name in KINDS | derived:
+                    yield Call(file, tree, node, name, "")
+                case ast.Attribute(value=ast.Name(id=name), attr=helper) if name in KINDS and helper in HELPERS:
+                    yield Call(file, tree, node, name, helper)
+                case ast.Attribute(attr=helper) if helper in VALUES:
+                    yield Call(file, tree, node, "", helper)
+
+
+CALLS = tuple(calls())
+
+
+def test_they_are_found() -> None:
+    assert len(CALLS) > 300
+    assert {call.helper for call in CALLS} == {"", *HELPERS, *VALUES}
+    assert {call.kind for call in CALLS} >= KINDS - {"PlanFileError"}  # which is made of a PlanError
+
+
+def test_each_says_what_to_do() -> None:
+    without = [
+        call.place
+        for call in CALLS
+        for error in call.errors()
+        if not error.fix and not isinstance(error, InternalError)
+    ]
+    assert not without
+
+
+def test_each_begins_like_a_sentence() -> None:
+    wrong = {
+        f"{call.place}: {text}"
+        for call in CALLS
+        for error in call.errors()
+        for text in (error.problem, error.fix)
+        if not START.match(text)
+    }
+    assert not wrong
+
+
+def test_each_has_at_most_three_sentences() -> None:
+    long = {
+        f"{call.place}: {error}"
+        for call in CALLS
+        for error in call.errors()
+        if len(re.findall(r"(?<!\.)[.?!](?=\s|$)", str(error))) > 3
+    }
+    assert not long
+
+
+def test_each_is_in_plain_words() -> None:
+    private = {
+        f"{call.place}: {word[0]}: {error}"
+        for call in CALLS
+        for error in call.errors()
+        for word in PRIVATE.finditer(str(error))
+    }
+    assert not private
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        UsageError("No plan", where="here", expected="one", got=0, fix="Search one"),
+        UsageError("No plan", got="lost", fix="Search one"),
+        InternalError("No loss"),
+    ],
+)
+def test_an_error_crosses_processes_as_it_is(error: AutoparError) -> None:
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is type(error)
+    assert (str(again), vars(again)) == (str(error), vars(error))
+
+
+def test_an_error_takes_another_place_or_kind_and_keeps_the_rest() -> None:
+    error = UsageError("No plan", where="here", expected="one", got=0, fix="Search one")
+    assert str(error.within("there")) == "there: here: No plan. Expected one, got 0. Search one."
+    moved = error.becoming(InternalError, where="", fix="Report it")
+    assert (type(moved), str(moved)) == (InternalError, "No plan. Expected one, got 0. Report it.")
