@@ -10,8 +10,7 @@ import torch
 from autopar.api import estimate, trace_model
 from autopar.lower.program import lower
 from autopar.plan.plan import FP32
-from tests.support.close import assert_close
-from tests.support.lower.ranks import dense, run_ranks, sharded, slice_of
+from tests.support.lower.ranks import assert_as_one_device, dense
 
 
 def test_the_example_plans_and_its_program_computes_what_one_device_does() -> None:
@@ -30,8 +29,4 @@ def test_the_example_plans_and_its_program_computes_what_one_device_does() -> No
     whole = {p.name: parameters[p.fqn].detach() for p in graph.parameters} | {k: v[:2] for k, v in batch.items()}
     loss, gradients = dense(graph, whole)
     program = lower(plan, graph)
-    for rank, (got, found) in enumerate(run_ranks(plan.mesh, lambda rank: sharded(program, whole, rank))):
-        assert_close(got, loss, 1e-5)
-        for parameter in program.graph.parameters:
-            expected = slice_of(gradients[parameter.name], parameter.layout, plan.mesh, rank)
-            assert_close(found[parameter.name], expected, 1e-4)
+    assert_as_one_device(program, whole, loss, gradients)

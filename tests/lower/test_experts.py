@@ -15,7 +15,7 @@ from tests.support.close import assert_close
 from tests.support.lower import chooser
 from tests.support.lower.models import plan_of, whole_tensors
 from tests.support.lower.moe import Mixture, mixture_graph
-from tests.support.lower.ranks import dense, run_ranks, sharded, slice_of
+from tests.support.lower.ranks import assert_as_one_device, dense
 
 WAYS = {"autopar.experts", "autopar.experts_split", "autopar.experts_dispatch"}
 
@@ -36,11 +36,7 @@ def test_loss_and_gradients_are_those_of_one_device_whatever_the_way() -> None:
         mesh = Mesh(tp=tp)
         made = program(mesh, seed)
         ways = {op.target for op in made.graph.ops} & WAYS
-        for rank, (got, found) in enumerate(run_ranks(mesh, lambda rank, p=made: sharded(p, whole, rank))):
-            assert_close(got, loss, 1e-5)
-            for parameter in made.graph.parameters:
-                expected = slice_of(gradients[parameter.name], parameter.layout, mesh, rank)
-                assert_close(found[parameter.name], expected, 1e-4)
+        assert_as_one_device(made, whole, loss, gradients)
         seen |= ways
     assert seen == WAYS, "the seeds cover every way"
 

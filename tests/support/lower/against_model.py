@@ -52,13 +52,15 @@ def check(
     loss.backward()
     whole = dict(model.named_parameters())
     values = {**batch, **before}
+
+    def dense(name: str) -> Tensor:
+        own = whole[name]
+        return torch.zeros_like(own) if own.grad is None else own.grad
+
     for rank, (found, gradients) in enumerate(run_ranks(plan.mesh, lambda rank: _rank(program, whole, values, rank))):
         assert_close(found, loss.detach(), 1e-5, f"rank {rank}")
-        for parameter in program.graph.parameters:
-            dense = whole[parameter.fqn].grad
-            dense = torch.zeros_like(whole[parameter.fqn]) if dense is None else dense
-            expected = _own(program, parameter, dense, rank)
-            assert_close(gradients[parameter.name], expected, 1e-4, f"rank {rank}, {parameter.fqn}")
+        expected = {p.name: _own(program, p, dense(p.fqn), rank) for p in program.graph.parameters}
+        assert_close(gradients, expected, 1e-4, f"rank {rank}")
     return plan
 
 

@@ -25,6 +25,7 @@ from autopar.graph.graph import Argument, Graph, Ref
 from autopar.lower.program import Program
 from autopar.ops import collectives, names
 from autopar.plan.mesh import EXPERT_AXIS, EXPERT_MESH_AXES, MESH_AXES, Mesh
+from tests.support.close import assert_close
 
 TIMEOUT_S = 60.0
 """For all ranks together."""
@@ -300,3 +301,14 @@ def sharded(
             dist.all_reduce(gradient, group=collectives.group(axis))
         gradients[parameter.name] = gradient
     return loss, gradients
+
+
+def assert_as_one_device(
+    program: Program, whole: dict[str, torch.Tensor], loss: torch.Tensor, gradients: Mapping[str, torch.Tensor]
+) -> None:
+    """Every rank has the loss, and its part of every gradient."""
+    mesh = program.mesh
+    for rank, (got, found) in enumerate(run_ranks(mesh, lambda rank: sharded(program, whole, rank))):
+        expected = {p.name: slice_of(gradients[p.name], p.layout, mesh, rank) for p in program.graph.parameters}
+        assert_close(got, loss, 1e-5, f"rank {rank}")
+        assert_close(found, expected, 1e-4, f"rank {rank}")
