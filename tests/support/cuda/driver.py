@@ -7,6 +7,7 @@ import json
 import sys
 import warnings
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,7 +33,6 @@ def run(case: Case, rank: int, record: Any) -> int:
     from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from autopar import api
     from autopar.lower.program import lower
     from autopar.runtime.guard.replicas import EVERY
     from autopar.runtime.job import stop
@@ -41,14 +41,9 @@ def run(case: Case, rank: int, record: Any) -> int:
     from autopar.runtime.world import World
     from tests.support.cuda.watch import Watch
 
-    build, batch, graph = _traced(case)
-    plan = api.estimate(
-        graph,
-        cluster=f"h100-sxm5-80gb:1x{case.ranks}",
-        global_batch_size=BATCH,
-        precision=case.precision,
-        pins=case.pins,
-    )
+    key = (case.model, case.precision, case.layers, 64 if "cp=2" in case.pins else None)
+    build, batch, graph = _traced(*key)
+    plan = _planned(key, case.ranks, case.pins)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=case.ranks)
     try:
         world = World(plan.mesh, "cuda")
@@ -208,7 +203,8 @@ def _load(parallel: Any, saved: dict[str, Any], record: Any) -> None:
         parallel.load("nowhere", torch.optim.AdamW(parallel.parameters(), lr=1e-3))
 
 
-def _traced(case: Case) -> tuple[Any, Any, Any]:
+@cache
+def _traced(model: str, precision: str, layers: int, length: int | None) -> tuple[Any, Any, Any]:
     """How the model is made, a batch and the graph."""
     import torch
 
@@ -217,19 +213,27 @@ def _traced(case: Case) -> tuple[Any, Any, Any]:
     from tests.support.distributed.oddities import UnusualSubject
     from tests.support.distributed.remembering import RememberingSubject
 
-    recipe = api.PRECISIONS[case.precision]
-    if case.model in {"remembering", "unusual"}:
-        subject: Any = RememberingSubject(statistics=True) if case.model == "remembering" else UnusualSubject("resting")
+    recipe = api.PRECISIONS[precision]
+    if model in {"remembering", "unusual"}:
+        subject: Any = RememberingSubject(statistics=True) if model == "remembering" else UnusualSubject("resting")
         batch = subject.make_batch(BATCH, seed=0)
         graph = api.trace_model(subject.build(), subject.make_batch(2, seed=0), recipe, global_batch_size=BATCH)
         return subject.build, batch, graph
-    source = resolve_model(case.model.format(layers=case.layers), sequence_length=64 if "cp=2" in case.pins else None)
+    source = resolve_model(model.format(layers=layers), sequence_length=length)
     graph = api.trace_model(source.model, source.example_inputs, recipe, name=source.name, global_batch_size=BATCH)
     given, batch = source.make_batch(BATCH), dict[str, torch.Tensor]()
     for leaf in graph.inputs:
         value = given[leaf.name]
         batch[leaf.name] = value.to(leaf.spec.dtype) if value.is_floating_point() else value
     return source.build, batch, graph
+
+
+@cache
+def _planned(key: tuple[str, str, int, int | None], ranks: int, pins: tuple[str, ...]) -> Any:
+    from autopar import api
+
+    options: Any = {"cluster": f"h100-sxm5-80gb:1x{ranks}", "precision": key[1], "pins": pins}
+    return api.estimate(_traced(*key)[2], global_batch_size=BATCH, **options)
 
 
 def _told(record: Any) -> dict[str, Any]:
