@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup demo test lint bench gpu gpus clean
+.PHONY: setup demo test test-fast lint bench gpu gpus clean
 
 setup: $(STAMP)
 	@:
@@ -22,6 +22,10 @@ demo: setup
 # Bytecode is written, as the tests start many processes that would each compile the package again.
 test: setup
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+# No process groups, and nothing slow.
+test-fast: setup
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not distributed and not slow"
 
 lint: setup
 	$(BIN)/ruff format --check .

@@ -13,6 +13,7 @@ from tools.campaigns.pairs import check_pair
 from tools.campaigns.saved import read
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:Generating overly large repr:hypothesis.errors.HypothesisWarning"),
     # a block may give a view; what emitted code calls changes nothing in place
     pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning"),

@@ -347,6 +347,7 @@ def test_verify_of_a_model_with_dropout_and_padding(run: Run) -> None:
     assert int(splits[1]) > int(splits[2]) / 2
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_traced_prints_one_line_alone(tmp_path: Path) -> None:
     (tmp_path / "branching.py").write_text(
         "import torch\n\n\nclass Model(torch.nn.Module):\n"

@@ -22,6 +22,7 @@ from tools.benchmarks.launches import PAGE, listed
 pytestmark = [
     pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler (c++, g++ or clang++), and there is none"),
     pytest.mark.timeout(1500),
+    pytest.mark.slow,
 ]
 LIMIT_S = 1400.0
 """Of a group, which takes two minutes of one core: for one that hangs, not for one on a busy machine."""

@@ -93,6 +93,7 @@ def test_strides_of_a_dense_tensor() -> None:
         assert contiguous(shape) == torch.empty(shape).stride()
 
 
+@pytest.mark.slow
 def test_a_big_llama_is_cut_into_its_layers() -> None:
     """Llama 3 70B but for 60 of its 80 layers, which are equal to the other ones."""
     spec = "llama:layers=20,hidden=8192,heads=64,kv_heads=8,ffn=28672,vocab=128256"

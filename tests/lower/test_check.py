@@ -84,6 +84,7 @@ def test_each_change_of_type_is_needed(sequence: bool) -> None:
     assert count == (4 if sequence else 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_each_change_of_type_of_a_model_is_needed(name: str) -> None:
     program = model_program(name, Mesh(tp=2), 0)
@@ -114,6 +115,7 @@ WORLDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_the_plan_of_a_search_passes_for_its_whole_world(name: str, world_size: int) -> None:

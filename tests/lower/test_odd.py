@@ -48,6 +48,7 @@ def at_rest(plan: Plan, axis: str = "tp") -> dict[str, object]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "length", "pins"),
     [
@@ -111,6 +112,7 @@ HYBRID = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "length", "degree", "split"),
     [
@@ -142,6 +144,7 @@ def test_fewer_heads_of_keys_than_ranks(heads: int) -> None:
     assert [kind for name, kind in at_rest(plan).items() if name.endswith("q_proj.weight")] == [S(0)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dim", "tp"), [(1, 2), (1, 4), (0, 2), (0, 4)])
 def test_a_table_of_257_words_by_rows_and_columns(dim: int, tp: int) -> None:
     name = "transformer.wte.weight"
@@ -207,6 +210,7 @@ def test_group_norm_of_fewer_groups_than_ranks_is_whole() -> None:
 ROUTED = LLAMA.replace("llama", "mixtral") + "&num_local_experts=4&output_router_logits=true&router_aux_loss_coef=1.0"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize("pins", [["dp_replicate=2"], ["dp_shard=2", "tp=2"], ["ep=2", "ep_data=1", "tp=2"]])
 def test_an_auxiliary_loss_with_and_without_a_mask(masked: bool, pins: list[str]) -> None:

@@ -47,6 +47,7 @@ def outer(graph: Graph, cluster: Cluster, space_name: str = "quick") -> BranchAn
     return BranchAndBound(evaluator, pool, limits=Limits())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", [None, 400 * 2**20 + 1_500_000, 400 * 2**20 + 1_200_000])
 def test_a_mode_of_recompute_more_makes_no_candidate_slower(graph: Graph, memory: int | None) -> None:
     spaces = [
@@ -67,6 +68,7 @@ def test_a_mode_of_recompute_more_makes_no_candidate_slower(graph: Graph, memory
     assert compared
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("memory", "space"), [(None, "quick"), (400 * 2**20 + 1_500_000, "quick")])
 def test_the_search_finds_the_best_of_all_and_its_bounds_hold(graph: Graph, memory: int | None, space: str) -> None:
     cluster = two_kinds(factor=3.0, slow_memory=memory)

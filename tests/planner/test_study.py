@@ -178,6 +178,7 @@ def test_an_outcome_is_kept_where_the_trial_was_ended_without_one(planner: Plann
     assert one.results == {0: Result(time_s=0.5)}
 
 
+@pytest.mark.slow
 def test_a_search_goes_on_from_what_a_study_holds(graph: Graph, alone: Plan, tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'study.db'}"
     first = search(graph, storage=url, trials=2)
@@ -190,6 +191,7 @@ def test_a_search_goes_on_from_what_a_study_holds(graph: Graph, alone: Plan, tmp
     assert len(trials_of(url)) == len(trials)
 
 
+@pytest.mark.slow
 def test_a_search_goes_on_from_what_died_at_any_step(planner: Planner, alone: Plan, tmp_path: Path) -> None:
     """Two searches of one process take turns; the first stops for ever with its claim, the second ends alone."""
     url = f"sqlite:///{tmp_path / 'study.db'}"
@@ -303,6 +305,7 @@ def test_an_interrupt_gives_the_best_so_far(graph: Graph, alone: Plan, tmp_path:
     assert same(search(graph, storage=url), alone)
 
 
+@pytest.mark.slow
 def test_without_a_storage_optuna_is_not_loaded(checkout: Path) -> None:
     script = (
         "import sys\nfrom autopar import api\nfrom tests.support.planner.graphs import mlp\n"
@@ -418,6 +421,7 @@ def shared(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_processes_give_the_plan_of_one_and_survive_deaths(
     graph: Graph, planner: Planner, alone: Plan, shared: str
@@ -439,6 +443,7 @@ def test_processes_give_the_plan_of_one_and_survive_deaths(
     assert all(trial.state == TrialState.PRUNED for trial in trials_of(opened)[len(before) :])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_processes_with_a_sampler_give_the_plan_of_one_and_survive_deaths(graph: Graph, shared: str) -> None:
     """A search that asks a sampler and ends before bounds say that it may; two processes die."""
@@ -458,6 +463,7 @@ def test_processes_with_a_sampler_give_the_plan_of_one_and_survive_deaths(graph:
     assert len({trial.user_attrs["candidate"] for trial in before if trial.state.is_finished()}) >= SAMPLED
 
 
+@pytest.mark.slow
 def test_a_worker_does_a_whole_search(graph: Graph, alone: Plan, tmp_path: Path, checkout: Path) -> None:
     task, url = task_of(graph), f"sqlite:///{tmp_path / 'study.db'}"
     job = Job(task=task, rules=(), limits=Limits(), storage=url, study_name=study_name(task), identity=identity(task),
@@ -472,6 +478,7 @@ def test_a_worker_does_a_whole_search(graph: Graph, alone: Plan, tmp_path: Path,
     assert len(trials_of(url)) == len(trials)
 
 
+@pytest.mark.slow
 def test_workers_are_started_and_ended_with_the_search(
     graph: Graph, alone: Plan, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

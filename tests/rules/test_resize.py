@@ -68,6 +68,7 @@ def test_a_micro_batch_is_that_of_sharding(name: str) -> None:
             assert found.live_across(block.stop) == wanted.live_across(other.stop)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_worked_out_once_is_that_of_each_operator(name: str) -> None:
     """Of micro-batches of several sizes it is told which calls are equal, of one alone it is not."""

@@ -44,6 +44,7 @@ def needs_other_axis(example: Example) -> bool:
     return "other" in (*example.op.args, *(value for _, value in example.op.kwargs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_strategy_gives_what_one_device_gives(family: str, size: int) -> None:
@@ -87,6 +88,7 @@ _HARMLESS = {
 }
 
 
+@pytest.mark.slow
 def test_no_frozen_dim_could_be_split() -> None:
     """Mutation: letting any frozen label free gives a strategy that the run rejects, by chance at most once."""
     first, second = _survivors(0), _survivors(1)

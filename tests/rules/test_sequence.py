@@ -52,6 +52,7 @@ def attentions(make: Maker) -> Iterator[tuple[Example, set[str]]]:
     yield c(ATTENTION, r(*q), r(*q), r(*q), r(16, 16)), {"split s", "ring", "split h"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_strategy_gives_what_one_device_gives(size: int) -> None:
     for example, wanted in attentions(Maker(size)):

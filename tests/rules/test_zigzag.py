@@ -21,6 +21,7 @@ from tests.support.rule_examples import every
 ATTENTION = "aten.scaled_dot_product_attention.default"
 
 
+@pytest.mark.slow
 def test_every_rule_is_right_in_zigzag_order() -> None:
     """Parts of chunks that are no neighbours: for every strategy that may stand beside a ring, forward and gradient."""
     examples = [

@@ -68,6 +68,7 @@ def alone(subject: Any, device: str, seeds: range) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 @BOTH
 def test_experts_train_as_the_model_itself(device: str) -> None:
     subject = resolve_model(MIXTRAL, sequence_length=16)

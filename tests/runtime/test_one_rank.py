@@ -460,6 +460,7 @@ def test_a_parameter_is_written_in_place_and_not_replaced(how: str, tmp_path: Pa
     assert not (tmp_path / "kept").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps_by", [torch.optim.AdamW, torch.optim.SGD])
 def test_torch_compile_of_an_optimizer_steps_as_it_does(steps_by: type[torch.optim.Optimizer]) -> None:
     """Dynamo knows torch's own DTensors and none that are derived from them."""

@@ -72,6 +72,7 @@ def test_a_row_of_each_sample_is_a_gather() -> None:
     assert_close(found, model(**batch))
 
 
+@pytest.mark.slow
 def test_models_of_images_and_speech_get_their_inputs() -> None:
     sizes = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
     text = '"vocab_size":32,"max_position_embeddings":8,"eos_token_id":2'

@@ -161,6 +161,7 @@ def test_a_cut_is_never_below_its_bound(graph: Graph) -> None:
         assert problem.busy_s(found.stops, problem.quickest_modes(found.stops)) <= problem.time_s(found) * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_local_search_shortens_the_step_and_keeps_what_is_allowed(graph: Graph) -> None:
     """From stages as even as can be."""
     shorter = 0
