@@ -16,8 +16,6 @@ from tools.campaigns.brute import LEFT_OUT, ROUNDING, Result, compare, limited, 
 from tools.campaigns.product import Choice, Point, Small, best_of, every_plan, front_of
 from tools.campaigns.small import draw, tiny
 
-pytestmark = pytest.mark.slow
-
 SEEDS = (5, 7, 10, 13, 17)
 """Of problems without ``tp``, whose blocks are larger: cuts, recompute, ZeRO and schedules."""
 
