@@ -44,17 +44,18 @@ def close_gap(
     """
     if math.isinf(best_s):
         return
-    goal_s, made = best_s / (1 + gap), 0
+    near_s, goal_s, made = best_s / (1 + gap), best_s, 0
     proofs: dict[Key, list[ChainProof]] = {}
     heap = [(bounds[candidate], i) for i, candidate in enumerate(pool) if bounds[candidate] < goal_s]
     heapq.heapify(heap)
     while heap and made < MOST:
         before_s, i = heapq.heappop(heap)
-        if before_s >= goal_s or i not in asked:
+        if i not in asked or before_s >= (near_s if pool[i].mesh.pp > 1 else goal_s):
             return
         made += 1
         known = proofs.setdefault(key_of(pool[i]), [])
-        bound_s, more = closest_s(i, goal_s, known, min(goal_s, best_s / (1 + WHOLE_GAP)))
+        aim_s = min(goal_s, near_s if pool[i].mesh.pp > 1 else best_s)
+        bound_s, more = closest_s(i, aim_s, known, min(aim_s, best_s / (1 + WHOLE_GAP)))
         known += more
         del known[: len(known) - KEPT]
         bounds[pool[i]] = max(bound_s, before_s)
