@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.cuda.build import build, compiler
-from tests.support.cuda.cases import LISTED, LOADS, PLANS, SAVES
-from tests.support.cuda.driver import PROBE
 from tools.benchmarks.launches import PAGE, listed
+from tools.fakes.build import build, compiler
+from tools.fakes.cases import LISTED, LOADS, PLANS, SAVES
+from tools.fakes.driver import PROBE
 
 pytestmark = [
     pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler (c++, g++ or clang++), and there is none"),
@@ -46,7 +46,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     def outcome(group: str) -> dict[str, Any] | str:
         """What the driver wrote, or what it ended with; each group is run once, whatever becomes of it."""
         output = folder / f"{group}.json"
-        command = [sys.executable, "-m", "tests.support.cuda.driver", str(guard), str(output), group]
+        command = [sys.executable, "-m", "tools.fakes.driver", str(guard), str(output), group]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, ["", *sys.path]))}
         try:
             subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=LIMIT_S)

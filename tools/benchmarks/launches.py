@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from tests.support.cuda.build import build
-from tests.support.cuda.cases import LISTED, PLANS, Case
+from tools.fakes.build import build
+from tools.fakes.cases import LISTED, PLANS, Case
 
 PAGE = Path(__file__).parents[2] / "docs" / "launches.md"
 
 HEAD = """# What a host launches in a step
 
 `python -m tools.benchmarks.launches` writes this page, with torch {version} and no GPU: plans are run on fake CUDA tensors among fake ranks
-(`tests/support/cuda`), and every operator that launches a kernel is counted. Models are small (two blocks, four in the interleaved
+(`tools/fakes`), and every operator that launches a kernel is counted. Models are small (two blocks, four in the interleaved
 pipeline; 4 samples), so that a count says what one block of one micro-batch launches, not how long it takes. `step` is forward and
 backward of all micro-batches with their collectives; `clip` is `clip_grad_norm_`; the optimizer is AdamW.
 
@@ -51,9 +51,7 @@ def main() -> None:
         guard = build(Path(folder), Path(torch.__file__).parent)
         for group, cases in PLANS.items():
             output = Path(folder) / f"{group}.json"
-            subprocess.run(
-                [sys.executable, "-m", "tests.support.cuda.driver", str(guard), str(output), group], check=True
-            )
+            subprocess.run([sys.executable, "-m", "tools.fakes.driver", str(guard), str(output), group], check=True)
             found = json.loads(output.read_text())
             for name, case in cases.items():
                 lines += [row(name, case, rank, found[f"{name} rank {rank}"]) for rank in case.run]

@@ -1,4 +1,4 @@
-"""Runs cases among fakes, and writes what it saw: ``python -m tests.support.cuda.driver GUARD OUTPUT GROUP``."""
+"""Runs cases among fakes, and writes what it saw: ``python -m tools.fakes.driver GUARD OUTPUT GROUP``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tests.support.cuda.cases import LOADS, PLANS, Case
+from tools.fakes.cases import LOADS, PLANS, Case
 
 BATCH = 4
 
@@ -39,7 +39,7 @@ def run(case: Case, rank: int, record: Any) -> int:
     from autopar.runtime.parallel_model import Parallel
     from autopar.runtime.weights.from_model import ModelWeights
     from autopar.runtime.world import World
-    from tests.support.cuda.watch import Watch
+    from tools.fakes.watch import Watch
 
     key = (case.model, case.precision, case.layers, 64 if "cp=2" in case.pins else None)
     build, batch, graph = _traced(*key)
@@ -246,7 +246,7 @@ def _probe(record: Any) -> None:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from tests.support.cuda.watch import Watch
+    from tools.fakes.watch import Watch
 
     with FakeTensorMode(allow_non_fake_inputs=True), Watch(record):
         here, there = torch.ones(4, device="cuda"), torch.ones(4)
@@ -285,7 +285,7 @@ def main(guard: str, output: str, group: str) -> None:
     from autopar.ops import experts as expert_ops
     from autopar.runtime.guard import shared_samples
     from autopar.runtime.optimizer import host_copy
-    from tests.support.cuda.watch import Record, install
+    from tools.fakes.watch import Record, install
 
     record = Record()
     install(record)

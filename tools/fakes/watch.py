@@ -86,7 +86,7 @@ _READS = frozenset(
         "equal",
     ]
 )
-_ROOT = Path(__file__).parents[3]
+_ROOT = Path(__file__).parents[2]
 _OTHERS = ("torch/distributed/fsdp", "torch/distributed/pipelining", "torch/optim", "torch/amp", "spmd_types")
 
 
@@ -105,7 +105,7 @@ class Record:
 
 def _place() -> str:
     """The innermost line of the project, else of what calls it: file and function, as lines move."""
-    frames = [frame for frame in traceback.extract_stack() if "tests/support/cuda" not in frame.filename]
+    frames = [frame for frame in traceback.extract_stack() if "tools/fakes" not in frame.filename]
     own = [frame for frame in frames if frame.filename.startswith(str(_ROOT / "autopar"))]
     others = [frame for frame in frames if any(part in frame.filename for part in _OTHERS)]
     found = next(iter(reversed(own or others)), None)
