@@ -293,8 +293,6 @@ def test_an_evaluation_drops_nothing_and_changes_nothing(pool: WorkerPool, layou
 
 MOVES = [
     ("gpt2", "tp2 x dp2", "tp4"),
-    ("gpt2", "tp2 x dp2", "dp4"),
-    ("gpt2", "dp4 ZeRO 3", "pp2 x tp2"),
     ("gpt2", "tp2 x dp2 ZeRO 3", "dp4 ZeRO 2"),
     ("gpt2", "dp4", "tp2 x dp2 ZeRO 3"),
     ("llama", "tp2 x dp2 ZeRO 3", "pp2 x tp2"),
