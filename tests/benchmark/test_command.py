@@ -42,6 +42,7 @@ def test_a_shipped_profile_is_never_measured() -> None:
     assert not again and "shipped profile" in line
 
 
+@pytest.mark.slow
 def test_counting_memory_says_nothing_beside_the_table() -> None:
     code = (
         "import torch; from autopar.benchmark.rank_runs import cpu_peak_bytes as c; print(c(lambda: torch.ones(1024)))"

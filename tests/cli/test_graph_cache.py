@@ -42,6 +42,7 @@ def graph_of(model: str = MODEL, **changes: object) -> str:
     return traced(model, **given).fingerprint  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_graph_is_traced_once_for_all_batches_of_a_command(folder: Path, count: list[str], run: Run) -> None:
     search = ("search", MODEL, "--cluster", "cpu:1x2", "--space", "quick", "--json")
     first = run(*search, "--global-batch", 8)
@@ -50,6 +51,7 @@ def test_a_graph_is_traced_once_for_all_batches_of_a_command(folder: Path, count
     assert len(list(folder.iterdir())) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [{"model": MODEL.replace("vocab=64", "vocab=128")}, {"sequence": 8}, {"precision": "bf16"}, {"opaque": ("*.mlp",)}],
@@ -68,6 +70,7 @@ def test_another_version_makes_another(folder: Path, count: list[str], monkeypat
     assert len(count) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", [b"", b"no pickle", b"\x80\x04N."])
 def test_what_cannot_be_read_is_traced_again(folder: Path, count: list[str], broken: bytes) -> None:
     graph = graph_of()
@@ -96,6 +99,7 @@ def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch
     assert graph_of() == graph_of()
 
 
+@pytest.mark.slow
 def test_those_used_last_are_kept(folder: Path, monkeypatch: pytest.MonkeyPatch, count: list[str]) -> None:
     monkeypatch.setattr(kept, "MAX_FILES", 2)
     for hidden in (32, 64, 32, 96, 32):  # the first is used again before there are too many

@@ -129,6 +129,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("code", "command", "says"), MISTAKES, ids=[command for _, command, _ in MISTAKES])
 def test_a_mistake_has_one_message_that_says_what_to_do(
     folder: Path, run: Run, code: int, command: str, says: str

@@ -108,6 +108,7 @@ def _spared(op: Op, graph: Graph) -> float:
     return 2 * rows / (rows + 1) if argument(op, 5, "is_causal", False) and rows == columns else 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_flops_of_a_family_are_those_that_torch_counts(family: str) -> None:
     spec, tokens = FAMILIES[family]

@@ -17,6 +17,7 @@ from autopar.models.resolve import resolve_model
 from tests.support.zoo import loss_of, subject, traced
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "vit", "handwritten"])
 def test_forward_flops_are_those_of_torchs_counter(kind: str) -> None:
     model, batch = subject(kind)
@@ -35,6 +36,7 @@ def test_backward_flops_are_those_of_torchs_counter_without_attention() -> None:
     assert total == counter.get_total_flops()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen3", "vit", "t5", "handwritten"])
 def test_what_backward_keeps_is_what_autograd_saves(kind: str) -> None:
     model, batch = subject(kind)

@@ -135,6 +135,7 @@ def test_nothing_fits() -> None:
         front(ask, ("time", "memory"))
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_row_for_each(run: Run) -> None:
     arguments = [
         "search",

@@ -78,6 +78,7 @@ def test_the_published_layout_is_a_candidate(name: str) -> None:
     assert candidates(problem, pins)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("pins", "published"), [('["tp=2", "pp=2", "zero=1"]', True), ('["recompute=full"]', True)])
 def test_ours_is_beside_the_published_one_and_no_worse(run: Run, tmp_path: Path, pins: str, published: bool) -> None:
     path = tmp_path / "small.toml"

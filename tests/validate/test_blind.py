@@ -128,6 +128,7 @@ def test_what_a_site_keeps_in_half_precision_whole_or_to_the_last_micro_batch() 
     assert times[1] < times[0]
 
 
+@pytest.mark.slow
 def test_a_whole_vocabulary_has_whole_logits_and_in_pipelines_a_whole_head() -> None:
     run = next(run for run in TABLES[4] if run.name == "Llama-7B#7")
     run = replace(run, layers=2, source="x")
