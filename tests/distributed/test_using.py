@@ -30,6 +30,7 @@ def test_nothing_that_is_kept_is_made_in_inference_mode(pool: WorkerPool, tmp_pa
         assert not is_inference
 
 
+@pytest.mark.usefixtures("known_machine")
 def test_ranks_on_two_hosts_are_planned_as_two_nodes(pool: WorkerPool) -> None:
     subject, _, _ = planned("dp4 ZeRO 3", "gpt2")
     (batch,) = batches(subject, 1)

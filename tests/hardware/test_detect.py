@@ -4,7 +4,6 @@ import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,13 +15,7 @@ from autopar.hardware.device import HostLink
 from autopar.hardware.read import load_profile, profile_from_table
 from autopar.measure import timers as measure
 from autopar.util.toml import Table
-
-MEASURED: dict[str, Any] = {
-    "matmul": {"float32": [{"smallest_dim": m, "flops_per_s": f} for m, f in ((1, 3e10), (16, 9e10), (64, 8e10))]},
-    "copy_bandwidth_bytes_per_s": 4e10,
-    "launch_s": 2e-6,
-    "link": {"latency_s": 5e-5, "bandwidth_bytes_per_s": 1.5e9},
-}
+from tests.support.measured import MEASURED
 
 
 @pytest.mark.distributed
