@@ -6,16 +6,28 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from autopar.api import estimate, parallelize, search, verify
-    from autopar.errors import AutoparError
+    from autopar.api import estimate, parallelize, search, trace, verify
+    from autopar.errors import (
+        AutoparError,
+        InfeasibleError,
+        InternalError,
+        PlanError,
+        PlanFileError,
+        RankFailedError,
+        RuleError,
+        RuntimeMismatchError,
+        TraceError,
+        UsageError,
+        VerificationError,
+    )
     from autopar.graph.graph import Graph
     from autopar.hardware.cluster import Cluster
     from autopar.pins.on_modules import pin
-    from autopar.plan.file import load_plan, save_plan
     from autopar.plan.mesh import Mesh
     from autopar.plan.plan import Plan
+    from autopar.request import Request
     from autopar.rules.registry import register_rule
-    from autopar.tracing.trace import trace
+    from autopar.runtime.parallel_model import ParallelModel
 
 __version__ = "0.1.0"
 
@@ -23,14 +35,24 @@ __all__ = [
     "AutoparError",
     "Cluster",
     "Graph",
+    "InfeasibleError",
+    "InternalError",
     "Mesh",
+    "ParallelModel",
     "Plan",
+    "PlanError",
+    "PlanFileError",
+    "RankFailedError",
+    "Request",
+    "RuleError",
+    "RuntimeMismatchError",
+    "TraceError",
+    "UsageError",
+    "VerificationError",
     "estimate",
-    "load_plan",
     "parallelize",
     "pin",
     "register_rule",
-    "save_plan",
     "search",
     "trace",
     "verify",
@@ -40,16 +62,26 @@ _HOME = {
     "AutoparError": "autopar.errors",
     "Cluster": "autopar.hardware.cluster",
     "Graph": "autopar.graph.graph",
+    "InfeasibleError": "autopar.errors",
+    "InternalError": "autopar.errors",
     "Mesh": "autopar.plan.mesh",
+    "ParallelModel": "autopar.runtime.parallel_model",
     "Plan": "autopar.plan.plan",
+    "PlanError": "autopar.errors",
+    "PlanFileError": "autopar.errors",
+    "RankFailedError": "autopar.errors",
+    "Request": "autopar.request",
+    "RuleError": "autopar.errors",
+    "RuntimeMismatchError": "autopar.errors",
+    "TraceError": "autopar.errors",
+    "UsageError": "autopar.errors",
+    "VerificationError": "autopar.errors",
     "estimate": "autopar.api",
-    "load_plan": "autopar.plan.file",
     "parallelize": "autopar.api",
     "pin": "autopar.pins.on_modules",
     "register_rule": "autopar.rules.registry",
-    "save_plan": "autopar.plan.file",
     "search": "autopar.api",
-    "trace": "autopar.tracing.trace",
+    "trace": "autopar.api",
     "verify": "autopar.api",
 }
 

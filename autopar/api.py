@@ -1,15 +1,16 @@
-"""The verbs of autopar, where its packages are put together: search, estimate, parallelize, verify.
+"""What autopar is called for, where its packages are put together: trace, search, estimate, parallelize, verify.
 
-Each verb imports what it needs when it is called: who runs a plan loads no planner, who plans no runtime.
+Each function imports what it needs when it is called: who runs a plan loads no planner, who plans no runtime.
+What a keyword means is said once, in :class:`autopar.request.Request`.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,230 +18,138 @@ import torch.distributed as dist
 from autopar.errors import AutoparError, RuntimeMismatchError
 from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
-from autopar.plan.file import load_plan
-from autopar.plan.plan import FP32, PRECISIONS, Plan, Precision, PrecisionName
+from autopar.plan.plan import PRECISIONS, Plan, PrecisionName
+from autopar.request import SAMPLES_PER_RANK, Request
 
 if TYPE_CHECKING:
-    from autopar.planner.request import Request
+    from autopar.models.graph_for_plan import Inputs
     from autopar.planner.task import Limits, Progress
-    from autopar.runtime.parallel_model import Parallel
+    from autopar.runtime.parallel_model import ParallelModel
     from autopar.tracing.trace import LossFunction
     from autopar.verification.against_one_device import VerifyReport
-    from autopar.verification.subject import Subject
 
-__all__ = ["PRECISIONS", "estimate", "parallelize", "search", "trace_model", "verify"]
+__all__ = ["PRECISIONS", "estimate", "parallelize", "search", "trace", "verify"]
 
 _LOGGER = logging.getLogger("autopar")
 
-SAMPLES_PER_RANK = 8
-"""Of the global batch of :func:`parallelize` where neither it nor example inputs are given."""
+
+def trace(
+    model: torch.nn.Module,
+    *,
+    example_inputs: Inputs | None = None,
+    precision: PrecisionName = "fp32",
+    global_batch_size: int | None = None,
+    loss_fn: LossFunction | None = None,
+    opaque: Sequence[str] = (),
+    name: str = "",
+) -> Graph:
+    """The graph of a model that :func:`search` and :func:`estimate` take in its place, to trace it once for several plans.
+
+    Keywords are those of :class:`~autopar.request.Request`. Plans of the graph have the same ``precision``. Where samples of a
+    batch meet (in batch statistics, or a loss over all pairs) the graph is for one ``global_batch_size``, without which such a
+    model is refused. The model itself stays as it is, on whatever device it is.
+
+    Raises:
+        UsageError: no example inputs, and none can be made; a model that is parallel already.
+        TraceError: the model cannot be traced.
+    """
+    from autopar.planner.task import graph_of
+
+    request = Request(
+        example_inputs=example_inputs, precision=precision, global_batch_size=global_batch_size, loss_fn=loss_fn,
+        opaque=opaque, name=name,
+    )  # fmt: skip
+    return graph_of(model, request)
 
 
 def search(  # noqa: PLR0913  keywords of the public call
     model: torch.nn.Module | Graph,
     *,
-    example_inputs: Mapping[str, Any] | Sequence[Any] | None = None,
     cluster: Cluster | str,
     global_batch_size: int,
+    example_inputs: Inputs | None = None,
     pins: Sequence[str] = (),
     precision: PrecisionName = "fp32",
     optimizer: str = "adamw",
     space: str = "default",
     trials: int | None = None,
-    timeout_s: float | None = None,
+    search_timeout_s: float | None = None,
     max_step_time_s: float | None = None,
     storage: str | None = None,
     study_name: str | None = None,
     workers: int | None = None,
     sampler: str | None = None,
-    seed: int = 0,
-    progress: Progress | None = None,
+    sampler_seed: int = 0,
     loss_fn: LossFunction | None = None,
     opaque: Sequence[str] = (),
     name: str = "",
     cache_dir: Path | None = None,
+    progress: Progress | None = None,
 ) -> Plan:
-    """The fastest plan that fits.
+    """The fastest plan that fits. Other keywords than these are those of :class:`~autopar.request.Request`.
 
     Args:
-        model: on any device, meta included; or its graph, traced in the dtype of ``precision``.
-        example_inputs: a batch, by name or in order; made from its config for a Hugging Face model.
-        cluster: a :class:`Cluster` or what :meth:`Cluster.parse` reads (``h100-sxm5-80gb:4x8``).
-        global_batch_size: samples of one optimizer step.
-        pins: constraints, as ``tp<=4`` (see ``autopar.planner.space.pins``).
-        precision: ``bf16``: computation in bfloat16, parameters at rest and sums in float32; ``fp16``: in float16 likewise, and the
-            loss is scaled (``Parallel.grad_scaler``); ``tf32``: float32 with products as GPUs make them under
-            ``torch.set_float32_matmul_precision("high")``, which the training script sets; ``fp64``: all in float64; ``fp8`` is planned, and not run.
-        optimizer: ``adamw``, ``adam``, ``momentum``, ``sgd`` or ``adafactor``; ``adamw:bytes=2`` declares the bytes of
-            states for each element (8-bit optimizers).
-        space: what may be chosen: a name or a TOML file.
-        trials, timeout_s: stop after so many evaluations or seconds.
+        model: on any device, meta included; or its graph, of :func:`trace`.
+        trials, search_timeout_s: stop after so many evaluations or seconds, or at Ctrl-C, with the best plan so far.
         max_step_time_s: slower plans do not count.
-        storage: an Optuna URL (``sqlite:///study.db``, ``postgresql://...``, ``journal:///study.log``), in which every
-            trial is recorded; a search that finds trials of an earlier one there goes on from them.
+        storage: an Optuna URL (``sqlite:///study.db``, ``postgresql://...``, ``journal:///study.log``) that keeps every trial;
+            a search that finds trials of an earlier one there goes on from them.
         study_name: of the study in the storage; None for one that says what it is of.
-        workers: processes that share the work; the plan does not depend on their number. None: as many as there are cores, at
-            most 4, where nothing else runs in this process (other threads, a CUDA device, a process group): one there.
-        sampler: ``tpe``, ``cmaes`` or ``nsga2`` asks for a part of the candidates, however few there are, ``none`` for nothing; None: as
-            the space says, where there are too many to be searched to the end.
-        seed: of the sampler; a search without draws no random numbers.
+        workers: processes; the plan does not depend on their number. None: one for each core, at most 4, where nothing else
+            runs in this process (other threads, a CUDA device, a process group).
         progress: called with (what, done, total).
-        loss_fn: ``loss_fn(output, batch)`` gives the scalar loss, where the model does not.
-        opaque: modules that run as they are written, by path, pattern or class name; see ``autopar.tracing.opaque.regions``.
-        name: of the model in the plan.
-        cache_dir: where rules that are found by execution are kept; nowhere when None.
-
-    An interrupt (Ctrl-C) ends the search with the best plan so far, which its notes say.
 
     Raises:
         UsageError: malformed pins, cluster, space or batch; a storage that cannot be opened; a study of something else.
         TraceError: the model cannot be traced.
-        KeyboardInterrupt: before there was any plan.
         InfeasibleError: no plan satisfies the constraints; names the smallest set that conflicts.
+        KeyboardInterrupt: before there was any plan.
     """
+    from autopar.planner.branch_and_bound.process_group import idle_cores
     from autopar.planner.planner import Planner
-    from autopar.planner.request import Request, task_of
     from autopar.planner.studies.workers import shared
-    from autopar.planner.task import Limits
+    from autopar.planner.task import Limits, task_of
 
-    sharing = shared(storage, study_name, 1 if workers is None else workers)
     request = Request(
-        example_inputs=example_inputs,
-        global_batch_size=global_batch_size,
-        pins=_texts(pins),
-        precision=precision,
-        optimizer=optimizer,
-        space=space,
-        name=name,
-        cache_dir=cache_dir,
-        loss_fn=loss_fn,
-        opaque=_texts(opaque),
-        sampler=sampler,
-        seed=seed,
-    )
-    task = task_of(model, cluster, request, progress)
-    limits = Limits(trials=trials, timeout_s=timeout_s, max_step_time_s=max_step_time_s)
-    processes = _idle_cores() if workers is None else workers
-    return Planner(task).search(limits=limits, sharing=sharing, progress=progress, processes=processes)
-
-
-def _idle_cores() -> int:
-    """For copies of this process: none where threads, devices or other ranks would not know of them."""
-    from autopar.planner.branch_and_bound.process_group import cores
-
-    is_busy = torch.cuda.is_initialized() or (dist.is_available() and dist.is_initialized())  # type: ignore[no-untyped-call]
-    return cores() if threading.active_count() == 1 and not is_busy else 1
-
-
-def _texts(texts: Sequence[str]) -> tuple[str, ...]:
-    """Pins or names; a text alone is one of them, and not one for each of its letters.
-
-    >>> _texts("tp=2"), _texts(["tp=2", "pp=1"])
-    (('tp=2',), ('tp=2', 'pp=1'))
-    """
-    return (texts,) if isinstance(texts, str) else tuple(texts)
-
-
-def trace_model(
-    model: torch.nn.Module,
-    example_inputs: Mapping[str, Any] | Sequence[Any] | torch.Tensor | None,
-    precision: Precision,
-    *,
-    global_batch_size: int | None = None,
-    name: str = "",
-    loss_fn: LossFunction | None = None,
-    opaque: Sequence[str] = (),
-) -> Graph:
-    """The graph that plans of this model, precision and global batch are for; see :func:`autopar.models.graph_for_plan.trace_model`."""
-    from autopar.models.graph_for_plan import trace_model as traced
-
-    return traced(
-        model,
-        example_inputs,
-        precision,
-        global_batch_size=global_batch_size,
-        name=name,
-        loss_fn=loss_fn,
-        opaque=opaque,
-        samples_apart=_samples_apart,
-    )
+        cluster=cluster, global_batch_size=global_batch_size, example_inputs=example_inputs, pins=pins, precision=precision,
+        optimizer=optimizer, space=space, loss_fn=loss_fn, opaque=opaque, name=name, sampler=sampler,
+        sampler_seed=sampler_seed, cache_dir=cache_dir,
+    )  # fmt: skip
+    limits = Limits(trials=trials, search_timeout_s=search_timeout_s, max_step_time_s=max_step_time_s)
+    sharing = shared(storage, study_name, 1 if workers is None else workers)
+    planner = Planner(task_of(model, request, progress))
+    processes = idle_cores() if workers is None else workers
+    return planner.search(limits=limits, sharing=sharing, progress=progress, processes=processes)
 
 
 def estimate(  # noqa: PLR0913  keywords of the public call
     model: torch.nn.Module | Graph,
     *,
-    example_inputs: Mapping[str, Any] | Sequence[Any] | None = None,
     cluster: Cluster | str,
     global_batch_size: int,
+    example_inputs: Inputs | None = None,
     pins: Sequence[str] = (),
     precision: PrecisionName = "fp32",
     optimizer: str = "adamw",
     space: str = "default",
-    progress: Progress | None = None,
     loss_fn: LossFunction | None = None,
     opaque: Sequence[str] = (),
     name: str = "",
     cache_dir: Path | None = None,
-) -> Plan:
-    """The plan that the pins describe, without a search over what they leave open; arguments as in :func:`search`.
-
-    Raises:
-        InfeasibleError: it does not exist or does not fit.
-    """
-    from autopar.planner.request import Request, planner_of
-
-    request = Request(
-        example_inputs=example_inputs,
-        global_batch_size=global_batch_size,
-        pins=_texts(pins),
-        precision=precision,
-        optimizer=optimizer,
-        space=space,
-        name=name,
-        cache_dir=cache_dir,
-        loss_fn=loss_fn,
-        opaque=_texts(opaque),
-    )
-    return planner_of(model, cluster, request, progress).estimate()
-
-
-def operator_calls(  # noqa: PLR0913  keywords of the public call
-    model: torch.nn.Module | Graph,
-    *,
-    example_inputs: Mapping[str, Any] | Sequence[Any] | None = None,
-    cluster: Cluster | str,
-    global_batch_size: int | None = None,
-    pins: Sequence[str] = (),
-    precision: PrecisionName = "fp32",
-    space: str = "default",
     progress: Progress | None = None,
-    opaque: Sequence[str] = (),
-    name: str = "",
-) -> tuple[str, ...]:
-    """Every operator at every local shape that a search with these arguments can ask the time of, each once.
+) -> Plan:
+    """The plan that the pins describe, without a search over what they leave open, which is as usual, as far as it fits.
 
-    Args:
-        global_batch_size: 8 a rank when None; the rest as in :func:`search`.
-
-    Returns:
-        Calls as :class:`autopar.hardware.measured_times.OperatorTime` has them.
+    Keywords are those of :class:`~autopar.request.Request`; ``progress`` and errors are as of :func:`search`.
     """
-    from autopar.planner.planner import operator_calls as calls_of
-    from autopar.planner.request import Request, planner_of
+    from autopar.planner.planner import Planner
+    from autopar.planner.task import task_of
 
-    where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
-    samples = global_batch_size or SAMPLES_PER_RANK * where.world_size
     request = Request(
-        example_inputs=example_inputs,
-        global_batch_size=samples,
-        pins=_texts(pins),
-        precision=precision,
-        optimizer="adamw",
-        space=space,
-        name=name,
-        opaque=_texts(opaque),
-    )
-    return calls_of(planner_of(model, where, request, progress), progress=progress)
+        cluster=cluster, global_batch_size=global_batch_size, example_inputs=example_inputs, pins=pins, precision=precision,
+        optimizer=optimizer, space=space, loss_fn=loss_fn, opaque=opaque, name=name, cache_dir=cache_dir,
+    )  # fmt: skip
+    return Planner(task_of(model, request, progress)).estimate()
 
 
 def parallelize(  # noqa: PLR0913  keywords of the public call
@@ -248,7 +157,7 @@ def parallelize(  # noqa: PLR0913  keywords of the public call
     *,
     cluster: Cluster | str | None = None,
     plan: Plan | str | Path | None = None,
-    example_inputs: Mapping[str, Any] | Sequence[Any] | None = None,
+    example_inputs: Inputs | None = None,
     global_batch_size: int | None = None,
     pins: Sequence[str] = (),
     precision: PrecisionName = "fp32",
@@ -256,109 +165,113 @@ def parallelize(  # noqa: PLR0913  keywords of the public call
     space: str = "default",
     trials: int | None = None,
     search_timeout_s: float | None = None,
+    collective_timeout_s: float = 600.0,
     weights: str | Path | None = None,
     loss_fn: LossFunction | None = None,
     opaque: Sequence[str] = (),
     seed: int = 0,
-    timeout_s: float = 600.0,
     log_dir: str | Path | None = None,
-) -> Parallel:
+) -> ParallelModel:
     """This rank's part of ``model`` under the best plan, or a given one; called on every rank of a torchrun job.
+
+    Other keywords than these are those of :func:`search`.
 
     Args:
         model: with weights (those of rank 0 count) or on meta: then initialised or read part by part.
-        cluster: the machines; None: those that the ranks stand on, of shipped profiles where the devices have one, measured where
-            they have not.
-        plan: a plan or its file, instead of a search.
-        example_inputs: a batch; made from its config for a Hugging Face model.
-        global_batch_size: samples of one step over all ranks; those of ``example_inputs``, or 8 a
-            rank, when None.
-        pins, precision, optimizer, space, trials, loss_fn, opaque: as in :func:`search`; a plan names its opaque
-            modules itself.
-        search_timeout_s: of the search.
-        weights: folder of safetensors files, read slice by slice: of parameters, and of buffers that a ``state_dict()`` has.
+        cluster: None: the machines that the ranks stand on.
+        plan: a plan or its file, instead of a search; None: that of ``autopar run``, if that started this rank.
+        global_batch_size: None: the samples of ``example_inputs``, or 8 a rank.
+        collective_timeout_s: of every collective. A search is waited for without a limit.
+        weights: a folder of safetensors files, read slice by slice: of parameters, and of buffers that a ``state_dict()`` has.
         seed: of dropout, and of the initialisation of a model on meta.
-        timeout_s: of every collective, the wait for the search included.
-        log_dir: where rank 0 writes measured against predicted times of the first steps, for
-            ``autopar validate --from-run``; what is beyond the prediction is a warning of the logger ``autopar`` in any case.
+        log_dir: where rank 0 writes measured against predicted times of the first steps, for ``autopar validate --from-run``.
 
     Raises:
-        RuntimeMismatchError: the job has another number of ranks than the cluster or the plan, or its precision is one
-            that is planned alone; a launcher other than torchrun started several processes and did not tell torch; without
-            ``cluster`` the ranks of a node are not numbered one after the other, or stand on devices of which some are unknown.
+        RuntimeMismatchError: the job has another number of ranks than the cluster or the plan, or other devices; its ranks
+            were not told of each other; the precision is one that is planned alone.
         PlanError: the plan is for another model.
         InfeasibleError: no plan satisfies the constraints.
     """
-    from autopar.hardware.detect.places import cluster_at, gathered_places
     from autopar.runtime.guard.checks import check_can_run
-    from autopar.runtime.guard.collective_calls import ordinary
-    from autopar.runtime.job import check_alone, how_to_start, start
+    from autopar.runtime.job import given_plan
     from autopar.runtime.launch import launch
 
-    plan = load_plan(Path(plan)) if isinstance(plan, str | Path) else plan
+    plan = given_plan() if plan is None else plan
+    plan = Plan.load(plan) if isinstance(plan, str | Path) else plan
     if plan is not None or precision in PRECISIONS:
         check_can_run(PRECISIONS[precision] if plan is None else plan.precision)
-    where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
+    request = Request(
+        cluster=cluster, global_batch_size=global_batch_size, example_inputs=example_inputs, pins=pins, precision=precision,
+        optimizer=optimizer, space=space, loss_fn=loss_fn, opaque=opaque,
+    )  # fmt: skip
+    device_type, make = _prepared(model, plan, request, trials, search_timeout_s, collective_timeout_s)
+    return launch(
+        model, make, device_type=device_type, weights=weights, seed=seed, collective_timeout_s=collective_timeout_s,
+        log_dir=None if log_dir is None else Path(log_dir),
+    )  # fmt: skip
+
+
+def _prepared(
+    model: torch.nn.Module,
+    plan: Plan | None,
+    request: Request,
+    trials: int | None,
+    search_timeout_s: float | None,
+    collective_timeout_s: float,
+) -> tuple[str, Callable[[], tuple[Plan, Graph]]]:
+    """The kind of device of a job that has started, and what rank 0 gets its plan by, and the graph that it is for."""
+    from autopar.hardware.detect.places import cluster_at, gathered_places
+    from autopar.runtime.guard.collective_calls import ordinary
+    from autopar.runtime.job import check_alone, how_to_start, start
+
+    where = Cluster.parse(request.cluster) if isinstance(request.cluster, str) else request.cluster
     device_type = _device_type(plan, where)
-    is_alone = start(device_type, timeout_s=timeout_s)
+    is_alone = start(device_type, collective_timeout_s=collective_timeout_s)
     ranks = _job_size(None if plan is not None else where)
     if is_alone and where is None and plan is None:
         check_alone()
         _LOGGER.warning(
-            "This process was not started as one of several ranks, so the plan is for one device. %s, or name the cluster of one device "
-            "where one is meant.",
+            "nothing says that this process is one of several ranks: the plan is for one device, and others that run this script "
+            "train by themselves; for N of them %s; where one is meant, name its cluster",
             how_to_start("N"),
         )
-
     # rank 0 plans alone, and knows of its own machine alone
     with ordinary():
         places = gathered_places() if plan is None and where is None else ()
 
     def make() -> tuple[Plan, Graph]:
         if plan is not None:
-            return plan, _graph_of(plan, model, example_inputs, loss_fn)
-        from autopar.models.graph_for_plan import samples_of
-        from autopar.planner.request import Request
+            return plan, _graph_of(plan, model, request.example_inputs, request.loss_fn)
         from autopar.planner.task import Limits
 
-        request = Request(
-            example_inputs=example_inputs,
-            global_batch_size=global_batch_size or samples_of(example_inputs) or SAMPLES_PER_RANK * ranks,
-            pins=_texts(pins),
-            precision=precision,
-            optimizer=optimizer,
-            space=space,
-            loss_fn=loss_fn,
-            opaque=_texts(opaque),
-        )
-        limits = Limits(trials=trials, timeout_s=search_timeout_s)
-        return _searched(model, where or cluster_at(places), request, limits)
+        limits = Limits(trials=trials, search_timeout_s=search_timeout_s)
+        return _searched(model, replace(request, cluster=where or cluster_at(places)), ranks, limits)
 
-    log = None if log_dir is None else Path(log_dir)
-    return launch(model, make, device_type=device_type, weights=weights, seed=seed, timeout_s=timeout_s, log_dir=log)
+    return device_type, make
 
 
 def _graph_of(
     plan: Plan,
     model: torch.nn.Module,
-    example_inputs: Mapping[str, Any] | Sequence[Any] | None,
+    example_inputs: Inputs | None,
     loss_fn: LossFunction | None,
-    precision: Precision | None = None,
 ) -> Graph:
     """The graph that a given plan is for. The plan's own typing of axis ``batch`` says whether samples are apart, without a planner."""
     from autopar.lower.read_plan import check_batch_typing
-    from autopar.models.graph_for_plan import trace_model as traced
+    from autopar.models.graph_for_plan import trace_model
 
     def samples_apart(graph: Graph) -> None:
         try:
             check_batch_typing(plan, graph)
         except AutoparError:  # of another model, or samples meet: then the typing says where
-            _samples_apart(graph)
+            from autopar.planner.sharding.batch_axis import samples_apart as typed
 
-    return traced(
+            typed(graph)
+
+    return trace_model(
         model,
         example_inputs,
-        plan.precision if precision is None else precision,
+        plan.precision,
         name=plan.model.name,
         loss_fn=loss_fn,
         opaque=plan.opaque,
@@ -367,19 +280,16 @@ def _graph_of(
     )
 
 
-def _samples_apart(graph: Graph) -> None:
-    """Raises RuleError where samples meet, by the planner's typing of axis ``batch``."""
-    from autopar.planner.request import samples_apart
-
-    samples_apart(graph)
-
-
-def _searched(model: torch.nn.Module, cluster: Cluster, request: Request, limits: Limits) -> tuple[Plan, Graph]:
+def _searched(model: torch.nn.Module, request: Request, ranks: int, limits: Limits) -> tuple[Plan, Graph]:
     """The plan that a search finds, and the graph that it is for."""
-    from autopar.planner.request import planner_of
+    from autopar.models.graph_for_plan import samples_of
+    from autopar.planner.planner import Planner
+    from autopar.planner.task import graph_of, task_of
 
-    graph = request.trace(model)
-    return planner_of(graph, cluster, request, None).search(limits=limits), graph
+    samples = request.global_batch_size or samples_of(request.example_inputs) or SAMPLES_PER_RANK * ranks
+    request = replace(request, global_batch_size=samples)
+    graph = graph_of(model, request)
+    return Planner(task_of(graph, request)).search(limits=limits), graph
 
 
 def _device_type(plan: Plan | None, cluster: Cluster | None) -> str:
@@ -410,34 +320,43 @@ def _job_size(cluster: Cluster | None) -> int:
 
 
 def verify(
-    subject: Subject,
-    plan: Plan,
-    graph: Graph | None = None,
+    model: torch.nn.Module | Callable[[], torch.nn.Module],
+    plan: Plan | str | Path,
     *,
-    steps: int = 3,
-    timeout_s: float = 300.0,
-    precision: Literal["fp32", "fp64"] = "fp32",
+    example_inputs: Inputs | None = None,
     loss_fn: LossFunction | None = None,
+    steps: int = 3,
+    compare_in: Literal["fp32", "fp64"] = "fp32",
+    run_timeout_s: float = 300.0,
 ) -> VerifyReport:
-    """Runs ``plan`` on local gloo processes and compares losses, gradients and parameters with one process, in fp32.
+    """Runs ``plan`` on processes of this machine and compares losses, gradients and parameters with one process.
 
-    What is past the limits is run again in fp64, which tells rounding from a wrong program.
+    What is past the limits of fp32 is run again in fp64, which tells rounding from a wrong program. ``report.check()`` raises
+    where they differ. ``example_inputs`` and ``loss_fn`` are those of :class:`~autopar.request.Request`.
 
     Args:
-        subject: what ``autopar.models.resolve.resolve_model`` gives, or anything else that builds the model
-            and makes batches.
-        plan: for the subject's model.
-        graph: the traced model; made from ``subject`` when None.
+        model: with weights on one device, or a function that builds it. Each process gets a copy, so that its class (or the
+            function, and ``loss_fn``) stands in a module; a script calls this under ``if __name__ == "__main__":``.
+        plan: for this model, or its file.
+        example_inputs: with several different samples, of which all batches are made.
         steps: of AdamW.
-        timeout_s: processes are killed after it.
-        precision: ``fp64`` compares in float64 alone, within far tighter limits.
-        loss_fn: as in :func:`search`; a function that can be imported, as every rank does.
-    """
-    from autopar.verification.against_one_device import verify as compare
+        compare_in: ``fp64`` compares in float64 alone, within far tighter limits.
+        run_timeout_s: processes are killed after it.
 
-    if graph is None:
-        batch = subject.make_batch(2, seed=0, padded=True)
-        graph = _graph_of(plan, subject.build(), batch, loss_fn, FP32)
+    Raises:
+        UsageError: the model cannot be sent to other processes, or the plan has more ranks than are started here.
+        PlanError: the plan is for another model.
+        VerificationError: one device alone cannot train the model, or not in fp64.
+    """
+    from autopar.verification.against_one_device import check_size
+    from autopar.verification.against_one_device import verify as compare
+    from autopar.verification.own_model import made, own_model
+
+    plan = plan if isinstance(plan, Plan) else Plan.load(plan)
+    check_size(plan)
+    module = made(model)
+    subject = own_model(model, module, plan, example_inputs)
+    graph = _graph_of(plan, module, example_inputs, loss_fn)
     return compare(
-        subject, plan, graph, steps=steps, timeout_s=timeout_s, precision=PRECISIONS[precision], loss_fn=loss_fn
-    )
+        subject, plan, graph, steps=steps, run_timeout_s=run_timeout_s, precision=PRECISIONS[compare_in], loss_fn=loss_fn
+    )  # fmt: skip

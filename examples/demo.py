@@ -60,7 +60,7 @@ def main() -> int:
     plan = search_plan()
     print(plan)
     with tempfile.TemporaryDirectory() as folder:
-        autopar.save_plan(plan, Path(folder) / "plan.json")
+        plan.save(Path(folder) / "plan.json")
         print(f"\n2. Training by torchrun on {RANKS} ranks", flush=True)
         record = train_parallel(Path(folder) / "plan.json", Path(folder) / "record.json")
     print("\n3. The same steps in one process")

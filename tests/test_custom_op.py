@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from autopar.api import estimate, trace_model
+from autopar import api
+from autopar.api import estimate
 from autopar.lower.program import lower
-from autopar.plan.plan import FP32
 from tests.support.lower.ranks import assert_as_one_device, dense
 
 
@@ -20,7 +20,7 @@ def test_the_example_plans_and_its_program_computes_what_one_device_does() -> No
     torch.manual_seed(0)
     model = example["Model"]()
     batch = {"x": torch.randn(4, 16, 64), "labels": torch.randint(0, 10, (4, 16))}
-    graph = trace_model(model, batch, FP32, name="custom")
+    graph = api.trace(model, example_inputs=batch, name="custom")
     pins = ["tp=2", "up.*=tp:S(0)", "down.*=tp:S(1)"]
     plan = estimate(graph, cluster="cpu:1x2", global_batch_size=graph.batch_size, pins=pins)
     used = {name for layout in plan.layouts for typing in layout.typings[1:] for name in typing.strategies}

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from autopar import api
-from autopar.api import trace_model
 from autopar.errors import PlanError, UsageError
 from autopar.lower.program import lower
 from autopar.plan.diff import diff_plans
@@ -107,7 +106,7 @@ class Normed(nn.Module):
 
 
 def test_samples_that_meet_are_shared_equally() -> None:
-    graph = trace_model(Normed(), {"x": torch.randn(8, 4)}, api.PRECISIONS["fp32"], global_batch_size=8)
+    graph = api.trace(Normed(), example_inputs={"x": torch.randn(8, 4)}, global_batch_size=8)
     cluster = two_kinds(1, 1, factor=3.0)
     found = api.search(graph, cluster=cluster, global_batch_size=8, pins=["dp=2"])
     assert not found.data_shares

@@ -60,7 +60,7 @@ def test_the_verbs_are_there_before_what_they_do() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "module",
-    ["graph.graph", "graph.compact", "plan.file", "plan.text", "pins.on_modules", "hardware.read", "planner.request"],
+    ["graph.graph", "graph.compact", "plan.file", "plan.text", "pins.on_modules", "hardware.read", "planner.task"],
 )
 def test_data_and_the_planner_load_no_tracer(module: str) -> None:
     modules = loaded(f"import autopar.{module}") - loaded("import torch")
@@ -71,7 +71,7 @@ def test_data_and_the_planner_load_no_tracer(module: str) -> None:
 def test_who_has_a_plan_loads_neither_planner_nor_cost(tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
     making = f"{MODEL}\nimport autopar\nplan = autopar.search(Model(), example_inputs=batch, cluster='cpu:1x1', global_batch_size=4)"
-    assert within(loaded(f"{making}\nautopar.save_plan(plan, {str(plan)!r})"), "autopar.runtime") == []
+    assert within(loaded(f"{making}\nplan.save({str(plan)!r})"), "autopar.runtime") == []
     running = f"{MODEL}\nimport autopar\npar = autopar.parallelize(Model(), plan={str(plan)!r}, example_inputs=batch)"
     modules = loaded(running)
     assert within(modules, "autopar.planner", "autopar.cost") == []

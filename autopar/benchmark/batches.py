@@ -55,8 +55,8 @@ class Outcome:
 
 
 @contextmanager
-def local_ranks(num_ranks: int, *, timeout_s: float) -> Iterator[Launch]:
-    """Worker processes on this machine, new ones for each job; one that takes longer than ``timeout_s`` is killed.
+def local_ranks(num_ranks: int, *, run_timeout_s: float) -> Iterator[Launch]:
+    """Worker processes on this machine, new ones for each job; one that takes longer than ``run_timeout_s`` is killed.
 
     Torch's caches hold on to groups of earlier jobs, whose threads wake up a hundred times a second each: in its third
     job of nine plans a rank was seen to spend 8 % of a core while it slept.
@@ -65,7 +65,7 @@ def local_ranks(num_ranks: int, *, timeout_s: float) -> Iterator[Launch]:
 
         def launch(job: Job | LinkTask) -> Sequence[Mapping[str, Mapping[str, Any]]]:
             try:
-                return pool.run(ranks.run, job, timeout_s=timeout_s)
+                return pool.run(ranks.run, job, timeout_s=run_timeout_s)
             finally:
                 pool.close()
 

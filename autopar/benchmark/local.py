@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from autopar import api
 from autopar.benchmark.batches import Launch, Outcome, benchmark, local_ranks
 from autopar.benchmark.chosen_plans import Advance, Choice, choose, variants
 from autopar.benchmark.rank_links import measured_cluster
@@ -18,9 +17,10 @@ from autopar.errors import UsageError
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.detect.machine import default_cache_dir, fingerprint, machine_profile, profile_path
 from autopar.models.resolve import ModelSource, resolve_model
-from autopar.planner.planner import Task
-from autopar.planner.space.pins import Pins
-from autopar.planner.space.space import Space, load_space
+from autopar.planner.space.space import Space
+from autopar.planner.task import Task
+from autopar.planner.task import task_of as planned
+from autopar.request import Request
 from autopar.verification.reference import trained_alone
 
 GPU_PRECISIONS = ("fp32", "bf16")
@@ -29,7 +29,7 @@ MAX_AGE_S = 6 * 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class BenchmarkRequest:
     """What is asked for; the options of the command."""
 
     model: str
@@ -37,7 +37,7 @@ class Wish:
     global_batch_size: int = 16
     space: str = "default"
     sample: int | None = None
-    seed: int = 0
+    sample_seed: int = 0
     sequence: int | None = None
     precision: str = "fp32"
     optimizer: str = "adamw"
@@ -45,7 +45,7 @@ class Wish:
     rounds: int = 3
     steps: int = 3
     warm_up: int = 2
-    timeout_s: float = 300.0
+    run_timeout_s: float = 300.0
     slowest: float | None = None
     """Plans that are predicted to take more than so many times the picked one's step are not run."""
     fresh: bool = False
@@ -65,7 +65,11 @@ class Wish:
 
 
 def run_local(
-    wish: Wish, *, results: Path | None = None, cache_dir: Path | None = None, advance: Advance | None = None
+    request: BenchmarkRequest,
+    *,
+    results: Path | None = None,
+    cache_dir: Path | None = None,
+    advance: Advance | None = None,
 ) -> Outcome:
     """On this machine: ranks on its CPU, or every variant on its one GPU; or one rank of plans for more.
 
@@ -74,37 +78,39 @@ def run_local(
         InfeasibleError: no plan fits.
         UsageError: there is no such rank.
     """
-    _check_rank(wish)
-    source = resolve_model(wish.model, sequence_length=wish.sequence)  # which may be none: before minutes of measuring
-    if wish.as_rank is None and not torch.cuda.is_available():  # one rank may have a part of what fits nowhere whole
+    _check_rank(request)
+    source = resolve_model(
+        request.model, sequence_length=request.sequence
+    )  # which may be none: before minutes of measuring
+    if request.as_rank is None and not torch.cuda.is_available():  # one rank may have a part of what fits nowhere whole
         _check_runs(source)
     profile = profile_path(cache_dir)
-    again, note = whether_again(profile, fresh=wish.fresh)
+    again, note = whether_again(profile, fresh=request.fresh)
     if again and advance is not None:
         advance(note, 0, 1)
     machine = machine_profile(cache_dir=cache_dir, refresh=again)
-    if wish.as_rank is not None:
-        outcome = _as_rank(wish, results=results, cache_dir=cache_dir, advance=advance)
+    if request.as_rank is not None:
+        outcome = _as_rank(request, results=results, cache_dir=cache_dir, advance=advance)
     elif torch.cuda.is_available():
-        outcome = _on_gpu(wish, results=results, cache_dir=cache_dir, advance=advance)
+        outcome = _on_gpu(request, results=results, cache_dir=cache_dir, advance=advance)
     else:
-        kept = (cache_dir or default_cache_dir()) / f"ranks-{fingerprint()}-{wish.num_ranks}.json"
-        with local_ranks(wish.num_ranks, timeout_s=wish.timeout_s) as launch:
-            if wish.num_ranks > 1:
-                again, note = whether_again(kept, fresh=wish.fresh or again)
+        kept = (cache_dir or default_cache_dir()) / f"ranks-{fingerprint()}-{request.num_ranks}.json"
+        with local_ranks(request.num_ranks, run_timeout_s=request.run_timeout_s) as launch:
+            if request.num_ranks > 1:
+                again, note = whether_again(kept, fresh=request.fresh or again)
                 if again and advance is not None:
                     advance(note, 0, 1)
-                cluster = measured_cluster("local", machine, (1, wish.num_ranks), launch, kept=kept, again=again)
+                cluster = measured_cluster("local", machine, (1, request.num_ranks), launch, kept=kept, again=again)
             else:
                 cluster = Cluster.parse("local?ranks=1", cache_dir=cache_dir)
-            outcome = on_cluster(wish, cluster, launch, results=results, advance=advance)
+            outcome = on_cluster(request, cluster, launch, results=results, advance=advance)
     return replace(outcome, machine=note)
 
 
-def _check_rank(wish: Wish) -> None:
-    if not 0 <= (wish.as_rank or 0) < wish.num_ranks:
+def _check_rank(request: BenchmarkRequest) -> None:
+    if not 0 <= (request.as_rank or 0) < request.num_ranks:
         raise UsageError(
-            f"The plans have no rank {wish.as_rank or 0}: they are for {wish.num_ranks} ranks",
+            f"The plans have no rank {request.as_rank or 0}: they are for {request.num_ranks} ranks",
             where="--as-rank",
             fix="Say how many ranks the plans are for with --ranks",
         )
@@ -134,67 +140,76 @@ def whether_again(kept: Path | None, *, fresh: bool) -> tuple[bool, str]:
 
 
 def on_cluster(
-    wish: Wish, cluster: Cluster, launch: Launch, *, results: Path | None = None, advance: Advance | None = None
+    request: BenchmarkRequest,
+    cluster: Cluster,
+    launch: Launch,
+    *,
+    results: Path | None = None,
+    advance: Advance | None = None,
 ) -> Outcome:
     """On any ranks that ``launch`` reaches and ``cluster`` describes."""
-    source = resolve_model(wish.model, sequence_length=wish.sequence)
-    task = task_of(wish, source, cluster, wish.precision)
-    choice = choose(task, sample=wish.sample, seed=wish.seed, slowest=wish.slowest, advance=advance)
-    return _measured(wish, source, [task], choice, launch, "cpu", cluster.name, results=results, advance=advance)
+    source = resolve_model(request.model, sequence_length=request.sequence)
+    task = task_of(request, source, cluster, request.precision)
+    choice = choose(task, sample=request.sample, seed=request.sample_seed, slowest=request.slowest, advance=advance)
+    return _measured(request, source, [task], choice, launch, "cpu", cluster.name, results=results, advance=advance)
 
 
-def _as_rank(wish: Wish, *, results: Path | None, cache_dir: Path | None, advance: Advance | None) -> Outcome:
+def _as_rank(
+    request: BenchmarkRequest, *, results: Path | None, cache_dir: Path | None, advance: Advance | None
+) -> Outcome:
     """Compute and memory of one rank: on a CPU it has a core of its own, as none of the others runs.
 
     Without a pipeline: neighbours that are not there send no shapes.
     """
     is_gpu = torch.cuda.is_available()
-    cores = "" if is_gpu else f"&cores={wish.num_ranks}"
-    cluster = Cluster.parse(f"local?ranks={wish.num_ranks}{cores}", cache_dir=cache_dir)
-    source = resolve_model(wish.model, sequence_length=wish.sequence)
-    task = task_of(replace(wish, pins=(*wish.pins, "pp=1")), source, cluster, wish.precision)
-    choice = choose(task, sample=wish.sample, seed=wish.seed, advance=advance)
+    cores = "" if is_gpu else f"&cores={request.num_ranks}"
+    cluster = Cluster.parse(f"local?ranks={request.num_ranks}{cores}", cache_dir=cache_dir)
+    source = resolve_model(request.model, sequence_length=request.sequence)
+    task = task_of(replace(request, pins=(*request.pins, "pp=1")), source, cluster, request.precision)
+    choice = choose(task, sample=request.sample, seed=request.sample_seed, advance=advance)
     device_type = "cuda" if is_gpu else "cpu"
-    with local_ranks(1, timeout_s=wish.timeout_s) as launch:
+    with local_ranks(1, run_timeout_s=request.run_timeout_s) as launch:
         return _measured(
-            wish, source, [task], choice, launch, device_type, cluster.name, results=results, advance=advance
+            request, source, [task], choice, launch, device_type, cluster.name, results=results, advance=advance
         )
 
 
-def _on_gpu(wish: Wish, *, results: Path | None, cache_dir: Path | None, advance: Advance | None) -> Outcome:
+def _on_gpu(
+    request: BenchmarkRequest, *, results: Path | None, cache_dir: Path | None, advance: Advance | None
+) -> Outcome:
     cluster = Cluster.parse("local?ranks=1", cache_dir=cache_dir)
-    source = resolve_model(wish.model, sequence_length=wish.sequence)
-    tasks = [task_of(wish, source, cluster, precision) for precision in GPU_PRECISIONS]
-    choice = variants(tasks, one_device_pins(tasks[0].space, wish))
-    with local_ranks(1, timeout_s=wish.timeout_s) as launch:
-        return _measured(wish, source, tasks, choice, launch, "cuda", cluster.name, results=results, advance=advance)
+    source = resolve_model(request.model, sequence_length=request.sequence)
+    tasks = [task_of(request, source, cluster, precision) for precision in GPU_PRECISIONS]
+    choice = variants(tasks, one_device_pins(tasks[0].space, request))
+    with local_ranks(1, run_timeout_s=request.run_timeout_s) as launch:
+        return _measured(request, source, tasks, choice, launch, "cuda", cluster.name, results=results, advance=advance)
 
 
-def one_device_pins(space: Space, wish: Wish) -> list[tuple[str, ...]]:
-    """Every micro-batch and recompute of a space, as pins beside the wish's own."""
-    sizes = [size for size in space.micro_batches if wish.global_batch_size % size == 0]
-    return [(*wish.pins, f"micro_batch={size}", f"recompute={mode}") for size, mode in product(sizes, space.recompute)]
+def one_device_pins(space: Space, request: BenchmarkRequest) -> list[tuple[str, ...]]:
+    """Every micro-batch and recompute of a space, as pins beside those of the request."""
+    sizes = [size for size in space.micro_batches if request.global_batch_size % size == 0]
+    return [
+        (*request.pins, f"micro_batch={size}", f"recompute={mode}") for size, mode in product(sizes, space.recompute)
+    ]
 
 
-def task_of(wish: Wish, source: ModelSource, cluster: Cluster, precision: str) -> Task:
+def task_of(request: BenchmarkRequest, source: ModelSource, cluster: Cluster, precision: str) -> Task:
     """What the planner is asked."""
-    recipe = api.PRECISIONS[precision]
-    graph = api.trace_model(
-        source.model, source.example_inputs, recipe, name=source.name, global_batch_size=wish.global_batch_size
-    )
-    return Task(
-        graph=graph,
+    asked = Request(
         cluster=cluster,
-        global_batch_size=wish.global_batch_size,
-        precision=recipe,
-        optimizer=wish.optimizer,
-        pins=Pins.parse(wish.pins),
-        space=load_space(wish.space),
+        global_batch_size=request.global_batch_size,
+        example_inputs=source.example_inputs,
+        pins=request.pins,
+        precision=precision,
+        optimizer=request.optimizer,
+        space=request.space,
+        name=source.name,
     )
+    return planned(source.model, asked)
 
 
 def _measured(  # noqa: PLR0913  what the two ways to get here differ in
-    wish: Wish,
+    request: BenchmarkRequest,
     source: ModelSource,
     tasks: list[Task],
     choice: Choice,
@@ -210,12 +225,12 @@ def _measured(  # noqa: PLR0913  what the two ways to get here differ in
         graphs={task.precision.name: task.graph for task in tasks},
         plans={},
         device_type=device_type,
-        rounds=wish.rounds,
-        steps=wish.steps,
-        warm_up=wish.warm_up,
-        timeout_s=wish.timeout_s,
+        rounds=request.rounds,
+        steps=request.steps,
+        warm_up=request.warm_up,
+        collective_timeout_s=request.run_timeout_s,
         alone=device_type == "cuda",  # models of a GPU: many do not fit beside each other
-        as_rank=wish.as_rank,
+        as_rank=request.as_rank,
     )
-    title = f"{wish.title}, {where}"
+    title = f"{request.title}, {where}"
     return benchmark(job, choice, launch, title=title, results=results, advance=advance)

@@ -44,7 +44,7 @@ class LinkTask:
     nodes: tuple[int, ...]
     budget_s: float = 25.0
     max_bytes: int = 2**24
-    timeout_s: float = 120.0
+    collective_timeout_s: float = 120.0
     device_type: str = "cpu"
 
     def run(self) -> dict[str, dict[str, Any]]:
@@ -55,7 +55,11 @@ class LinkTask:
             node=self.nodes[dist.get_rank()],
             device=torch.device("cpu"),
             limits=Limits(
-                budget_s=self.budget_s, timeout_s=self.timeout_s, max_bytes=self.max_bytes, growth=8, batch_s=BATCH_S
+                budget_s=self.budget_s,
+                collective_timeout_s=self.collective_timeout_s,
+                max_bytes=self.max_bytes,
+                growth=8,
+                batch_s=BATCH_S,
             ),
             collectives={kind: COLLECTIVES[kind] for kind in KINDS},
         )

@@ -30,7 +30,7 @@ from autopar.models.resolve import ModelSource
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import Plan
 from autopar.runtime.job import start, stop
-from autopar.runtime.parallel_model import Parallel
+from autopar.runtime.parallel_model import ParallelModel
 from autopar.runtime.weights.from_model import ModelWeights
 from autopar.runtime.world import World
 
@@ -64,7 +64,7 @@ class Job:
     warm_up: int = 2
     alone: bool = False
     as_rank: int | None = None
-    timeout_s: float = 120.0
+    collective_timeout_s: float = 120.0
 
 
 def run(job: Job | LinkTask) -> dict[str, dict[str, Any]]:
@@ -81,7 +81,7 @@ def run(job: Job | LinkTask) -> dict[str, dict[str, Any]]:
         _fake_group(job)
     elif job.device_type == "cuda" and dist.get_backend() != "nccl":  # one device, by a worker of a gloo world
         stop()
-        start("cuda", timeout_s=job.timeout_s)
+        start("cuda", collective_timeout_s=job.collective_timeout_s)
     logger = logging.getLogger("autopar")
     level = logger.level
     logger.setLevel(logging.ERROR)  # that predictions are off is the result, and no warning
@@ -153,7 +153,7 @@ class _Runner:
     def __init__(self, job: Job, plan: Plan, model: torch.nn.Module, world: World) -> None:
         graph = job.graphs[plan.precision.name]
         program = lower(plan, graph, device=world.device, rank=world.rank)
-        self.parallel = Parallel(program, world, ModelWeights(model, 0))
+        self.parallel = ParallelModel(program, world, ModelWeights(model, 0))
         if job.as_rank is not None:
             self.parallel.monitor.close()  # the other ranks have nothing to tell
         self.optimizer = torch_optimizer(plan.optimizer, list(self.parallel.parameters()))
@@ -254,7 +254,7 @@ def main(job_file: Path, result_file: Path) -> None:
     """One rank of a torchrun job; rank 0 writes what all found."""
     torch.set_num_threads(1)
     job: Job | LinkTask = pickle.loads(job_file.read_bytes())
-    start(job.device_type, timeout_s=job.timeout_s)
+    start(job.device_type, collective_timeout_s=job.collective_timeout_s)
     mine = run(job)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)

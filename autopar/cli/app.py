@@ -14,13 +14,16 @@ import typer
 
 from autopar.cli.commands import (
     benchmark,
+    devices,
     doctor,
     estimate,
     explain,
     profile,
+    published,
+    questions,
+    run,
     search,
     show,
-    study,
     trace,
     validate,
     verify,
@@ -43,15 +46,24 @@ app = typer.Typer(
 )
 app.command("search")(search.search)
 app.command("estimate")(estimate.estimate)
+app.command("smallest-cluster")(questions.smallest_cluster)
+app.command("cheapest-cluster")(questions.cheapest_cluster)
+app.command("longest-sequence")(questions.longest_sequence)
+app.command("largest-batch")(questions.largest_batch)
+app.command("sweep")(questions.sweep)
+app.command("pareto")(questions.pareto)
+app.command("published")(published.published)
 app.command("show")(show.show)
 app.command("explain")(explain.explain)
 app.command("compare")(show.compare)
+app.command("run", context_settings=run.SETTINGS)(run.run)
 app.command("verify")(verify.verify)
 app.command("trace")(trace.trace)
 app.command("validate")(validate.validate)
 app.add_typer(profile.app, name="profile")
 app.add_typer(benchmark.app, name="benchmark")
-app.add_typer(study.study, name="study")
+app.command("devices")(devices.devices)
+app.command("pins")(devices.pins)
 app.command("doctor")(doctor.doctor)
 
 
@@ -80,8 +92,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         SystemExit: always.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    debug = "--debug" in given
-    given = [argument for argument in given if argument != "--debug"]
+    end = given.index("run") if "run" in given else len(given)  # what follows may be of the script that is run
+    debug = "--debug" in given[:end]
+    given = [argument for argument in given[:end] if argument != "--debug"] + given[end:]
     if "" not in sys.path and os.getcwd() not in sys.path:  # noqa: PTH109  sys.path holds strings
         sys.path.insert(0, os.getcwd())  # noqa: PTH109  'package.module:factory' is looked up where the user stands
     if not debug:

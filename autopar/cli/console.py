@@ -43,6 +43,11 @@ def cache_dir() -> Path | None:
     return Path(value).expanduser() if value else None
 
 
+def kept_dir() -> Path:
+    """The folder that keeps measurements, rules and graphs."""
+    return cache_dir() or Path.home() / ".cache" / "autopar"
+
+
 @contextmanager
 def progress(text: str) -> Iterator[Callable[[str, int, int], None]]:
     """A bar on stderr while the body runs; nothing where stderr is no terminal.

@@ -8,40 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from autopar.cli.console import cache_dir, print_json, print_text, progress, warn
-from autopar.cli.graph_cache import traced
-from autopar.cli.options import (
-    is_factory,
-    parse_cluster,
-)
-from autopar.errors import UsageError
+from autopar.cli.console import kept_dir, print_json, print_text, progress, warn
+from autopar.cli.options import parse_cluster
 
 if TYPE_CHECKING:
     from autopar.plan.plan import Plan
 
 
 Output = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the plan here.")]
-
-
-def model_of(plan: Plan, plan_file: Path) -> str:
-    """The MODEL that a plan was made from, where its name says it.
-
-    Raises:
-        UsageError: the plan was made in Python for a model without such a name.
-    """
-    if ":" not in plan.model.name:
-        raise UsageError(
-            f"The plan's model '{plan.model.name}' is no MODEL of the command line",
-            where=str(plan_file),
-            fix="Say which model with --model",
-        )
-    return plan.model.name
-
-
-def sequence_of(plan: Plan, model: str) -> int | None:
-    """``--seq`` of a plan's model; None for a factory and for a model that does not take tokens."""
-    tokens = plan.model.tokens_per_sample
-    return None if is_factory(model) or tokens < 2 else tokens
 
 
 def make_plan(
@@ -55,7 +29,8 @@ def make_plan(
     optimizer: str,
     pins: list[str],
     opaque: list[str],
-    options: dict[str, Any],
+    space: str = "default",
+    options: dict[str, Any] | None = None,
 ) -> Plan:
     """Resolve the model and the cluster, then call ``autopar.api``'s ``verb``.
 
@@ -65,6 +40,8 @@ def make_plan(
     found = parse_cluster(cluster)
     with progress("reading the model") as advance:
         from autopar import api
+        from autopar.models.graph_cache import traced
+        from autopar.planner.sharding.batch_axis import samples_apart
         from autopar.planner.space.pins import Pins
 
         graph = traced(
@@ -73,6 +50,8 @@ def make_plan(
             precision=precision,
             opaque=tuple(dict.fromkeys((*opaque, *Pins.parse(pins).opaque))),
             global_batch_size=global_batch_size,
+            samples_apart=samples_apart,
+            cache_dir=kept_dir(),
             advance=advance,
         )
         call: Callable[..., Plan] = api.search if verb == "search" else api.estimate
@@ -84,9 +63,10 @@ def make_plan(
             optimizer=optimizer,
             pins=pins,
             opaque=opaque,
+            space=space,
             progress=advance,
-            cache_dir=cache_dir() or Path.home() / ".cache" / "autopar",
-            **options,
+            cache_dir=kept_dir(),
+            **(options or {}),
         )
 
 
@@ -118,7 +98,5 @@ def give(plan: Plan, output: Path | None, as_json: bool) -> None:
 
 def save(plan: Plan, output: Path) -> None:
     """Write the plan and say so."""
-    from autopar.plan.file import save_plan
-
-    save_plan(plan, output)
+    plan.save(output)
     warn(f"wrote {output}")

@@ -49,7 +49,7 @@ Pin = Annotated[
     typer.Option(
         "--pin",
         metavar="K=V",
-        help="A constraint, repeatable: tp=4, tp<=4, zero=1, schedule=1F1B, recompute=full ...; @FILE: one in a line.",
+        help="A constraint, repeatable: tp<=4, zero=1, recompute=full ('autopar pins' lists them); @FILE: one in a line.",
     ),
 ]
 Opaque = Annotated[
@@ -59,6 +59,12 @@ Opaque = Annotated[
         metavar="NAME",
         help="A module that runs as it is written: its path, a pattern or a class; repeatable.",
     ),
+]
+Space = Annotated[
+    str, typer.Option(metavar="NAME|FILE", help="What may be chosen: quick, default, wide, exhaustive or a file.")
+]
+MaxStepTime = Annotated[
+    float | None, typer.Option("--max-step-time", min=0, metavar="S", help="Slower plans do not count.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 
@@ -92,14 +98,3 @@ def _pins_in(text: str) -> list[str]:
             text[1:], error, fix=f"Give --pin {text[:1]}FILE a text file with one pin in a line"
         ) from error
     return [pin.strip() for line in lines for pin in line.partition("#")[0].split(",")]
-
-
-def is_factory(model: str) -> bool:
-    """Whether MODEL is ``package.module:factory``, which decides its own sequence length.
-
-    >>> is_factory("my.models:net"), is_factory("hf:gpt2")
-    (True, False)
-    """
-    from autopar.models.specs import FAMILIES
-
-    return model.partition(":")[0] not in ("hf", *FAMILIES)

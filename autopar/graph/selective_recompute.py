@@ -65,16 +65,6 @@ def is_dear(op: Op) -> bool:
     return op.target not in _SUMS and op.target not in _PRODUCTS and op.target != _DROPOUT and not _is_cheap(op.target)
 
 
-def is_cheap(op: Op) -> bool:
-    """Whether an operator is made again, whatever it reads, unless its group frees nothing."""
-    return op.target not in _SUMS and op.target not in _PRODUCTS and _is_cheap(op.target)
-
-
-def follows(op: Op) -> bool:
-    """Whether an operator is made again exactly where something that it reads is, unless its group frees nothing."""
-    return op.target in _SUMS or op.target == _DROPOUT
-
-
 def made_again(graph: Graph, block: Block, roots: Mapping[Ref, Ref] | None = None) -> frozenset[int]:
     """Positions in ``graph.block_ops(block)`` of the operators that backward makes again, as far as it needs them.
 

@@ -104,11 +104,11 @@ class Cluster:
         return parse_cluster(text, cache_dir=cache_dir)
 
     @classmethod
-    def load(cls, path: Path) -> Cluster:
-        """A cluster from a TOML file; the schema stands in ``profiles/README.md``."""
+    def load(cls, path: str | Path) -> Cluster:
+        """A cluster from a TOML file; the schema stands in ``profiles/README.md``. :meth:`parse` reads such files too."""
         from autopar.hardware import read as store
 
-        return store.load_cluster(path)
+        return store.load_cluster(Path(path))
 
     @classmethod
     def detect(cls, *, num_ranks: int | None = None, cache_dir: Path | None = None, refresh: bool = False) -> Cluster:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -123,7 +123,7 @@ class Limits:
 
     Attributes:
         budget_s: of the whole measurement.
-        timeout_s: of one collective.
+        collective_timeout_s: of one collective.
         max_bytes: of one; the memory of the fullest node may allow less.
         growth: from one size to the next.
         batch_s: so long, about, is one sample: a call, or as many as it takes.
@@ -131,7 +131,7 @@ class Limits:
     """
 
     budget_s: float = 120.0
-    timeout_s: float = 30.0
+    collective_timeout_s: float = 30.0
     max_bytes: int = 2**30
     growth: int = GROWTH
     batch_s: float = BATCH_S
@@ -195,7 +195,7 @@ class LinkJob:
             dist.destroy_process_group(group)
         self._groups = {}
         for ranks in groups:
-            made = dist.new_group(ranks, timeout=timedelta(seconds=self.limits.timeout_s))
+            made = dist.new_group(ranks, timeout=timedelta(seconds=self.limits.collective_timeout_s))
             if self.rank in ranks:
                 self._groups[tuple(ranks)] = made
 
@@ -230,7 +230,7 @@ class LinkJob:
         """Wait until every rank is here, by the store alone."""
         if self.store.add(f"here{number}", 1) == self.world:
             self.store.set(f"go{number}", "")
-        self._wait(f"go{number}", self.limits.timeout_s, "the start of a measurement on every rank")
+        self._wait(f"go{number}", self.limits.collective_timeout_s, "the start of a measurement on every rank")
 
     def _wait(self, key: str, timeout_s: float, what: str) -> bytes:
         try:
@@ -328,7 +328,7 @@ class LinkJob:
             repeats = 3 if estimate_s > 0.1 else REPEATS
             if time.monotonic() - start + estimate_s * (calls * repeats + 1) > allowed_s and known:
                 # what is known only of small sizes says nothing of larger ones: bytes must show, in however few calls
-                if max(known.values()) > SHOWN * min(known.values()) or estimate_s > self.limits.timeout_s:
+                if max(known.values()) > SHOWN * min(known.values()) or estimate_s > self.limits.collective_timeout_s:
                     return
                 calls, repeats = 1, FEWEST
             found.trying = [name, kind, even]
@@ -351,7 +351,7 @@ class LinkJob:
         number, task = self._number, {"do": do, "with": arguments}
         self.store.set(f"task{number}", json.dumps(task))
         self._answer(task)
-        patience = 2 * self.limits.timeout_s + self.limits.budget_s + self.limits.grace_s
+        patience = 2 * self.limits.collective_timeout_s + self.limits.budget_s + self.limits.grace_s
         answers = [
             json.loads(self._wait(f"done{number}.{rank}", patience, f"an answer of rank {rank}"))
             for rank in range(self.world)
@@ -372,9 +372,3 @@ def measure_links(job: LinkJob, path: Path | None = None, *, progress: Progress 
         return job.lead(path, progress=progress)
     job.follow()
     return None
-
-
-def points_of(found: LinkPoints, chosen: Sequence[GroupSet], kind: str) -> list[tuple[float, float]]:
-    """Bytes and seconds of one kind on any of the chosen sets of groups."""
-    names = {group_set.name for group_set in chosen}
-    return [(p[2], p[3]) for p in found.points if p[0] in names and p[1] == kind]

@@ -59,7 +59,7 @@ def torchrun_job(max_bytes: int, budget: float, timeout: float) -> Iterator[Link
         backend, store=PrefixStore("group", store), rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
     )
     node = int(os.environ.get("GROUP_RANK", "0"))
-    limits = Limits(budget_s=budget, timeout_s=timeout, max_bytes=max_bytes)
+    limits = Limits(budget_s=budget, collective_timeout_s=timeout, max_bytes=max_bytes)
     try:
         yield LinkJob(store, node=node, device=device, limits=limits)
     finally:
@@ -93,7 +93,7 @@ def start_ranks(
     count = ranks or max(2, torch.cuda.device_count() if torch.cuda.is_available() else os.cpu_count() or 1)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", "-m"]
     command += ["autopar", "profile", "links", "-o", str(output), f"--max-bytes={max_bytes}", f"--budget={budget}"]
-    command += [f"--timeout={timeout}", *([f"--nics={nics}"] if nics else [])]
+    command += [f"--collective-timeout={timeout}", *([f"--nics={nics}"] if nics else [])]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     limit_s = budget + 10 * timeout + GRACE_S
     started = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, start_new_session=True)

@@ -142,6 +142,15 @@ def example_batch_for(
     Raises:
         UsageError: another kind of model, or one without a loss.
     """
+    return example_of(_fields_for(model, sequence_length), batch_size)
+
+
+def random_example_for(model: torch.nn.Module, *, batch_size: int) -> dict[str, torch.Tensor]:
+    """As :func:`example_batch_for`, with random values on the CPU."""
+    return random_batch(_fields_for(model, None), batch_size, torch.Generator().manual_seed(0), padded=False)
+
+
+def _fields_for(model: torch.nn.Module, sequence_length: int | None) -> tuple[Field, ...]:
     config = getattr(model, "config", None)
     head = head_of(type(model).__name__)
     if config is None or head is None:
@@ -149,7 +158,7 @@ def example_batch_for(
             f"Cannot make example inputs for {type(model).__name__}: it is no Hugging Face model with a loss",
             fix="Pass example_inputs={...}, a dict for the model's forward, labels included (a factory returns it beside the model)",
         )
-    return example_of(fields_of_config(config, head, str(model.main_input_name), sequence_length), batch_size)
+    return fields_of_config(config, head, str(model.main_input_name), sequence_length)
 
 
 def head_of(class_name: str) -> str | None:

@@ -6,13 +6,17 @@ search. ``autopar.plan.file`` reads and writes it, ``autopar.report`` draws it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from autopar.plan.mesh import Mesh
 from autopar.plan.prediction import RARE, Memory, Prediction
 from autopar.plan.tensor_types import Type
+
+if TYPE_CHECKING:
+    from autopar.plan.diff import Change
 
 FORMAT_VERSION = 1
 
@@ -268,8 +272,46 @@ class Plan:
         first, last = pp_rank * share, (pp_rank + 1) * share
         return tuple(dict.fromkeys(g.device for g in self.groups if g.start < last and first < g.stop))
 
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON, whole or not at all; :func:`autopar.plan.file.save_plan` says more."""
+        from autopar.plan.file import (
+            save_plan,
+        )  # here and below: data knows its file, its difference and its text when asked
+
+        save_plan(self, path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a file that :meth:`save` or ``autopar search -o`` wrote; :func:`autopar.plan.file.load_plan` says more."""
+        from autopar.plan.file import load_plan
+
+        return load_plan(path)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as JSON values, as they stand in its file."""
+        from autopar.plan.file import plan_to_dict
+
+        return plan_to_dict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Plan:
+        """The plan that :meth:`to_dict` gave.
+
+        Raises:
+            PlanError: names the path in the document, what was expected there, and what there is.
+        """
+        from autopar.plan.file import plan_from_dict
+
+        return plan_from_dict(data)
+
+    def diff(self, other: Plan) -> list[Change]:
+        """What differs in ``other``: choices and predictions, each with its path, before and after."""
+        from autopar.plan.diff import diff_plans
+
+        return diff_plans(self, other)
+
     def __str__(self) -> str:
-        from autopar.plan.text import render_plan  # the one place where data looks up to its picture
+        from autopar.plan.text import render_plan
 
         return render_plan(self)
 
@@ -286,4 +328,4 @@ PrecisionName = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp64"]
 
 
 PRECISIONS = {"fp32": FP32, "tf32": TF32, "bf16": BF16, "fp16": FP16, "fp8": FP8, "fp64": FP64}
-"""The runtime runs all but fp8, which is priced; fp16 with a scaler (``Parallel.grad_scaler``)."""
+"""The runtime runs all but fp8, which is priced; fp16 with a scaler (``ParallelModel.grad_scaler``)."""

@@ -49,7 +49,7 @@ def unfound(
     if not outcome.finished:
         return InfeasibleError(
             f"No plan was found within the given trials and time: none of {outcome.evaluated} of {outcome.candidates} candidates fits",
-            fix="Raise trials (--trials) or timeout_s (--timeout)",
+            fix="Raise trials (--trials) or search_timeout_s (--timeout)",
         )
     if limits.max_step_time_s is not None:
         return _too_slow(outcome, limits.max_step_time_s)

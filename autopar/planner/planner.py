@@ -170,7 +170,7 @@ class Planner:
         first |= seeds(self.pool, self.task.cluster.devices_per_node, may_fit.__getitem__)
         most_s = inf if limits.max_step_time_s is None else nextafter(limits.max_step_time_s, inf)
         trials = limits.trials or space.trials
-        found = front(self.evaluator, self.pool, first, trials=trials, seed=self.task.seed, max_s=most_s)
+        found = front(self.evaluator, self.pool, first, trials=trials, seed=self.task.sampler_seed, max_s=most_s)
         least = peak_bytes(outcome.best.prediction)
         rest = [evaluation for evaluation in found if peak_bytes(evaluation.prediction) < least]
         plans = [self._compared(self.evaluator.improved(evaluation), outcome) for evaluation in rest]
@@ -224,7 +224,7 @@ class Planner:
         task = self.task
         sampling = Sampling(
             kind=task.space.sampler if self._is_large else "none",
-            seed=task.seed,
+            seed=task.sampler_seed,
             devices_per_node=task.cluster.devices_per_node,
         )
         if limits.trials is None and self._is_large:

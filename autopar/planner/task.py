@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from autopar.errors import InfeasibleError, UsageError
 from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
@@ -14,7 +16,8 @@ from autopar.plan.prediction import Prediction
 from autopar.planner.evaluate.evaluation import Evaluation, Misfit
 from autopar.planner.space.pin_syntax import ChoicePin
 from autopar.planner.space.pins import Pins
-from autopar.planner.space.space import Space
+from autopar.planner.space.space import Space, load_space, with_sampler
+from autopar.request import Request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +28,7 @@ class Task:
         pins: hold beside those that the graph carries from the modules of the model.
         cache_dir: where rules that are found by execution are kept; None for the user's cache directory.
         opaque: modules that the user named so, for the plan to say.
-        seed: of the space's sampler.
+        sampler_seed: of the space's sampler.
     """
 
     graph: Graph
@@ -37,7 +40,65 @@ class Task:
     space: Space
     cache_dir: Path | None = None
     opaque: tuple[str, ...] = ()
-    seed: int = 0
+    sampler_seed: int = 0
+
+
+def task_of(model: torch.nn.Module | Graph, request: Request, progress: Progress | None = None) -> Task:
+    """What a planner is asked, the model traced where it is no graph yet.
+
+    Raises:
+        UsageError: malformed pins, cluster, space or precision; neither cluster nor global batch.
+        TraceError: the model cannot be traced.
+    """
+    cluster, batch = request.cluster, request.global_batch_size
+    if cluster is None:
+        raise UsageError.missing("cluster", fix="Write for example cluster='h100-sxm5-80gb:4x8'")
+    if batch is None:
+        raise UsageError.missing("global batch", fix="Write for example global_batch_size=512")
+    pins, space, precision = (
+        Pins.parse(request.pins), with_sampler(load_space(request.space), request.sampler), request.recipe
+    )  # fmt: skip
+    cluster = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
+    if not isinstance(model, Graph):
+        if progress is not None:
+            progress("tracing the model", 0, 0)
+        model = graph_of(model, request)
+    if progress is not None:
+        progress("laying out blocks", 0, 0)
+    return Task(
+        graph=model,
+        cluster=cluster,
+        global_batch_size=batch,
+        precision=precision,
+        optimizer=request.optimizer,
+        pins=pins,
+        space=space,
+        cache_dir=request.cache_dir,
+        opaque=_opaque(request),
+        sampler_seed=request.sampler_seed,
+    )
+
+
+def graph_of(model: torch.nn.Module, request: Request) -> Graph:
+    """The graph that plans of a request are for; see :func:`autopar.models.graph_for_plan.trace_model` for errors."""
+    from autopar.models.graph_for_plan import trace_model  # the tracer is slow to import
+    from autopar.planner.sharding.batch_axis import samples_apart
+
+    return trace_model(
+        model,
+        request.example_inputs,
+        request.recipe,
+        name=request.name,
+        loss_fn=request.loss_fn,
+        opaque=_opaque(request),
+        global_batch_size=request.global_batch_size,
+        samples_apart=samples_apart,
+    )
+
+
+def _opaque(request: Request) -> tuple[str, ...]:
+    """Modules that run as they are written, the pinned ones among them."""
+    return tuple(dict.fromkeys((*request.opaque, *Pins.parse(request.pins).opaque)))
 
 
 def checked(task: Task) -> Task:
@@ -84,7 +145,7 @@ class Limits:
     """
 
     trials: int | None = None
-    timeout_s: float | None = None
+    search_timeout_s: float | None = None
     max_step_time_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -95,7 +156,7 @@ class Limits:
                 where="trials",
                 fix="Give 1 or more, or leave it out for no limit",
             )
-        for name in ("timeout_s", "max_step_time_s"):
+        for name in ("search_timeout_s", "max_step_time_s"):
             if (seconds := getattr(self, name)) is not None and seconds < 0:
                 raise UsageError(f"The limit of time is {seconds}", where=name, fix="Give a number of seconds from 0")
 

@@ -17,7 +17,8 @@ from autopar.hardware.cluster import Cluster
 from autopar.hardware.scale import scaled
 from autopar.plan.plan import Plan
 from autopar.planner.task import Limits, peak_bytes
-from autopar.questions.sizing import Ask, prices_of, sizes_of
+from autopar.questions.ask import Ask
+from autopar.questions.sizing import prices_of, sizes_of
 
 Objective = Literal["time", "memory", "devices", "price"]
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
@@ -66,12 +67,12 @@ def parse_objectives(text: str) -> tuple[Objective, ...]:
     names = [name.strip() for name in text.split(",")]
     unknown = [name for name in names if name not in OBJECTIVES]
     if unknown:
-        raise UsageError.unknown("objective", unknown[0], OBJECTIVES, where="--pareto")
+        raise UsageError.unknown("objective", unknown[0], OBJECTIVES, where="--objectives")
     found = tuple(name for name in OBJECTIVES if name in names)
     if len(found) < 2 or len(found) < len(names):
         raise UsageError(
             f"'{text}' does not name two different objectives or more",
-            where="--pareto",
+            where="--objectives",
             fix=f"Write for example time,memory. Known: {', '.join(OBJECTIVES)}",
         )
     return found

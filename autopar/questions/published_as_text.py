@@ -16,7 +16,12 @@ if TYPE_CHECKING:
 def render_list(studies: list[Study]) -> str:
     """Names and titles."""
     rows = [(study.name, study.title) for study in studies]
-    return plain_table(("study", "what it is"), rows, left=("study", "what it is"), width=120, indent=0)
+    return plain_table(("name", "what it is"), rows, left=("name", "what it is"), width=120, indent=0)
+
+
+def list_summary(studies: list[Study]) -> dict[str, Any]:
+    """The same as JSON values."""
+    return {study.name: {"title": study.title, "source": study.source, "cluster": study.cluster} for study in studies}
 
 
 def render_result(result: StudyResult) -> str:

@@ -160,8 +160,10 @@ def graph_of(study: Study) -> Graph:
         from autopar.models.transformer import build
 
         model, inputs = build(*study.model)
-    precision = api.PRECISIONS[study.precision]
-    return api.trace_model(model, inputs, precision, name=study.name, global_batch_size=study.global_batch_size)
+    return api.trace(
+        model, example_inputs=inputs, precision=cast("Any", study.precision), name=study.name,
+        global_batch_size=study.global_batch_size,
+    )  # fmt: skip
 
 
 def run_study(

@@ -9,76 +9,25 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
-from autopar.api import PRECISIONS
 from autopar.errors import InfeasibleError, UsageError
-from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
 from autopar.plan.plan import Plan
 from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.layouts.types import LayoutKey
-from autopar.planner.planner import Planner, Task
+from autopar.planner.planner import Planner
 from autopar.planner.space.candidates import divisors
 from autopar.planner.space.pin_syntax import NumberPin
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.preferences import leanness
-from autopar.planner.space.space import load_space
-from autopar.planner.task import Limits, Progress
+from autopar.planner.task import Limits
+from autopar.questions.ask import Ask
 
 _SHAPE = re.compile(r"^(?P<device>[^?]+):(?P<nodes>\d+)x(?P<per_node>\d+)(?P<options>\?.*)?$")
 
 MAX_SEQUENCE = 2**26
 """Tokens; where a model has no longest sequence and everything fits."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
-    """What the questions have in common.
-
-    Attributes:
-        graph_at: the traced model for (global batch, tokens of a sample); None: the model's own length.
-        cluster: as ``--cluster``; ``global_batch_size``, ``sequence``, ``pins`` and so on likewise.
-        max_step_time_s: slower plans do not count.
-        processes: of each search.
-    """
-
-    graph_at: Callable[[int, int | None], Graph]
-    cluster: str
-    global_batch_size: int
-    sequence: int | None = None
-    pins: tuple[str, ...] = ()
-    precision: str = "fp32"
-    optimizer: str = "adamw"
-    space: str = "default"
-    max_step_time_s: float | None = None
-    opaque: tuple[str, ...] = ()
-    cache_dir: Path | None = None
-    progress: Progress | None = None
-    processes: int = 1
-
-    def planner(self, cluster: Cluster, *, pins: Sequence[str] = (), explains: bool = False) -> Planner:
-        """A planner for ``cluster``, with more pins."""
-        if self.precision not in PRECISIONS:
-            raise UsageError.unknown("precision", self.precision, PRECISIONS)
-        task = Task(
-            graph=self.graph_at(self.global_batch_size, self.sequence),
-            cluster=cluster,
-            global_batch_size=self.global_batch_size,
-            precision=PRECISIONS[self.precision],
-            optimizer=self.optimizer,
-            pins=Pins.parse((*self.pins, *pins)),
-            space=load_space(self.space),
-            cache_dir=self.cache_dir,
-            opaque=self.opaque,
-        )
-        return Planner(task, explains=explains)
-
-    def say(self, what: str) -> None:
-        """Tells the user what is tried."""
-        if self.progress is not None:
-            self.progress(what, 0, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,6 +132,33 @@ def prices_of(ask: Ask, prices: Mapping[str, float], others: Sequence[str] = ())
                 fix=f"Write {device}=2.5 for a price of 2.5 a device and hour",
             )
     return {kind: prices[device] for kind, device in devices.items()}
+
+
+def parse_prices(texts: Sequence[str]) -> dict[str, float]:
+    """``DEVICE=P`` of each text, or of several with commas between them, by the device.
+
+    Raises:
+        UsageError: malformed, or two prices of one device.
+
+    >>> parse_prices(["cpu=0.1,h100-sxm5-80gb=2.5"])
+    {'cpu': 0.1, 'h100-sxm5-80gb': 2.5}
+    """
+    prices: dict[str, float] = {}
+    for text in (part for given in texts for part in given.split(",")):
+        name, equals, value = text.partition("=")
+        if name.strip() in prices:
+            raise UsageError(f"The device in '{text}' has two prices", where="--price", fix="Leave one of them out")
+        try:
+            prices[name.strip()] = float(value)
+        except ValueError:
+            equals = ""
+        if not equals:
+            raise UsageError(
+                f"'{text}' is not of the form DEVICE=NUMBER",
+                where="--price",
+                fix="Write for example h100-sxm5-80gb=2.5",
+            )
+    return prices
 
 
 def sizes_of(text: str) -> tuple[str, ...]:

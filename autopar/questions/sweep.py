@@ -10,7 +10,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.hardware.scale import scaled
 from autopar.plan.plan import Plan
 from autopar.planner.task import Limits
-from autopar.questions.sizing import Ask
+from autopar.questions.ask import Ask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ def parse_sweep(text: str) -> tuple[str, tuple[float, ...]]:
     if not equals or not factors:
         raise UsageError(
             f"'{text}' is not of the form NAME=FACTOR,FACTOR,...",
-            where="--sweep",
+            where="--scale",
             fix="Write for example link.bandwidth=0.5,1,2",
         )
     return name.strip(), factors

@@ -7,6 +7,7 @@ import socket
 import weakref
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,7 @@ _HOST = ("gloo", "mpi")
 """Backends that are given tensors of a GPU by way of the host, if they take them at all."""
 
 
-def start(device_type: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> bool:
+def start(device_type: str, *, collective_timeout_s: float = DEFAULT_TIMEOUT_S) -> bool:
     """Makes the default process group unless there is one.
 
     That of torchrun, or of another launcher that tells torch of its ranks as torchrun does; where nobody has, a world of one
@@ -49,7 +50,7 @@ def start(device_type: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> bool:
     if dist.is_initialized():
         check_backend(device_type, dist.get_backend_config())
         return False
-    timeout, is_alone = timedelta(seconds=timeout_s), False
+    timeout, is_alone = timedelta(seconds=collective_timeout_s), False
     store: Store
     try:
         store, rank, size = next(iter(rendezvous("env://", timeout=timeout)))
@@ -94,6 +95,16 @@ def check_alone(environment: Mapping[str, str] = os.environ) -> None:
                 f"The launcher started {value} processes ({name}={value}), but RANK and WORLD_SIZE are not set",
                 fix=f"{how_to_start(value)}. Where each is to train alone, name a cluster of one device",
             )
+
+
+PLAN = "AUTOPAR_PLAN"
+"""By this variable ``autopar run`` tells each rank which plan's file it was started for."""
+
+
+def given_plan(environment: Mapping[str, str] = os.environ) -> Path | None:
+    """The plan's file that ``autopar run`` started this rank for; None where something else did."""
+    value = environment.get(PLAN, "")
+    return Path(value) if value else None
 
 
 def how_to_start(num_ranks: int | str) -> str:

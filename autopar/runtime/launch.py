@@ -21,7 +21,7 @@ from autopar.runtime.guard.collective_calls import ordinary
 from autopar.runtime.guard.failure_watch import Alarm
 from autopar.runtime.job import DEFAULT_TIMEOUT_S, check_groups, own_store, start
 from autopar.runtime.optimizer.checksum import checksums
-from autopar.runtime.parallel_model import Parallel
+from autopar.runtime.parallel_model import ParallelModel
 from autopar.runtime.weights.from_files import FileWeights
 from autopar.runtime.weights.from_model import ModelWeights, Weights
 from autopar.runtime.world import World
@@ -40,9 +40,9 @@ def launch(
     device_type: str,
     weights: str | Path | None = None,
     seed: int = 0,
-    timeout_s: float = DEFAULT_TIMEOUT_S,
+    collective_timeout_s: float = DEFAULT_TIMEOUT_S,
     log_dir: Path | None = None,
-) -> Parallel:
+) -> ParallelModel:
     """Makes this rank's part of ``model``; all ranks of the job call it.
 
     Args:
@@ -51,8 +51,8 @@ def launch(
         device_type: ``cuda`` (NCCL) or ``cpu`` (gloo).
         weights: folder of safetensors files; instead of the model's parameters and of its persistent buffers.
         seed: of random operators, and of the initialisation of a model on meta.
-        timeout_s: of every collective.
-        log_dir: see :class:`Parallel`.
+        collective_timeout_s: of every collective.
+        log_dir: see :class:`ParallelModel`.
 
     Raises:
         AutoparError: what ``make`` raised on rank 0, on every rank; of another error of rank 0's, which it raises itself, the
@@ -62,14 +62,14 @@ def launch(
         RankFailedError: another rank failed to build its part.
         InternalError: some gradient would lack its sum over ranks, or be summed though it is whole.
     """
-    start(device_type, timeout_s=timeout_s)
+    start(device_type, collective_timeout_s=collective_timeout_s)
     with ordinary():
         plan, graph = _from_first_rank(make)
         alarm = Alarm(dist.get_rank(), dist.get_world_size())
         try:
             with alarm.watched("parallelize"):
                 alarm.runs()
-                world = World(_checked(plan, graph).mesh, device_type, timeout_s=timeout_s)
+                world = World(_checked(plan, graph).mesh, device_type, collective_timeout_s=collective_timeout_s)
                 return _built(model, plan, graph, world, weights=weights, seed=seed, log_dir=log_dir)
         finally:
             alarm.close()
@@ -84,7 +84,7 @@ def _built(
     weights: str | Path | None,
     seed: int,
     log_dir: Path | None,
-) -> Parallel:
+) -> ParallelModel:
     if plan.groups and world.device.type == "cuda":
         names: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(names, torch.cuda.get_device_name(world.device))
@@ -97,7 +97,7 @@ def _built(
         source = FileWeights(weights, source)
     else:
         take_first_rank_weights(model, world.device)
-    return Parallel(program, world, source, seed=seed, log_dir=log_dir)
+    return ParallelModel(program, world, source, seed=seed, log_dir=log_dir)
 
 
 def _checked(plan: Plan, graph: Graph) -> Plan:

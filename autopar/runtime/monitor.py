@@ -123,7 +123,7 @@ class Clock:
 
 
 class Monitor:
-    """Watches the first steps of a :class:`Parallel` on this rank; every rank of the job has one.
+    """Watches the first steps of a :class:`ParallelModel` on this rank; every rank of the job has one.
 
     Args:
         plan, world: of the run.

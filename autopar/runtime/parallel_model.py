@@ -48,7 +48,7 @@ def _not_compiled(method: _Method) -> _Method:
     return cast("_Method", torch.compiler.disable(method, reason=reason))  # type: ignore[no-untyped-call]
 
 
-class Parallel:
+class ParallelModel:
     """One rank's part of a model under a plan; every rank of the job makes one and calls the same methods.
 
     Attributes:
@@ -112,6 +112,18 @@ class Parallel:
     def is_first_rank(self) -> bool:
         """True on the one rank of the job that should print and log."""
         return self._world.rank == 0
+
+    def __repr__(self) -> str:
+        """Which part of which plan this rank has.
+
+        ``ParallelModel('gpt2', mesh=pp=2 x tp=2, rank=3 of 4, stage=1 of 2, precision='fp32')``
+        """
+        stages = [stage.index for stage in self.plan.stages if stage.pp_rank == self._world.coordinate["pp"]]
+        name, own = self.plan.model.name, ", ".join(map(str, stages))
+        return (
+            f"ParallelModel({name!r}, mesh={self.plan.mesh}, rank={self._world.rank} of {self.plan.mesh.world_size}, "
+            f"stage={own} of {len(self.plan.stages)}, precision={self.plan.precision.name!r})"
+        )
 
     if not TYPE_CHECKING:  # which knows better what there is
 
@@ -409,7 +421,7 @@ class _GlobalLoss(torch.autograd.Function):
     """Forward: the sum of the ranks' parts. Backward: passes on, and has the gradient sums done at its end."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, owner: Parallel) -> Tensor:
+    def forward(ctx: Any, loss: Tensor, owner: ParallelModel) -> Tensor:
         ctx.owner = owner
         return owner._global_loss(loss.detach().clone())
 

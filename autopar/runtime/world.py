@@ -43,13 +43,13 @@ class World:
         meshes: for :func:`autopar.ops.collectives.on_meshes`.
 
     Args:
-        timeout_s: of every collective in every group that is made here.
+        collective_timeout_s: of every collective in every group that is made here.
 
     Raises:
         RuntimeMismatchError: the job has another number of ranks than the mesh.
     """
 
-    def __init__(self, mesh: Mesh, device_type: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    def __init__(self, mesh: Mesh, device_type: str, *, collective_timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         size = dist.get_world_size()
         if size != mesh.world_size:
             raise RuntimeMismatchError(
@@ -72,7 +72,7 @@ class World:
         warnings.filterwarnings("ignore", ".*_functional_collectives.*deprecated.*", FutureWarning)
         # emitted programs have no operators in place, which alone could do harm to a view
         warnings.filterwarnings("ignore", ".*FSDP(Block|Stage)Module.*returned a view tensor", UserWarning)
-        self._timeout = timedelta(seconds=timeout_s)
+        self._timeout = timedelta(seconds=collective_timeout_s)
         for dims in self.meshes:
             for made in dims.get_all_groups():
                 self._limit(made)

@@ -61,11 +61,16 @@ def _refused(path: Path, error: OSError) -> UsageError:
     )
 
 
-def write_toml(path: Path, data: dict[str, Any], *, comment: str = "") -> None:
-    """``data`` as TOML under ``comment``; the folder is made where it is not there."""
+def as_toml(data: dict[str, Any], *, comment: str = "") -> str:
+    """``data`` as TOML under ``comment``."""
     import tomli_w  # a GPU machine that only measures ('make gpu') may not have it
 
-    write_text(path, (f"# {comment}\n" if comment else "") + tomli_w.dumps(data), make_folder=True)
+    return (f"# {comment}\n" if comment else "") + tomli_w.dumps(data)
+
+
+def write_toml(path: Path, data: dict[str, Any], *, comment: str = "") -> None:
+    """``data`` as TOML under ``comment``; the folder is made where it is not there."""
+    write_text(path, as_toml(data, comment=comment), make_folder=True)
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:

@@ -49,6 +49,7 @@ class Outcome:
                 "predicted_interval_s": list(p.step_time_interval_s),
                 "peak_memory_bytes": run.peak_memory_bytes,
                 "predicted_peak_memory_bytes": p.peak_memory_bytes,
+                "fits": p.fits,
                 "breakdown": {name: getattr(p.breakdown, name) for name in p.breakdown.__slots__},
             }
             for run, p in zip(session.runs, self.predictions, strict=True)
@@ -61,11 +62,11 @@ class Outcome:
         places = [(files.index(file), line) for file, line in given]
         rows = sorted(zip(places, (*predicted, *failed), strict=True), key=lambda pair: pair[0])
         return {
-            "scores": [found.to_dict() for found in self.scores],
+            "summary": [found.to_dict() for found in self.scores],
             "scales": dict(self.scales),
             "fitted": {group: dict(values) for group, values in self.fitted.items()},
             "failed_rows": len(self.failed),
-            "runs": [row for _, row in rows],
+            "rows": [row for _, row in rows],
         }
 
 

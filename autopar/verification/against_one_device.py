@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopar.errors import VerificationError
+from autopar.errors import UsageError, VerificationError
 from autopar.graph.graph import Argument, Graph, Op, TensorSpec
 from autopar.graph.random import draws_random
 from autopar.lower.program import lower
 from autopar.plan.plan import FP32, FP64, Plan, Precision
-from autopar.runtime.parallel_model import Parallel
+from autopar.runtime.parallel_model import ParallelModel
 from autopar.runtime.weights.from_model import ModelWeights
 from autopar.runtime.world import World
 from autopar.tracing.float64 import in_double
@@ -61,6 +61,9 @@ _DROPOUT_ARGUMENT = {
 }
 """Position of the probability among the arguments."""
 
+MAX_RANKS = 32
+"""Processes that are started at most."""
+
 PRELOAD = (
     "torch",
     "transformers",
@@ -79,7 +82,7 @@ def verify(  # noqa: PLR0913  keywords of the public call
     *,
     steps: int = 3,
     padded: bool = True,
-    timeout_s: float = 300.0,
+    run_timeout_s: float = 300.0,
     pool: WorkerPool | None = None,
     precision: Precision = FP32,
     find: Literal["if it differs", "always", "never"] = "if it differs",
@@ -94,7 +97,7 @@ def verify(  # noqa: PLR0913  keywords of the public call
         plan: its own precision does not count.
         graph: the traced model, for which the plan is.
         steps: of AdamW.
-        timeout_s: for all ranks together; processes are killed after it.
+        run_timeout_s: for all ranks together; processes are killed after it.
         pool: workers to use; otherwise made for this call.
         precision: fp32, or fp64.
         find: when the first operator that differs is sought, in float64: see :mod:`autopar.verification.first_difference`. Never where data
@@ -111,7 +114,7 @@ def verify(  # noqa: PLR0913  keywords of the public call
     plan = replace(plan, precision=FP32)
     lower(plan, graph)  # what is wrong with the plan is said here once, and not by every rank
     with WorkerPool(plan.mesh.world_size, preload=PRELOAD) if pool is None else nullcontext(pool) as workers:
-        run = _Run(plan=plan, steps=steps, padded=padded, timeout_s=timeout_s, pool=workers)
+        run = _Run(plan=plan, steps=steps, padded=padded, timeout_s=run_timeout_s, pool=workers)
         report = run.compared_in_double(subject, graph)[0] if precision == FP64 else run.compared(subject, graph)
         if find == "never" or (report.passed and find != "always") or plan.data_shares:
             return report
@@ -122,10 +125,23 @@ def verify(  # noqa: PLR0913  keywords of the public call
             run.batches(subject),
             report.reference_losses,
             pool=workers,
-            timeout_s=timeout_s,
+            timeout_s=run_timeout_s,
             thorough=find == "always",
         )
     return replace(report, bisection=found)
+
+
+def check_size(plan: Plan) -> None:
+    """Refuse a plan with more ranks than this machine is asked to play.
+
+    Raises:
+        UsageError: it has.
+    """
+    if plan.mesh.world_size > MAX_RANKS:
+        raise UsageError(
+            f"The plan has {plan.mesh.world_size} ranks, and verify starts at most {MAX_RANKS} processes on this machine",
+            fix="Verify a smaller plan of the same kind: a MODEL with --cluster cpu:1x4 and pins",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +227,7 @@ class _Run:
             raise VerificationError(
                 "The model traces to other operators in float64 than in float32",
                 where=graph.name,
-                fix="Verify in fp32 (--precision fp32), or make the model's operators independent of its dtype",
+                fix="Verify in fp32 (--compare-in fp32), or make the model's operators independent of its dtype",
             )
         return self._report(double, replace(self.plan, precision=FP64), _without_dropout(wide))
 
@@ -310,7 +326,7 @@ def _compare(
 ) -> RankErrors:
     """One rank's side."""
     world = World(plan.mesh, "cpu")
-    parallel = Parallel(lower(plan, graph, rank=world.rank), world, ModelWeights(subject.build(), 0))
+    parallel = ParallelModel(lower(plan, graph, rank=world.rank), world, ModelWeights(subject.build(), 0))
     with in_double() if isinstance(subject, DoubleSubject) else nullcontext():  # regions run as the user wrote them
         mine = trained_in_parallel(parallel, batches)
     return errors(dist.get_rank(), mine, torch.load(path, mmap=True), plan.precision)

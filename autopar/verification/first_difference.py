@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from autopar.graph.graph import Graph
 from autopar.lower.program import lower
 from autopar.plan.plan import Plan, Precision
-from autopar.runtime.parallel_model import Parallel
+from autopar.runtime.parallel_model import ParallelModel
 from autopar.runtime.weights.from_model import ModelWeights
 from autopar.runtime.world import World
 from autopar.verification.rank_pool import WorkerPool
@@ -231,7 +232,7 @@ def _record(
     subject: Subject, plan: Plan, graph: Graph, batches: Sequence[Mapping[str, Tensor]], watch: Watch, folder: str
 ) -> None:
     """One rank's side: trains up to the last batch and writes what its step records."""
-    parallel = Parallel(lower(plan, graph), World(plan.mesh, "cpu"), ModelWeights(subject.build(), 0))
+    parallel = ParallelModel(lower(plan, graph), World(plan.mesh, "cpu"), ModelWeights(subject.build(), 0))
     optimizer = adamw(parallel.parameters())
     for batch in batches[:-1]:
         parallel.train_step(batch)
@@ -246,7 +247,10 @@ def _record(
 
 
 def _wide(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
+    wide: dict[str, Tensor] = pytree.tree_map_only(
+        Tensor, lambda value: value.double() if value.is_floating_point() else value, dict(batch)
+    )
+    return wide
 
 
 # --- in words ------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from autopar.graph.graph import Argument, Graph, Op, Ref
 from autopar.graph.interpreter import function_of, leaves
 from autopar.lower.emit import SEED
 from autopar.ops import plain
-from autopar.runtime.parallel_model import Parallel
+from autopar.runtime.parallel_model import ParallelModel
 from autopar.runtime.step.stage import BlockModule, StageModule
 
 PRELUDE = -1
@@ -97,7 +97,7 @@ def _keep(table: dict[Any, Tensor], key: Any) -> Callable[[Tensor], None]:
 # --- a rank --------------------------------------------------------------------------------------
 
 
-def attach(parallel: Parallel, watch: Watch) -> Tape:
+def attach(parallel: ParallelModel, watch: Watch) -> Tape:
     """Has the next training step of this rank recorded."""
     tape = Tape(watch=watch)
     sums = parallel._program.sums

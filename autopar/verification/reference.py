@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autopar.errors import AutoparError
 from autopar.plan.plan import FP32, Precision
-from autopar.runtime.parallel_model import Parallel
+from autopar.runtime.parallel_model import ParallelModel
 from autopar.tracing.failures import FAILURES, explained
 from autopar.tracing.trace import pick_loss
 from autopar.util.text import first_line
@@ -82,7 +82,7 @@ def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return list(model.named_parameters())
 
 
-def trained_in_parallel(parallel: Parallel, batches: Sequence[Mapping[str, Tensor]]) -> Trained:
+def trained_in_parallel(parallel: ParallelModel, batches: Sequence[Mapping[str, Tensor]]) -> Trained:
     """One rank's run."""
     optimizer = adamw(parallel.parameters())
     found: list[float] = []

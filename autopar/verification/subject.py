@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from autopar.errors import TraceError
 from autopar.graph.graph import Graph
@@ -16,6 +17,8 @@ from autopar.ops.region import MODULE, region_of
 from autopar.tracing.batch import arguments
 from autopar.tracing.float64 import in_double
 from autopar.tracing.trace import LossFunction, trace
+
+DROPOUT = "autopar.dropout"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,12 @@ class WithLoss:
     def build(self) -> nn.Module:
         """The model on CPU; its forward takes all of a batch."""
         model = self.subject.build()
+        model.forward = partial(_loss, model.forward, self.loss_fn)
+        return model
+
+    def as_traced(self) -> nn.Module:
+        """The model with what it drops."""
+        model = as_traced(self.subject)
         model.forward = partial(_loss, model.forward, self.loss_fn)
         return model
 
@@ -54,10 +63,17 @@ class DoubleSubject:
         """The model on CPU."""
         return self.subject.build().double()
 
+    def as_traced(self) -> nn.Module:
+        """The model with what it drops."""
+        return as_traced(self.subject).double()
+
     def make_batch(self, batch_size: int, *, seed: int, padded: bool = False) -> dict[str, Tensor]:
         """Inputs by name."""
         batch = self.subject.make_batch(batch_size, seed=seed, padded=padded)
-        return {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
+        wide: dict[str, Tensor] = pytree.tree_map_only(
+            Tensor, lambda x: x.double() if x.is_floating_point() else x, batch
+        )
+        return wide
 
 
 def traced_in_double(subject: DoubleSubject, graph: Graph) -> Graph | None:
@@ -66,8 +82,9 @@ def traced_in_double(subject: DoubleSubject, graph: Graph) -> Graph | None:
     Traced anew: constants that were folded in float32 are rounded.
     """
     batch = subject.make_batch(max(graph.batch_size, 2), seed=0, padded=True)
-    example = {name: value.to("meta") for name, value in batch.items()}
-    model = subject.build()
+    example = pytree.tree_map_only(Tensor, lambda value: value.to("meta"), batch)
+    drops = any(op.target == DROPOUT for op in graph.ops)
+    model = subject.as_traced() if drops else subject.build()
     try:
         with in_double():
             found = trace(model, (), example, name=graph.name, opaque=_opaque_modules(graph), exact=graph.exact)
@@ -92,6 +109,19 @@ def _outline(graph: Graph) -> tuple[object, ...]:
         tuple((op.name, op.target, op.operands, tuple(o.shape for o in op.outputs)) for op in ops),
         tuple((b.index, b.label) for b in graph.blocks),
     )
+
+
+@runtime_checkable
+class Dropping(Protocol):
+    """A subject whose plans are made for a model that drops something."""
+
+    def as_traced(self) -> nn.Module:
+        """The model on CPU, with what it drops."""
+
+
+def as_traced(subject: Subject) -> nn.Module:
+    """The model as plans are made for it."""
+    return subject.as_traced() if isinstance(subject, Dropping) else subject.build()
 
 
 class Subject(Protocol):

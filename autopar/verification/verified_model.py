@@ -18,6 +18,18 @@ _NOISE = 0.02
 """Standard deviation of what is added to each parameter before ``verify``."""
 
 
+def with_noise(model: torch.nn.Module) -> torch.nn.Module:
+    """The same model, each parameter moved a little, in the same way each time."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator) * _NOISE
+            parameter.add_(noise.to(parameter.dtype))
+    return model
+
+
 @dataclass(frozen=True)
 class VerifiedModel:
     """A model whose batches hold only the inputs that were traced; every process makes the same one.
@@ -30,15 +42,7 @@ class VerifiedModel:
 
     def build(self) -> torch.nn.Module:
         """The model on CPU; no parameter is left at zero or one, where a wrong sum or factor would not show."""
-        import torch
-
-        model = self.source.build()
-        generator = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                noise = torch.randn(parameter.shape, generator=generator) * _NOISE
-                parameter.add_(noise.to(parameter.dtype))
-        return model
+        return with_noise(self.source.build())
 
     def make_batch(self, batch_size: int, *, seed: int, padded: bool = False) -> dict[str, torch.Tensor]:
         """Random inputs."""
@@ -61,7 +65,7 @@ class VerifiedModel:
         from autopar.graph.random import draws_random
         from autopar.models.graph_for_plan import for_batch
         from autopar.models.resolve import without_dropout
-        from autopar.planner.request import samples_apart
+        from autopar.planner.sharding.batch_axis import samples_apart
         from autopar.tracing.trace import trace as trace_model
 
         model = self.source.model

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 
 from autopar.benchmark.batches import Outcome
-from autopar.benchmark.local import MAX_AGE_S, Wish, run_local, whether_again
+from autopar.benchmark.local import MAX_AGE_S, BenchmarkRequest, run_local, whether_again
 from autopar.benchmark.rank_runs import QUIET_PROFILER
 from autopar.benchmark.score import Row, score
 from tests.support.cli_runner import Run, run_fixture
@@ -89,7 +89,7 @@ def test_a_model_that_cannot_make_a_step_is_refused_before_the_machine_is_measur
     with measured, mock.patch("torch.cuda.is_available", return_value=False):
         done = run("benchmark", "local", "beyond:make", "--ranks", "2")
         with pytest.raises(NotImplementedError, match="it is measured"):  # as the model may be too large for one device
-            run_local(Wish(model="beyond:make", num_ranks=2, as_rank=0))
+            run_local(BenchmarkRequest(model="beyond:make", num_ranks=2, as_rank=0))
     assert done.code == 1
     assert "beyond.py:9: One device alone cannot train the model" in done.error
     assert "IndexError: index out of range" in done.error

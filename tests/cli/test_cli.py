@@ -49,7 +49,8 @@ def test_help_is_quick_and_loads_no_torch(checkout: Path) -> None:
         "profile",
         "benchmark",
     ]
-    commands += ["study", "doctor"]
+    commands += ["smallest-cluster", "cheapest-cluster", "longest-sequence", "largest-batch", "sweep", "pareto"]
+    commands += ["published", "run", "devices", "pins", "doctor"]
     assert all(f"  {command} " in done.stdout for command in commands)
 
 
@@ -228,7 +229,7 @@ def test_doctor_names_what_is_missing(run: Run, monkeypatch: pytest.MonkeyPatch)
     assert {"torch", "gloo (CPU runs)", "pipeline schedules", "spmd-types"} <= {
         check["name"] for check in found["checks"]
     }
-    monkeypatch.setattr("autopar.cli.commands.doctor._FEATURES", (("time travel", "torch", ("tardis",)),))
+    monkeypatch.setattr("autopar.hardware.detect.this_machine._FEATURES", (("time travel", "torch", ("tardis",)),))
     done = run("doctor")
     assert done.code == 1
     assert "missing  time travel" in done.out
@@ -237,5 +238,9 @@ def test_doctor_names_what_is_missing(run: Run, monkeypatch: pytest.MonkeyPatch)
 
 def test_commands_are_those_of_the_contract() -> None:
     names = [command.name for command in cli_app.app.registered_commands]
-    assert names == ["search", "estimate", "show", "explain", "compare", "verify", "trace", "validate", "doctor"]
-    assert [group.name for group in cli_app.app.registered_groups] == ["profile", "benchmark", "study"]
+    assert names == [
+        *("search", "estimate", "smallest-cluster", "cheapest-cluster", "longest-sequence", "largest-batch", "sweep"),
+        *("pareto", "published", "show", "explain", "compare", "run", "verify", "trace", "validate"),
+        *("devices", "pins", "doctor"),
+    ]
+    assert [group.name for group in cli_app.app.registered_groups] == ["profile", "benchmark"]

@@ -113,7 +113,7 @@ MISTAKES = (
     (3, "search MODELS:net --cluster cpu:1x4 --global-batch 6 --pin dp_replicate=4", "take another global batch"),
     (3, f"search {GPT} --cluster cpu:1x1?memory=1MB --global-batch 8", "Take more or larger devices"),
     (2, f"search MODELS:net {ON} -o no/plan.json", "Cannot write no/plan.json: no such file or directory"),
-    (2, f"search MODELS:net {ON} --sweep link=2", "Did you mean 'link.bandwidth'?"),
+    (2, f"sweep MODELS:net {ON} --scale link=2", "Did you mean 'link.bandwidth'?"),
     (2, "show none.json", "Make one with 'autopar search ... -o FILE'"),
     (2, "show torn.json", "The plan file is cut off"),
     (2, "explain empty.json", "empty.json: Missing key 'blocks'"),

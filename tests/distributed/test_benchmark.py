@@ -14,7 +14,7 @@ from autopar import api
 from autopar.benchmark import rank_runs as ranks
 from autopar.benchmark.batches import benchmark
 from autopar.benchmark.chosen_plans import Choice, entry_of, variants
-from autopar.benchmark.local import Wish, on_cluster, one_device_pins, run_local, task_of
+from autopar.benchmark.local import BenchmarkRequest, on_cluster, one_device_pins, run_local, task_of
 from autopar.benchmark.rank_links import KINDS, LinkTask
 from autopar.benchmark.rank_runs import Job
 from autopar.errors import UsageError
@@ -30,7 +30,9 @@ MIXTURE = (
     "&vocab_size=96&num_local_experts=4"
 )
 CPU4 = Cluster.parse("cpu:1x4")
-WISH = Wish(model=MODEL, num_ranks=2, global_batch_size=4, space="quick", sample=1, rounds=1, steps=2, timeout_s=60.0)
+REQUEST = BenchmarkRequest(
+    model=MODEL, num_ranks=2, global_batch_size=4, space="quick", sample=1, rounds=1, steps=2, run_timeout_s=60.0
+)
 
 
 def test_two_plans_on_two_ranks(pool: WorkerPool, tmp_path: Path) -> None:
@@ -41,8 +43,8 @@ def test_two_plans_on_two_ranks(pool: WorkerPool, tmp_path: Path) -> None:
         return pool.run(ranks.run, job, size=2, timeout_s=60.0)
 
     kept, cluster = tmp_path / "results.json", Cluster.parse("cpu:1x2")
-    wish = replace(WISH, pins=("pp=1", "micro_batch=2"), seed=1)
-    outcome = on_cluster(wish, cluster, launch, results=kept)
+    request = replace(REQUEST, pins=("pp=1", "micro_batch=2"), sample_seed=1)
+    outcome = on_cluster(request, cluster, launch, results=kept)
     assert outcome.score.plans == len(outcome.rows) == len(jobs[0].plans) >= 2
     assert outcome.score.failures == 0
     for row in outcome.rows:
@@ -50,16 +52,16 @@ def test_two_plans_on_two_ranks(pool: WorkerPool, tmp_path: Path) -> None:
         assert row.measured_bytes == pytest.approx(row.predicted_bytes, rel=0.5)
     assert outcome.score.regret is not None and outcome.score.regret >= 1.0
     assert json.loads(json.dumps(outcome.to_dict()))["score"]["plans"] == outcome.score.plans
-    again = on_cluster(wish, cluster, launch, results=kept)  # nothing is left to run
+    again = on_cluster(request, cluster, launch, results=kept)  # nothing is left to run
     assert len(jobs) == 1
     assert [row.measured_s for row in again.rows] == [row.measured_s for row in outcome.rows]
     with pytest.raises(UsageError, match="benchmark of this file of results does not match"):
-        on_cluster(replace(wish, optimizer="sgd"), cluster, launch, results=kept)
+        on_cluster(replace(request, optimizer="sgd"), cluster, launch, results=kept)
 
 
 def test_a_plan_that_fails_is_recorded_and_the_others_are_measured(pool: WorkerPool) -> None:
     source = resolve_model(MODEL)
-    task = task_of(WISH, source, Cluster.parse("cpu:1x2"), "fp32")
+    task = task_of(REQUEST, source, Cluster.parse("cpu:1x2"), "fp32")
     good, bad = (
         entry_of(api.estimate(task.graph, cluster="cpu:1x2", global_batch_size=4, pins=pins))
         for pins in (["dp_replicate=2", "micro_batch=1"], ["dp_replicate=2", "micro_batch=2"])
@@ -75,8 +77,8 @@ def test_a_plan_that_fails_is_recorded_and_the_others_are_measured(pool: WorkerP
 def test_one_device_runs_every_micro_batch_recompute_and_precision(pool: WorkerPool) -> None:
     """What a GPU is asked, here on one CPU rank."""
     source = resolve_model(MODEL)
-    tasks = [task_of(WISH, source, Cluster.parse("cpu:1x1"), precision) for precision in ("fp32", "bf16")]
-    pins = [p for p in one_device_pins(tasks[0].space, WISH) if "micro_batch=2" in p]
+    tasks = [task_of(REQUEST, source, Cluster.parse("cpu:1x1"), precision) for precision in ("fp32", "bf16")]
+    pins = [p for p in one_device_pins(tasks[0].space, REQUEST) if "micro_batch=2" in p]
     choice = variants(tasks, pins)
     assert [entry.plan.precision.name for entry in choice.entries] == ["fp32"] * 2 + ["bf16"] * 2
     assert {entry.plan.recompute for entry in choice.entries} == {"none", "full"}
@@ -88,7 +90,7 @@ def test_one_device_runs_every_micro_batch_recompute_and_precision(pool: WorkerP
 @pytest.mark.parametrize("rank", [0, 3])
 def test_one_rank_of_a_larger_plan_by_a_group_of_fakes(pool: WorkerPool, rank: int) -> None:
     source = resolve_model(MODEL)
-    task = task_of(WISH, source, Cluster.parse("cpu:1x4"), "fp32")
+    task = task_of(REQUEST, source, Cluster.parse("cpu:1x4"), "fp32")
     entry = entry_of(
         api.estimate(task.graph, cluster="cpu:1x4", global_batch_size=4, pins=["tp=2", "dp_shard=2", "zero=3"])
     )
@@ -107,7 +109,7 @@ def test_one_rank_of_experts_among_fakes_gets_as_many_tokens_as_it_sends(
     pool: WorkerPool, pins: tuple[str, ...]
 ) -> None:
     source = resolve_model(MIXTURE, sequence_length=16)
-    task = task_of(replace(WISH, model=MIXTURE), source, CPU4, "fp32")
+    task = task_of(replace(REQUEST, model=MIXTURE), source, CPU4, "fp32")
     plan = api.estimate(task.graph, cluster="cpu:1x4", global_batch_size=8, pins=pins)
     job = Job(source=source, graphs={"fp32": task.graph}, plans={"it": plan}, rounds=1, steps=1, as_rank=1)
     (found,) = pool.run(ranks.run, job, size=1, timeout_s=60.0)
@@ -123,10 +125,12 @@ def test_one_rank_of_plans_for_more_is_held_against_its_own_compute_and_memory(
     monkeypatch.setattr("autopar.benchmark.local.machine_profile", lambda **options: None)
     monkeypatch.setattr(
         "autopar.benchmark.local.local_ranks",
-        lambda count, timeout_s: nullcontext(lambda job: pool.run(ranks.run, job, size=count, timeout_s=timeout_s)),
+        lambda count, run_timeout_s: nullcontext(
+            lambda job: pool.run(ranks.run, job, size=count, timeout_s=run_timeout_s)
+        ),
     )
-    wish = replace(WISH, num_ranks=4, as_rank=3, pins=("tp=2", "micro_batch=2"), sample=1, rounds=1, steps=1)
-    outcome = run_local(wish, cache_dir=tmp_path)
+    request = replace(REQUEST, num_ranks=4, as_rank=3, pins=("tp=2", "micro_batch=2"), sample=1, rounds=1, steps=1)
+    outcome = run_local(request, cache_dir=tmp_path)
     assert outcome.title.endswith(f"rank 3 alone, {CPU4.name}")
     assert not [row.failure for row in outcome.rows if row.failure]
     for row in outcome.rows:
@@ -135,12 +139,12 @@ def test_one_rank_of_plans_for_more_is_held_against_its_own_compute_and_memory(
         assert row.interval_s[0] < row.predicted_s < row.interval_s[1]
         assert row.measured_bytes == pytest.approx(row.predicted_bytes, rel=0.5)
     with pytest.raises(UsageError, match=r"no rank 4: they are for 4 ranks.*--ranks"):
-        run_local(replace(wish, as_rank=4), cache_dir=tmp_path)
+        run_local(replace(request, as_rank=4), cache_dir=tmp_path)
 
 
 def test_an_unknown_model_is_refused_before_the_machine_is_measured(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="Unknown kind of model"):
-        run_local(replace(WISH, model="nosuch"), cache_dir=tmp_path)
+        run_local(replace(REQUEST, model="nosuch"), cache_dir=tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 

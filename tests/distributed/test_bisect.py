@@ -132,7 +132,7 @@ def test_a_planted_fault_is_found(workers: WorkerPool, name: str) -> None:
     subject, graph, plan = case.plan()
     number = -1 if case.fault == "no_gradient_sum" else 0  # the last all-gather of a block is of activations
     op = the(local_graph(plan, graph), case.block, case.target, number)
-    report = verify(Faulty(subject, Fault(op.name, case.fault)), plan, graph, steps=1, pool=workers, timeout_s=90.0)
+    report = verify(Faulty(subject, Fault(op.name, case.fault)), plan, graph, steps=1, pool=workers, run_timeout_s=90.0)
     assert not report.passed
     difference = found(report)
     assert (difference.block, difference.op, difference.target) == (case.block, op.name, op.target)
@@ -153,7 +153,7 @@ def test_a_forgotten_gradient_sum_is_no_operators_fault(workers: WorkerPool) -> 
     subject, graph, plan = made(Mesh(tp=2), memory_price=0.01)
     local = local_graph(plan, graph)
     op = the(local, 2, "layer_norm")
-    report = verify(Faulty(subject, Fault(op.name, "sum")), plan, graph, steps=1, pool=workers, timeout_s=90.0)
+    report = verify(Faulty(subject, Fault(op.name, "sum")), plan, graph, steps=1, pool=workers, run_timeout_s=90.0)
     difference = found(report)
     assert "the sum of the gradient of parameter transformer.h.1.ln_1." in difference.what
     assert "(over tp)" in difference.what
@@ -162,7 +162,7 @@ def test_a_forgotten_gradient_sum_is_no_operators_fault(workers: WorkerPool) -> 
 
 def test_a_right_program_is_not_bisected(workers: WorkerPool) -> None:
     subject, graph, plan = made(Mesh(pp=2, tp=2))
-    report = verify(Faulty(subject, None), plan, graph, steps=1, pool=workers, timeout_s=90.0)
+    report = verify(Faulty(subject, None), plan, graph, steps=1, pool=workers, run_timeout_s=90.0)
     assert report.passed
     assert report.bisection is None
     assert "first difference" not in render_verification(report, plan)
@@ -170,7 +170,7 @@ def test_a_right_program_is_not_bisected(workers: WorkerPool) -> None:
 
 def test_nothing_is_found_where_nothing_differs(workers: WorkerPool) -> None:
     subject, graph, plan = made(Mesh(dp_shard=2), zero_stage=2)
-    report = verify(Faulty(subject, None), plan, graph, steps=2, pool=workers, timeout_s=90.0, find="always")
+    report = verify(Faulty(subject, None), plan, graph, steps=2, pool=workers, run_timeout_s=90.0, find="always")
     assert report.bisection is not None
     assert report.bisection.difference is None
     assert report.bisection.steps == 2

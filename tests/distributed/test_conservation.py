@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from autopar import api
-from autopar.plan.plan import FP16
 from autopar.tracing.trace import trace
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.distributed import jobs
@@ -68,7 +67,7 @@ def test_states_where_whole_gradients_accumulate(pool: WorkerPool, kind: str, pi
 @pytest.mark.parametrize("pins", ["dp_shard=2 tp=2 zero=3 num_micro_batches=2", "pp=2 tp=2 num_micro_batches=2"])
 def test_states_in_float16(pool: WorkerPool, pins: str) -> None:
     subject, _ = traced("gpt2")
-    graph = api.trace_model(subject.build(), subject.make_batch(2, seed=0), FP16)
+    graph = api.trace(subject.build(), example_inputs=subject.make_batch(2, seed=0), precision="fp16")
     plan = api.estimate(graph, cluster="cpu:1x4", global_batch_size=16, pins=pins.split(), precision="fp16")
     rows = pool.run(jobs.held_bytes, subject, plan, graph, subject.make_batch(16, seed=0), timeout_s=60.0)
     for predicted in plan.predicted.memory:

@@ -11,7 +11,7 @@ import torch
 from autopar import api
 from autopar.graph.graph import Graph
 from autopar.models.resolve import resolve_model
-from autopar.plan.plan import BF16, Plan
+from autopar.plan.plan import Plan
 from autopar.tracing.trace import trace
 from autopar.verification.against_one_device import adamw, verify
 from autopar.verification.rank_pool import WorkerPool
@@ -57,7 +57,7 @@ def test_experts_on_ranks_equal_one_device(pool: WorkerPool, case: str) -> None:
     wanted = {key: int(value) for key, _, value in (pin.partition("=") for pin in pins) if key in ("ep", "ep_data")}
     assert all(getattr(plan.mesh, key) == value for key, value in wanted.items())
     assert plan.num_micro_batches == 1 or not subject.balanced
-    verify(subject, plan, graph_of(subject), steps=2, pool=pool, timeout_s=60.0).check()
+    verify(subject, plan, graph_of(subject), steps=2, pool=pool, run_timeout_s=60.0).check()
 
 
 def test_the_norm_counts_every_expert_once_and_clips_them_all(pool: WorkerPool) -> None:
@@ -94,7 +94,7 @@ def test_a_checkpoint_of_spread_experts_loads_under_another_plan(pool: WorkerPoo
 def test_mixed_precision_keeps_spread_experts_in_float32_at_rest(pool: WorkerPool) -> None:
     """Computed in bfloat16, summed in float32: the gradients of experts are those of one device but for rounding."""
     subject = Subject()
-    graph = api.trace_model(subject.build(), subject.make_batch(2, seed=0), BF16)
+    graph = api.trace(subject.build(), example_inputs=subject.make_batch(2, seed=0), precision="bf16")
     plan = api.estimate(
         graph, cluster="cpu:1x4", global_batch_size=8, pins=["ep=2", "dp_replicate=4"], precision="bf16"
     )
@@ -121,4 +121,4 @@ def test_the_router_loss_of_a_family_is_that_of_the_global_batch(pool: WorkerPoo
     graph = subject.trace()
     plan = api.estimate(graph, cluster="cpu:1x4", global_batch_size=8, pins=["ep=4", "dp_shard=4"])
     assert plan.num_micro_batches == 1
-    verify(subject, plan, graph, steps=2, pool=pool, timeout_s=60.0).check()
+    verify(subject, plan, graph, steps=2, pool=pool, run_timeout_s=60.0).check()

@@ -77,7 +77,7 @@ def test_every_kind_of_architecture_equals_one_device(pool: WorkerPool, case: st
     subject = VerifiedModel(resolve_model(spec, sequence_length=length), masked=True)
     graph = subject.trace()
     plan = api.estimate(graph, cluster="cpu:1x4", global_batch_size=16, pins=pins)
-    report = verify(subject, plan, graph, steps=2, pool=pool, timeout_s=60.0)
+    report = verify(subject, plan, graph, steps=2, pool=pool, run_timeout_s=60.0)
     report.check()
     assert len(report.rows) == 4
 
@@ -104,7 +104,7 @@ def test_stages_without_a_layer_equal_one_device(
     plan = api.estimate(graph, cluster="cpu:1x2", global_batch_size=8, pins=pins)
     labels = [[block.label for block in graph.blocks[s.start : s.stop]] for s in plan.stages]
     assert [sum(".h." in label or ".layers." in label for label in own) for own in labels] == layers
-    report = verify(subject, plan, graph, steps=2, pool=pool, timeout_s=60.0)
+    report = verify(subject, plan, graph, steps=2, pool=pool, run_timeout_s=60.0)
     report.check()
 
 
@@ -118,7 +118,7 @@ def test_heads_that_tp_does_not_divide_equal_one_device(pool: WorkerPool) -> Non
     graph = subject.trace()
     pins = ["tp=2", "micro_batch=1", "*.stages.1.*q_proj.weight=tp:S(0)"]
     plan = api.search(graph, cluster="cpu:1x2", global_batch_size=8, pins=pins)
-    verify(subject, plan, graph, steps=2, pool=pool, timeout_s=60.0).check()
+    verify(subject, plan, graph, steps=2, pool=pool, run_timeout_s=60.0).check()
 
 
 def test_statistics_over_the_batch_take_one_micro_batch() -> None:
@@ -138,13 +138,13 @@ def test_rounding_is_told_from_a_wrong_program(pool: WorkerPool, monkeypatch: py
     subject = VerifiedModel(resolve_model("tests.distributed.test_families:biased"), masked=True)
     graph = subject.trace()
     plan = api.estimate(graph, cluster="cpu:1x4", global_batch_size=16, pins=["tp=2", "dp_shard=2"])
-    report = verify(subject, plan, graph, pool=pool, timeout_s=60.0)
+    report = verify(subject, plan, graph, pool=pool, run_timeout_s=60.0)
     assert not report.is_within
     report.check()
     assert report.verdict.startswith("rounding: the same plan agrees in float64 to ")
     assert len(report.confirmation.rows) == 4
     assert report.confirmation.error < 1e-9
-    (exact, *_) = verify(subject, plan, graph, pool=pool, timeout_s=60.0, precision=FP64).rows
+    (exact, *_) = verify(subject, plan, graph, pool=pool, run_timeout_s=60.0, precision=FP64).rows
     assert exact.precision == "fp64"
     assert exact.error < 1e-9
 
@@ -160,7 +160,7 @@ def test_a_program_that_is_wrong_in_float32_alone_is_wrong(pool: WorkerPool) -> 
     assert ops != graph.ops
     wrong = replace(graph, ops=ops)
     plan = api.estimate(wrong, cluster="cpu:1x4", global_batch_size=16, pins=["tp=2", "dp_shard=2"])
-    report = verify(subject, plan, wrong, pool=pool, timeout_s=60.0)
+    report = verify(subject, plan, wrong, pool=pool, run_timeout_s=60.0)
     assert not report.passed
     assert report.verdict.startswith("wrong")
     with pytest.raises(VerificationError):

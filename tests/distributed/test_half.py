@@ -30,7 +30,7 @@ SUBJECT = HfSubject("llama")
 
 @cache
 def graph_of(subject: Any) -> Any:
-    return api.trace_model(subject.build(), subject.make_batch(2, seed=0), FP16, name="half")
+    return api.trace(subject.build(), example_inputs=subject.make_batch(2, seed=0), precision="fp16", name="half")
 
 
 def planned(layout: str, **options: Any) -> Plan:
@@ -134,7 +134,7 @@ def test_a_checkpoint_keeps_the_scale(pool: WorkerPool, tmp_path: Path, before: 
 
 
 def test_a_checkpoint_without_a_scale_is_loaded(pool: WorkerPool, tmp_path: Path) -> None:
-    low = api.trace_model(SUBJECT.build(), SUBJECT.make_batch(2, seed=0), BF16, name="half")
+    low = api.trace(SUBJECT.build(), example_inputs=SUBJECT.make_batch(2, seed=0), precision="bf16", name="half")
     plain = make_plan(low, Mesh(dp_shard=2), global_batch_size=16, micro_batch_size=4, zero_stage=3, precision=BF16)
     (batch,), plan = batches(SUBJECT, 1), planned("tp2")
     pool.run(scaled.save_plain, SUBJECT, plain, low, batch, str(tmp_path), size=2, timeout_s=60.0)

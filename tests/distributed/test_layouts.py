@@ -31,7 +31,7 @@ def test_equals_one_device(pool: WorkerPool, layout: str, kind: str) -> None:
         graph, mesh, global_batch_size=GLOBAL_BATCH, micro_batch_size=micro_batch_size(mesh, GLOBAL_BATCH), **options
     )
     steps = 3 if kind == "llama" else 2  # the second one has what the first one left behind
-    report = verify(subject, plan, graph, steps=steps, pool=pool, timeout_s=60.0)
+    report = verify(subject, plan, graph, steps=steps, pool=pool, run_timeout_s=60.0)
     report.check()
     assert len(report.rows) == mesh.world_size
     assert len(set(report.reference_losses)) == steps

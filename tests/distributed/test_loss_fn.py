@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from autopar import api
-from autopar.plan.plan import FP32, FP64
+from autopar.plan.plan import FP64
 from autopar.verification.against_one_device import verify
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.distributed.tagger import TaggerSubject, doubled, parallelized, tagging_loss
@@ -19,20 +19,22 @@ def test_a_plan_for_a_loss_beside_the_model_is_verified(pool: WorkerPool, pins: 
     subject = TaggerSubject()
     options = {"example_inputs": subject.make_batch(8, seed=0), "loss_fn": tagging_loss, "global_batch_size": 8}
     plan = api.estimate(subject.build(), cluster="cpu:1x4", pins=pins, **options)  # type: ignore[arg-type]
-    graph = api.trace_model(subject.build(), subject.make_batch(2, seed=0), FP32, loss_fn=tagging_loss)
+    graph = api.trace(subject.build(), example_inputs=subject.make_batch(2, seed=0), loss_fn=tagging_loss)
     assert graph.fingerprint == plan.model.fingerprint
-    verify(subject, plan, graph, steps=2, pool=pool, timeout_s=60.0, loss_fn=tagging_loss).check()
+    verify(subject, plan, graph, steps=2, pool=pool, run_timeout_s=60.0, loss_fn=tagging_loss).check()
     if "tp=2" in pins:
-        exact = verify(subject, plan, graph, steps=2, pool=pool, timeout_s=60.0, loss_fn=tagging_loss, precision=FP64)
+        exact = verify(
+            subject, plan, graph, steps=2, pool=pool, run_timeout_s=60.0, loss_fn=tagging_loss, precision=FP64
+        )
         exact.check()
         assert exact.rows[0].precision == "fp64"
 
 
 def test_another_loss_is_found_out(pool: WorkerPool) -> None:
     subject = TaggerSubject()
-    graph = api.trace_model(subject.build(), subject.make_batch(2, seed=0), FP32, loss_fn=doubled)
+    graph = api.trace(subject.build(), example_inputs=subject.make_batch(2, seed=0), loss_fn=doubled)
     plan = api.estimate(graph, cluster="cpu:1x2", global_batch_size=8, pins=["tp=2"])
-    report = verify(subject, plan, graph, steps=2, pool=pool, timeout_s=60.0, loss_fn=tagging_loss, find="never")
+    report = verify(subject, plan, graph, steps=2, pool=pool, run_timeout_s=60.0, loss_fn=tagging_loss, find="never")
     assert not report.passed
 
 

@@ -36,4 +36,4 @@ def test_a_plan_with_unequal_stages_equals_one_device(pool: WorkerPool, pins: st
         layers[device] += stage.stop - stage.start
     assert layers["cpu"] > 2 * layers["cpu-slow"]
     save_plan(plan, tmp_path / "plan.json")
-    verify(subject, load_plan(tmp_path / "plan.json"), graph, steps=2, pool=pool, timeout_s=60.0).check()
+    verify(subject, load_plan(tmp_path / "plan.json"), graph, steps=2, pool=pool, run_timeout_s=60.0).check()

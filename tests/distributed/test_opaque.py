@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autopar import api
-from autopar.plan.plan import FP32, FP64
+from autopar.plan.plan import FP64
 from autopar.verification.against_one_device import verify
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.distributed.oddities import UnusualSubject
@@ -34,18 +34,18 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
 )
 def test_what_is_not_traced_equals_one_device(pool: WorkerPool, kind: str, pins: list[str]) -> None:
     subject = UnusualSubject(kind)
-    graph = api.trace_model(subject.build(), subject.make_batch(2, seed=0), FP32, global_batch_size=8)
+    graph = api.trace(subject.build(), example_inputs=subject.make_batch(2, seed=0), global_batch_size=8)
     assert bool(graph.mixing) == (kind == "pairs")
     plan = api.estimate(graph, cluster="cpu:1x4", global_batch_size=8, pins=pins)
-    verify(subject, plan, graph, steps=2, pool=pool, timeout_s=60.0).check()
+    verify(subject, plan, graph, steps=2, pool=pool, run_timeout_s=60.0).check()
 
 
 def test_what_is_not_traced_runs_in_float64_too(pool: WorkerPool) -> None:
     """Its casts to float32 made every comparison in float64 fail, and hid how its samples meet."""
     subject = UnusualSubject("rolls")
-    graph = api.trace_model(subject.build(), subject.make_batch(2, seed=0), FP32, global_batch_size=8)
+    graph = api.trace(subject.build(), example_inputs=subject.make_batch(2, seed=0), global_batch_size=8)
     assert any("the outputs of a batch are not those of its halves" in note for note in graph.notes)
     plan = api.estimate(graph, cluster="cpu:1x2", global_batch_size=8, pins=["dp_shard=2"])
-    report = verify(subject, plan, graph, steps=2, pool=pool, timeout_s=60.0, precision=FP64)
+    report = verify(subject, plan, graph, steps=2, pool=pool, run_timeout_s=60.0, precision=FP64)
     assert report.verdict == "every rank agrees"
     assert all(row.error < 1e-10 for row in report.rows)

@@ -10,7 +10,7 @@ import pytest
 from autopar import api
 from autopar.graph.graph import Graph
 from autopar.models.resolve import resolve_model
-from autopar.plan.plan import FP32, Plan
+from autopar.plan.plan import Plan
 from autopar.verification.against_one_device import verify
 from autopar.verification.rank_pool import WorkerPool
 from autopar.verification.subject import Subject
@@ -44,7 +44,7 @@ ALIGNED = {
 @cache
 def traced(kind: str = "tied") -> tuple[Subject, Graph]:
     subject = resolve_model(MODELS[kind])
-    return subject, api.trace_model(subject.build(), subject.make_batch(2, seed=0, padded=True), FP32)
+    return subject, api.trace(subject.build(), example_inputs=subject.make_batch(2, seed=0, padded=True))
 
 
 def planned(layout: str, *pins: str) -> Plan:
@@ -60,7 +60,7 @@ def test_257_tokens_and_17_positions_split(pool: WorkerPool, layout: str) -> Non
     padded = {entry.parameter: entry.length for entry in plan.padding}
     assert padded == {"transformer.wte.weight": length, "transformer.wpe.weight": positions}
     assert any(f"257 padded to {length}" in note for note in plan.notes)
-    verify(subject, plan, graph, steps=2, pool=pool, timeout_s=60.0).check()
+    verify(subject, plan, graph, steps=2, pool=pool, run_timeout_s=60.0).check()
 
 
 @pytest.mark.parametrize("pins", [["transformer.wte.weight=tp:S(1)"], ["transformer.wte.weight=tp:I"]])
@@ -69,7 +69,7 @@ def test_a_table_that_is_not_split_by_rows_is_padded_likewise(pool: WorkerPool, 
     subject, graph = traced()
     plan = planned("tp4", *pins)
     assert {entry.length for entry in plan.padding} == {260, 20}
-    verify(subject, plan, graph, steps=2, pool=pool, timeout_s=60.0).check()
+    verify(subject, plan, graph, steps=2, pool=pool, run_timeout_s=60.0).check()
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_aligned_vocabularies_train_as_one_device(pool: WorkerPool, kind: str, l
     assert lengths[head] == (288 if plan.mesh.tp == 2 else 272)
     assert plan.mesh.tp > 1 or list(lengths) == [head], "a table that is only looked up in gains nothing"
     assert plan.vocab_multiple == 16
-    verify(subject, plan, graph, steps=2, pool=pool, timeout_s=60.0).check()
+    verify(subject, plan, graph, steps=2, pool=pool, run_timeout_s=60.0).check()
 
 
 @pytest.mark.parametrize("kind", MODELS)

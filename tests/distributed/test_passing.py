@@ -15,7 +15,6 @@ from autopar.graph.graph import Graph, Ref
 from autopar.lower.emit import str_name
 from autopar.lower.program import Program, lower
 from autopar.plan.mesh import Mesh
-from autopar.plan.plan import FP32
 from autopar.verification.against_one_device import verify
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.distributed.oddities import UnusualSubject
@@ -29,7 +28,7 @@ BATCH = 8
 @cache
 def traced(kind: str) -> Graph:
     subject = UnusualSubject(kind)
-    return api.trace_model(subject.build(), subject.make_batch(2, seed=0), FP32, global_batch_size=BATCH)
+    return api.trace(subject.build(), example_inputs=subject.make_batch(2, seed=0), global_batch_size=BATCH)
 
 
 LAYOUTS = {
@@ -54,10 +53,10 @@ def test_whatever_stages_pass_on_training_equals_one_device(pool: WorkerPool, la
     passed = [specs[name] for stage in lowered.stages for name in stage.sends]
     assert {torch.int64, torch.bool, torch.float32} <= {spec.dtype for spec in passed}
     assert any(spec.dtype == torch.float32 and not spec.requires_grad for spec in passed)
-    verify(UnusualSubject("passing"), lowered.plan, traced("passing"), steps=2, pool=pool, timeout_s=60.0).check()
+    verify(UnusualSubject("passing"), lowered.plan, traced("passing"), steps=2, pool=pool, run_timeout_s=60.0).check()
 
 
 @pytest.mark.parametrize(("layout", "kind"), [(name, ["unread", "frozen"][n % 2]) for n, name in enumerate(LAYOUTS)])
 def test_stages_train_beside_some_without_a_gradient(pool: WorkerPool, layout: str, kind: str) -> None:
     lowered = program(kind, layout)
-    verify(UnusualSubject(kind), lowered.plan, traced(kind), steps=2, pool=pool, timeout_s=60.0).check()
+    verify(UnusualSubject(kind), lowered.plan, traced(kind), steps=2, pool=pool, run_timeout_s=60.0).check()

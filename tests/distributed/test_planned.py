@@ -7,7 +7,6 @@ import pytest
 from autopar import api
 from autopar.lower.program import lower
 from autopar.plan.mesh import Mesh
-from autopar.plan.plan import FP32
 from autopar.verification.against_one_device import verify
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.distributed.layouts import traced
@@ -42,21 +41,21 @@ def test_a_pinned_plan_equals_one_device(pool: WorkerPool, layout: str, kind: st
     wanted = [*degrees, f"micro_batch={micro_batch_size(mesh, 16)}", *pins]
     plan = api.estimate(graph, cluster=f"cpu:1x{mesh.world_size}", global_batch_size=16, pins=wanted)
     assert plan.mesh == mesh
-    verify(subject, plan, graph, steps=2, pool=pool, timeout_s=60.0).check()
+    verify(subject, plan, graph, steps=2, pool=pool, run_timeout_s=60.0).check()
 
 
 def test_weights_of_two_stages_of_one_rank_learn_from_both(pool: WorkerPool) -> None:
     subject = UnusualSubject("shared")
-    graph = api.trace_model(subject.build(), subject.make_batch(2, seed=0), FP32, global_batch_size=8)
+    graph = api.trace(subject.build(), example_inputs=subject.make_batch(2, seed=0), global_batch_size=8)
     pins = ["pp=2", "micro_batch=2", "schedule=Interleaved1F1B", "virtual_stages=2"]
     plan = api.estimate(graph, cluster="cpu:1x2", global_batch_size=8, pins=pins)
     assert {stages for _, stages in lower(plan, graph).tied} == {(1, 3)}
-    verify(subject, plan, graph, steps=2, pool=pool, timeout_s=60.0).check()
+    verify(subject, plan, graph, steps=2, pool=pool, run_timeout_s=60.0).check()
 
 
 def test_complex_numbers_go_from_stage_to_stage(pool: WorkerPool) -> None:
     """Products of them had no price, and their gradients were not sent back."""
     subject = UnusualSubject("spectral")
-    graph = api.trace_model(subject.build(), subject.make_batch(2, seed=0), FP32, global_batch_size=8)
+    graph = api.trace(subject.build(), example_inputs=subject.make_batch(2, seed=0), global_batch_size=8)
     plan = api.estimate(graph, cluster="cpu:1x4", global_batch_size=8, pins=["pp=2", "dp_shard=2", "zero=3"])
-    verify(subject, plan, graph, steps=2, pool=pool, timeout_s=60.0).check()
+    verify(subject, plan, graph, steps=2, pool=pool, run_timeout_s=60.0).check()

@@ -59,4 +59,6 @@ def test_time_that_is_up_ends_a_collective_once_its_bytes_show() -> None:
     assert slow.sizes(allowed_s=0.5) == SlowLink(25e-3, 15e6, limits).sizes(allowed_s=0.0)
     fast = SlowLink(1e-3, 15e6, limits)
     assert fast.sizes(allowed_s=0.01)[-1] == 65536  # 5 ms beside 1
-    assert len(SlowLink(25e-3, 15e6, Limits(max_bytes=2**24, growth=8, timeout_s=0.3)).sizes(allowed_s=0.0)) < 5
+    assert (
+        len(SlowLink(25e-3, 15e6, Limits(max_bytes=2**24, growth=8, collective_timeout_s=0.3)).sizes(allowed_s=0.0)) < 5
+    )

@@ -42,4 +42,4 @@ def test_a_split_sequence_equals_one_device(
     plan = api.estimate(graph, cluster="cpu:1x4", global_batch_size=8, pins=wanted)
     name = {"gather": "attention_gathered(" if not padded else "all_gather(", "ulysses": "all_to_all("}
     assert name.get(attention, "attention_ring(") in lower(plan, graph).code
-    verify(subject, plan, graph, steps=2, pool=pool, timeout_s=60.0).check()
+    verify(subject, plan, graph, steps=2, pool=pool, run_timeout_s=60.0).check()

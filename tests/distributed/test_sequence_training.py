@@ -12,7 +12,7 @@ import torch
 from autopar import api
 from autopar.lower.program import lower
 from autopar.plan.mesh import Mesh
-from autopar.plan.plan import FP32, Plan
+from autopar.plan.plan import Plan
 from autopar.verification.against_one_device import loss_of, verify
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.close import assert_close
@@ -51,8 +51,8 @@ def test_clipping_counts_what_cp_repeats_once(pool: WorkerPool, kind: str, pins:
 def test_attention_with_a_column_more_than_keys_is_split(pool: WorkerPool, kind: str, pins: str) -> None:
     """As the sinks of GPT-OSS are: it was refused for a sequence that is one longer than the model's."""
     subject = SinksSubject()
-    graph = api.trace_model(subject.build(), subject.make_batch(2, seed=0), FP32)
-    verify(subject, planned(graph, kind, *pins.split()), graph, pool=pool, timeout_s=60.0).check()
+    graph = api.trace(subject.build(), example_inputs=subject.make_batch(2, seed=0))
+    verify(subject, planned(graph, kind, *pins.split()), graph, pool=pool, run_timeout_s=60.0).check()
 
 
 @pytest.mark.parametrize(("kind", "pins"), [("gather", "cp=4"), ("ulysses", "cp=2 tp=2"), ("ring", "cp=2 dp_shard=2")])
@@ -60,7 +60,7 @@ def test_bf16_stays_near_fp32(pool: WorkerPool, kind: str, pins: str) -> None:
     subject = Unpadded("llama")
     data = batches(subject, 2)
     exact = loss_of(subject.build()(**data[0])).item()
-    graph = api.trace_model(subject.build(), data[0], api.PRECISIONS["bf16"], name="llama")
+    graph = api.trace(subject.build(), example_inputs=data[0], precision="bf16", name="llama")
     plan = planned(graph, kind, *pins.split(), precision="bf16")
     found = pool.run(jobs.train, subject, plan, graph, data, None, timeout_s=60.0)
     for rank in found:

@@ -37,7 +37,7 @@ def planned(zero: int) -> Plan:
 
 @pytest.mark.parametrize("zero", range(4))
 def test_unequal_shares_equal_one_device(pool: WorkerPool, zero: int) -> None:
-    report = verify(SUBJECT, planned(zero), traced(), steps=2, pool=pool, timeout_s=60.0)
+    report = verify(SUBJECT, planned(zero), traced(), steps=2, pool=pool, run_timeout_s=60.0)
     assert len(report.rows) == 2
     report.check()
 
@@ -49,7 +49,7 @@ def test_unequal_shares_of_a_padded_vocabulary_equal_one_device(pool: WorkerPool
     plan = api.estimate(traced(), cluster=two_kinds(2, 2, factor=3.0), global_batch_size=16, pins=pins)
     assert plan.padding
     assert [len(plan.samples_of(rank)) for rank in range(4)] == [6, 6, 2, 2]
-    report = verify(SUBJECT, plan, traced(), steps=2, pool=pool, timeout_s=60.0)
+    report = verify(SUBJECT, plan, traced(), steps=2, pool=pool, run_timeout_s=60.0)
     assert len(report.rows) == 4
     report.check()
 

@@ -18,7 +18,7 @@ from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
 from autopar.lower.program import lower
 from autopar.plan.mesh import Mesh
-from autopar.plan.plan import BF16, FP16, Plan
+from autopar.plan.plan import BF16, Plan
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.distributed import recording
 from tests.support.distributed.layouts import LAYOUTS, traced
@@ -131,7 +131,7 @@ def test_a_step_runs_the_collectives_that_are_priced(
 def test_a_step_in_float16_runs_the_collectives_that_are_priced(pool: WorkerPool, pins: str) -> None:
     """One of them asks all ranks for infinities."""
     subject, _ = traced("gpt2")
-    graph = api.trace_model(subject.build(), subject.make_batch(2, seed=0), FP16)
+    graph = api.trace(subject.build(), example_inputs=subject.make_batch(2, seed=0), precision="fp16")
     plan = api.estimate(graph, cluster="cpu:1x4", global_batch_size=GLOBAL_BATCH, pins=pins.split(), precision="fp16")
     compare(pool, "gpt2", plan, graph)
 

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from autopar import api
-from autopar.api import trace_model
 from autopar.errors import TraceError, UsageError
 from autopar.models.graph_for_plan import samples_of
-from autopar.plan.plan import BF16, FP32
-from autopar.planner.request import samples_apart
+from autopar.planner.sharding import batch_axis
+from autopar.planner.sharding.batch_axis import samples_apart
 from autopar.tracing.batch import named_inputs
 
 X = torch.zeros(6, 4)
@@ -34,7 +33,7 @@ class Net(nn.Module):
 @pytest.mark.parametrize("inputs", [X, [X], (X,), {"x": X}, UserDict({"x": X}), {"x": [X, X]}])
 def test_inputs_of_any_form_are_traced(inputs: Any) -> None:
     assert samples_of(inputs) == 6
-    graph = trace_model(Net(), inputs, FP32)
+    graph = api.trace(Net(), example_inputs=inputs)
     assert graph.batch_size == 2
     assert all(one.spec.shape == (2, 4) and one.batch_dim == 0 for one in graph.inputs)
 
@@ -53,23 +52,23 @@ class Pair(nn.Module):
 
 def test_inputs_that_are_missing_in_the_example_may_be_missing_in_a_batch() -> None:
     batch = {"a": {"c": None}, "a_b": X}
-    graph = trace_model(Pair(), batch, FP32)
+    graph = api.trace(Pair(), example_inputs=batch)
     assert list(named_inputs(batch)) == [one.name for one in graph.inputs] == ["a_b"]
 
 
 def test_two_inputs_of_one_name_are_refused() -> None:
     with pytest.raises(TraceError, match="Two inputs are called 'a_b'"):
-        trace_model(Pair(), {"a": {"b": X}, "a_b": X}, FP32)
+        api.trace(Pair(), example_inputs={"a": {"b": X}, "a_b": X})
 
 
 @pytest.mark.parametrize("own", [torch.float32, torch.float64, torch.bfloat16])
 def test_a_model_is_traced_in_the_dtype_of_the_plan(own: torch.dtype) -> None:
     model = Net().to(own)
-    graph = trace_model(model, {"x": X.to(own)}, FP32)
+    graph = api.trace(model, example_inputs={"x": X.to(own)})
     specs = [one.spec for one in (*graph.inputs, *graph.parameters, *graph.buffers)]
     assert {spec.dtype for spec in specs} == {torch.float32}
     assert {p.dtype for p in model.parameters()} == {own}, "the model itself stays as it is"
-    low = trace_model(model, {"x": X.to(own)}, BF16)
+    low = api.trace(model, example_inputs={"x": X.to(own)}, precision="bf16")
     assert {one.spec.dtype for one in (*low.inputs, *low.parameters)} == {torch.bfloat16}
 
 
@@ -87,7 +86,7 @@ class Normed(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
 def test_a_normed_weight_does_not_keep_a_model_from_being_copied() -> None:
-    graph = trace_model(Normed(), {"x": X}, BF16)
+    graph = api.trace(Normed(), example_inputs={"x": X}, precision="bf16")
     assert {p.fqn for p in graph.parameters} == {"linear.weight_g", "linear.weight_v", "linear.bias"}
     assert {p.spec.dtype for p in graph.parameters} == {torch.bfloat16}
 
@@ -95,12 +94,12 @@ def test_a_normed_weight_does_not_keep_a_model_from_being_copied() -> None:
 def test_models_that_are_parallel_already_and_autocast_are_refused() -> None:
     """A trace under autocast said that a step reads what an earlier one has left."""
     with pytest.raises(UsageError, match=r"wrapped in DataParallel.*Pass the model before"):
-        trace_model(nn.DataParallel(Net()), {"x": X}, FP32)
+        api.trace(nn.DataParallel(Net()), example_inputs={"x": X})
     with (
         torch.autocast("cpu", torch.bfloat16),
         pytest.raises(UsageError, match=r"cannot be traced inside torch\.autocast\('cpu', dtype=bfloat16\)"),
     ):
-        trace_model(Net(), {"x": X}, FP32)
+        api.trace(Net(), example_inputs={"x": X})
 
 
 def test_complex_parameters_are_refused() -> None:
@@ -110,7 +109,7 @@ def test_complex_parameters_are_refused() -> None:
     with pytest.raises(
         UsageError, match=r"linear\.turn: A parameter of dtype complex64 is not supported.*Keep a real parameter"
     ):
-        trace_model(model, {"x": X}, FP32)
+        api.trace(model, example_inputs={"x": X})
 
 
 class Attending(Net):
@@ -146,10 +145,10 @@ class Statistics(Net):
 def test_a_plan_finds_the_graph_that_it_was_made_for(
     monkeypatch: pytest.MonkeyPatch, kind: type[nn.Module], batch: int
 ) -> None:
-    graph = api.trace_model(kind(), {"x": X}, FP32, global_batch_size=batch)
+    graph = api.trace(kind(), example_inputs={"x": X}, global_batch_size=batch)
     plan = api.search(graph, cluster="cpu:1x2", global_batch_size=batch)
     asked = []
-    monkeypatch.setattr(api, "_samples_apart", lambda graph: (asked.append(graph), samples_apart(graph)))
+    monkeypatch.setattr(batch_axis, "samples_apart", lambda graph: (asked.append(graph), samples_apart(graph)))
     found = api._graph_of(plan, kind(), {"x": X}, None)
     assert (found.prelude, found.ops, found.batch_size) == (graph.prelude, graph.ops, graph.batch_size)
     assert (found.mixing, found.exact, found.notes) == (graph.mixing, graph.exact, graph.notes)

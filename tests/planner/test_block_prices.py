@@ -25,7 +25,7 @@ CLUSTER = Cluster.parse("h100-sxm5-80gb:1x8")
 @pytest.fixture(scope="module")
 def graph() -> Graph:  # 66 words do not divide by 4: the vocabulary is padded where it is split
     source = resolve_model("gpt:layers=4,hidden=32,heads=4,vocab=66", sequence_length=16)
-    return api.trace_model(source.model, source.example_inputs, BF16, name=source.name)
+    return api.trace(source.model, example_inputs=source.example_inputs, precision="bf16", name=source.name)
 
 
 def layouts_of(graph: Graph) -> Layouts:

@@ -37,7 +37,7 @@ MODELS = {
 def test_no_priced_layout_is_quicker_than_its_typing_or_the_quickest_typing(name: str) -> None:
     text, length = MODELS[name]
     source = resolve_model(text, sequence_length=length, batch_size=2)
-    graph = api.trace_model(source.model, source.example_inputs, BF16, name=name)
+    graph = api.trace(source.model, example_inputs=source.example_inputs, precision="bf16", name=name)
     model = CostModel(Cluster.parse(CLUSTER), BF16, "adamw")
     layouts = Layouts(graph, model, global_batch_size=64, pins=Pins.parse(()), space=load_space("default"))
     share = compared = 0.0

@@ -296,8 +296,8 @@ def test_malformed_wishes_are_refused(graph: Graph, options: dict[str, object], 
 def test_limits_stop_a_search(graph: Graph) -> None:
     plan = api.search(graph, cluster=CLUSTER, global_batch_size=16, trials=3)
     assert plan.search.evaluated == 3
-    with pytest.raises(InfeasibleError, match="timeout_s"):
-        api.search(graph, cluster=CLUSTER, global_batch_size=16, timeout_s=0.0)
+    with pytest.raises(InfeasibleError, match="search_timeout_s"):
+        api.search(graph, cluster=CLUSTER, global_batch_size=16, search_timeout_s=0.0)
 
 
 def test_progress_is_told(graph: Graph) -> None:

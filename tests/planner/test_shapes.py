@@ -26,7 +26,7 @@ CLUSTER = Cluster.parse("cpu:1x4")
 @pytest.fixture(scope="module")
 def graph() -> Graph:
     source = resolve_model("gpt:layers=4,hidden=32,heads=4,vocab=64", sequence_length=16)
-    return api.trace_model(source.model, source.example_inputs, FP32, name=source.name)
+    return api.trace(source.model, example_inputs=source.example_inputs, name=source.name)
 
 
 def planner(graph: Graph, cluster: Cluster = CLUSTER, pins: tuple[str, ...] = ()) -> Planner:

@@ -34,6 +34,7 @@ from autopar.planner.studies import workers
 from autopar.planner.studies.study import Study
 from autopar.planner.studies.workers import Job, identity, study_name
 from autopar.planner.task import Limits
+from autopar.util import sources
 from tests.support.cli_runner import Run, run_fixture
 from tests.support.planner.graphs import CLUSTER, mlp, task_of
 from tests.support.planner.interleaved import Turns
@@ -236,19 +237,19 @@ def test_the_version_of_a_study_is_that_of_all_code_that_prices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy = tmp_path / "autopar"
-    shutil.copytree(workers.PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    shipped = workers.sources()
-    monkeypatch.setattr(workers, "PACKAGE", copy)
-    assert workers.sources() == shipped
+    shutil.copytree(sources.PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    shipped = sources.sources()
+    monkeypatch.setattr(sources, "PACKAGE", copy)
+    assert sources.sources() == shipped
     for name, counts in (
         ("cost/model.py", True),
         ("graph/graph.py", True),
         ("planner/planner.py", True),
         ("cli/app.py", False),
     ):
-        before, path = workers.sources(), copy / name
+        before, path = sources.sources(), copy / name
         path.write_text(path.read_text() + "# changed\n")
-        assert (workers.sources() != before) == counts
+        assert (sources.sources() != before) == counts
 
 
 def test_a_named_study_of_something_else_is_refused(graph: Graph, tmp_path: Path) -> None:
@@ -271,7 +272,7 @@ def test_a_named_study_of_something_else_is_refused(graph: Graph, tmp_path: Path
         ({"workers": 0}, "A search with 0 workers"),
         ({"trials": 0}, "A search of 0 trials"),
         ({"sampler": "tep"}, "Did you mean 'tpe'"),
-        ({"timeout_s": -1.0}, "The limit of time is -1.0"),
+        ({"search_timeout_s": -1.0}, "The limit of time is -1.0"),
         ({"storage": "sqlite://", "workers": 2}, "Leave it out for a temporary file"),
     ],
 )
@@ -447,8 +448,8 @@ def test_processes_give_the_plan_of_one_and_survive_deaths(
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_processes_with_a_sampler_give_the_plan_of_one_and_survive_deaths(graph: Graph, shared: str) -> None:
     """A search that asks a sampler and ends before bounds say that it may; two processes die."""
-    planner = Planner(task_of(graph, space=with_sampler(load_space("default"), "tpe"), seed=3))
-    options: dict[str, Any] = {"sampler": "tpe", "seed": 3, "trials": SAMPLED}
+    planner = Planner(task_of(graph, space=with_sampler(load_space("default"), "tpe"), sampler_seed=3))
+    options: dict[str, Any] = {"sampler": "tpe", "sampler_seed": 3, "trials": SAMPLED}
     opened = shared.replace("postgresql:", "postgresql+psycopg:")
     alone = api.search(graph, cluster=CLUSTER, global_batch_size=16, **options)
     assert len(planner.pool) > SAMPLED + 20

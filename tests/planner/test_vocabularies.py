@@ -32,7 +32,7 @@ A100 = "a100-sxm4-80gb:1x8"
 @cache
 def graph_of(spec: str, seq: int = 64, precision: PrecisionName = "bf16") -> Graph:
     source = resolve_model(spec, sequence_length=seq)
-    return api.trace_model(source.model, source.example_inputs, PRECISIONS[precision], name=source.name)
+    return api.trace(source.model, example_inputs=source.example_inputs, precision=precision, name=source.name)
 
 
 MIXED = "a100 and v100"

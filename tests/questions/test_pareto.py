@@ -16,8 +16,9 @@ from autopar.hardware.cluster import Cluster
 from autopar.hardware.scale import scaled
 from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.task import peak_bytes
+from autopar.questions.ask import Ask
 from autopar.questions.pareto import MEMORY_STEP, Point, front, parse_objectives, undominated
-from autopar.questions.sizing import Ask, sizes_of
+from autopar.questions.sizing import sizes_of
 from tests.questions.test_sizing import ASK, KIND, alone
 from tests.support.cli_runner import Run, run_fixture
 from tests.support.example_plans import llama_plan
@@ -138,19 +139,19 @@ def test_nothing_fits() -> None:
 @pytest.mark.slow
 def test_the_command_prints_a_row_for_each(run: Run) -> None:
     arguments = [
-        "search",
+        "pareto",
         "gpt:layers=2,hidden=64,heads=4,vocab=96,seq=32",
         "--cluster",
         "cpu:1x4",
         "--global-batch",
         "8",
     ]
-    result = run(*arguments, "--pareto", "time,devices", "--json")
+    result = run(*arguments, "--objectives", "time,devices", "--json")
     data = json.loads(result.out)
     assert data["front"][0]["plan"]
     assert [row["num_devices"] for row in data["front"]] == sorted(
         (row["num_devices"] for row in data["front"]), reverse=True
     )
-    text = run(*arguments, "--pareto", "time,devices").out
+    text = run(*arguments, "--objectives", "time,devices").out
     assert "memory left" in text
-    assert run(*arguments, "--pareto", "time").code == 2
+    assert run(*arguments, "--objectives", "time").code == 2

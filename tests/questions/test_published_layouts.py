@@ -83,7 +83,7 @@ def test_the_published_layout_is_a_candidate(name: str) -> None:
 def test_ours_is_beside_the_published_one_and_no_worse(run: Run, tmp_path: Path, pins: str, published: bool) -> None:
     path = tmp_path / "small.toml"
     path.write_text(SMALL.format(pins=pins, family="gpt"))
-    done = run("study", "run", path, "--space", "quick", "--json")
+    done = run("published", path, "--space", "quick", "--json")
     assert done.code == 0, done.err
     found = json.loads(done.out)
     assert found["published_over_autopar"] >= 1
@@ -96,14 +96,14 @@ def test_a_layout_that_does_not_fit_is_said(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "small.toml"
     text = SMALL.format(pins='["tp=1", "pp=1", "zero=0", "micro_batch=2", "recompute=none"]', family="gpt")
     path.write_text(text.replace("1GB", "421MB"))
-    done = run("study", "run", path, "--space", "quick")
+    done = run("published", path, "--space", "quick")
     assert done.code == 0, done.err
     assert "the published layout has no plan under this cost model" in done.out
     assert "not sure    everything" in done.out
 
 
 def test_studies_are_listed(run: Run) -> None:
-    done = run("study", "list")
+    done = run("published")
     assert done.code == 0
     assert all(name in done.out for name in study_files())
 
@@ -131,7 +131,7 @@ def test_an_unknown_study_is_told_the_known_ones(run: Run, monkeypatch: pytest.M
     monkeypatch.setattr(
         "autopar.questions.published_layouts.run_study", None
     )  # a space is looked for before the model is traced
-    assert "Unknown space 'vast'" in run("study", "run", "bloom-176b", "--space", "vast").error
+    assert "Unknown space 'vast'" in run("published", "bloom-176b", "--space", "vast").error
 
 
 def test_scaling_touches_what_it_names() -> None:

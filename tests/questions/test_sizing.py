@@ -13,7 +13,8 @@ from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.scale import scaled
 from autopar.plan.plan import Plan
-from autopar.questions.sizing import Ask, cheapest_cluster, largest_batch, longest_sequence, sizes_of, smallest_cluster
+from autopar.questions.ask import Ask
+from autopar.questions.sizing import cheapest_cluster, largest_batch, longest_sequence, sizes_of, smallest_cluster
 from autopar.questions.sweep import parse_sweep, sweep
 from tests.support.cli_runner import Run, run_fixture
 from tests.support.planner.graphs import llama_block, mlp
@@ -149,8 +150,8 @@ def test_no_larger_batch_is_tried_than_was_asked_about(most: int) -> None:
 @pytest.mark.slow
 def test_a_length_past_the_positions_of_a_model_is_not_said_to_be_too_large(run: Run) -> None:
     model = "hf:gpt2?n_layer=1&n_embd=32&n_head=2&n_positions=128&vocab_size=64"
-    asked = ("search", model, "--cluster", "cpu:1x2", "--global-batch", "2", "--space", "quick")
-    done = run(*asked, "--longest-sequence", "--sequence-step", "64")
+    asked = ("longest-sequence", model, "--cluster", "cpu:1x2", "--global-batch", "2", "--space", "quick")
+    done = run(*asked, "--step", "64")
     assert done.code == 0, done.err
     assert done.out.startswith("128 tokens\n")
     assert "192 tokens  the model takes no such length" in done.out
@@ -170,19 +171,19 @@ def test_a_malformed_sweep_is_refused(text: str) -> None:
         parse_sweep(text)
 
 
-MODEL = ("search", "gpt:layers=2,hidden=64,heads=4,vocab=128", "--cluster", "cpu:1x2", "--global-batch", "8")
+MODEL = ("gpt:layers=2,hidden=64,heads=4,vocab=128", "--cluster", "cpu:1x2", "--global-batch", "8")
 
 
 @pytest.mark.parametrize(
-    ("options", "value"),
+    ("verb", "options", "value"),
     [
-        (("--seq", "32", "--minimize", "devices", "--max-step-time", "10"), "cpu:1x1"),
-        (("--seq", "32", "--minimize", "price", "--price", "cpu=1"), "cpu:1x1"),
-        (("--seq", "32", "--largest-batch"), "8 samples"),
+        ("smallest-cluster", ("--max-step-time", "10"), "cpu:1x1"),
+        ("cheapest-cluster", ("--price", "cpu=1"), "cpu:1x1"),
+        ("largest-batch", (), "8 samples"),
     ],
 )
-def test_questions_in_the_shell(run: Run, options: tuple[str, ...], value: str) -> None:
-    done = run(*MODEL, "--space", "quick", *options, "--json")
+def test_questions_in_the_shell(run: Run, verb: str, options: tuple[str, ...], value: str) -> None:
+    done = run(verb, *MODEL, "--seq", "32", "--space", "quick", *options, "--json")
     assert done.code == 0, done.err
     found = json.loads(done.out)
     assert found["answer"] == value
@@ -192,8 +193,8 @@ def test_questions_in_the_shell(run: Run, options: tuple[str, ...], value: str) 
 
 @pytest.mark.slow
 def test_the_longest_sequence_in_the_shell(run: Run) -> None:
-    tight = [*MODEL[:3], "cpu:1x2?memory=425MB", *MODEL[4:], "--space", "quick", "--longest-sequence"]
-    done = run(*tight, "--sequence-step", "512", "--json", "-o", "plan.json")
+    tight = [*MODEL[:2], "cpu:1x2?memory=425MB", *MODEL[3:], "--space", "quick"]
+    done = run("longest-sequence", *tight, "--step", "512", "--json", "-o", "plan.json")
     assert done.code == 0, done.err
     found = json.loads(done.out)
     tokens = found["plan"]["model"]["tokens_per_sample"]
@@ -203,44 +204,52 @@ def test_the_longest_sequence_in_the_shell(run: Run) -> None:
 
 
 def test_a_sweep_in_the_shell(run: Run) -> None:
-    done = run(*MODEL, "--seq", "32", "--space", "quick", "--sweep", "link.bandwidth=0.5,1", "--json")
+    done = run("sweep", *MODEL, "--seq", "32", "--space", "quick", "--scale", "link.bandwidth=0.5,1", "--json")
     assert done.code == 0, done.err
     found = json.loads(done.out)
     assert [p["factor"] for p in found["plans"]] == [0.5, 1.0]
     assert found["plans"][1]["step_time_ratio"] == 1
-    text = run(*MODEL, "--seq", "32", "--space", "quick", "--sweep", "link.bandwidth=0.5,1")
+    text = run("sweep", *MODEL, "--seq", "32", "--space", "quick", "--scale", "link.bandwidth=0.5,1")
     assert text.out.splitlines()[0].startswith("link.bandwidth  ")
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("verb", "options", "message"),
     [
-        (("--minimize", "devices", "--largest-batch"), "different questions"),
-        (("--minimize", "time"), "Known: devices, price"),
-        (("--minimize", "price"), "Missing price of cpu"),
-        (("--longest-sequence", "--seq", "32"), "--seq 32 does not go with --longest-sequence"),
-        (("--sweep", "nic.bandwidth=2"), "Unknown number of a cluster 'nic.bandwidth'"),
-        (("--max-step-time", "1e-9"), "1e-09 s a step"),
-        (("--sweep", "link.bandwidth=1", "--trials", "3"), "--trials does not go with --sweep"),
-        (("--largest-batch", "--workers", "2"), "--workers does not go with"),
-        (("--minimize", "devices", "--price", "cpu=1"), "--price and --or-cluster do not go with --minimize"),
-        (("--or-cluster", "cpu:1x2"), "--price and --or-cluster do not go with"),
-        (
-            ("--minimize", "price", "--price", "cp=1"),
-            "Unknown device with a price 'cp'. Did you mean 'cpu'?",
-        ),
-        (
-            ("--pareto", "time,price", "--price", "cpu=1,h100=2"),
-            "Unknown device with a price 'h100'. Known: cpu",
-        ),
-        (("--minimize", "price", "--price", "cpu=1,cpu=2"), "The device in 'cpu=2' has two prices"),
-        (("--pareto", "time,memory", "--price", "cpu=1"), "--price does not go with --pareto"),
-        (("--sequence-step", "64"), "--sequence-step does not go without --longest-sequence"),
-        (("--sweep", "link.bandwidth=1", "--output", "plan.json"), "the plans of --sweep, one for each factor"),
-        (("--output", "no/plan.json"), "no/plan.json: no such file"),
+        ("cheapest-cluster", (), "Missing price of cpu"),
+        ("cheapest-cluster", ("--price", "cp=1"), "Unknown device with a price 'cp'. Did you mean 'cpu'?"),
+        ("cheapest-cluster", ("--price", "cpu=1,cpu=2"), "The device in 'cpu=2' has two prices"),
+        ("cheapest-cluster", ("--price", "cpu"), "'cpu' is not of the form DEVICE=NUMBER"),
+        ("sweep", ("--scale", "nic.bandwidth=2"), "Unknown number of a cluster 'nic.bandwidth'"),
+        ("search", ("--max-step-time", "1e-9"), "1e-09 s a step"),
+        ("pareto", ("--objectives", "time,price", "--price", "cpu=1,h100=2"), "Unknown device with a price 'h100'. Known: cpu"),
+        ("pareto", ("--price", "cpu=1"), "--price does not go with --objectives time,memory"),
+        ("smallest-cluster", ("--output", "no/plan.json"), "no/plan.json: no such file"),
     ],
-)
-def test_questions_that_make_no_sense(run: Run, options: tuple[str, ...], message: str) -> None:
-    done = run(*MODEL, *(("--seq", "32") if "--seq" not in options else ()), *options)
+)  # fmt: skip
+def test_questions_that_make_no_sense(run: Run, verb: str, options: tuple[str, ...], message: str) -> None:
+    done = run(verb, *MODEL, "--seq", "32", *options)
     assert done.code in (2, 3)
     assert message in done.error
+
+
+@pytest.mark.parametrize(
+    ("verb", "option"),
+    [
+        ("longest-sequence", "--seq=32"),
+        ("largest-batch", "--workers=2"),
+        ("sweep", "--output=plan.json"),
+        ("smallest-cluster", "--price=cpu=1"),
+        ("search", "--minimize=devices"),
+    ],
+)
+def test_a_verb_has_no_option_that_it_would_not_heed(run: Run, verb: str, option: str) -> None:
+    done = run(verb, *MODEL, option)
+    assert done.code == 2
+    assert f"No such option: {option.partition('=')[0]}" in done.err
+
+
+def test_a_factory_decides_the_length_of_its_sequences(run: Run) -> None:
+    done = run("longest-sequence", "my.models:net", *MODEL[1:])
+    assert done.code == 2
+    assert "a factory, which decides the length" in done.error

@@ -15,7 +15,7 @@ from autopar.models.resolve import resolve_model
 from autopar.plan.mesh import Mesh
 from autopar.runtime.job import stop
 from autopar.runtime.launch import launch
-from autopar.runtime.parallel_model import Parallel
+from autopar.runtime.parallel_model import ParallelModel
 from autopar.tracing.trace import trace
 from autopar.verification.against_one_device import adamw, loss_of
 from tests.support.distributed.plans import make_plan
@@ -36,13 +36,13 @@ def one_rank() -> Iterator[None]:
     stop()
 
 
-def parallel_of(subject: Any, device: str, **options: Any) -> Parallel:
+def parallel_of(subject: Any, device: str, **options: Any) -> ParallelModel:
     graph = trace(subject.build(), kwargs=subject.make_batch(2, seed=0))
     plan = make_plan(graph, Mesh(), global_batch_size=8, micro_batch_size=4)
     return launch(subject.build(), lambda: (replace(plan, **options), graph), device_type=device)
 
 
-def trained(parallel: Parallel, subject: Any, seeds: range) -> list[float]:
+def trained(parallel: ParallelModel, subject: Any, seeds: range) -> list[float]:
     optimizer = adamw(parallel.parameters())
     losses = []
     for seed in seeds:

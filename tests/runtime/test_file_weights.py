@@ -15,7 +15,7 @@ import autopar
 from autopar.errors import UsageError
 from autopar.graph.graph import Parameter, TensorSpec
 from autopar.runtime.job import start, stop
-from autopar.runtime.parallel_model import Parallel
+from autopar.runtime.parallel_model import ParallelModel
 from autopar.runtime.weights.from_files import FileWeights
 from autopar.runtime.weights.from_model import ModelWeights
 from tests.support.close import assert_close
@@ -67,7 +67,7 @@ def saved(folder: Path, **changes: Tensor | None) -> Net:
     return model
 
 
-def parallel(model: nn.Module, weights: Path) -> Parallel:
+def parallel(model: nn.Module, weights: Path) -> ParallelModel:
     return autopar.parallelize(model, weights=weights, cluster="cpu:1x1", example_inputs=BATCH, global_batch_size=8)
 
 

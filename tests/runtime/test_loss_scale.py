@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.api import trace_model
+from autopar import api
 from autopar.errors import UsageError
 from autopar.lower.program import lower
 from autopar.ops.sharded import partial_mean
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import BF16, FP16, Precision
 from autopar.runtime.job import start, stop
-from autopar.runtime.parallel_model import Parallel
+from autopar.runtime.parallel_model import ParallelModel
 from autopar.runtime.weights.from_model import ModelWeights
 from autopar.runtime.world import World
 from tests.support.distributed import scaled
@@ -36,13 +36,13 @@ def one_rank() -> Iterator[None]:
 
 @cache
 def planned(precision: Precision = FP16) -> Any:
-    graph = trace_model(SUBJECT.build(), SUBJECT.make_batch(2, seed=0), precision)
+    graph = api.trace(SUBJECT.build(), example_inputs=SUBJECT.make_batch(2, seed=0), precision=precision.name)
     return make_plan(graph, Mesh(), global_batch_size=8, micro_batch_size=8, precision=precision), graph
 
 
-def build(precision: Precision = FP16) -> Parallel:
+def build(precision: Precision = FP16) -> ParallelModel:
     plan, graph = planned(precision)
-    return Parallel(lower(plan, graph), World(plan.mesh, "cpu"), ModelWeights(SUBJECT.build(), 0))
+    return ParallelModel(lower(plan, graph), World(plan.mesh, "cpu"), ModelWeights(SUBJECT.build(), 0))
 
 
 def test_the_scale_falls_and_grows_as_torchs() -> None:

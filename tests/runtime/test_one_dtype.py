@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, spectral_norm
 
-from autopar.api import trace_model
+from autopar import api
 from autopar.errors import UsageError
 from autopar.graph.interpreter import evaluate
 from autopar.lower.program import lower
 from autopar.plan.mesh import Mesh
-from autopar.plan.plan import BF16, PRECISIONS
+from autopar.plan.plan import PRECISIONS
 from autopar.runtime.job import start, stop
-from autopar.runtime.parallel_model import Parallel
+from autopar.runtime.parallel_model import ParallelModel
 from autopar.runtime.weights.from_model import ModelWeights
 from autopar.runtime.world import World
 from autopar.tracing.trace import trace
@@ -83,9 +83,9 @@ def losses(model: nn.Module, precision: str) -> list[float]:
     """Of two steps of one rank."""
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
     recipe = PRECISIONS[precision]
-    graph = trace_model(model, {"x": x}, recipe)
+    graph = api.trace(model, example_inputs={"x": x}, precision=recipe.name)
     plan = make_plan(graph, Mesh(), global_batch_size=4, micro_batch_size=4, precision=recipe)
-    par = Parallel(lower(plan, graph), World(plan.mesh, "cpu"), ModelWeights(model, 0))
+    par = ParallelModel(lower(plan, graph), World(plan.mesh, "cpu"), ModelWeights(model, 0))
     return [par.train_step({"x": x}).item() for _ in range(2)]
 
 
@@ -96,7 +96,7 @@ def test_products_have_operands_in_one_dtype(kind: str, precision: str) -> None:
     torch.manual_seed(0)
     model, x, recipe = Mixed(OPS[kind]), torch.randn(2, 8), PRECISIONS[precision]
     dtype = getattr(torch, recipe.compute)
-    graph = trace_model(model, {"x": x}, recipe)
+    graph = api.trace(model, example_inputs={"x": x}, precision=recipe.name)
     parameters = {name: p.detach().to(dtype) for name, p in model.named_parameters()}
     found = evaluate(graph, {"x": x.to(dtype)}, parameters, dict(model.named_buffers()))
     assert found.item() == pytest.approx(model(x).item(), rel=5e-2 if precision == "bf16" else 1e-5)
@@ -134,7 +134,7 @@ def test_what_takes_two_dtypes_keeps_them() -> None:
         heads = x[:, None, None]
         return F.scaled_dot_product_attention(heads, heads, heads, attn_mask=row[:1, None])[:, 0, 0]
 
-    graph = trace_model(Mixed(masked), {"x": x}, BF16)
+    graph = api.trace(Mixed(masked), example_inputs={"x": x}, precision="bf16")
     attention = next(op for op in graph.ops if "attention" in op.target)
     assert {graph.spec(name).dtype for name in attention.operands} == {torch.bfloat16, torch.float32}
     model = Mixed(OPS["positions"])

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 import autopar
-from autopar.api import trace_model
+from autopar import api
 from autopar.errors import PlanError, RankFailedError, RuntimeMismatchError, UsageError
 from autopar.lower.program import lower
 from autopar.plan.mesh import Mesh
@@ -27,7 +27,7 @@ from autopar.plan.plan import BF16, PRECISIONS
 from autopar.runtime.job import start, stop
 from autopar.runtime.launch import launch
 from autopar.runtime.optimizer.checksum import checksums
-from autopar.runtime.parallel_model import Parallel
+from autopar.runtime.parallel_model import ParallelModel
 from autopar.runtime.step.gradients import BucketedSums, Held
 from autopar.runtime.weights.from_model import ModelWeights
 from autopar.runtime.world import World
@@ -52,9 +52,9 @@ def one_rank() -> Iterator[None]:
     stop()
 
 
-def build(**options: Any) -> Parallel:
+def build(**options: Any) -> ParallelModel:
     plan = make_plan(graph(), Mesh(), global_batch_size=8, micro_batch_size=2, **options)
-    return Parallel(lower(plan, graph()), World(plan.mesh, "cpu"), ModelWeights(SUBJECT.build(), 0))
+    return ParallelModel(lower(plan, graph()), World(plan.mesh, "cpu"), ModelWeights(SUBJECT.build(), 0))
 
 
 def test_trains_as_the_model_itself() -> None:
@@ -86,7 +86,7 @@ def test_names_are_those_of_checkpoints() -> None:
 def test_bf16_computes_low_and_stores_high() -> None:
     low = trace(SUBJECT.build().bfloat16(), kwargs=SUBJECT.make_batch(2, seed=0))
     plan = make_plan(low, Mesh(), global_batch_size=8, micro_batch_size=4, precision=BF16)
-    parallel = Parallel(lower(plan, low), World(plan.mesh, "cpu"), ModelWeights(SUBJECT.build(), 0))
+    parallel = ParallelModel(lower(plan, low), World(plan.mesh, "cpu"), ModelWeights(SUBJECT.build(), 0))
     batch = SUBJECT.make_batch(8, seed=0)
     loss = parallel.train_step(batch)
     assert loss.item() == pytest.approx(loss_of(SUBJECT.build()(**batch)).item(), rel=1e-2)
@@ -198,9 +198,9 @@ def test_what_a_step_cannot_take_is_refused() -> None:
 def test_inputs_that_need_gradients_are_refused() -> None:
     """They got those of one rank's samples."""
     torch.manual_seed(0)
-    traced = trace_model(Sides(), sides(torch.float32), PRECISIONS["fp32"])
+    traced = api.trace(Sides(), example_inputs=sides(torch.float32))
     plan = make_plan(traced, Mesh(), global_batch_size=4, micro_batch_size=2)
-    parallel = Parallel(lower(plan, traced), World(plan.mesh, "cpu"), ModelWeights(Sides(), 0))
+    parallel = ParallelModel(lower(plan, traced), World(plan.mesh, "cpu"), ModelWeights(Sides(), 0))
     given = sides(torch.float32)["sides"]
     given["left"].requires_grad_()
     for call in (parallel.train_step, lambda batch: parallel(**batch)):
@@ -219,8 +219,8 @@ def test_a_parallel_model_is_neither_copied_nor_taken_for_a_module() -> None:
     ):
         parallel.state_dict()
     assert not hasattr(parallel, "anything")
-    with pytest.raises(UsageError, match=r"The model is a Parallel, not a torch\.nn\.Module"):
-        trace_model(parallel, SUBJECT.make_batch(2, seed=0), PRECISIONS["fp32"])
+    with pytest.raises(UsageError, match=r"The model is a ParallelModel, not a torch\.nn\.Module"):
+        api.trace(parallel, example_inputs=SUBJECT.make_batch(2, seed=0))
 
 
 def test_states_of_the_models_own_optimizer_are_refused() -> None:
@@ -318,9 +318,9 @@ def test_a_scaler_of_a_steps_loss_is_refused() -> None:
 
 def test_the_norm_is_as_exact_as_the_parameters() -> None:
     model = SUBJECT.build().double()
-    fine = trace_model(model, SUBJECT.make_batch(8, seed=0), PRECISIONS["fp64"])
+    fine = api.trace(model, example_inputs=SUBJECT.make_batch(8, seed=0), precision="fp64")
     plan = make_plan(fine, Mesh(), global_batch_size=8, micro_batch_size=8, precision=PRECISIONS["fp64"])
-    parallel = Parallel(lower(plan, fine), World(plan.mesh, "cpu"), ModelWeights(model, 0))
+    parallel = ParallelModel(lower(plan, fine), World(plan.mesh, "cpu"), ModelWeights(model, 0))
     loss_of(model(**SUBJECT.make_batch(8, seed=0))).backward()
     parallel.train_step(SUBJECT.make_batch(8, seed=0))
     wanted = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item()
@@ -375,7 +375,7 @@ def test_parameters_may_be_frozen_after_the_plan_was_made_and_not_thawed() -> No
     model.transformer.wpe.weight.requires_grad_(False)
     known = trace(model, kwargs=SUBJECT.make_batch(2, seed=0), name=graph().name)
     plan = make_plan(known, Mesh(), global_batch_size=8, micro_batch_size=2)
-    parallel = Parallel(lower(plan, known), World(plan.mesh, "cpu"), ModelWeights(model, 0))
+    parallel = ParallelModel(lower(plan, known), World(plan.mesh, "cpu"), ModelWeights(model, 0))
     parallel.train_step(batch)
     dict(parallel.named_parameters())["transformer.wpe.weight"].requires_grad_(True)
     with pytest.raises(UsageError, match=r"transformer\.wpe\.weight cannot learn: frozen.*Set requires_grad"):
@@ -396,7 +396,7 @@ def test_hooks_on_parameters_that_would_not_be_called_are_refused() -> None:
 def test_an_optimizer_of_the_model_that_was_given_is_refused() -> None:
     """It has no gradients there, and torch passes over such: nothing would be learnt, and nothing said."""
     plan, model = make_plan(graph(), Mesh(), global_batch_size=8, micro_batch_size=2), SUBJECT.build()
-    parallel = Parallel(lower(plan, graph()), World(plan.mesh, "cpu"), ModelWeights(model, 0))
+    parallel = ParallelModel(lower(plan, graph()), World(plan.mesh, "cpu"), ModelWeights(model, 0))
     optimizer = adamw(model.parameters())
     parallel.train_step(SUBJECT.make_batch(8, seed=0))
     with pytest.raises(UsageError, match=r"AdamW has the parameters of the model before.*par\.parameters\(\)"):
@@ -407,7 +407,7 @@ def test_an_optimizer_of_the_model_that_was_given_is_refused() -> None:
 
 def test_attributes_that_change_after_the_plan_was_made_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
     plan, model = make_plan(graph(), Mesh(), global_batch_size=8, micro_batch_size=2), SUBJECT.build()
-    parallel = Parallel(lower(plan, graph()), World(plan.mesh, "cpu"), ModelWeights(model, 0))
+    parallel = ParallelModel(lower(plan, graph()), World(plan.mesh, "cpu"), ModelWeights(model, 0))
     batch = SUBJECT.make_batch(8, seed=0)
     model.eval()
     parallel.train_step(batch)
@@ -480,11 +480,11 @@ def test_weights_that_are_loaded_into_the_model_too_late_are_told_of(caplog: pyt
     batch = SUBJECT.make_batch(8, seed=0)
     other = {name: p * 0.5 for name, p in SUBJECT.build().state_dict().items()}
 
-    def told(load: Callable[[nn.Module, Parallel], object]) -> bool:
+    def told(load: Callable[[nn.Module, ParallelModel], object]) -> bool:
         caplog.clear()
         model = SUBJECT.build()
         plan = make_plan(graph(), Mesh(), global_batch_size=8, micro_batch_size=2)
-        parallel = Parallel(lower(plan, graph()), World(plan.mesh, "cpu"), ModelWeights(model, 0))
+        parallel = ParallelModel(lower(plan, graph()), World(plan.mesh, "cpu"), ModelWeights(model, 0))
         load(model, parallel)
         parallel.train_step(batch)
         return "parameters of the model have been written since autopar.parallelize (transformer.wte" in caplog.text
@@ -557,10 +557,10 @@ def test_models_and_batches_of_any_dtype_are_computed_in_the_plans(own: str, pre
     dtype = getattr(torch, own)
     model, batch = Sides().to(dtype), sides(dtype)
     recipe = PRECISIONS[precision]
-    traced = trace_model(model, batch, recipe)
+    traced = api.trace(model, example_inputs=batch, precision=recipe.name)
     assert {p.spec.dtype for p in traced.parameters} == {getattr(torch, recipe.compute)}
     plan = make_plan(traced, Mesh(), global_batch_size=4, micro_batch_size=2, precision=recipe)
-    parallel = Parallel(lower(plan, traced), World(plan.mesh, "cpu"), ModelWeights(model, 0))
+    parallel = ParallelModel(lower(plan, traced), World(plan.mesh, "cpu"), ModelWeights(model, 0))
     with pytest.raises(UsageError, match="Leave out scale: what was no tensor"):
         parallel.train_step(batch)
     found = parallel.train_step({"sides": batch["sides"]})
@@ -598,9 +598,9 @@ def test_an_evaluation_has_no_dropout_and_knows_what_it_does_not_know(
 ) -> None:
     torch.manual_seed(0)
     model, batch = Noisy(kind), {"x": torch.randn(4, 8)}
-    traced = trace_model(model, batch, PRECISIONS["fp32"], opaque=opaque, global_batch_size=4)
+    traced = api.trace(model, example_inputs=batch, opaque=opaque, global_batch_size=4)
     plan = make_plan(traced, Mesh(), global_batch_size=4, micro_batch_size=4)
-    parallel = Parallel(lower(plan, traced), World(plan.mesh, "cpu"), ModelWeights(model, 0))
+    parallel = ParallelModel(lower(plan, traced), World(plan.mesh, "cpu"), ModelWeights(model, 0))
     if value:
         with pytest.raises(UsageError, match=f"cannot be evaluated.*{value}.* Put par.full_state_dict"):
             parallel.evaluate(batch)

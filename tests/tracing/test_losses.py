@@ -15,8 +15,7 @@ from autopar.graph.graph import Graph
 from autopar.graph.interpreter import evaluate
 from autopar.models.graph_for_plan import for_batch
 from autopar.plan.tensor_types import P
-from autopar.planner.request import samples_apart
-from autopar.planner.sharding.batch_axis import mixes_samples, solve_batch
+from autopar.planner.sharding.batch_axis import mixes_samples, samples_apart, solve_batch
 from autopar.tracing.trace import trace
 from tests.support.close import assert_close
 

@@ -52,8 +52,8 @@ def test_rows_that_fail_are_reported_beside_the_others(run: Run, tmp_path: Path)
     found = json.loads(done.out)
     assert done.code == 1
     assert found["failed_rows"] == len(FAULTS)
-    assert [row["row"] for row in found["runs"]] == [2, 3, 4, 5, 6, 7]
-    errors = {row["row"]: row["error"] for row in found["runs"] if "error" in row}
+    assert [row["row"] for row in found["rows"]] == [2, 3, 4, 5, 6, 7]
+    errors = {row["row"]: row["error"] for row in found["rows"] if "error" in row}
     assert set(errors) == set(FAULTS)
     for row, said in (
         (2, "Did you mean 'h100-sxm5-80gb'"),
@@ -63,8 +63,8 @@ def test_rows_that_fail_are_reported_beside_the_others(run: Run, tmp_path: Path)
     ):
         assert said in errors[row]
         assert f"row {row}" in errors[row]
-    whole = {row["row"]: row for row in json.loads(run("validate", OWN, "--json").out)["runs"]}
-    assert [row for row in found["runs"] if "error" not in row] == [whole[row] for row in (6, 7)]
+    whole = {row["row"]: row for row in json.loads(run("validate", OWN, "--json").out)["rows"]}
+    assert [row for row in found["rows"] if "error" not in row] == [whole[row] for row in (6, 7)]
     for text in (page.read_text(), html.read_text()):
         assert "4 of 6 rows failed" in text
         assert "column layers" in text
@@ -88,3 +88,20 @@ def test_a_table_of_which_nothing_can_be_predicted_has_no_scores(run: Run, tmp_p
     done = run("validate", path, "--calibrate", "all", "-o", tmp_path)
     assert done.code == 2
     assert "4 timed runs" in done.error
+
+
+def test_fitted_profiles_are_printed_unless_a_folder_is_named(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkout: Path
+) -> None:
+    shipped = {path.name: path.read_bytes() for path in (checkout / "profiles").glob("*.toml")}
+    done = run("validate", "--calibrate", "all", OWN)
+    assert done.code == 0, done.err
+    assert "# h100-sxm5-80gb.toml\n" in done.out
+    assert "autopar validate --calibrate" in done.out
+    assert {path.name: path.read_bytes() for path in (checkout / "profiles").glob("*.toml")} == shipped
+    folder = tmp_path / "fitted"
+    done = run("validate", "--calibrate", "all", OWN, "--out", folder, "--json")
+    assert "profiles" not in json.loads(done.out)
+    assert (folder / "h100-sxm5-80gb.toml").exists()
+    assert list(tmp_path.iterdir()) == [folder]
+    assert "--out goes with --calibrate alone" in run("validate", OWN, "--out", folder).error

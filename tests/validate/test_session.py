@@ -37,7 +37,7 @@ def test_every_row_is_expressed_and_reported(session: Session) -> None:
     assert [found.name for found in outcome.scores] == ["made", "made (1)", "made (2)", "other", "all"]
     assert outcome.scores[0].runs == 3
     text = json.loads(json.dumps(outcome.to_dict(session)))
-    assert [row["name"] for row in text["runs"]] == [run.name for run in session.runs]
+    assert [row["name"] for row in text["rows"]] == [run.name for run in session.runs]
     assert markdown(outcome.scores).count("\n") == 6
     page = render_html(outcome.scores, [replace(r, name="<b>") for r in session.runs], outcome.predictions)
     assert "<b>" not in page

@@ -16,7 +16,7 @@ from autopar.plan.mesh import Mesh
 from autopar.plan.tensor_types import I, P, R, S
 from autopar.rules.apply.apply import BATCH
 from autopar.runtime.job import start, stop
-from autopar.runtime.parallel_model import Parallel
+from autopar.runtime.parallel_model import ParallelModel
 from autopar.runtime.weights.from_model import ModelWeights
 from autopar.runtime.world import World
 from autopar.verification.against_one_device import in_dtype
@@ -53,7 +53,7 @@ def recorded() -> Iterator[tuple[Trail, Tape, Tape, dict[Ref, torch.Tensor]]]:
         )
         for side in (0, 1)
     )
-    parallel = Parallel(lower(plan, traced()), World(plan.mesh, "cpu"), ModelWeights(SUBJECT.build(), 0))
+    parallel = ParallelModel(lower(plan, traced()), World(plan.mesh, "cpu"), ModelWeights(SUBJECT.build(), 0))
     tape = attach(parallel, here)
     parallel.train_step(batch)
     one = OneDevice(trail.whole, SUBJECT.build())

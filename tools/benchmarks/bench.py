@@ -20,7 +20,7 @@ from autopar.lower.program import lower
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import Plan
 from autopar.plan.tensor_types import I, S, Type
-from autopar.runtime.parallel_model import Parallel
+from autopar.runtime.parallel_model import ParallelModel
 from autopar.runtime.weights.from_model import ModelWeights
 from autopar.runtime.world import World
 from autopar.tracing.trace import trace
@@ -82,7 +82,7 @@ def megatron(graph: Graph) -> dict[str, tuple[Type, ...]]:
 
 
 def ours(plan: Plan, graph: Graph) -> rivals.Step:
-    parallel = Parallel(lower(plan, graph), World(plan.mesh, "cpu"), ModelWeights(build_model(), 0))
+    parallel = ParallelModel(lower(plan, graph), World(plan.mesh, "cpu"), ModelWeights(build_model(), 0))
     return parallel.train_step, rivals.updater(parallel.parameters())
 
 

@@ -28,7 +28,7 @@ from autopar.models.resolve import ModelSource, resolve_model
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import BF16, FP32, Precision
 from autopar.runtime.job import start, stop
-from autopar.runtime.parallel_model import Parallel
+from autopar.runtime.parallel_model import ParallelModel
 from autopar.runtime.weights.from_model import ModelWeights
 from autopar.runtime.world import World
 from autopar.util.files import write_json
@@ -46,7 +46,7 @@ def ours(source: ModelSource, graph: Graph, precision: Precision, batch: int, mi
     )
     world = World(plan.mesh, device)
     program = lower(plan, graph, device=world.device, rank=world.rank)
-    parallel = Parallel(program, world, ModelWeights(source.build(), 0))
+    parallel = ParallelModel(program, world, ModelWeights(source.build(), 0))
     return parallel.train_step, updater(parallel.parameters())
 
 
@@ -129,8 +129,12 @@ def run(options: argparse.Namespace, device: str) -> dict[str, Any]:
     source = resolve_model(options.model, sequence_length=options.sequence)
     found = {}
     for precision in (FP32, BF16):
-        graph = api.trace_model(
-            source.model, source.example_inputs, precision, name=source.name, global_batch_size=options.batch
+        graph = api.trace(
+            source.model,
+            example_inputs=source.example_inputs,
+            precision=precision.name,
+            name=source.name,
+            global_batch_size=options.batch,
         )
         programs = {"autopar": ours(source, graph, precision, options.batch, options.micro_batch, device)}
         if precision is FP32:

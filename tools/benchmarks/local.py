@@ -23,7 +23,7 @@ from statistics import median
 from typing import Any
 
 from autopar.benchmark.batches import Launch, Outcome, local_ranks
-from autopar.benchmark.local import Wish, on_cluster
+from autopar.benchmark.local import BenchmarkRequest, on_cluster
 from autopar.benchmark.rank_links import LinkTask, measured_cluster
 from autopar.benchmark.rank_runs import QUIET_PROFILER, Job, read_result, write_job
 from autopar.errors import AutoparError
@@ -126,26 +126,26 @@ def measure(options: argparse.Namespace) -> list[tuple[str, Setting, Outcome | N
             continue
         with ExitStack() as stack:
             if setting.rate is None:
-                launch = stack.enter_context(local_ranks(setting.num_ranks, timeout_s=options.timeout))
+                launch = stack.enter_context(local_ranks(setting.num_ranks, run_timeout_s=options.timeout))
             else:
                 launch = through(options.netcluster, setting, options.timeout)
             cluster = cluster_of(setting, machine_profile(cache_dir=options.cache), launch, options.out)
             for name, model in MODELS.items():
                 if options.models and not any(part in name for part in options.models):
                     continue
-                wish = Wish(
+                request = BenchmarkRequest(
                     model=model,
                     num_ranks=setting.num_ranks,
                     sample=options.sample if setting.rate is None else options.slow_sample,
                     rounds=options.rounds if setting.rate is None else 1,
                     warm_up=2 if setting.rate is None else 1,
                     slowest=None if setting.rate is None else SLOWEST,
-                    timeout_s=options.timeout,
+                    run_timeout_s=options.timeout,
                 )
                 file = options.out / f"{name} {setting.file_name}.json".replace(" ", "-")
                 start, is_new = time.monotonic(), not file.is_file()
                 try:
-                    outcome: Outcome | None = on_cluster(wish, cluster, launch, results=file)
+                    outcome: Outcome | None = on_cluster(request, cluster, launch, results=file)
                 except AutoparError as error:
                     print(f"{name}, {setting.name}: {error}", flush=True)
                     outcome = None

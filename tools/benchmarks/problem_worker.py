@@ -13,6 +13,7 @@ it prints: every question in a copy of this process, so that memory and caches a
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import math
 import multiprocessing
@@ -55,26 +56,31 @@ def found(name: str, *modules: str) -> Any:
 
 def plan_of(problem: Mapping[str, Any], graph: Any, cluster: Any, limit_s: float) -> Any:
     """The plan of a search by this process alone."""
-    return found("search", "autopar.api")(graph, timeout_s=limit_s, workers=1, **asked(problem, cluster))
+    search = found("search", "autopar.api")
+    takes = inspect.signature(search).parameters
+    limit = next((name for name in ("search_timeout_s", "timeout_s") if name in takes), "timeout_s")
+    return search(graph, **{limit: limit_s}, workers=1, **asked(problem, cluster))
 
 
 def evaluations_of(
     problem: Mapping[str, Any], graph: Any, cluster: Any
 ) -> Iterator[tuple[Any, Callable[[], float | str]]]:
     """Every candidate of the pool, with what evaluates it: seconds of its best plan, or the reason why it has none."""
-    homes = (f"{PLANNER}.request", "autopar.wish", f"{PLANNER}.task", "autopar.api")
+    homes = ("autopar.request", f"{PLANNER}.request", "autopar.wish", f"{PLANNER}.task", "autopar.api")
     task_of = found("task_of", *homes)
     try:
         wish_type = found("Request", *homes)
     except ImportError:
         wish_type = found("Wish", *homes)
     given = asked(problem, cluster)
+    has_cluster = any(field.name == "cluster" for field in fields(wish_type))
+    where = {"cluster": given.pop("cluster")} if has_cluster else {}
+    given.pop("cluster", None)
     wish = wish_type(
-        example_inputs=None, global_batch_size=given["global_batch_size"], pins=given["pins"],
-        precision=given["precision"], optimizer="adamw", space=given["space"], name="", cache_dir=None, loss_fn=None,
-        opaque=(),
-    )  # fmt: skip
-    planner = found("Planner", f"{PLANNER}.planner")(task_of(graph, cluster, wish, None))
+        example_inputs=None, optimizer="adamw", name="", cache_dir=None, loss_fn=None, opaque=(), **where, **given
+    )
+    task = task_of(graph, wish) if has_cluster else task_of(graph, cluster, wish, None)
+    planner = found("Planner", f"{PLANNER}.planner")(task)
 
     def evaluate(candidate: Any) -> float | str:
         evaluation = planner.evaluator.evaluate(candidate)
@@ -93,11 +99,14 @@ def graph_of(problem: Mapping[str, Any]) -> Any:
     source = found("resolve_model", "autopar.models.resolve", "autopar.models")(
         problem["model"], sequence_length=problem["sequence"]
     )
+    about = {"global_batch_size": problem["batch"], "name": problem["model"]}
+    try:
+        trace_model = found("trace_model", "autopar.api", "autopar.tracing")
+    except ImportError:
+        trace = found("trace", "autopar.api")
+        return trace(source.model, example_inputs=source.example_inputs, precision=problem["precision"], **about)
     precision = found("PRECISIONS", "autopar.api", "autopar.wish")[problem["precision"]]
-    trace_model = found("trace_model", "autopar.api", "autopar.tracing")
-    return trace_model(
-        source.model, source.example_inputs, precision, global_batch_size=problem["batch"], name=problem["model"]
-    )
+    return trace_model(source.model, source.example_inputs, precision, **about)
 
 
 def reads(graph_file: Path) -> bool:
@@ -286,7 +295,13 @@ def main() -> int:
     if home is None or Path(home).parents[1].resolve() != Path(tree).resolve():
         raise SystemExit(f"The package comes from {home}, not from {tree}. Put the tree first in PYTHONPATH.")
     importlib.import_module("autopar.api")  # and what its verbs import when they are called: so that no import is timed
-    for module in (f"{PLANNER}.planner", f"{PLANNER}.request", f"{PLANNER}.studies.workers", "scipy.optimize"):
+    for module in (
+        f"{PLANNER}.planner",
+        f"{PLANNER}.request",
+        f"{PLANNER}.task",
+        f"{PLANNER}.studies.workers",
+        "scipy.optimize",
+    ):
         with suppress(ModuleNotFoundError):
             importlib.import_module(module)
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w")

@@ -20,7 +20,7 @@ from autopar.util.files import write_text
 HEAD = """# Studies
 
 Written by `python -m tools.benchmarks.studies --page docs/studies.md`; do not edit. Published layouts as problems
-(`search/studies/*.toml`, each with its source and what is not sure about it). `autopar study run NAME` searches a plan for
+(`search/studies/*.toml`, each with its source and what is not sure about it). `autopar published NAME` searches a plan for
 the same model, cluster and batch in the default space, lets the search fill in what the published layout leaves open, and
 prints both under one cost model. The gap is between our plan and the lower bound on every plan of the space.
 

@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from autopar import api
-from autopar.cli.commands.verify import DEFAULT_SAMPLES
 from autopar.errors import AutoparError
 from autopar.graph.attention import is_attention, is_scores
 from autopar.graph.graph import Graph, Op
@@ -35,6 +34,7 @@ from autopar.verification.against_one_device import (
     VerifyReport,
     verify,
 )
+from autopar.verification.described_model import DEFAULT_SAMPLES
 from autopar.verification.rank_pool import WorkerPool
 from autopar.verification.verified_model import VerifiedModel
 
@@ -189,7 +189,7 @@ def attempt(layout: str, subject: VerifiedModel, graph: Graph, pool: WorkerPool)
             pins=(LAYOUTS | EXPERT_LAYOUTS | SEQUENCE_LAYOUTS)[layout],
             trials=64,
         )
-        report: VerifyReport = verify(subject, plan, graph, pool=pool, timeout_s=180.0)
+        report: VerifyReport = verify(subject, plan, graph, pool=pool, run_timeout_s=180.0)
     except (AutoparError, *USER_FAILURES) as error:
         return Result(error=said(error))
     return result_of(plan, report)

@@ -27,7 +27,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from autopar import api
-from autopar.cli.commands.verify import DEFAULT_SAMPLES
 from autopar.errors import AutoparError, VerificationError
 from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
@@ -35,6 +34,7 @@ from autopar.hardware.scale import with_free_links
 from autopar.models.resolve import resolve_model
 from autopar.plan.plan import Plan
 from autopar.verification.against_one_device import PRELOAD, verify
+from autopar.verification.described_model import DEFAULT_SAMPLES
 from autopar.verification.rank_pool import WorkerPool
 from autopar.verification.verified_model import VerifiedModel
 from tools.campaigns.models import LAYOUTS, RANKS, USER_FAILURES, Result, result_of, said, splits
@@ -139,7 +139,7 @@ def run_type(kind: str, pool: WorkerPool | None) -> Outcome:
             found.results[layout] = Result(error=plan)
             continue
         try:
-            report = verify(subject, plan, found.graph, pool=pool, timeout_s=VERIFY_LIMIT_S, find="never")
+            report = verify(subject, plan, found.graph, pool=pool, run_timeout_s=VERIFY_LIMIT_S, find="never")
             found.results[layout] = result_of(plan, report)
         except AutoparError as error:
             found.results[layout] = Result(error=said(error))

@@ -36,7 +36,7 @@ def run(case: Case, rank: int, record: Any) -> int:
     from autopar.lower.program import lower
     from autopar.runtime.guard.replicas import EVERY
     from autopar.runtime.job import stop
-    from autopar.runtime.parallel_model import Parallel
+    from autopar.runtime.parallel_model import ParallelModel
     from autopar.runtime.weights.from_model import ModelWeights
     from autopar.runtime.world import World
     from tools.fakes.watch import Watch
@@ -53,7 +53,7 @@ def run(case: Case, rank: int, record: Any) -> int:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             stack.enter_context(Watch(record))
             record.phase = "build"
-            parallel = Parallel(program, world, ModelWeights(model, 0))
+            parallel = ParallelModel(program, world, ModelWeights(model, 0))
             parallel._calls._group = None  # the others, whom no number comes from
             optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3, **case.options)
             scaler = parallel.grad_scaler(enabled=case.scales) if case.precision == "fp16" else None
@@ -217,10 +217,21 @@ def _traced(model: str, precision: str, layers: int, length: int | None) -> tupl
     if model in {"remembering", "unusual"}:
         subject: Any = RememberingSubject(statistics=True) if model == "remembering" else UnusualSubject("resting")
         batch = subject.make_batch(BATCH, seed=0)
-        graph = api.trace_model(subject.build(), subject.make_batch(2, seed=0), recipe, global_batch_size=BATCH)
+        graph = api.trace(
+            subject.build(),
+            example_inputs=subject.make_batch(2, seed=0),
+            precision=recipe.name,
+            global_batch_size=BATCH,
+        )
         return subject.build, batch, graph
     source = resolve_model(model.format(layers=layers), sequence_length=length)
-    graph = api.trace_model(source.model, source.example_inputs, recipe, name=source.name, global_batch_size=BATCH)
+    graph = api.trace(
+        source.model,
+        example_inputs=source.example_inputs,
+        precision=recipe.name,
+        name=source.name,
+        global_batch_size=BATCH,
+    )
     given, batch = source.make_batch(BATCH), dict[str, torch.Tensor]()
     for leaf in graph.inputs:
         value = given[leaf.name]

@@ -113,7 +113,7 @@ def run_predictions(out: Path, settings: Sequence[Setting] = ()) -> bool:
         print(f"  no {out / PROFILE}: by the shipped profile alone")
     device_type, found = measure_device().type, []
     for setting in settings or SETTINGS:
-        with local_ranks(1, timeout_s=setting.wish.timeout_s) as launch:
+        with local_ranks(1, run_timeout_s=setting.request.run_timeout_s) as launch:
             found.append(compare(setting, clusters, launch, device_type=device_type, folder=out / "parts"))
         write_text(
             out / "gpu.md", page(found, identity()), make_folder=True
@@ -128,15 +128,15 @@ def run_predictions(out: Path, settings: Sequence[Setting] = ()) -> bool:
 def run_rank(out: Path, settings: Sequence[Setting] = ()) -> bool:
     """One rank of plans for eight, whose collectives move nothing: its compute and memory; ``FOLDER/rank.json``."""
     from autopar.benchmark.gpu.one_device import SETTINGS
-    from autopar.benchmark.local import Wish, run_local
+    from autopar.benchmark.local import BenchmarkRequest, run_local
     from autopar.benchmark.tables import render
 
     first = (settings or SETTINGS)[0]
-    wish = Wish(
+    request = BenchmarkRequest(
         model=first.model, num_ranks=RANKS, as_rank=0, global_batch_size=RANKS * first.global_batch_size, sample=SAMPLE,
         sequence=first.sequence, precision=first.precision, rounds=first.rounds, steps=first.steps, warm_up=1,
     )  # fmt: skip
-    outcome = run_local(wish, results=out / "parts" / "rank.json")
+    outcome = run_local(request, results=out / "parts" / "rank.json")
     write_json(out / "rank.json", outcome.to_dict())
     print("  " + render(outcome).replace("\n", "\n  "))
     return not outcome.score.failures

@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 
-from autopar import api
 from autopar.benchmark.batches import Launch, Outcome, benchmark
 from autopar.benchmark.chosen_plans import Advance, variants
-from autopar.benchmark.local import Wish, one_device_pins, task_of
+from autopar.benchmark.local import BenchmarkRequest, one_device_pins, task_of
 from autopar.benchmark.rank_runs import Job
 from autopar.benchmark.score import Row
 from autopar.hardware.cluster import Cluster
@@ -25,6 +24,7 @@ from autopar.hardware.read import MachineProfile, load_library, profile_to_dict
 from autopar.measure import timers as measure
 from autopar.measure.operators import OperatorFile
 from autopar.models.resolve import resolve_model
+from autopar.planner.planner import Planner, operator_calls
 from autopar.util.files import write_toml
 
 DTYPES = {"cuda": (torch.bfloat16, torch.float16, torch.float32), "cpu": (torch.float32,)}
@@ -51,12 +51,12 @@ class Setting:
         return f"{self.precision}-{self.sequence}"
 
     @property
-    def wish(self) -> Wish:
+    def request(self) -> BenchmarkRequest:
         """As the benchmark's command has it."""
-        return Wish(
+        return BenchmarkRequest(
             model=self.model, num_ranks=1, global_batch_size=self.global_batch_size, space=self.space,
             sequence=self.sequence, precision=self.precision, rounds=self.rounds, steps=self.steps, warm_up=1,
-            timeout_s=600.0,
+            run_timeout_s=600.0,
         )  # fmt: skip
 
 
@@ -135,12 +135,7 @@ def write_profile(
     calls: dict[str, None] = {}
     for setting in settings:
         source = resolve_model(setting.model, sequence_length=setting.sequence)
-        calls |= dict.fromkeys(
-            api.operator_calls(
-                source.model, example_inputs=source.example_inputs, name=source.name, cluster=cluster,
-                global_batch_size=setting.global_batch_size, precision=setting.precision, space=setting.space,  # type: ignore[arg-type]
-            )
-        )  # fmt: skip
+        calls |= dict.fromkeys(operator_calls(Planner(task_of(setting.request, source, cluster, setting.precision))))
     file.measure(list(calls), device, progress=advance)
     tables = measured_tables(machine, device, where)
     note = f"{where}: medians of warm calls, one operator at a time"
@@ -172,24 +167,26 @@ def compare(
         clusters: of one device, by the name of their profile; plans are made for the first.
         launch: of one rank.
     """
-    wish, outcomes = setting.wish, {}
-    source = resolve_model(wish.model, sequence_length=wish.sequence)
+    request, outcomes = setting.request, {}
+    source = resolve_model(request.model, sequence_length=request.sequence)
     for name, cluster in clusters.items():
-        task = task_of(wish, source, cluster, wish.precision)
-        choice = variants([task], one_device_pins(task.space, wish))
+        task = task_of(request, source, cluster, request.precision)
+        choice = variants([task], one_device_pins(task.space, request))
         job = Job(
             source=source,
             graphs={task.precision.name: task.graph},
             plans={},
             device_type=device_type,
-            rounds=wish.rounds,
-            steps=wish.steps,
-            warm_up=wish.warm_up,
-            timeout_s=wish.timeout_s,
+            rounds=request.rounds,
+            steps=request.steps,
+            warm_up=request.warm_up,
+            collective_timeout_s=request.run_timeout_s,
             alone=True,
         )
         results = folder / f"{setting.name}.json"  # plans do not depend on the profile: the second finds all measured
-        outcomes[name] = benchmark(job, choice, launch, title=wish.title, results=results, batch=BATCH, advance=advance)
+        outcomes[name] = benchmark(
+            job, choice, launch, title=request.title, results=results, batch=BATCH, advance=advance
+        )
     return Comparison(setting=setting, outcomes=outcomes)
 
 

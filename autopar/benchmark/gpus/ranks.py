@@ -18,7 +18,7 @@ from autopar.benchmark.gpus.cases import BATCH, LENGTH, Case, cases_of
 from autopar.models.resolve import ModelSource, resolve_model
 from autopar.runtime.guard.shared_samples import EVERY
 from autopar.runtime.job import start, stop
-from autopar.runtime.parallel_model import Parallel
+from autopar.runtime.parallel_model import ParallelModel
 from autopar.util.files import write_json
 from autopar.verification.reference import adamw, loss_of
 
@@ -107,7 +107,7 @@ def job_size(device: str) -> int:
     return dist.get_world_size()
 
 
-def _parallel(source: ModelSource, device: str, case: Case) -> Parallel:
+def _parallel(source: ModelSource, device: str, case: Case) -> ParallelModel:
     """The plan is for what the ranks stand on."""
     size = job_size(device)
     return parallelize(
@@ -135,7 +135,7 @@ def _error(found: Tensor, wanted: Tensor) -> float:
     return float((found.double() - wide).abs().max() / wide.abs().max().clamp(min=1e-30))
 
 
-def _syncs(parallel: Parallel, batch: dict[str, Tensor]) -> int | None:
+def _syncs(parallel: ParallelModel, batch: dict[str, Tensor]) -> int | None:
     """How often the host waits for the device in a step whose batch is compared with those of other ranks; None without a GPU.
 
     Of a batch on the host and of one on the device, the larger number.
@@ -147,7 +147,7 @@ def _syncs(parallel: Parallel, batch: dict[str, Tensor]) -> int | None:
     return max(_waits(parallel, given) for given in (batch, there))
 
 
-def _waits(parallel: Parallel, batch: dict[str, Tensor]) -> int:
+def _waits(parallel: ParallelModel, batch: dict[str, Tensor]) -> int:
     parallel._shared._calls = EVERY
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -159,7 +159,7 @@ def _waits(parallel: Parallel, batch: dict[str, Tensor]) -> int:
     return sum("synchronizing CUDA operation" in str(one.message) for one in said)
 
 
-def _step_s(parallel: Parallel, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor]) -> float:
+def _step_s(parallel: ParallelModel, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor]) -> float:
     """The median of a few steps, optimizer included."""
     found = []
     for _ in range(TIMED):

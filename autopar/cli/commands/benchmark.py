@@ -37,13 +37,15 @@ Space = Annotated[str, typer.Option(metavar="NAME|FILE", help="What may be chose
 Sample = Annotated[
     int | None, typer.Option("--sample", min=1, metavar="N", help="So many candidates, drawn; all if not given.")
 ]
-Seed = Annotated[int, typer.Option("--seed", metavar="N", help="Of the sample.")]
+SampleSeed = Annotated[int, typer.Option("--sample-seed", metavar="N", help="Of the drawn candidates.")]
 Rounds = Annotated[int, typer.Option(min=1, metavar="N", help="Turns of each plan.")]
 Steps = Annotated[int, typer.Option(min=1, metavar="N", help="Timed steps of a turn.")]
 Fresh = Annotated[
     bool, typer.Option("--fresh", help="Measure this machine's speed now; without it, when that was over 6 hours ago.")
 ]
-Timeout = Annotated[float, typer.Option(min=1, metavar="S", help="A batch of plans is killed after it.")]
+RunTimeout = Annotated[
+    float, typer.Option("--run-timeout", min=1, metavar="S", help="A batch of plans is killed after it.")
+]
 Output = Annotated[
     Path | None,
     typer.Option("-o", "--output", metavar="FILE", help="Keep measurements here; a run that stopped goes on."),
@@ -58,7 +60,7 @@ def local(
     as_rank: AsRank = None,
     space: Space = "default",
     sample: Sample = None,
-    seed: Seed = 0,
+    sample_seed: SampleSeed = 0,
     seq: Sequence_ = None,
     precision: PrecisionOption = "fp32",
     optimizer: Optimizer = "adamw",
@@ -66,7 +68,7 @@ def local(
     rounds: Rounds = 3,
     steps: Steps = 3,
     fresh: Fresh = False,
-    timeout: Timeout = 300,
+    run_timeout: RunTimeout = 300,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
@@ -76,34 +78,34 @@ def local(
     With a GPU: one device, every micro-batch, recompute and precision of the space; or, with --as-rank, one rank of plans
     without a pipeline for --ranks devices.
     """
-    from autopar.benchmark.local import Wish, run_local
+    from autopar.benchmark.local import BenchmarkRequest, run_local
     from autopar.benchmark.rank_runs import QUIET_PROFILER
     from autopar.benchmark.tables import render
     from autopar.util.files import check_writable
 
     if output is not None:
         check_writable(output, make_folder=True)
-    wish = Wish(
+    request = BenchmarkRequest(
         model=model,
         num_ranks=ranks,
         global_batch_size=global_batch,
         space=space,
         sample=sample,
-        seed=seed,
+        sample_seed=sample_seed,
         sequence=seq,
         precision=precision,
         optimizer=optimizer,
         pins=tuple(split_pins(pin or ())),
         rounds=rounds,
         steps=steps,
-        timeout_s=timeout,
+        run_timeout_s=run_timeout,
         fresh=fresh,
         as_rank=as_rank,
     )
     for name, value in QUIET_PROFILER.items():
         os.environ.setdefault(name, value)
     with progress("reading the model") as advance:
-        outcome: Outcome = run_local(wish, results=output, cache_dir=cache_dir(), advance=advance)
+        outcome: Outcome = run_local(request, results=output, cache_dir=cache_dir(), advance=advance)
     if as_json:
         print_json(outcome.to_dict())
     else:

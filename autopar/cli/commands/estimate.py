@@ -13,6 +13,7 @@ from autopar.cli.options import (
     Pin,
     PrecisionOption,
     Sequence_,
+    Space,
     split_pins,
 )
 
@@ -26,6 +27,7 @@ def estimate(
     optimizer: Optimizer = "adamw",
     pin: Pin = None,
     opaque: Opaque = None,
+    space: Space = "default",
     output: Output = None,
     as_json: Json = False,
 ) -> None:
@@ -41,6 +43,6 @@ def estimate(
         optimizer=optimizer,
         pins=split_pins(pin or ()),
         opaque=opaque or [],
-        options={},
+        space=space,
     )
     give(plan, output, as_json)

@@ -1,198 +1,280 @@
-"""What ``autopar search`` does for ``--minimize``, ``--sweep``, ``--pareto``, ``--longest-sequence`` and ``--largest-batch``."""
+"""Other questions to the planner than the fastest plan: a verb each."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from autopar.cli.console import cache_dir, print_json, print_text, progress
-from autopar.cli.graph_cache import traced
-from autopar.cli.options import is_factory
+import typer
+
+from autopar.cli.console import kept_dir, print_json, print_text, progress
+from autopar.cli.make_plan import Output, check_output, save
+from autopar.cli.options import (
+    ClusterOption,
+    GlobalBatch,
+    Json,
+    MaxStepTime,
+    Model,
+    Opaque,
+    Optimizer,
+    Pin,
+    PrecisionOption,
+    Sequence_,
+    Space,
+    split_pins,
+)
 from autopar.errors import UsageError
 
 if TYPE_CHECKING:
-    from autopar.graph.graph import Graph
-    from autopar.plan.plan import Plan
-    from autopar.questions.sizing import Ask
+    from collections.abc import Callable
+    from pathlib import Path
 
-SEQUENCE_STEP = 1024
-"""Tokens by which the longest sequence is told, if nothing is said."""
+    from autopar.questions.ask import Ask
+    from autopar.questions.sizing import Answer
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """The options of ``autopar search`` that ask for something else than the fastest plan."""
-
-    minimize: str | None = None
-    prices: tuple[str, ...] = ()
-    others: tuple[str, ...] = ()
-    sweep: str | None = None
-    pareto: str | None = None
-    longest_sequence: bool = False
-    sequence_step: int | None = None
-    largest_batch: bool = False
-
-    @property
-    def asked(self) -> tuple[str, ...]:
-        """The options that ask."""
-        given = {
-            "--minimize": self.minimize is not None,
-            "--sweep": self.sweep is not None,
-            "--pareto": self.pareto is not None,
-            "--longest-sequence": self.longest_sequence,
-            "--largest-batch": self.largest_batch,
-        }
-        return tuple(name for name, is_given in given.items() if is_given)
-
-    def check(self) -> None:
-        """Refuse options that do not go together: none is passed over in silence.
-
-        Raises:
-            UsageError: names the option.
-        """
-        if len(self.asked) > 1:
-            raise UsageError(f"{' and '.join(self.asked)} are different questions", fix="Ask one of them at a time")
-        if self.minimize not in (None, "devices", "price"):
-            raise UsageError.unknown("quantity to minimize", self.minimize, ("devices", "price"), where="--minimize")
-        if (self.prices or self.others) and self.minimize != "price" and self.pareto is None:
-            raise UsageError(
-                "--price and --or-cluster do not go with "
-                + (
-                    f"--minimize {self.minimize}"
-                    if self.minimize
-                    else (self.asked or ("the search for the fastest plan",))[0]
-                ),
-                fix="Leave them out, or ask for --minimize price or --pareto",
-            )
-        if self.prices and self.pareto is not None and "price" not in self.pareto:
-            raise UsageError(
-                f"--price does not go with --pareto {self.pareto}",
-                fix=f"Leave it out, or ask for --pareto {self.pareto},price",
-            )
-        if self.sequence_step is not None and not self.longest_sequence:
-            raise UsageError(
-                "--sequence-step does not go without --longest-sequence", fix="Leave it out, or add --longest-sequence"
-            )
+LargestCluster = Annotated[
+    str, typer.Option("--cluster", metavar="CLUSTER", help="The largest that is considered: DEVICE:NODESxPER_NODE.")
+]
+LargestBatch = Annotated[
+    int, typer.Option("--global-batch", min=1, metavar="N", help="The largest that is considered.")
+]
+Price = Annotated[
+    list[str] | None, typer.Option(metavar="DEVICE=P", help="Of one device for an hour; repeatable, one for each kind.")
+]
+OrCluster = Annotated[
+    list[str] | None, typer.Option(metavar="CLUSTER", help="A cluster to choose from too, up to all of it; repeatable.")
+]
+Scale = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME=F,F,...",
+        help="A number of the cluster and its factors, as link.bandwidth=0.5,1,2; also link.latency, node.bandwidth, "
+        "network.bandwidth, device.memory, device.bandwidth, device.matmul, device.launch.",
+    ),
+]
+Objectives = Annotated[
+    str,
+    typer.Option(metavar="A,B,...", help="Two or more of time, memory (left over), devices, price (with --price)."),
+]
+Step = Annotated[int, typer.Option(min=1, metavar="N", help="Tokens by which sequences grow.")]
 
 
-def answer(
-    question: Question,
-    model: str,
-    *,
-    cluster: str,
-    global_batch_size: int,
-    sequence: int | None,
-    precision: str,
-    optimizer: str,
-    pins: list[str],
-    opaque: list[str],
-    space: str,
-    max_step_time_s: float | None,
-    as_json: bool,
-) -> Plan | None:
-    """Ask, print, and return the plan of the answer where there is one (of a front the fastest).
+def smallest_cluster(
+    model: Model,
+    cluster: LargestCluster,
+    global_batch: GlobalBatch,
+    seq: Sequence_ = None,
+    precision: PrecisionOption = "fp32",
+    optimizer: Optimizer = "adamw",
+    pin: Pin = None,
+    opaque: Opaque = None,
+    space: Space = "default",
+    max_step_time: MaxStepTime = None,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """Find the fewest devices with a plan within --max-step-time."""
+    from autopar.questions.sizing import smallest_cluster as answer
 
-    Raises:
-        AutoparError: of the question or the search.
-    """
-    from autopar.planner.branch_and_bound.process_group import cores
-    from autopar.questions import sizing as questions
+    _answer(answer, output, as_json, model=model, cluster=cluster, global_batch=global_batch, seq=seq, precision=precision,
+            optimizer=optimizer, pin=pin, opaque=opaque, space=space, max_step_time=max_step_time)  # fmt: skip
 
-    if question.longest_sequence and (sequence is not None or is_factory(model)):
+
+def cheapest_cluster(
+    model: Model,
+    cluster: LargestCluster,
+    global_batch: GlobalBatch,
+    price: Price = None,
+    or_cluster: OrCluster = None,
+    seq: Sequence_ = None,
+    precision: PrecisionOption = "fp32",
+    optimizer: Optimizer = "adamw",
+    pin: Pin = None,
+    opaque: Opaque = None,
+    space: Space = "default",
+    max_step_time: MaxStepTime = None,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """Find the cluster on which a step costs least within --max-step-time."""
+    from autopar.questions.sizing import cheapest_cluster as cheapest
+    from autopar.questions.sizing import parse_prices
+
+    prices = parse_prices(price or ())
+
+    def answer(ask: Ask) -> Answer:
+        return cheapest(ask, prices, or_cluster or ())
+
+    _answer(answer, output, as_json, model=model, cluster=cluster, global_batch=global_batch, seq=seq, precision=precision,
+            optimizer=optimizer, pin=pin, opaque=opaque, space=space, max_step_time=max_step_time)  # fmt: skip
+
+
+def longest_sequence(
+    model: Model,
+    cluster: ClusterOption,
+    global_batch: GlobalBatch,
+    step: Step = 1024,
+    precision: PrecisionOption = "fp32",
+    optimizer: Optimizer = "adamw",
+    pin: Pin = None,
+    opaque: Opaque = None,
+    space: Space = "default",
+    max_step_time: MaxStepTime = None,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """Find the longest sequence with a plan, in multiples of --step tokens."""
+    from autopar.models.described import is_factory
+    from autopar.questions.sizing import longest_sequence as longest
+
+    if is_factory(model):
         raise UsageError(
-            "The longest sequence cannot be searched for a factory, which decides the length"
-            if is_factory(model)
-            else f"--seq {sequence} does not go with --longest-sequence",
-            fix="Name a model as hf:TYPE or gpt:..." if is_factory(model) else "Leave one of them out",
+            "The longest sequence cannot be searched for a factory, which decides the length",
+            fix="Name a model as hf:TYPE or gpt:...",
+        )
+
+    def answer(ask: Ask) -> Answer:
+        return longest(ask, step=step)
+
+    _answer(answer, output, as_json, model=model, cluster=cluster, global_batch=global_batch, seq=None, precision=precision,
+            optimizer=optimizer, pin=pin, opaque=opaque, space=space, max_step_time=max_step_time)  # fmt: skip
+
+
+def largest_batch(
+    model: Model,
+    cluster: ClusterOption,
+    global_batch: LargestBatch,
+    seq: Sequence_ = None,
+    precision: PrecisionOption = "fp32",
+    optimizer: Optimizer = "adamw",
+    pin: Pin = None,
+    opaque: Opaque = None,
+    space: Space = "default",
+    max_step_time: MaxStepTime = None,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """Find the largest batch that fits without gradient accumulation, of divisors and multiples of the number of devices."""
+    from autopar.questions.sizing import largest_batch as answer
+
+    _answer(answer, output, as_json, model=model, cluster=cluster, global_batch=global_batch, seq=seq, precision=precision,
+            optimizer=optimizer, pin=pin, opaque=opaque, space=space, max_step_time=max_step_time)  # fmt: skip
+
+
+def sweep(
+    model: Model,
+    cluster: ClusterOption,
+    global_batch: GlobalBatch,
+    scale: Scale,
+    seq: Sequence_ = None,
+    precision: PrecisionOption = "fp32",
+    optimizer: Optimizer = "adamw",
+    pin: Pin = None,
+    opaque: Opaque = None,
+    space: Space = "default",
+    max_step_time: MaxStepTime = None,
+    as_json: Json = False,
+) -> None:
+    """Find the fastest plan with a number of the cluster times each factor."""
+    from autopar.questions.answers_as_text import render_sweep, sweep_summary
+    from autopar.questions.sweep import parse_sweep
+    from autopar.questions.sweep import sweep as swept_over
+
+    name, factors = parse_sweep(scale)
+    with progress("reading the model") as advance:
+        ask = _ask(advance, model=model, cluster=cluster, global_batch=global_batch, seq=seq, precision=precision,
+                   optimizer=optimizer, pin=pin, opaque=opaque, space=space, max_step_time=max_step_time)  # fmt: skip
+        swept = swept_over(ask, name, factors)
+    _print(as_json, lambda: sweep_summary(name, swept), lambda: render_sweep(name, swept))
+
+
+def pareto(
+    model: Model,
+    cluster: ClusterOption,
+    global_batch: GlobalBatch,
+    objectives: Objectives = "time,memory",
+    price: Price = None,
+    or_cluster: OrCluster = None,
+    seq: Sequence_ = None,
+    precision: PrecisionOption = "fp32",
+    optimizer: Optimizer = "adamw",
+    pin: Pin = None,
+    opaque: Opaque = None,
+    space: Space = "default",
+    max_step_time: MaxStepTime = None,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """Find the plans that no other one beats in all objectives; -o writes the fastest of them."""
+    from autopar.questions.answers_as_text import front_summary, render_front
+    from autopar.questions.pareto import front, parse_objectives
+    from autopar.questions.sizing import parse_prices
+
+    check_output(output)
+    wanted, prices = parse_objectives(objectives), parse_prices(price or ())
+    if prices and "price" not in wanted:
+        raise UsageError(
+            f"--price does not go with --objectives {objectives}",
+            fix=f"Leave it out, or ask for --objectives {objectives},price",
         )
     with progress("reading the model") as advance:
-        ask = questions.Ask(
-            graph_at=_tracer(model, precision, opaque),
-            cluster=cluster,
-            global_batch_size=global_batch_size,
-            sequence=sequence,
-            pins=tuple(pins),
-            precision=precision,
-            optimizer=optimizer,
-            space=space,
-            max_step_time_s=max_step_time_s,
-            opaque=tuple(opaque),
-            cache_dir=cache_dir() or Path.home() / ".cache" / "autopar",
-            progress=advance,
-            processes=cores(),
-        )
-        text, data, plan = _answered(question, ask)
+        ask = _ask(advance, model=model, cluster=cluster, global_batch=global_batch, seq=seq, precision=precision,
+                   optimizer=optimizer, pin=pin, opaque=opaque, space=space, max_step_time=max_step_time)  # fmt: skip
+        points = front(ask, wanted, prices, or_cluster or ())
+    _print(as_json, lambda: front_summary(points), lambda: render_front(points))
+    if output is not None:
+        save(points[0].plan, output)
+
+
+def _answer(answer: Callable[[Ask], Answer], output: Path | None, as_json: bool, **given: Any) -> None:
+    """Ask, print the answer and write its plan."""
+    from autopar.questions.answers_as_text import answer_summary, render_answer
+
+    check_output(output)
+    with progress("reading the model") as advance:
+        found = answer(_ask(advance, **given))
+    _print(as_json, lambda: answer_summary(found), lambda: render_answer(found))
+    if output is not None:
+        save(found.plan, output)
+
+
+def _ask(
+    advance: Callable[[str, int, int], None],
+    *,
+    model: str,
+    cluster: str,
+    global_batch: int,
+    seq: int | None,
+    precision: str,
+    optimizer: str,
+    pin: list[str] | None,
+    opaque: list[str] | None,
+    space: str,
+    max_step_time: float | None,
+) -> Ask:
+    """The options that all questions have."""
+    from autopar.planner.branch_and_bound.process_group import cores
+    from autopar.questions.ask import Ask, tracer
+
+    names = tuple(opaque or ())
+    return Ask(
+        graph_at=tracer(model, precision=precision, opaque=names, cache_dir=kept_dir()),
+        cluster=cluster,
+        global_batch_size=global_batch,
+        sequence=seq,
+        pins=tuple(split_pins(pin or ())),
+        precision=precision,
+        optimizer=optimizer,
+        space=space,
+        max_step_time_s=max_step_time,
+        opaque=names,
+        cache_dir=kept_dir(),
+        progress=advance,
+        processes=cores(),
+    )
+
+
+def _print(as_json: bool, summary: Callable[[], object], text: Callable[[], str]) -> None:
     if as_json:
-        print_json(data)
+        print_json(summary())
     else:
-        print_text(text)
-    return plan
-
-
-def _answered(question: Question, ask: Ask) -> tuple[str, Any, Plan | None]:
-    """The answer as text and as JSON, and its plan."""
-    from autopar.questions import answers_as_text as report
-    from autopar.questions import sizing as questions
-
-    if question.sweep is not None:
-        from autopar.questions.sweep import parse_sweep, sweep
-
-        name, factors = parse_sweep(question.sweep)
-        swept = sweep(ask, name, factors)
-        return report.render_sweep(name, swept), report.sweep_summary(name, swept), None
-    if question.pareto is not None:
-        from autopar.questions.pareto import front, parse_objectives
-
-        points = front(ask, parse_objectives(question.pareto), _prices(question.prices), question.others)
-        return report.render_front(points), report.front_summary(points), points[0].plan
-    if question.minimize == "price":
-        found = questions.cheapest_cluster(ask, _prices(question.prices), question.others)
-    elif question.minimize == "devices":
-        found = questions.smallest_cluster(ask)
-    elif question.longest_sequence:
-        found = questions.longest_sequence(ask, step=question.sequence_step or SEQUENCE_STEP)
-    else:
-        found = questions.largest_batch(ask)
-    return report.render_answer(found), report.answer_summary(found), found.plan
-
-
-def _tracer(model: str, precision: str, opaque: Sequence[str]) -> Callable[[int, int | None], Graph]:
-    """Traces at each length once; a graph in which samples meet once for each batch too."""
-
-    @cache
-    def at_batch(samples: int, tokens: int | None) -> Graph:
-        return traced(model, sequence=tokens, precision=precision, opaque=opaque, global_batch_size=samples)
-
-    free: dict[int | None, Graph] = {}
-
-    def at(samples: int, tokens: int | None) -> Graph:
-        if tokens not in free:
-            graph = at_batch(samples, tokens)
-            if graph.exact:
-                return graph
-            free[tokens] = graph
-        return free[tokens]
-
-    return at
-
-
-def _prices(texts: Sequence[str]) -> dict[str, float]:
-    prices: dict[str, float] = {}
-    for text in (part for given in texts for part in given.split(",")):
-        name, equals, value = text.partition("=")
-        if name.strip() in prices:
-            raise UsageError(f"The device in '{text}' has two prices", where="--price", fix="Leave one of them out")
-        try:
-            prices[name.strip()] = float(value)
-        except ValueError:
-            equals = ""
-        if not equals:
-            raise UsageError(
-                f"'{text}' is not of the form DEVICE=NUMBER",
-                where="--price",
-                fix="Write for example h100-sxm5-80gb=2.5",
-            )
-    return prices
+        print_text(text())

@@ -21,11 +21,11 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Print a plan; or draw it as HTML or as a trace."""
-    from autopar.plan.file import load_plan
+    from autopar.plan.plan import Plan
     from autopar.plan.text import render_plan
     from autopar.report.json_summary import plan_summary
 
-    plan = load_plan(plan_file)
+    plan = Plan.load(plan_file)
     if html is not None:
         from autopar.report.html import render_html
 
@@ -46,10 +46,10 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Compare two plans: predictions side by side, then every choice that differs."""
-    from autopar.plan.file import load_plan
+    from autopar.plan.plan import Plan
     from autopar.report.compare import comparison, render_comparison
 
-    one, other = load_plan(before), load_plan(after)
+    one, other = Plan.load(before), Plan.load(after)
     if as_json:
         print_json(comparison(one, other))
     else:

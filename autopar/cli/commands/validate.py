@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from autopar.cli.console import print_json, print_text, progress, warn, write_report
 from autopar.cli.options import Json
 from autopar.errors import UsageError
-
-if TYPE_CHECKING:
-    from autopar.validate.robust_fit import Fit
-    from autopar.validate.session import Session
 
 Files = Annotated[
     list[Path] | None, typer.Argument(metavar="RUNS.csv...", help="Measured runs; see docs/validation.md.")
@@ -29,7 +25,10 @@ Calibrate = Annotated[
     list[str] | None,
     typer.Option("--calibrate", metavar="SOURCE", help="Fit the profiles' free parameters to these sources, or all."),
 ]
-Output = Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="Where calibrated profiles are written.")]
+Out = Annotated[
+    Path | None,
+    typer.Option("-o", "--out", metavar="DIR", help="Write calibrated profiles here; without it they are printed."),
+]
 Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a scatter of all runs.")]
 Markdown = Annotated[Path | None, typer.Option("--markdown", metavar="FILE", help="Write the figures.")]
 Before = Annotated[
@@ -45,7 +44,7 @@ def validate(
     from_run: FromRun = None,
     leave_one_out: LeaveOneOut = False,
     calibrate: Calibrate = None,
-    output: Output = Path("profiles"),
+    out: Out = None,
     html: Html = None,
     markdown: Markdown = None,
     before: Before = None,
@@ -58,40 +57,47 @@ def validate(
     if from_run is not None:
         _from_run(from_run, files or [], as_json)
         return
+    if out is not None:
+        _check_out(out, calibrate)
     _check(files or (), before, [path for path in (html, markdown) if path is not None],
            is_plain=markdown is not None and not leave_one_out and not calibrate)  # fmt: skip
     from autopar.validate.pages.blind import page, read_before, words_of
     from autopar.validate.pages.document import document
-    from autopar.validate.pages.report import failures, parameters_table, render_html, worst
-    from autopar.validate.pages.report import markdown as table
-    from autopar.validate.runs import read_rows
-    from autopar.validate.scores import evaluate
-    from autopar.validate.session import predictable
+    from autopar.validate.pages.report import render_html
+    from autopar.validate.validation import validated
 
     earlier = None if before is None else read_before(before)
-    rows = tuple(row for path in files or () for row in read_rows(path))
     with progress("reading runs") as advance:
-        session, failed = predictable(rows, place=", ".join(map(str, files or ())), progress=advance)
-        session, fitted = _calibrated(session, calibrate, output) if calibrate else (session, None)
-        outcome = evaluate(session, leave_one_out=leave_one_out, failed=failed)
+        found = validated(files or (), sources=calibrate or (), leave_one_out=leave_one_out, progress=advance)
+        session, outcome = found.session, found.outcome
         compared = None
         if before is not None and earlier is not None:
             compared = page(session, outcome, earlier, advance, words_of(before))
     if html is not None:
-        write_report(html, render_html(outcome.scores, session.runs, outcome.predictions, failed))
+        write_report(html, render_html(outcome.scores, session.runs, outcome.predictions, outcome.failed))
     if markdown is not None:
         write_report(markdown, compared or document(session, outcome, leave_one_out=leave_one_out))
+    for path in found.write_profiles(out) if out is not None else ():
+        warn(f"wrote {path}")
     if as_json:
-        print_json(outcome.to_dict(session))
+        print_json(found.to_dict(with_profiles=out is None))
     else:
-        shown = [table(outcome.scores)]
-        if fitted is not None:
-            shown.append(parameters_table(fitted.values, session.start, fitted.num_seen))
-        shown.append("missed most:\n" + "\n".join(worst(session.runs, outcome.predictions)))
-        shown.append("\n".join(failures(failed, len(rows))))
-        print_text("\n\n".join(shown))
-    if failed:
+        print_text(found.text(with_profiles=out is None))
+    if outcome.failed:
         raise typer.Exit(1)
+
+
+def _check_out(folder: Path, calibrate: list[str] | None) -> None:
+    """Refuse a folder that is not asked for, or cannot be written.
+
+    Raises:
+        UsageError: it is one of these.
+    """
+    from autopar.util.files import check_writable
+
+    if not calibrate:
+        raise UsageError("--out goes with --calibrate alone", fix="Leave it out, or add --calibrate SOURCE")
+    check_writable(folder / "profile.toml", make_folder=True)
 
 
 def _check(files: Sequence[Path], before: Path | None, written: Sequence[Path], *, is_plain: bool) -> None:
@@ -111,22 +117,6 @@ def _check(files: Sequence[Path], before: Path | None, written: Sequence[Path], 
         )
     for path in written:
         check_writable(path)
-
-
-def _calibrated(session: Session, sources: Sequence[str], folder: Path) -> tuple[Session, Fit]:
-    """Fit, write the profiles to ``folder``, and the session under them."""
-    from autopar.util.files import check_writable
-    from autopar.validate.scores import calibrate, write_profile
-
-    check_writable(folder / "profile.toml", make_folder=True)
-    runs = session.runs
-    profiles, fitted, rows = calibrate(session, sources)
-    for name, profile in profiles.items():
-        path = folder / f"{name}.toml"
-        write_profile(profile, path)
-        warn(f"wrote {path}")
-    devices = {runs[i].device for i in rows}
-    return session.under({d: profiles[session.profiles[d].device.name] for d in devices}), fitted
 
 
 def _from_run(folder: Path, files: list[Path], as_json: bool) -> None:

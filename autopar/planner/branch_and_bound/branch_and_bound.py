@@ -327,8 +327,8 @@ class BranchAndBound:
         return result is not None and result.settles(self._cutoff_s())
 
     def _is_late(self) -> bool:
-        timeout_s = self.limits.timeout_s
-        return self.group.is_stopped or (timeout_s is not None and time.monotonic() - self._start >= timeout_s)
+        most_s = self.limits.search_timeout_s
+        return self.group.is_stopped or (most_s is not None and time.monotonic() - self._start >= most_s)
 
     def _report(self) -> None:
         if self.progress is not None and self.group.rank == 0:

@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import signal
 import tempfile
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Collection, Hashable
@@ -24,6 +25,8 @@ from types import TracebackType
 from typing import TypeVar
 
 import numpy as np
+import torch
+import torch.distributed as dist
 
 T = TypeVar("T")
 
@@ -46,6 +49,12 @@ def available() -> bool:
 def cores() -> int:
     """Cores on which this process may run, at most :data:`MAX_PROCESSES`; one where processes cannot be copied."""
     return min(MAX_PROCESSES, len(os.sched_getaffinity(0))) if available() else 1
+
+
+def idle_cores() -> int:
+    """As :func:`cores`; one where copies of this process would not know of its threads, devices or other ranks."""
+    is_busy = torch.cuda.is_initialized() or (dist.is_available() and dist.is_initialized())  # type: ignore[no-untyped-call]
+    return cores() if threading.active_count() == 1 and not is_busy else 1
 
 
 class ProcessGroup:

@@ -14,7 +14,7 @@ from fractions import Fraction
 from operator import contains
 
 from autopar.errors import RuleError
-from autopar.graph.compact import Compact
+from autopar.graph.compact import Compact, compact
 from autopar.graph.graph import Graph, Mutation, Op, Parameter, Ref
 from autopar.ops.region import region_of
 from autopar.plan.tensor_types import I, P, R, S, Type
@@ -110,6 +110,15 @@ def solve_batch(compact: Compact, *, parts: int | None = None) -> Typing:
         compact.graph.passes[key] = _solved(compact, Fraction(parts or compact.graph.batch_size))
     found: Typing = compact.graph.passes[key]
     return found
+
+
+def samples_apart(graph: Graph) -> None:
+    """Nothing, where no sample of a batch has to do with another up to the loss.
+
+    Raises:
+        RuleError: two meet; its place says where.
+    """
+    solve_batch(compact(graph))
 
 
 def _solved(compact: Compact, size: Fraction) -> Typing:

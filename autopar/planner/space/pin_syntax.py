@@ -1,4 +1,4 @@
-"""One pin: what kinds there are, and how they are read (the table is in :mod:`autopar.planner.space.pins`)."""
+"""One pin: what kinds there are, and how they are read (the table is in :mod:`autopar.planner.space.pin_kinds`)."""
 
 from __future__ import annotations
 

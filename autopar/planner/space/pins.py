@@ -1,23 +1,6 @@
 """Pins: constraints that a person puts on the plan, respected exactly.
 
-| pin                                             | holds                                              |
-|-------------------------------------------------|----------------------------------------------------|
-| ``tp=4``, ``cp<=2``, ``pp!=8``, ``micro_batch>=2`` | a degree, ``zero``, ``virtual_stages`` ...       |
-| ``ep=4``, ``ep_data=2``                         | experts split over 4 ranks, 2 of the data axes     |
-| ``vocab_multiple=128``, ``vocab_multiple=1``    | of each rank's rows of a vocabulary, padded to it  |
-| ``bucket_bytes=1048576``, ``bucket_bytes<=999`` | bytes of gradients that are summed together        |
-| ``schedule=1F1B``                               | the pipeline schedule (also ``!=``)                |
-| ``precision=bf16``                              | the precision                                      |
-| ``offload=optimizer``, ``offload=none``          | what lives on the host                             |
-| ``offload=activations``, ``offload=activations@layers.0-11`` | likewise what blocks keep for backward |
-| ``groups=1-0``                                  | the order of the node groups of a mixed cluster    |
-| ``data_shares=3-1``, ``data_shares=equal``      | samples that a rank of each node group takes at once |
-| ``cp_attention=ring``                           | how attention runs under cp: gather, ulysses, ring |
-| ``recompute=full``, ``recompute=full@layers.0-11`` | of every block, or of the blocks of a selector  |
-| ``stage@layers.0-7=0``, ``stage@lm_head=3``     | the pipeline stage of the selected blocks          |
-| ``model.layers.*.mlp.up_proj.weight=tp:S(0)``   | the type at rest of parameters, by a name pattern  |
-| ``opaque=encoder.router``                       | a module runs as it is written (path, pattern, class) |
-
+What kinds there are says the table of :mod:`~autopar.planner.space.pin_kinds`, which ``autopar pins`` prints.
 Pins stand in options, in a file (``--pin @FILE``, one in a line, ``#`` before a remark) and at modules of the model
 (:mod:`autopar.pins.on_modules`); where two speak of one block, options win over modules, and later ones over earlier ones.
 
@@ -47,6 +30,20 @@ from autopar.planner.space.pin_syntax import (
     StagePin,
     parse_pin,
 )
+
+
+def replaced(pins: Iterable[str], others: Sequence[str]) -> list[str]:
+    """The pins with ``others`` in place of those that are about the same.
+
+    >>> replaced(["tp<=4", "recompute=full@layers.0-3"], ["tp=8"])
+    ['recompute=full@layers.0-3', 'tp=8']
+    """
+    about = {_subject(pin) for pin in others}
+    return [*(pin for pin in pins if _subject(pin) not in about), *others]
+
+
+def _subject(pin: str) -> str:
+    return re.split(r"[<>=!]", pin, maxsplit=1)[0].strip()
 
 
 def select_blocks(graph: Graph, selector: str, *, pin: str) -> tuple[int, ...]:

@@ -5,7 +5,6 @@ What the times of a study depend on is its identity: two searches share a study 
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import pickle
@@ -24,6 +23,7 @@ from autopar.planner.branch_and_bound.process_group import available
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.task import Limits, Task
 from autopar.rules.check.missing import OwnRule, own_rules
+from autopar.util.sources import PACKAGE, sources
 
 if TYPE_CHECKING:
     from autopar.planner.studies.study import Study
@@ -163,13 +163,6 @@ def _log(folder: Path, number: int) -> Path:
     return folder / f"worker{number}.log"
 
 
-PACKAGE = Path(__file__).resolve().parents[2]
-"""The folder of autopar."""
-
-_NOT_PRICED = ("cli", "report", "runtime", "lower", "benchmark", "validate", "measure", "verification")
-"""Folders of the package that no time depends on."""
-
-
 def identity(task: Task) -> dict[str, str]:
     """By name what a study is of, with a hash where a name does not say all of it. Equal on every machine."""
     graph, cluster = task.graph, task.cluster
@@ -198,13 +191,3 @@ def _graph(graph: Graph) -> str:
     parts += [(buffer.name, buffer.fqn, buffer.spec) for buffer in graph.buffers]
     parts += [(op.name, op.target, op.args, op.kwargs, op.outputs, op.layouts) for op in (*graph.prelude, *graph.ops)]
     return digest(repr(parts))
-
-
-def sources() -> str:
-    """A hash of the code that makes graphs and times: searches by different versions must not mix."""
-    found = hashlib.sha256()
-    for path in sorted(PACKAGE.rglob("*.py")):
-        name = path.relative_to(PACKAGE)
-        if name.parts[0] not in _NOT_PRICED:
-            found.update(f"{name.as_posix()}\n".encode() + path.read_bytes())
-    return found.hexdigest()[:16]

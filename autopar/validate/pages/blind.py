@@ -325,14 +325,14 @@ def words_of(before: Path) -> Words:
 
 
 def read_before(path: Path) -> tuple[Score, ...]:
-    """The scores that an earlier ``autopar validate --json`` printed.
+    """The scores that an earlier ``autopar validate --json`` printed; older releases called them ``scores``.
 
     Raises:
         UsageError: the file has none.
     """
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return tuple(Score(**score) for score in found["scores"])
+        return tuple(Score(**score) for score in found["summary" if "summary" in found else "scores"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
             "This is not what 'autopar validate --json' printed of these runs",

@@ -27,7 +27,7 @@ from autopar.runtime.guard.failure_watch import Alarm
 from autopar.runtime.guard.replicas import EVERY
 from autopar.runtime.launch import launch
 from autopar.runtime.monitor import MEASURED_STEPS, WARM_UP_STEPS
-from autopar.runtime.parallel_model import Parallel
+from autopar.runtime.parallel_model import ParallelModel
 from autopar.runtime.step.fsdp import fsdp_modules
 from autopar.runtime.step.gradients import local_part
 from autopar.runtime.weights.from_model import ModelWeights
@@ -38,7 +38,7 @@ from tests.support.distributed.subjects import HfSubject
 Batch = Mapping[str, Tensor]
 
 
-def _alarmed(subject: HfSubject, plan: Plan, graph: Graph, path: Path) -> Parallel:
+def _alarmed(subject: HfSubject, plan: Plan, graph: Graph, path: Path) -> ParallelModel:
     """One that soon finds out what other ranks do; what is logged goes to the file."""
     logging.getLogger("autopar").addHandler(logging.FileHandler(path))
     with mock.patch("autopar.runtime.parallel_model.Alarm", partial(Alarm, poll_s=0.05, grace_s=0.2)):
@@ -119,7 +119,7 @@ def left_alone() -> str:
     return ""
 
 
-def called_back(parallel: Parallel, batch: Batch, *, fails: bool) -> None:
+def called_back(parallel: ParallelModel, batch: Batch, *, fails: bool) -> None:
     """A backward that fails in its middle."""
     loss = parallel(**batch)
     with ExitStack() as stack:
@@ -129,7 +129,7 @@ def called_back(parallel: Parallel, batch: Batch, *, fails: bool) -> None:
         loss.backward()
 
 
-def clipped_to(parallel: Parallel, *, fails: bool) -> None:
+def clipped_to(parallel: ParallelModel, *, fails: bool) -> None:
     """A norm that cannot be made."""
     with ExitStack() as stack:
         if fails:
@@ -205,10 +205,10 @@ def failing_build(subject: HfSubject, plan: Plan, graph: Graph, folder: str) -> 
             time.sleep(30.0)  # as if it had been caught; the others end before
 
 
-def build(subject: HfSubject, plan: Plan, graph: Graph, seed: int = 0) -> Parallel:
+def build(subject: HfSubject, plan: Plan, graph: Graph, seed: int = 0) -> ParallelModel:
     world = World(plan.mesh, "cpu")
     program = lower(plan, graph, rank=world.rank)
-    return Parallel(program, world, ModelWeights(subject.build(), seed), seed=seed)
+    return ParallelModel(program, world, ModelWeights(subject.build(), seed), seed=seed)
 
 
 def train_beside_other_groups(
@@ -283,7 +283,7 @@ def gradients_both_ways(subject: HfSubject, plan: Plan, graph: Graph, batch: Bat
 
 
 def losses_after_looking(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) -> tuple[float, float]:
-    """The loss after a step before which somebody has evaluated, without gradients and by :meth:`Parallel.train_step`."""
+    """The loss after a step before which somebody has evaluated, without gradients and by :meth:`ParallelModel.train_step`."""
     parallel = build(subject, plan, graph)
     optimizer = adamw(parallel.parameters())
     parallel.train_step(batch)
@@ -464,7 +464,7 @@ def launched_loss(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) ->
     return launch(subject.build(), lambda: (plan, graph), device_type="cpu").train_step(batch).item()
 
 
-def _continue(parallel: Parallel, optimizer: torch.optim.Optimizer, batches: Sequence[Batch]) -> list[float]:
+def _continue(parallel: ParallelModel, optimizer: torch.optim.Optimizer, batches: Sequence[Batch]) -> list[float]:
     losses = []
     for batch in batches:
         optimizer.zero_grad()
@@ -548,7 +548,7 @@ def held_bytes(
 ) -> dict[str, int]:
     """Of this rank: parameters (with what FSDP keeps gathered between forward and backward), gradients, states."""
     world = World(plan.mesh, "cpu")
-    parallel = Parallel(lower(plan, graph), world, ModelWeights(subject.build(), 0))
+    parallel = ParallelModel(lower(plan, graph), world, ModelWeights(subject.build(), 0))
     optimizer = OPTIMIZERS[optimizer_name](parallel.parameters())
     gathered, scaler = _gathered(parallel) if plan.zero_stage < 3 else 0, parallel.grad_scaler()
     parallel.train_step(batch)
@@ -566,7 +566,7 @@ def held_bytes(
 def host_bytes(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) -> dict[str, int]:
     """Of this rank: what lies on the host of parameters, gradients and states after two steps, and states on the device."""
     world = World(plan.mesh, "cpu")
-    parallel = Parallel(lower(plan, graph), world, ModelWeights(subject.build(), 0))
+    parallel = ParallelModel(lower(plan, graph), world, ModelWeights(subject.build(), 0))
     optimizer = adamw(parallel.parameters())
     for _ in range(2):
         parallel.train_step(batch)
@@ -583,13 +583,13 @@ def host_bytes(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) -> di
 def moved_bytes(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) -> tuple[int, int, int]:
     """Of this rank: its pipeline rank, bytes that one step moved to the host and back."""
     world = World(plan.mesh, "cpu")
-    parallel = Parallel(lower(plan, graph), world, ModelWeights(subject.build(), 0))
+    parallel = ParallelModel(lower(plan, graph), world, ModelWeights(subject.build(), 0))
     parallel.train_step(batch)
     movers = [stage.mover for stage in parallel._assembly.stages if stage.mover is not None]
     return world.coordinate["pp"], sum(m.down_bytes for m in movers), sum(m.up_bytes for m in movers)
 
 
-def _gathered(parallel: Parallel) -> int:
+def _gathered(parallel: ParallelModel) -> int:
     """Bytes of the whole parameters after their gathering; experts that FSDP leaves to their ranks are not gathered."""
     total = 0
     for stage in parallel._assembly.stages:
@@ -619,7 +619,7 @@ def watched(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, folder: 
     handler.emit = heard.append  # type: ignore[method-assign]
     logging.getLogger("autopar").addHandler(handler)
     world, weights = World(plan.mesh, "cpu"), ModelWeights(subject.build(), 0)
-    parallel = Parallel(lower(plan, graph), world, weights, log_dir=Path(folder))
+    parallel = ParallelModel(lower(plan, graph), world, weights, log_dir=Path(folder))
     optimizer = adamw(parallel.parameters())
     for _ in range(WARM_UP_STEPS + MEASURED_STEPS + 1):
         if called:

@@ -25,7 +25,7 @@ def measure(path: str, wrong: str, timeout_s: float) -> tuple[list[list[object]]
 
     collectives = {kind: refuse if kind == wrong else run for kind, run in COLLECTIVES.items()}
     store = dist.distributed_c10d._get_default_store()
-    limits = Limits(budget_s=30.0, timeout_s=timeout_s, max_bytes=LARGEST)
+    limits = Limits(budget_s=30.0, collective_timeout_s=timeout_s, max_bytes=LARGEST)
     job = LinkJob(store, node=0, device=torch.device("cpu"), limits=limits, collectives=collectives)
     found = measure_links(job, Path(path))
     return None if found is None else (found.points, found.failed)
@@ -35,7 +35,7 @@ def leave(path: str) -> str:
     """Rank 1 does not take part at all."""
     if dist.get_rank() == 1:
         return ""
-    limits = Limits(budget_s=1.0, timeout_s=0.5, max_bytes=LARGEST, grace_s=0.5)
+    limits = Limits(budget_s=1.0, collective_timeout_s=0.5, max_bytes=LARGEST, grace_s=0.5)
     job = LinkJob(dist.distributed_c10d._get_default_store(), node=0, device=torch.device("cpu"), limits=limits)
     try:
         measure_links(job, Path(path))

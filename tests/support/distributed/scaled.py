@@ -14,7 +14,7 @@ from torch.func import functional_call
 
 from autopar.graph.graph import Graph
 from autopar.plan.plan import Plan
-from autopar.runtime.parallel_model import Parallel
+from autopar.runtime.parallel_model import ParallelModel
 from autopar.runtime.step.loss_scale import ParallelScaler
 from autopar.verification.against_one_device import loss_of
 from tests.support.distributed.jobs import build
@@ -91,7 +91,7 @@ def alone(model: nn.Module, batches: Sequence[Batch], *, scaling: Mapping[str, A
     return found
 
 
-def _trained(parallel: Parallel, scaler: ParallelScaler, batch: Batch) -> float:
+def _trained(parallel: ParallelModel, scaler: ParallelScaler, batch: Batch) -> float:
     optimizer = sgd(parallel.parameters())
     loss = parallel.train_step(batch).item()
     scaler.step(optimizer)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import autopar
-from autopar.api import trace_model
+from autopar import api
 from autopar.graph.graph import Parameter
 from autopar.graph.interpreter import part_of
 from autopar.lower.check_types import typecheck
@@ -19,7 +19,7 @@ from autopar.lower.program import Program, lower
 from autopar.ops import collectives
 from autopar.ops.opaque import Holder
 from autopar.plan.mesh import DATA_AXES
-from autopar.plan.plan import FP32, Plan
+from autopar.plan.plan import Plan
 from autopar.tracing.trace import LossFunction, pick_loss
 from tests.support.close import assert_close
 from tests.support.lower.ranks import run_program, run_ranks, run_sums, slice_of
@@ -36,7 +36,7 @@ def check(
 ) -> Plan:
     """Plan for the batch under the pins, run it, and compare loss and every gradient with the model's."""
     size = next(iter(batch.values())).shape[0]
-    graph = trace_model(model, batch, FP32, opaque=opaque, loss_fn=loss_fn, global_batch_size=size)
+    graph = api.trace(model, example_inputs=batch, opaque=opaque, loss_fn=loss_fn, global_batch_size=size)
     plan = autopar.search(graph, cluster=f"cpu:1x{ranks}", global_batch_size=size, pins=pins, opaque=opaque)
     program = lower(plan, graph)
     before = {b.name: model.get_buffer(b.fqn).clone() for b in program.state}

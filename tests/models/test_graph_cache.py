@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from autopar import api
-from autopar.cli import graph_cache as kept
-from autopar.cli.graph_cache import traced
+from autopar.models import graph_cache as kept
+from autopar.models import graph_for_plan
+from autopar.models.graph_cache import traced
+from autopar.planner.sharding.batch_axis import samples_apart
 from tests.support.cli_runner import Run, run_fixture
 
 __all__ = ["run_fixture"]
@@ -26,20 +27,21 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def count(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A line for each trace."""
-    made, trace = [], api.trace_model
+    made, trace = [], graph_for_plan.trace_model
 
     def counted(*given: object, **named: object) -> object:
         made.append(str(named["name"]))
         return trace(*given, **named)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(api, "trace_model", counted)
+    monkeypatch.setattr(graph_for_plan, "trace_model", counted)
     return made
 
 
 def graph_of(model: str = MODEL, **changes: object) -> str:
     """Its fingerprint."""
     given = {"sequence": 16, "precision": "fp32", "opaque": (), "global_batch_size": 8, **changes}
-    return traced(model, **given).fingerprint  # type: ignore[arg-type]
+    folder = Path(os.environ["AUTOPAR_CACHE"])
+    return traced(model, samples_apart=samples_apart, cache_dir=folder, **given).fingerprint  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

@@ -19,8 +19,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autopar.cli.console import cache_dir
 from autopar.errors import UsageError
+from autopar.plan.plan import PRECISIONS
+from autopar.util.sources import sources
 
 if TYPE_CHECKING:
     from autopar.graph.graph import Graph
@@ -36,30 +37,35 @@ def traced(
     precision: str,
     opaque: Sequence[str],
     global_batch_size: int,
+    samples_apart: Callable[[Graph], object],
+    cache_dir: Path,
     advance: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Graph:
     """The graph that plans of a MODEL are for.
+
+    Args:
+        samples_apart: see :func:`autopar.models.graph_for_plan.for_batch`.
+        cache_dir: whose folder ``graphs`` keeps them.
 
     Raises:
         UsageError: an unknown precision; whatever else ``resolve_model`` refuses.
         TraceError: the model cannot be traced.
     """
-    from autopar import api
-
-    if precision not in api.PRECISIONS:
-        raise UsageError.unknown("precision", precision, api.PRECISIONS)
-    recipe = api.PRECISIONS[precision]
-    files = [_file(f"{own}, {sequence} tokens, {recipe.compute}, opaque {list(opaque)}")
+    if precision not in PRECISIONS:
+        raise UsageError.unknown("precision", precision, PRECISIONS)
+    recipe, folder = PRECISIONS[precision], cache_dir / "graphs"
+    files = [folder / _name(f"{own}, {sequence} tokens, {recipe.compute}, opaque {list(opaque)}")
              for own in (model, f"{model} at {global_batch_size}")] if _is_told(model) else []  # fmt: skip
     for file in files:
         if (kept := _load(file)) is not None:
             return kept
+    from autopar.models.graph_for_plan import trace_model
     from autopar.models.resolve import resolve_model
 
     advance("tracing the model", 0, 0)
     found = resolve_model(model, sequence_length=sequence)
-    graph = api.trace_model(found.model, found.example_inputs, recipe, name=found.name, opaque=opaque,
-                            global_batch_size=global_batch_size)  # fmt: skip
+    graph = trace_model(found.model, found.example_inputs, recipe, name=found.name, opaque=opaque,
+                        global_batch_size=global_batch_size, samples_apart=samples_apart)  # fmt: skip
     if files:
         _keep(graph, files[graph.exact])
     return graph
@@ -73,15 +79,9 @@ def _is_told(model: str) -> bool:
     return kind in FAMILIES or (kind == "hf" and not Path(rest.partition("?")[0]).exists())
 
 
-def _folder() -> Path:
-    return (cache_dir() or Path.home() / ".cache" / "autopar") / "graphs"
-
-
-def _file(described: str) -> Path:
-    from autopar.planner.studies.workers import sources
-
+def _name(described: str) -> str:
     parts = [described, sources(), version("torch"), *_of_transformers(described)]
-    return _folder() / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.pickle"
+    return f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.pickle"
 
 
 def _of_transformers(described: str) -> list[str]:

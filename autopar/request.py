@@ -1,0 +1,83 @@
+"""What a plan is asked for: the keywords that ``search``, ``estimate``, ``trace`` and ``parallelize`` share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from autopar.errors import UsageError
+from autopar.hardware.cluster import Cluster
+from autopar.plan.plan import PRECISIONS, Precision, PrecisionName
+
+if TYPE_CHECKING:
+    from autopar.models.graph_for_plan import Inputs
+    from autopar.tracing.trace import LossFunction
+
+SAMPLES_PER_RANK = 8
+"""Of the global batch where neither it nor example inputs are given."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What a plan is asked for. A keyword of any function of autopar means what it means here.
+
+    Attributes:
+        cluster: a :class:`~autopar.hardware.cluster.Cluster`, or a text that ``Cluster.parse`` reads: ``h100-sxm5-80gb:4x8``,
+            ``local`` or the path of a TOML file.
+        global_batch_size: samples of one optimizer step, over all ranks and micro-batches.
+        example_inputs: a batch, by name or in order; made from its config for a Hugging Face model. Its number of samples does
+            not matter.
+        pins: constraints, as ``tp<=4`` (``autopar pins`` lists them).
+        precision: ``bf16``: computation in bfloat16, parameters at rest and sums in float32; ``fp16``: in float16 likewise, and
+            the loss is scaled (``ParallelModel.grad_scaler``); ``tf32``: float32 with products as GPUs make them under
+            ``torch.set_float32_matmul_precision("high")``, which the training script sets; ``fp64``: all in float64; ``fp8`` is
+            planned, and not run.
+        optimizer: ``adamw``, ``adam``, ``momentum``, ``sgd`` or ``adafactor``; ``adamw:bytes=2`` declares the bytes of states
+            for each element (8-bit optimizers).
+        space: what may be chosen: the name of a shipped space (``quick``, ``default``, ``wide``, ``exhaustive``) or a TOML file.
+        loss_fn: ``loss_fn(output, batch)`` gives the scalar loss, where the model does not.
+        opaque: modules that run as they are written, by path, pattern or class name; see
+            ``autopar.tracing.opaque.regions``.
+        name: of the model in the plan.
+        sampler: ``tpe``, ``cmaes`` or ``nsga2`` asks for a part of the candidates, however few there are, ``none`` for nothing;
+            None: as the space says, where there are too many to be searched to the end.
+        sampler_seed: of the sampler's random numbers; a search without a sampler draws none.
+        cache_dir: where rules that are found by execution are kept; None for nowhere.
+    """
+
+    cluster: Cluster | str | None = None
+    global_batch_size: int | None = None
+    example_inputs: Inputs | None = None
+    pins: Sequence[str] = ()
+    precision: PrecisionName | str = "fp32"
+    optimizer: str = "adamw"
+    space: str = "default"
+    loss_fn: LossFunction | None = None
+    opaque: Sequence[str] = ()
+    name: str = ""
+    sampler: str | None = None
+    sampler_seed: int = 0
+    cache_dir: Path | None = None
+
+    def __post_init__(self) -> None:
+        """A pin or a name alone is one of them, and not one for each of its letters.
+
+        >>> Request(pins="tp=2").pins, Request(pins=["tp=2", "pp=1"]).pins
+        (('tp=2',), ('tp=2', 'pp=1'))
+        """
+        for name in ("pins", "opaque"):
+            given = getattr(self, name)
+            object.__setattr__(self, name, (given,) if isinstance(given, str) else tuple(given))
+
+    @property
+    def recipe(self) -> Precision:
+        """The precision by its name.
+
+        Raises:
+            UsageError: there is no such one.
+        """
+        if self.precision not in PRECISIONS:
+            raise UsageError.unknown("precision", self.precision, PRECISIONS)
+        return PRECISIONS[self.precision]

@@ -1,0 +1,135 @@
+"""What Python calls: signatures, keywords that mean the same everywhere, and the names that autopar exports."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import autopar
+from autopar import api, errors
+from autopar.errors import AutoparError, PlanError, UsageError
+from autopar.plan.file import load_plan, save_plan
+from autopar.planner.task import task_of
+from autopar.request import Request
+from tests.support.example_plans import llama_plan
+from tests.support.planner.graphs import mlp
+
+FUNCTIONS = {name: getattr(api, name) for name in ("trace", "search", "estimate", "parallelize", "verify")}
+REQUEST = {field.name: field.default for field in fields(Request)}
+FIRST = {"model", "plan"}
+"""What needs no keyword."""
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_all_but_the_first_arguments_are_keywords(name: str) -> None:
+    found = inspect.signature(FUNCTIONS[name]).parameters.values()
+    positional = {p.name for p in found if p.kind is not p.KEYWORD_ONLY}
+    assert "model" in positional
+    assert positional <= FIRST
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_keyword_has_one_default_everywhere(name: str) -> None:
+    required = {"search": {"cluster", "global_batch_size"}, "estimate": {"cluster", "global_batch_size"}}.get(
+        name, set()
+    )
+    for parameter in inspect.signature(FUNCTIONS[name]).parameters.values():
+        if parameter.name in REQUEST:
+            expected = parameter.empty if parameter.name in required else REQUEST[parameter.name]
+            assert parameter.default == expected, parameter.name
+
+
+def test_no_keyword_leaves_open_what_it_is_of() -> None:
+    names = {p for f in FUNCTIONS.values() for p in inspect.signature(f).parameters}
+    timeouts = {name for name in names if "timeout" in name}
+    assert timeouts == {"search_timeout_s", "collective_timeout_s", "run_timeout_s"}
+    assert {name for name in names if "seed" in name} == {"seed", "sampler_seed"}
+    assert [name for name, f in FUNCTIONS.items() if "seed" in inspect.signature(f).parameters] == ["parallelize"]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_every_keyword_is_explained_in_one_place(name: str) -> None:
+    shared, own = inspect.getdoc(Request) or "", inspect.getdoc(FUNCTIONS[name]) or ""
+    search = inspect.getdoc(api.search) or ""
+    for parameter in inspect.signature(FUNCTIONS[name]).parameters:
+        text = f"{own}\n{search if name == 'parallelize' else ''}\n{shared}"
+        assert parameter in text, parameter
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_are_read_on_one_screen(name: str) -> None:
+    assert len(inspect.getsource(FUNCTIONS[name]).splitlines()) <= 65
+
+
+def test_every_kind_of_error_is_exported() -> None:
+    kinds = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, AutoparError)}
+    assert kinds <= set(autopar.__all__)
+    assert all(getattr(autopar, name) is getattr(errors, name) for name in kinds)
+
+
+def test_every_exported_name_is_there() -> None:
+    assert autopar.__all__ == sorted(autopar.__all__)
+    assert all(getattr(autopar, name).__name__ == name for name in autopar.__all__)
+
+
+# --- requests
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"cluster": None}, "Missing cluster"),
+        ({"global_batch_size": None}, "Missing global batch"),
+        ({"precision": "fp9"}, "Unknown precision 'fp9'"),
+        ({"space": "vast"}, "Unknown space 'vast'"),
+    ],
+)
+def test_a_request_says_what_is_missing_or_unknown(changes: dict[str, Any], message: str) -> None:
+    request = replace(Request(cluster="cpu:1x2", global_batch_size=4), **changes)
+    with pytest.raises(UsageError, match=message):
+        task_of(mlp(), request)
+
+
+def test_a_graph_stands_for_the_model_that_it_was_traced_of() -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8))
+    traced: dict[str, Any] = {"example_inputs": [torch.randn(4, 8)], "loss_fn": lambda y, batch: y.square().mean()}
+    given: dict[str, Any] = {"cluster": "cpu:1x2", "global_batch_size": 4, "pins": "tp=2"}
+    graph = autopar.trace(net, **traced)
+    for function in (autopar.search, autopar.estimate):
+        one, other = function(graph, **given), function(net, **given, **traced)
+        assert one.diff(other) == []
+        assert one.pins == ("tp=2",)
+
+
+# --- plans
+
+
+def test_a_plan_goes_to_a_file_and_back(tmp_path: Path) -> None:
+    plan, path = llama_plan(), tmp_path / "plan.json"
+    plan.save(path)
+    assert autopar.Plan.load(path) == load_plan(path) == plan
+    save_plan(plan, tmp_path / "other.json")
+    assert path.read_bytes() == (tmp_path / "other.json").read_bytes()
+    assert autopar.Plan.from_dict(plan.to_dict()) == plan
+    with pytest.raises(PlanError, match="mesh"):
+        autopar.Plan.from_dict({**plan.to_dict(), "mesh": {}})
+
+
+def test_plans_say_what_they_differ_in() -> None:
+    plan = llama_plan()
+    (change,) = plan.diff(replace(plan, zero_stage=3))
+    assert str(change) == "zero_stage: 1 -> 3"
+    assert plan.diff(plan) == []
+
+
+def test_clusters_are_loaded_as_plans_are(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('name = "mine"\n[[group]]\ndevice = "cpu"\nnum_nodes = 2\ndevices_per_node = 2\n')
+    load: Callable[[Any], autopar.Cluster] = autopar.Cluster.load
+    assert load(path) == load(str(path)) == replace(autopar.Cluster.parse(str(path)), name="mine")
