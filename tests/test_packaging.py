@@ -31,7 +31,7 @@ def test_the_wheel_holds_every_module_and_data_file(wheel: Path, checkout: Path)
         expected |= found
     assert any(name.startswith("autopar/_data/profiles/links/") for name in expected)
     assert expected | {"autopar/py.typed"} <= names
-    assert not [name for name in names if name.startswith(("tests/", "examples/")) or "__pycache__" in name]
+    assert not [name for name in names if name.startswith(("tests/", "tools/", "examples/")) or "__pycache__" in name]
 
 
 @pytest.mark.slow
