@@ -20,9 +20,9 @@ from autopar.runtime.job import start, stop
 from autopar.runtime.parallel_model import ParallelModel
 from autopar.runtime.weights.from_model import ModelWeights
 from autopar.runtime.world import World
-from tests.distributed import scaled
-from tests.distributed.plans import make_plan
-from tests.distributed.subjects import HfSubject
+from tests.support.distributed import scaled
+from tests.support.distributed.plans import make_plan
+from tests.support.distributed.subjects import HfSubject
 
 SUBJECT = HfSubject("llama", depth=1)
 

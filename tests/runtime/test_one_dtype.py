@@ -21,7 +21,7 @@ from autopar.runtime.parallel_model import ParallelModel
 from autopar.runtime.weights.from_model import ModelWeights
 from autopar.runtime.world import World
 from autopar.tracing.trace import trace
-from tests.distributed.plans import make_plan
+from tests.support.distributed.plans import make_plan
 
 F = nn.functional
 Op = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -102,6 +102,7 @@ def test_products_have_operands_in_one_dtype(kind: str, precision: str) -> None:
     assert found.item() == pytest.approx(model(x).item(), rel=5e-2 if precision == "bf16" else 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp64"])
 @pytest.mark.parametrize("norm", [parametrizations.spectral_norm, spectral_norm, parametrizations.orthogonal])
 def test_norms_of_whole_weights_train(norm: Callable[[nn.Module], nn.Module], precision: str) -> None:
