@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,11 +13,12 @@ from torch.nn import functional
 import autopar
 from autopar.errors import UsageError
 from autopar.graph.graph import Parameter, TensorSpec
-from autopar.runtime.job import start, stop
 from autopar.runtime.parallel_model import ParallelModel
 from autopar.runtime.weights.from_files import FileWeights
 from autopar.runtime.weights.from_model import ModelWeights
 from tests.support.close import assert_close
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 class Head(nn.Module):
@@ -45,13 +45,6 @@ class Net(nn.Module):
 
 
 BATCH = {"x": torch.arange(32).view(8, 4) % 16}
-
-
-@pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
-    start("cpu")
-    yield
-    stop()
 
 
 def saved(folder: Path, **changes: Tensor | None) -> Net:

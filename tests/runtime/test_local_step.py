@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,18 +12,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from autopar.errors import UsageError
-from autopar.runtime.job import start, stop
 from autopar.runtime.optimizer.local_step import ELEMENTWISE, LocalSteps
 from tests.support.close import assert_close, error_of
 
+pytestmark = pytest.mark.usefixtures("one_rank")
+
 ELEMENTWISE_BY_NAME = sorted(ELEMENTWISE - {torch.optim.Rprop}, key=lambda kind: kind.__name__)
-
-
-@pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
-    start("cpu")
-    yield
-    stop()
 
 
 def parameters() -> list[nn.Parameter]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -24,7 +24,6 @@ from autopar.errors import PlanError, RankFailedError, RuntimeMismatchError, Usa
 from autopar.lower.program import lower
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import BF16, PRECISIONS
-from autopar.runtime.job import start, stop
 from autopar.runtime.launch import launch
 from autopar.runtime.optimizer.checksum import checksums
 from autopar.runtime.parallel_model import ParallelModel
@@ -37,19 +36,14 @@ from tests.support.close import assert_close
 from tests.support.distributed.plans import make_plan
 from tests.support.distributed.subjects import HfSubject
 
+pytestmark = pytest.mark.usefixtures("one_rank")
+
 SUBJECT = HfSubject("gpt2", depth=1)
 
 
 @cache
 def graph() -> Any:
     return SUBJECT.trace()
-
-
-@pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
-    start("cpu")
-    yield
-    stop()
 
 
 def build(**options: Any) -> ParallelModel:
