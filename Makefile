@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup demo test lint bench gpu gpus clean
+.PHONY: setup demo test test-fast lint bench gpu gpus clean
 
 setup: $(STAMP)
 	@:
@@ -23,6 +23,10 @@ demo: setup
 test: setup
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
+# No process groups, and nothing slow.
+test-fast: setup
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not distributed and not slow"
+
 lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -30,7 +34,7 @@ lint: setup
 	$(BIN)/lint-imports
 
 bench: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks.bench
+	OMP_NUM_THREADS=1 $(BIN)/python -m tools.benchmarks.bench
 
 # A GPU machine may have no network: there the python3 that already has torch runs it from the checkout, with what else
 # is missing from a folder of wheels (pip download --no-deps -d wheels NAME, on a machine that has a network).

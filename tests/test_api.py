@@ -17,8 +17,8 @@ from autopar.errors import AutoparError, PlanError, UsageError
 from autopar.plan.file import load_plan, save_plan
 from autopar.planner.task import task_of
 from autopar.request import Request
-from tests.example_plans import llama_plan
-from tests.planner.graphs import mlp
+from tests.support.example_plans import llama_plan
+from tests.support.planner.graphs import mlp
 
 FUNCTIONS = {name: getattr(api, name) for name in ("trace", "search", "estimate", "parallelize", "verify")}
 REQUEST = {field.name: field.default for field in fields(Request)}

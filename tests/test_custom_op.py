@@ -10,7 +10,7 @@ import torch
 from autopar import api
 from autopar.api import estimate
 from autopar.lower.program import lower
-from tests.lower.ranks import dense, run_ranks, sharded, slice_of
+from tests.support.lower.ranks import assert_as_one_device, dense
 
 
 def test_the_example_plans_and_its_program_computes_what_one_device_does() -> None:
@@ -29,8 +29,4 @@ def test_the_example_plans_and_its_program_computes_what_one_device_does() -> No
     whole = {p.name: parameters[p.fqn].detach() for p in graph.parameters} | {k: v[:2] for k, v in batch.items()}
     loss, gradients = dense(graph, whole)
     program = lower(plan, graph)
-    for rank, (got, found) in enumerate(run_ranks(plan.mesh, lambda rank: sharded(program, whole, rank))):
-        torch.testing.assert_close(got, loss, rtol=1e-5, atol=0)
-        for parameter in program.graph.parameters:
-            expected = slice_of(gradients[parameter.name], parameter.layout, plan.mesh, rank)
-            torch.testing.assert_close(found[parameter.name], expected, rtol=1e-4, atol=1e-6)
+    assert_as_one_device(program, whole, loss, gradients)

@@ -18,8 +18,8 @@ from autopar.plan.diff import diff_plans
 from autopar.plan.file import dumps, plan_from_dict, plan_to_dict
 from autopar.plan.plan import Plan
 from autopar.report.json_summary import plan_summary
-from tests.mixed_clusters import two_kinds
-from tests.planner.graphs import mlp
+from tests.support.mixed_clusters import two_kinds
+from tests.support.planner.graphs import mlp
 
 
 @pytest.fixture(scope="module")

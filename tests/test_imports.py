@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ batch = {"x": torch.ones(4, 4)}
 """
 
 
+@cache
 def loaded(code: str, *arguments: str) -> set[str]:
     """The modules that a process has loaded after ``code``."""
     script = f"{code}\nimport sys\nprint('\\n' + ' '.join(sys.modules))"
@@ -45,6 +47,7 @@ def test_the_package_alone_loads_nothing_large() -> None:
     assert within(modules, "autopar") == ["autopar"]
 
 
+@pytest.mark.slow
 def test_the_verbs_are_there_before_what_they_do() -> None:
     modules = loaded("import autopar.api") - loaded("import torch")
     packages = [
@@ -54,6 +57,7 @@ def test_the_verbs_are_there_before_what_they_do() -> None:
     assert within(modules, "sympy", "spmd_types", "torch.distributed.tensor", "scipy", "networkx", "optuna") == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "module",
     ["graph.graph", "graph.compact", "plan.file", "plan.text", "pins.on_modules", "hardware.read", "planner.task"],
@@ -63,6 +67,7 @@ def test_data_and_the_planner_load_no_tracer(module: str) -> None:
     assert within(modules, "autopar.tracing", "sympy", "spmd_types", "torch.distributed.tensor") == []
 
 
+@pytest.mark.slow
 def test_who_has_a_plan_loads_neither_planner_nor_cost(tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
     making = f"{MODEL}\nimport autopar\nplan = autopar.search(Model(), example_inputs=batch, cluster='cpu:1x1', global_batch_size=4)"

@@ -18,8 +18,8 @@ from autopar.hardware.read import load_profile
 from autopar.plan.file import plan_from_dict, plan_to_dict
 from autopar.plan.plan import FP32, TF32, Plan
 from autopar.runtime.guard.checks import check_can_run, check_modes
-from tests.distributed.plans import make_plan
-from tests.distributed.subjects import HfSubject
+from tests.support.distributed.plans import make_plan
+from tests.support.distributed.subjects import HfSubject
 
 CUDA = torch.device("cuda", 0)
 
@@ -56,6 +56,7 @@ def test_a_profile_without_its_rate_is_refused_by_name() -> None:
         estimated("cpu:1x2", "tf32")
 
 
+@pytest.mark.slow
 def test_a_plan_keeps_its_products_and_takes_no_longer_than_that_of_float32() -> None:
     fast, exact = (estimated("h100-sxm5-80gb:1x2", name) for name in ("tf32", "fp32"))
     assert fast.precision == TF32 and exact.precision == FP32

@@ -15,7 +15,7 @@ from autopar.benchmark.batches import Outcome
 from autopar.benchmark.local import MAX_AGE_S, BenchmarkRequest, run_local, whether_again
 from autopar.benchmark.rank_runs import QUIET_PROFILER
 from autopar.benchmark.score import Row, score
-from tests.cli.cli_runner import Run, run_fixture
+from tests.support.cli_runner import Run, run_fixture
 
 run = run_fixture
 
@@ -42,6 +42,7 @@ def test_a_shipped_profile_is_never_measured() -> None:
     assert not again and "shipped profile" in line
 
 
+@pytest.mark.slow
 def test_counting_memory_says_nothing_beside_the_table() -> None:
     code = (
         "import torch; from autopar.benchmark.rank_runs import cpu_peak_bytes as c; print(c(lambda: torch.ones(1024)))"

@@ -18,7 +18,7 @@ from autopar.benchmark.gpu.device_page import page
 from autopar.benchmark.gpu.one_device import Comparison, Setting, cluster_of, compare, false_fits
 from autopar.benchmark.rank_runs import Job
 from autopar.hardware.read import load_profile
-from tests.benchmarks import device as ratios
+from tools.benchmarks import device as ratios
 
 LLAMA = (
     "hf:llama?hidden_size=32&intermediate_size=64&num_hidden_layers=2&num_attention_heads=4&num_key_value_heads=2"
@@ -28,6 +28,7 @@ SMALL = Setting(model=LLAMA, sequence=16, precision="fp32", global_batch_size=2,
 RECOMPUTES = ("none", "selective", "full")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: the command would run everything")
 def test_without_a_gpu_the_command_says_what_it_would_do(tmp_path: Path) -> None:
     done = subprocess.run(
@@ -54,6 +55,7 @@ def test_a_step_whose_packages_are_missing_says_so_and_fails(
     assert gpu.passed(replace(step, needs=()), tmp_path) and ran == [tmp_path]
 
 
+@pytest.mark.slow
 def test_profile_predictions_and_page_of_one_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -79,6 +81,7 @@ def test_profile_predictions_and_page_of_one_device(
         assert text.count(f"recompute={mode}") == 2
 
 
+@pytest.mark.slow
 def test_measurements_of_a_stopped_run_are_kept(tmp_path: Path) -> None:
     clusters = {"shipped": cluster_of(load_profile("cpu"), "cpu")}
     with local_ranks(1, run_timeout_s=120.0) as launch:
@@ -108,6 +111,7 @@ def test_a_plan_that_runs_out_of_memory_is_a_false_fit(tmp_path: Path) -> None:
     assert "| fp32-16 | shipped | 5 | 1 | 1 |" in text and "CUDA out of memory. / Tried" in text
 
 
+@pytest.mark.slow
 def test_programs_of_the_ratios_compute_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "ratios.json"
     small = ["--sequence", "16", "--batch", "2", "--micro-batch", "1", "--steps", "2"]

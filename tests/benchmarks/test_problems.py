@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.benchmarks import problems
-from tests.benchmarks.problem_set import load_problems
-from tests.benchmarks.problem_tables import comparison, judged
+from tools.benchmarks import problems
+from tools.benchmarks.problem_set import load_problems
+from tools.benchmarks.problem_tables import comparison, judged
 
 TINY = """
 [problems.tiny]

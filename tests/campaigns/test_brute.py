@@ -12,9 +12,9 @@ import pytest
 from autopar.planner.bounds.cascade import LEVELS
 from autopar.planner.planner import Planner
 from autopar.planner.space.space import load_space
-from tests.campaigns.brute import LEFT_OUT, ROUNDING, Result, compare, limited, problems, task_of
-from tests.campaigns.product import Choice, Point, Small, best_of, every_plan, front_of
-from tests.campaigns.small import draw, tiny
+from tools.campaigns.brute import LEFT_OUT, ROUNDING, Result, compare, limited, problems, task_of
+from tools.campaigns.product import Choice, Point, Small, best_of, every_plan, front_of
+from tools.campaigns.small import draw, tiny
 
 SEEDS = (5, 7, 10, 13, 17)
 """Of problems without ``tp``, whose blocks are larger: cuts, recompute, ZeRO and schedules."""

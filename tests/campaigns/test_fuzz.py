@@ -8,11 +8,12 @@ import pytest
 
 from autopar.rules.registry import default_table
 from autopar.rules.table import Rule, torch_rules
-from tests.campaigns.fuzz import Tally, run_chunk
-from tests.campaigns.pairs import check_pair
-from tests.campaigns.saved import read
+from tools.campaigns.fuzz import Tally, run_chunk
+from tools.campaigns.pairs import check_pair
+from tools.campaigns.saved import read
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:Generating overly large repr:hypothesis.errors.HypothesisWarning"),
     # a block may give a view; what emitted code calls changes nothing in place
     pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning"),
@@ -52,7 +53,7 @@ def test_what_is_wrong_once_is_counted_and_ends_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = iter(["", "AssertionError: a rank hangs"])
-    monkeypatch.setattr("tests.campaigns.fuzz.problem_of", lambda pair, checked: next(said, ""))
+    monkeypatch.setattr("tools.campaigns.fuzz.problem_of", lambda pair, checked: next(said, ""))
     assert run_chunk(20, 5, tmp_path).wrong == 1
     assert "once, and not when run again" in capsys.readouterr().err
     assert read(tmp_path / "seed5.json")

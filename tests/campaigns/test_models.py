@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.campaigns.models import FAMILIES, LAYOUTS, PAGE, SEQUENCE_LAYOUTS, Result, Row, main, read
-from tests.campaigns.page import page
+from tools.campaigns.models import FAMILIES, LAYOUTS, PAGE, SEQUENCE_LAYOUTS, Result, Row, main, read
+from tools.campaigns.page import page
 
 
 @pytest.mark.distributed

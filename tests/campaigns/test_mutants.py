@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from tests.campaigns.mutants import mutate
+import pytest
+
+from tools.campaigns.mutants import mutate
 
 
+@pytest.mark.slow
 def test_rules_made_wrong_in_one_place_are_caught() -> None:
     outcome = mutate(every_nth=17)
     assert outcome.survivors == []

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.campaigns import others
-from tests.campaigns.models import Result
-from tests.campaigns.others_page import PAGE, USED, Outcome, kept, page, standing
-from tests.campaigns.types import TYPES
+from tools.campaigns import others
+from tools.campaigns.models import Result
+from tools.campaigns.others_page import PAGE, USED, Outcome, kept, page, standing
+from tools.campaigns.types import TYPES
 
 GOOD = Result(mesh="tp=2", loss=1e-7, gradient=2e-7, parameter=3e-7)
 PAST = replace(GOOD, gradient=2e-2)

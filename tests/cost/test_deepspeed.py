@@ -18,7 +18,7 @@ from autopar.plan.plan import FP32, Precision
 from autopar.tracing.trace import trace
 from autopar.validate.foreign import ForeignRuntime, copies_s
 from autopar.validate.kernels.fusion import ForeignKernels
-from tests.cost.blocks_by_hand import block, stage, step
+from tests.support.blocks_by_hand import block, stage, step
 
 H100 = Cluster.parse("h100-sxm5-80gb:4x8")
 BATCH, SEQUENCE, HIDDEN, HEADS, VOCABULARY, HALF = 2, 32, 64, 4, 96, 2

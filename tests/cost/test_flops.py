@@ -33,7 +33,7 @@ from autopar.cost.operators.work_record import argument
 from autopar.graph.graph import Graph, Op
 from autopar.models.resolve import resolve_model
 from autopar.tracing.trace import trace
-from tests.campaigns.models import FAMILIES
+from tools.campaigns.models import FAMILIES
 
 Shape = Sequence[int]
 aten = torch.ops.aten
@@ -108,6 +108,7 @@ def _spared(op: Op, graph: Graph) -> float:
     return 2 * rows / (rows + 1) if argument(op, 5, "is_causal", False) and rows == columns else 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_flops_of_a_family_are_those_that_torch_counts(family: str) -> None:
     spec, tokens = FAMILIES[family]

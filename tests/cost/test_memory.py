@@ -23,7 +23,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import BF16, FP32, Precision
 from autopar.tracing.trace import trace
-from tests.cost.blocks_by_hand import block, stage, step
+from tests.support.blocks_by_hand import block, stage, step
 
 CLUSTER = Cluster.parse("h100-sxm5-80gb:4x8")
 N = 1024 * 1024

@@ -18,8 +18,8 @@ from autopar.plan.mesh import Mesh
 from autopar.plan.plan import BF16, FP32, Recompute
 from autopar.plan.prediction import Prediction
 from autopar.validate.foreign import ForeignRuntime
-from tests.cost.blocks_by_hand import block, stage, step
-from tests.cost.step_traffic import traffic
+from tests.support.blocks_by_hand import block, stage, step
+from tests.support.step_traffic import traffic
 
 H100 = Cluster.parse("h100-sxm5-80gb:4x8")
 CPU = Cluster.parse("cpu:4x4")

@@ -10,8 +10,8 @@ from autopar import api
 from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
 from autopar.plan.plan import Plan
-from tests.mixed_clusters import of_one, two_kinds
-from tests.planner.graphs import mlp
+from tests.support.mixed_clusters import of_one, two_kinds
+from tests.support.planner.graphs import mlp
 
 
 @pytest.fixture(scope="module")

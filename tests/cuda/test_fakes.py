@@ -14,14 +14,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cuda.build import build, compiler
-from tests.cuda.cases import LISTED, LOADS, PLANS, SAVES
-from tests.cuda.driver import PROBE
-from tests.cuda.page import PAGE, listed
+from tools.benchmarks.launches import PAGE, listed
+from tools.fakes.build import build, compiler
+from tools.fakes.cases import LISTED, LOADS, PLANS, SAVES
+from tools.fakes.driver import PROBE
 
 pytestmark = [
     pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler (c++, g++ or clang++), and there is none"),
     pytest.mark.timeout(1500),
+    pytest.mark.slow,
 ]
 LIMIT_S = 1400.0
 """Of a group, which takes two minutes of one core: for one that hangs, not for one on a busy machine."""
@@ -45,7 +46,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     def outcome(group: str) -> dict[str, Any] | str:
         """What the driver wrote, or what it ended with; each group is run once, whatever becomes of it."""
         output = folder / f"{group}.json"
-        command = [sys.executable, "-m", "tests.cuda.driver", str(guard), str(output), group]
+        command = [sys.executable, "-m", "tools.fakes.driver", str(guard), str(output), group]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, ["", *sys.path]))}
         try:
             subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=LIMIT_S)
@@ -95,7 +96,7 @@ def test_the_page_names_the_plans_and_the_waits() -> None:
     rows = [line for line in text.splitlines() if line.startswith("| ")][1:]
     names = [f"| {name} | {rank} | " for cases in PLANS.values() for name, case in cases.items() for rank in case.run]
     assert [row[: len(name)] for row, name in zip(rows, names, strict=True)] == names
-    assert text.endswith(listed()), "python -m tests.cuda.page writes it"
+    assert text.endswith(listed()), "python -m tools.benchmarks.launches writes it"
 
 
 def test_dense_models_wait_for_nothing_in_a_step(seen: Seen) -> None:

@@ -16,11 +16,11 @@ from autopar.lower.read_plan import local_graph
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import Plan
 from autopar.verification.against_one_device import PRELOAD, VerifyReport, verify
-from autopar.verification.as_text import render_verification, verification
+from autopar.verification.as_text import GRAPH_TOLERANCE, render_verification, verification
 from autopar.verification.rank_pool import WorkerPool
-from tests.distributed.faults import Fault, Faulty
-from tests.distributed.plans import make_plan
-from tests.distributed.subjects import HfSubject, Unpadded
+from tests.support.distributed.faults import Fault, Faulty
+from tests.support.distributed.plans import make_plan
+from tests.support.distributed.subjects import HfSubject, Unpadded
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
 
@@ -174,7 +174,7 @@ def test_nothing_is_found_where_nothing_differs(workers: WorkerPool) -> None:
     assert report.bisection is not None
     assert report.bisection.difference is None
     assert report.bisection.steps == 2
-    assert report.bisection.graph_loss < 1e-6
+    assert report.bisection.graph_loss < GRAPH_TOLERANCE
     assert verification(report)["bisection"]["difference"] is None
     text = render_verification(report, plan)
     assert "in float64 no loss, gradient or parameter differs in 2 steps" in text

@@ -17,10 +17,11 @@ from autopar.lower.read_plan import local_graph
 from autopar.models.resolve import resolve_model
 from autopar.plan.plan import Plan
 from autopar.verification.against_one_device import PRELOAD, in_dtype, loss_of
+from autopar.verification.as_text import GRAPH_TOLERANCE
 from autopar.verification.first_difference import bisect
 from autopar.verification.rank_pool import WorkerPool
 from autopar.verification.verified_model import VerifiedModel
-from tests.distributed.faults import Fault, Faulty
+from tests.support.distributed.faults import Fault, Faulty
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
 
@@ -132,4 +133,4 @@ def test_a_fault_is_found_in_its_block_and_operator(workers: WorkerPool, name: s
     assert difference.what.startswith(case.wrong)
     assert difference.module == wrong.module
     assert difference.mismatch.ranks == ((1,) if case.fault == "one_rank" else (0, 1))
-    assert found.graph_loss < 1e-5
+    assert found.graph_loss < GRAPH_TOLERANCE

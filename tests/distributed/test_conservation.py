@@ -9,9 +9,9 @@ import pytest
 from autopar import api
 from autopar.tracing.trace import trace
 from autopar.verification.rank_pool import WorkerPool
-from tests.distributed import jobs
-from tests.distributed.mixtures import Subject
-from tests.distributed.test_layouts import traced
+from tests.support.distributed import jobs
+from tests.support.distributed.layouts import traced
+from tests.support.distributed.mixtures import Subject
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
 

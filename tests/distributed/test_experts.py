@@ -16,8 +16,9 @@ from autopar.tracing.trace import trace
 from autopar.verification.against_one_device import adamw, verify
 from autopar.verification.rank_pool import WorkerPool
 from autopar.verification.verified_model import VerifiedModel
-from tests.distributed import jobs
-from tests.distributed.mixtures import Subject
+from tests.support.close import assert_close
+from tests.support.distributed import jobs
+from tests.support.distributed.mixtures import Subject
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
 
@@ -75,7 +76,7 @@ def test_the_norm_counts_every_expert_once_and_clips_them_all(pool: WorkerPool) 
         for rank in pool.run(jobs.train, subject, plan, graph_of(subject), data, 0.1, timeout_s=60.0):
             assert rank["norms"] == pytest.approx(norms, rel=1e-5)
             for name, parameter in model.named_parameters():
-                torch.testing.assert_close(rank["parameters"][name], parameter.detach(), rtol=1e-4, atol=1e-6)
+                assert_close(rank["parameters"][name], parameter.detach(), 1e-4)
 
 
 def test_a_checkpoint_of_spread_experts_loads_under_another_plan(pool: WorkerPool, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""One small model of each kind of architecture against one device; ``tests.campaigns.models`` runs all families."""
+"""One small model of each kind of architecture against one device; ``tools.campaigns.models`` runs all families."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from autopar.errors import InfeasibleError, PlanError, VerificationError
 from autopar.lower.program import lower
 from autopar.models.resolve import resolve_model
 from autopar.plan.plan import FP64
+from autopar.verification import results
 from autopar.verification.against_one_device import verify
 from autopar.verification.rank_pool import WorkerPool
 from autopar.verification.verified_model import VerifiedModel
@@ -55,15 +56,15 @@ CASES = {
         8,
         ["pp=2", "tp=2"],
     ),
-    "skip connections over stages": ("tests.campaigns.handmade:unet", None, ["pp=2", "tp=2"]),
+    "skip connections over stages": ("tools.campaigns.handmade:unet", None, ["pp=2", "tp=2"]),
     "vision": (
         "hf:convnext?hidden_sizes=[8,8]&depths=[1,1]&num_stages=2&image_size=16&num_labels=5",
         None,
         ["tp=2", "dp_replicate=2"],
     ),
-    "tables of embeddings": ("tests.campaigns.handmade:recommender", None, ["tp=4"]),
+    "tables of embeddings": ("tools.campaigns.handmade:recommender", None, ["tp=4"]),
     "a stage without parameters": (
-        "tests.campaigns.handmade:recommender",
+        "tools.campaigns.handmade:recommender",
         None,
         ["pp=4", "stage@bottom.*=0", "stage@tables.*=1", "stage@all=2", "stage@top.*=3"],
     ),
@@ -131,20 +132,21 @@ def test_statistics_over_the_batch_take_one_micro_batch() -> None:
         lower(replace(plan, micro_batch_size=4), graph)
 
 
-def test_rounding_is_told_from_a_wrong_program(pool: WorkerPool) -> None:
+def test_rounding_is_told_from_a_wrong_program(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every error counts as past the limits, as rounding is on some machines: float64 is asked."""
+    monkeypatch.setitem(results._TOLERANCES, "fp32", (-1.0, -1.0))
     subject = VerifiedModel(resolve_model("tests.distributed.test_families:biased"), masked=True)
     graph = subject.trace()
     plan = api.estimate(graph, cluster="cpu:1x4", global_batch_size=16, pins=["tp=2", "dp_shard=2"])
     report = verify(subject, plan, graph, pool=pool, run_timeout_s=60.0)
     assert not report.is_within
-    assert report.rows[0].gradient_name == "first.bias"
     report.check()
     assert report.verdict.startswith("rounding: the same plan agrees in float64 to ")
     assert len(report.confirmation.rows) == 4
-    assert report.confirmation.error < 1e-9 < 1e-4 < report.confirmation.alone.gradient
+    assert report.confirmation.error < 1e-9
     (exact, *_) = verify(subject, plan, graph, pool=pool, run_timeout_s=60.0, precision=FP64).rows
     assert exact.precision == "fp64"
-    assert 0 < exact.error < 1e-9
+    assert exact.error < 1e-9
 
 
 def test_a_program_that_is_wrong_in_float32_alone_is_wrong(pool: WorkerPool) -> None:

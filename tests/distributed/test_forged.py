@@ -20,8 +20,8 @@ from autopar.runtime.job import start, stop
 from autopar.runtime.weights.checkpoint_reader import Planner, Reader
 from autopar.runtime.weights.checkpoint_writer import Writer
 from autopar.verification.rank_pool import WorkerPool
-from tests.distributed import jobs
 from tests.distributed.test_state import planned, traced
+from tests.support.distributed import jobs
 
 pytestmark = pytest.mark.distributed
 

@@ -9,7 +9,7 @@ from autopar import api
 from autopar.plan.plan import FP64
 from autopar.verification.against_one_device import verify
 from autopar.verification.rank_pool import WorkerPool
-from tests.distributed.tagger import TaggerSubject, doubled, parallelized, tagging_loss
+from tests.support.distributed.tagger import TaggerSubject, doubled, parallelized, tagging_loss
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
 

@@ -13,8 +13,8 @@ from autopar.hardware.scale import with_free_links
 from autopar.plan.run_log import CATEGORIES, DATA, OPTIMIZER, PIPELINE, TENSOR, read_log
 from autopar.runtime.monitor import MEASURED_STEPS
 from autopar.verification.rank_pool import WorkerPool
-from tests.distributed import jobs
-from tests.distributed.test_layouts import traced
+from tests.support.distributed import jobs
+from tests.support.distributed.layouts import traced
 
 FREE = with_free_links(Cluster.parse("cpu:1x4"))
 """So that ``tp`` splits something of so small a model."""

@@ -14,12 +14,12 @@ from autopar.cost.model import CostModel
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.device import HostLink
 from autopar.verification.rank_pool import WorkerPool
-from tests.distributed import jobs
-from tests.distributed.plans import make_plan, micro_batch_size
-from tests.distributed.subjects import SEQUENCE, HfSubject
-from tests.distributed.test_layouts import LAYOUTS, traced
-from tests.distributed.test_traffic import stages_of
-from tests.distributed.test_training import _bf16_plan, batches, clipped, close, planned
+from tests.support.close import assert_close
+from tests.support.distributed import jobs
+from tests.support.distributed.layouts import LAYOUTS, batches, bf16_plan, clipped, planned, traced
+from tests.support.distributed.plans import make_plan, micro_batch_size
+from tests.support.distributed.subjects import SEQUENCE, HfSubject
+from tests.support.step_traffic import stages_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
 
@@ -51,11 +51,11 @@ def test_steps_on_the_host_are_those_of_one_device(pool: WorkerPool, layout: str
     plan = replace(plan, offload=("optimizer",))
     for rank in pool.run(jobs.train, subject, plan, graph, data, 0.1, size=plan.mesh.world_size, timeout_s=60.0):
         assert rank["norms"] == pytest.approx(norms, rel=1e-5)
-        close(rank["parameters"], parameters)
+        assert_close(rank["parameters"], parameters, 1e-4)
 
 
 def test_in_mixed_precision_steps_are_the_same_wherever_they_are_made(pool: WorkerPool) -> None:
-    plan, graph = _bf16_plan("dp4 ZeRO 3")
+    plan, graph = bf16_plan("dp4 ZeRO 3")
     subject, _ = traced("llama")
     data = batches(subject, 2)
     there, here = (
@@ -64,7 +64,7 @@ def test_in_mixed_precision_steps_are_the_same_wherever_they_are_made(pool: Work
     )
     # one kernel steps there, which rounds float32 in other places, and bfloat16 of what it steps may round to the next number
     assert there["losses"] == pytest.approx(here["losses"], rel=1e-3)
-    close(there["parameters"], here["parameters"], 1e-5)
+    assert_close(there["parameters"], here["parameters"], 1e-5)
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["to the device", "to the host"])

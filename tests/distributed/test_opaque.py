@@ -8,7 +8,7 @@ from autopar import api
 from autopar.plan.plan import FP64
 from autopar.verification.against_one_device import verify
 from autopar.verification.rank_pool import WorkerPool
-from tests.distributed.oddities import UnusualSubject
+from tests.support.distributed.oddities import UnusualSubject
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
 
@@ -48,4 +48,4 @@ def test_what_is_not_traced_runs_in_float64_too(pool: WorkerPool) -> None:
     plan = api.estimate(graph, cluster="cpu:1x2", global_batch_size=8, pins=["dp_shard=2"])
     report = verify(subject, plan, graph, steps=2, pool=pool, run_timeout_s=60.0, precision=FP64)
     assert report.verdict == "every rank agrees"
-    assert all(0 < row.error < 1e-10 for row in report.rows)
+    assert all(row.error < 1e-10 for row in report.rows)

@@ -9,7 +9,7 @@ import pytest
 
 from autopar.measure.collective_times import COLLECTIVES, FEWEST, Limits, LinkPoints
 from autopar.verification.rank_pool import WorkerPool
-from tests.distributed.linking import LARGEST, SlowLink, leave, measure
+from tests.support.distributed.linking import LARGEST, SlowLink, leave, measure
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
 

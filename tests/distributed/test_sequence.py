@@ -11,7 +11,7 @@ from autopar import api
 from autopar.lower.program import lower
 from autopar.verification.against_one_device import verify
 from autopar.verification.rank_pool import WorkerPool
-from tests.distributed.subjects import HfSubject, Unpadded
+from tests.support.distributed.subjects import HfSubject, Unpadded
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
 

@@ -11,10 +11,11 @@ from autopar.graph.graph import Graph
 from autopar.plan.plan import Plan
 from autopar.verification.against_one_device import loss_of, verify
 from autopar.verification.rank_pool import WorkerPool
-from tests.distributed import jobs
-from tests.distributed.subjects import HfSubject
-from tests.distributed.test_training import clipped, close
-from tests.mixed_clusters import two_kinds
+from tests.support.close import assert_close
+from tests.support.distributed import jobs
+from tests.support.distributed.layouts import clipped
+from tests.support.distributed.subjects import HfSubject
+from tests.support.mixed_clusters import two_kinds
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
 
@@ -59,7 +60,7 @@ def test_the_norm_is_that_of_one_device(pool: WorkerPool, zero: int) -> None:
     norms, parameters = clipped(SUBJECT, data)
     for rank in pool.run(jobs.train, SUBJECT, planned(zero), traced(), data, 0.1, size=2, timeout_s=60.0):
         assert rank["norms"] == pytest.approx(norms, rel=1e-5)
-        close(rank["parameters"], parameters)
+        assert_close(rank["parameters"], parameters, 1e-4)
 
 
 def test_a_launched_job_trains_with_its_shares(pool: WorkerPool) -> None:

@@ -12,8 +12,8 @@ from autopar.graph.graph import Graph
 from autopar.plan.plan import Plan
 from autopar.verification.against_one_device import verify
 from autopar.verification.rank_pool import WorkerPool
-from tests.distributed import jobs
-from tests.distributed.remembering import RememberingSubject
+from tests.support.distributed import jobs
+from tests.support.distributed.remembering import RememberingSubject
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
 

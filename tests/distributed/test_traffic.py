@@ -7,24 +7,23 @@ as the collectives of equal volume.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from autopar import api
-from autopar.cost.model import CostModel, StageCost, Step
+from autopar.cost.model import CostModel, Step
 from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
 from autopar.lower.program import lower
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import BF16, Plan
 from autopar.verification.rank_pool import WorkerPool
-from tests.cost.step_traffic import Collective, traffic
-from tests.distributed import recording
-from tests.distributed.plans import make_plan, micro_batch_size
-from tests.distributed.test_layouts import LAYOUTS, traced
+from tests.support.distributed import recording
+from tests.support.distributed.layouts import LAYOUTS, traced
+from tests.support.distributed.plans import make_plan, micro_batch_size
+from tests.support.step_traffic import Collective, stages_of, traffic
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
 
@@ -54,17 +53,6 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("gpt2", "tp2 recomputed", {}),
     ("llama", "pp2 x dp2 ZeRO 3 made again", {}),
 ]
-
-
-def stages_of(model: CostModel, plan: Plan, graph: Graph) -> list[StageCost]:
-    """The plan's stages as the cost model sees them."""
-    local = lower(plan, graph).graph
-    costs = [model.price(model.block_work(local, block), plan.mesh) for block in local.blocks]
-    costs = [replace(cost, offloads=block.offload) for cost, block in zip(costs, plan.blocks, strict=True)]
-    again = [block.recompute for block in plan.blocks]
-    return [
-        StageCost(blocks=tuple(costs[s.start : s.stop]), recompute=tuple(again[s.start : s.stop])) for s in plan.stages
-    ]
 
 
 def step_of(plan: Plan, graph: Graph, *, clips: bool) -> Step:

@@ -8,8 +8,8 @@ import pytest
 
 from autopar.verification.against_one_device import adamw, loss_of
 from autopar.verification.rank_pool import WorkerPool
-from tests.distributed import using
-from tests.distributed.test_training import batches, planned
+from tests.support.distributed import using
+from tests.support.distributed.layouts import batches, planned
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
 
@@ -30,6 +30,7 @@ def test_nothing_that_is_kept_is_made_in_inference_mode(pool: WorkerPool, tmp_pa
         assert not is_inference
 
 
+@pytest.mark.usefixtures("known_machine")
 def test_ranks_on_two_hosts_are_planned_as_two_nodes(pool: WorkerPool) -> None:
     subject, _, _ = planned("dp4 ZeRO 3", "gpt2")
     (batch,) = batches(subject, 1)

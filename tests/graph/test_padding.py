@@ -11,6 +11,7 @@ from autopar.graph.interpreter import evaluate
 from autopar.graph.vocabulary_padding import lengths, pad
 from autopar.runtime.step.gradients import lengthened
 from autopar.tracing.trace import trace
+from tests.support.close import assert_close
 
 
 class Language(nn.Module):
@@ -96,12 +97,12 @@ def test_loss_and_gradients_are_those_without_padding(tied: bool, ranks: int, mu
     }
     assert long
     wanted, found = evaluate(graph, data, parameters), evaluate(longer, data, parameters | long)
-    torch.testing.assert_close(found, wanted)
+    assert_close(found, wanted)
     wanted.backward()
     found.backward()
     for name, value in long.items():
         assert value.grad is not None
-        torch.testing.assert_close(value.grad[:21], parameters[name].grad)
+        assert_close(value.grad[:21], parameters[name].grad)
         assert not value.grad[21:].any(), "padding has a gradient of exactly zero"
 
 

@@ -14,9 +14,10 @@ from autopar.graph.flops import backward_flops, op_flops
 from autopar.graph.graph import Graph, Ref
 from autopar.graph.interpreter import evaluate
 from autopar.models.resolve import resolve_model
-from tests.tracing.zoo import loss_of, subject, traced
+from tests.support.zoo import loss_of, subject, traced
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "vit", "handwritten"])
 def test_forward_flops_are_those_of_torchs_counter(kind: str) -> None:
     model, batch = subject(kind)
@@ -35,6 +36,7 @@ def test_backward_flops_are_those_of_torchs_counter_without_attention() -> None:
     assert total == counter.get_total_flops()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen3", "vit", "t5", "handwritten"])
 def test_what_backward_keeps_is_what_autograd_saves(kind: str) -> None:
     model, batch = subject(kind)
@@ -93,6 +95,7 @@ def test_strides_of_a_dense_tensor() -> None:
         assert contiguous(shape) == torch.empty(shape).stride()
 
 
+@pytest.mark.slow
 def test_a_big_llama_is_cut_into_its_layers() -> None:
     """Llama 3 70B but for 60 of its 80 layers, which are equal to the other ones."""
     spec = "llama:layers=20,hidden=8192,heads=64,kv_heads=8,ffn=28672,vocab=128256"

@@ -103,7 +103,9 @@ def test_an_unknown_device_is_measured_on_the_first_rank_for_all_that_are_like_i
 
 
 @pytest.mark.parametrize("nodes", [(("a", H100, 8), ("b", L40S, 8)), (("a", L40S, 8), ("b", "other L40S", 8))])
-def test_an_unknown_device_on_another_node_is_refused(nodes: tuple[tuple[str, str, int], ...]) -> None:
+def test_an_unknown_device_on_another_node_is_refused(
+    nodes: tuple[tuple[str, str, int], ...], measured: list[str]
+) -> None:
     BYTES.setdefault("other L40S", BYTES[L40S])
     text = refused(job(*nodes))
     assert "host b" in text

@@ -6,7 +6,7 @@ import json
 
 from autopar.hardware.read import known_devices
 from autopar.hardware.shipped_devices import peaks, shipped_devices
-from tests.cli.cli_runner import Run, run_fixture
+from tests.support.cli_runner import Run, run_fixture
 
 run = run_fixture
 

@@ -20,8 +20,8 @@ from autopar.plan.tensor_types import I, R
 from autopar.rules import registry as rules
 from autopar.rules.apply import apply
 from autopar.rules.strategy import Strategy, Typing
-from tests.lower.mlp import op, spec
-from tests.lower.models import plan_of
+from tests.support.lower.mlp import op, spec
+from tests.support.lower.models import plan_of
 
 SAMPLES = 4
 Names = Mapping[str, str]

@@ -17,10 +17,10 @@ from autopar.lower.check_types import typecheck
 from autopar.lower.program import BlockProgram, Program, lower
 from autopar.plan.mesh import Mesh
 from autopar.rules.apply import apply
-from tests.lower import chooser, mlp
-from tests.lower.models import plan_of, traced
-from tests.lower.ranks import run_ranks
 from tests.lower.test_program import mlp_program
+from tests.support.lower import chooser, mlp
+from tests.support.lower.models import plan_of, traced
+from tests.support.lower.ranks import run_ranks
 
 CHANGES = ("all_", "reduce_scatter", "shard", "keep_on_first", "invariant_to_replicate")
 
@@ -84,6 +84,7 @@ def test_each_change_of_type_is_needed(sequence: bool) -> None:
     assert count == (4 if sequence else 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_each_change_of_type_of_a_model_is_needed(name: str) -> None:
     program = model_program(name, Mesh(tp=2), 0)
@@ -114,6 +115,7 @@ WORLDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_the_plan_of_a_search_passes_for_its_whole_world(name: str, world_size: int) -> None:

@@ -17,9 +17,9 @@ from autopar.plan.tensor_types import P
 from autopar.rules import registry as rules
 from autopar.rules.apply import apply
 from autopar.rules.strategy import Typing
-from tests.campaigns.pairs import Pair, check_pair
-from tests.lower import chooser
-from tests.lower.models import plan_of
+from tests.support.lower import chooser
+from tests.support.lower.models import plan_of
+from tools.campaigns.pairs import Pair, check_pair
 
 MESH = Mesh(cp=2, tp=2)
 

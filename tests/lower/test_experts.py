@@ -11,10 +11,11 @@ from autopar.lower.check_types import typecheck
 from autopar.lower.program import Program, lower
 from autopar.plan.mesh import Mesh
 from autopar.rules.apply import apply
-from tests.lower import chooser
-from tests.lower.models import plan_of, whole_tensors
-from tests.lower.moe import Mixture, mixture_graph
-from tests.lower.ranks import dense, run_ranks, sharded, slice_of
+from tests.support.close import assert_close
+from tests.support.lower import chooser
+from tests.support.lower.models import plan_of, whole_tensors
+from tests.support.lower.moe import Mixture, mixture_graph
+from tests.support.lower.ranks import assert_as_one_device, dense
 
 WAYS = {"autopar.experts", "autopar.experts_split", "autopar.experts_dispatch"}
 
@@ -35,11 +36,7 @@ def test_loss_and_gradients_are_those_of_one_device_whatever_the_way() -> None:
         mesh = Mesh(tp=tp)
         made = program(mesh, seed)
         ways = {op.target for op in made.graph.ops} & WAYS
-        for rank, (got, found) in enumerate(run_ranks(mesh, lambda rank, p=made: sharded(p, whole, rank))):
-            torch.testing.assert_close(got, loss, rtol=1e-5, atol=0)
-            for parameter in made.graph.parameters:
-                expected = slice_of(gradients[parameter.name], parameter.layout, mesh, rank)
-                torch.testing.assert_close(found[parameter.name], expected, rtol=1e-4, atol=1e-6)
+        assert_as_one_device(made, whole, loss, gradients)
         seen |= ways
     assert seen == WAYS, "the seeds cover every way"
 
@@ -61,9 +58,9 @@ def test_traced_and_eager_agree_and_experts_without_tokens_have_a_gradient() -> 
     loss.backward()
     values = {p.name: model.get_parameter(p.fqn).detach() for p in graph.parameters}
     found, gradients = dense(graph, {**values, **batch})
-    torch.testing.assert_close(found, loss)
+    assert_close(found, loss)
     for parameter in graph.parameters:
-        torch.testing.assert_close(gradients[parameter.name], model.get_parameter(parameter.fqn).grad)
+        assert_close(gradients[parameter.name], model.get_parameter(parameter.fqn).grad)
     experts = autopar_nn.Experts(num_experts=3, hidden=4, ffn=8)
     x = torch.randn(5, 4)
     experts(x, torch.ones(5, 1), torch.ones(5, 1, dtype=torch.int64)).sum().backward()

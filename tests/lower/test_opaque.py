@@ -16,8 +16,8 @@ import autopar
 from autopar.errors import AutoparError, TraceError, UsageError
 from autopar.plan.file import load_plan, save_plan
 from autopar.tracing.trace import trace
-from tests.lower import unusual as u
-from tests.lower.against_model import check
+from tests.support.lower import unusual as u
+from tests.support.lower.against_model import check
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*_functional_collectives.*:FutureWarning")
 
@@ -41,6 +41,7 @@ def test_a_region_runs_as_it_is_written(inner: Callable[[], nn.Module], pins: li
     assert "StraightThrough" in note or "Clipped" in note or "unusual.py" in note
 
 
+@pytest.mark.slow
 def test_a_pipeline_passes_a_region() -> None:
     class Layers(u.Around):
         def __init__(self) -> None:
@@ -106,6 +107,7 @@ def test_modules_are_named_and_a_plan_keeps_the_names(tmp_path: Path) -> None:
         trace(model, (), u.batch(), opaque=["router"])
 
 
+@pytest.mark.slow
 def test_a_module_is_pinned_as_opaque() -> None:
     model = u.Around(lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
     options = {"example_inputs": u.batch(), "cluster": "cpu:1x2", "global_batch_size": 8}
@@ -280,6 +282,7 @@ def test_a_contrastive_loss_gathers_its_samples(pins: list[str]) -> None:
     assert any("samples meet in" in note and "matmul" in note and "unusual.py" in note for note in plan.notes)
 
 
+@pytest.mark.slow
 def test_a_loss_of_the_whole_batch_and_one_that_counts_it() -> None:
     assert check(u.Pairs("covariance"), u.pairs(), ["dp_shard=2"], ranks=2).num_micro_batches == 1
     plan = check(u.Pairs("counted"), u.pairs(), ["dp_shard=2", "num_micro_batches=2"], ranks=2)

@@ -14,9 +14,9 @@ from autopar.lower.program import Program, from_local_graph, lower
 from autopar.plan.mesh import Mesh
 from autopar.rules.apply import apply
 from autopar.tracing.trace import trace
-from tests.lower import chooser, mlp
-from tests.lower.models import plan_of, traced, whole_tensors
-from tests.lower.ranks import dense, parts, run_program, run_ranks, sharded, slice_of
+from tests.support.lower import chooser, mlp
+from tests.support.lower.models import plan_of, traced, whole_tensors
+from tests.support.lower.ranks import assert_as_one_device, dense, parts, run_program, run_ranks
 
 
 def mlp_program(
@@ -51,11 +51,7 @@ def test_every_rank_has_the_loss_and_gradients_of_one_device(mesh: Mesh, sequenc
     loss, gradients = dense(graph, whole)
     size = 2 if mesh.data == 1 else 1
     program = mlp_program(graph, mesh, sequence=sequence, micro_batch_size=size, cuts=cuts)
-    for rank, (got, found) in enumerate(run_ranks(mesh, lambda rank: sharded(program, whole, rank))):
-        torch.testing.assert_close(got, loss, rtol=1e-5, atol=0)
-        for parameter in program.graph.parameters:
-            expected = slice_of(gradients[parameter.name], parameter.layout, mesh, rank)
-            torch.testing.assert_close(found[parameter.name], expected, rtol=1e-4, atol=1e-6)
+    assert_as_one_device(program, whole, loss, gradients)
 
 
 def test_a_gradient_is_a_pending_sum_only_where_the_parameter_is_used_by_split_work() -> None:
@@ -118,11 +114,7 @@ def test_any_well_typed_program_of_a_model_computes_what_one_device_does(name: s
     local = apply.shard(graph, batch, global_batch_size=4, micro_batch_size=2)
     tensor = chooser.axis_typing(local, "tp", tp, seed)
     program = lower(plan_of(graph, mesh, 2, (batch, tensor), cuts=(2,)), graph)
-    for rank, (got, found) in enumerate(run_ranks(mesh, lambda rank: sharded(program, whole, rank))):
-        torch.testing.assert_close(got, loss, rtol=1e-5, atol=0)
-        for parameter in program.graph.parameters:
-            expected = slice_of(gradients[parameter.name], parameter.layout, mesh, rank)
-            torch.testing.assert_close(found[parameter.name], expected, rtol=1e-4, atol=1e-5, msg=parameter.fqn)
+    assert_as_one_device(program, whole, loss, gradients)
 
 
 def test_a_tied_weight_has_a_copy_on_each_stage_and_one_home_in_a_stage_that_reads_it_twice() -> None:

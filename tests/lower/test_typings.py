@@ -14,8 +14,8 @@ from autopar.plan.plan import AxisTyping, Plan
 from autopar.plan.tensor_types import S
 from autopar.rules.apply import apply
 from autopar.rules.strategy import Typing
-from tests.lower import chooser
-from tests.lower.models import plan_of, traced
+from tests.support.lower import chooser
+from tests.support.lower.models import plan_of, traced
 
 GRAPH = "llama"
 

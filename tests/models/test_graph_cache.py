@@ -11,7 +11,7 @@ from autopar.models import graph_cache as kept
 from autopar.models import graph_for_plan
 from autopar.models.graph_cache import traced
 from autopar.planner.sharding.batch_axis import samples_apart
-from tests.cli.cli_runner import Run, run_fixture
+from tests.support.cli_runner import Run, run_fixture
 
 __all__ = ["run_fixture"]
 
@@ -44,6 +44,7 @@ def graph_of(model: str = MODEL, **changes: object) -> str:
     return traced(model, samples_apart=samples_apart, cache_dir=folder, **given).fingerprint  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_graph_is_traced_once_for_all_batches_of_a_command(folder: Path, count: list[str], run: Run) -> None:
     search = ("search", MODEL, "--cluster", "cpu:1x2", "--space", "quick", "--json")
     first = run(*search, "--global-batch", 8)
@@ -52,6 +53,7 @@ def test_a_graph_is_traced_once_for_all_batches_of_a_command(folder: Path, count
     assert len(list(folder.iterdir())) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [{"model": MODEL.replace("vocab=64", "vocab=128")}, {"sequence": 8}, {"precision": "bf16"}, {"opaque": ("*.mlp",)}],
@@ -70,6 +72,7 @@ def test_another_version_makes_another(folder: Path, count: list[str], monkeypat
     assert len(count) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", [b"", b"no pickle", b"\x80\x04N."])
 def test_what_cannot_be_read_is_traced_again(folder: Path, count: list[str], broken: bytes) -> None:
     graph = graph_of()
@@ -98,6 +101,7 @@ def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch
     assert graph_of() == graph_of()
 
 
+@pytest.mark.slow
 def test_those_used_last_are_kept(folder: Path, monkeypatch: pytest.MonkeyPatch, count: list[str]) -> None:
     monkeypatch.setattr(kept, "MAX_FILES", 2)
     for hidden in (32, 64, 32, 96, 32):  # the first is used again before there are too many

@@ -139,6 +139,7 @@ class Statistics(Net):
         return made.square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Net, Attending, Centred, Statistics])
 @pytest.mark.parametrize("batch", [2, 6])
 def test_a_plan_finds_the_graph_that_it_was_made_for(

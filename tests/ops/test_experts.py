@@ -17,10 +17,10 @@ from autopar.ops import collectives
 from autopar.ops import experts as expert_ops
 from autopar.ops.experts import _ACTIVATIONS as FUNCTIONS
 from autopar.plan.mesh import Mesh
-from tests.lower.ranks import run_ranks
+from tests.support.close import assert_close
+from tests.support.lower.ranks import run_ranks
 
 EXPERTS, WIDTH, INNER, TOKENS = 8, 16, 24, 12
-SAME = {"rtol": 1e-12, "atol": 1e-12}
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def backward(result: Tensor, given: list[Tensor | None], gradient: Tensor) -> li
 
 def assert_same(found: list[Tensor], wanted: list[Tensor]) -> None:
     for a, b in zip(found, wanted, strict=True):
-        torch.testing.assert_close(a, b, **SAME)
+        assert_close(a, b, 1e-12)
 
 
 def grouped_mm(a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
@@ -264,7 +264,7 @@ def test_the_grouped_product_of_torch_is_that_of_a_loop(dtype: torch.dtype, monk
     except RuntimeError as error:  # torch 2.11 on a CPU
         pytest.skip(f"no grouped product of {dtype} here: {error}")
     wanted = torch.cat([x @ w.T for x, w in zip(given[1][0].split(counts), given[1][1], strict=True)])
-    torch.testing.assert_close(found, wanted)
+    assert_close(found, wanted)
     for result in (found, wanted):
         result.sum().backward()
     for a, b in zip(*given, strict=True):

@@ -18,7 +18,8 @@ from autopar.ops import collectives, names, plain, seeded
 from autopar.plan.mesh import MESH_AXES, Mesh
 from autopar.plan.tensor_types import I, P, R, S, Type
 from autopar.rules.apply.conversions import conversion, emitted_arguments
-from tests.lower.ranks import run_ranks
+from tests.support.close import assert_close
+from tests.support.lower.ranks import run_ranks
 
 SHAPE = (4, 6)
 TYPES = (I, R, P, S(0), S(1))
@@ -41,7 +42,7 @@ def together(parts: list[Tensor], kind: Type) -> Tensor:
     if kind == P:
         return torch.stack(parts).sum(0)
     for other in parts[1:]:
-        torch.testing.assert_close(other, parts[0])
+        assert_close(other, parts[0])
     return parts[0]
 
 
@@ -70,8 +71,8 @@ def test_a_change_of_type_keeps_the_tensor_and_its_gradient(source: Type, target
         return y.detach(), x.grad
 
     outputs, gradients = zip(*run_ranks(Mesh(tp=size), work), strict=True)
-    torch.testing.assert_close(together(list(outputs), target), whole)
-    torch.testing.assert_close(together(list(gradients), source.gradient), gradient)
+    assert_close(together(list(outputs), target), whole)
+    assert_close(together(list(gradients), source.gradient), gradient)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.bfloat16])
@@ -134,8 +135,8 @@ def test_every_target_resolves_or_is_named() -> None:
 
 def test_linear_t_is_a_transposed_linear() -> None:
     x, weight, bias = torch.randn(2, 3, 4), torch.randn(4, 5), torch.randn(5)
-    torch.testing.assert_close(plain.linear_t(x, weight, bias), x @ weight + bias)
-    torch.testing.assert_close(plain.linear_t(x, weight), x @ weight)
+    assert_close(plain.linear_t(x, weight, bias), x @ weight + bias)
+    assert_close(plain.linear_t(x, weight), x @ weight)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -145,7 +146,7 @@ def test_cross_entropy_sum_ignores_what_it_should(smoothing: float) -> None:
     expected = F.cross_entropy(
         logits.flatten(0, 1), target.flatten(), ignore_index=-1, reduction="sum", label_smoothing=smoothing
     )
-    torch.testing.assert_close(plain.cross_entropy_sum(logits, target, -1, smoothing), expected)
+    assert_close(plain.cross_entropy_sum(logits, target, -1, smoothing), expected)
     half = plain.cross_entropy_sum(logits.bfloat16(), target, -1, smoothing)
     assert half.dtype == torch.float32
 
@@ -158,10 +159,10 @@ def test_dropout_scales_what_it_keeps_and_its_gradient() -> None:
     y = seeded.dropout(x, 0.25, 1, 2)
     kept = y != 0
     assert abs(kept.float().mean().item() - 0.75) < 0.02
-    torch.testing.assert_close(y[kept], torch.full_like(y[kept], 1 / 0.75))
+    assert_close(y[kept], torch.full_like(y[kept], 1 / 0.75))
     y.sum().backward()
     assert x.grad is not None
-    torch.testing.assert_close(x.grad, y.detach())
+    assert_close(x.grad, y.detach())
     assert seeded.dropout(x, 0.0) is x
     assert not seeded.dropout(x, 1.0).any()
 
@@ -217,7 +218,7 @@ def test_the_gradient_of_a_parameter_stays_a_pending_sum(placement: Replicate | 
 
     for rank, (mine, gradient) in enumerate(run_ranks(Mesh(tp=2), work)):
         assert mine.shape == (2,)
-        torch.testing.assert_close(gradient, torch.full((2,), rank + 1.0))
+        assert_close(gradient, torch.full((2,), rank + 1.0))
 
 
 def test_a_plain_parameter_passes() -> None:
@@ -265,7 +266,7 @@ def test_dropout_keeps_what_its_stream_says_forward_and_backward(dtype: torch.dt
     kept.bernoulli_(1 - p, generator=torch.Generator().manual_seed(seeded.stream_seed(3, 5, ())))
     scale = 1 / (1 - p) if p < 1 else 0.0
     close = torch.finfo(dtype).eps * 2
-    torch.testing.assert_close(found, x * kept * scale, rtol=close, atol=0.0)
+    assert_close(found, x * kept * scale, close)
     weight = torch.randn(10, 6, dtype=dtype)
     (grad,) = torch.autograd.grad(found, x, weight)
-    torch.testing.assert_close(grad, weight * kept * scale, rtol=close, atol=0.0)
+    assert_close(grad, weight * kept * scale, close)

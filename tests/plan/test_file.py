@@ -18,8 +18,8 @@ from autopar.plan.file import dumps, load_plan, plan_from_dict, plan_schema, pla
 from autopar.plan.json_schema import schema_text
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import Plan
-from tests.example_plans import llama_plan, single_plan
-from tests.strategies import plans
+from tests.support.example_plans import llama_plan, single_plan
+from tests.support.strategies import plans
 
 SCHEMA_FILE = Path(__file__).parents[2] / "docs" / "reference" / "plan.schema.json"
 

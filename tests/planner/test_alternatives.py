@@ -13,8 +13,7 @@ from autopar.planner.layouts.types import layout_key_of
 from autopar.planner.planner import Planner
 from autopar.planner.space.pins import Pins
 from autopar.planner.task import Limits, Outcome
-from tests.planner.graphs import mlp
-from tests.planner.test_study import task_of
+from tests.support.planner.graphs import mlp, task_of
 
 
 @pytest.fixture(scope="module")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from autopar.models.transformer import Sizes
-from tests.benchmarks import samplers
-from tests.benchmarks.baselines import (
+from tools.benchmarks import samplers
+from tools.benchmarks.baselines import (
     PROBLEMS,
     Problem,
     Row,
@@ -37,6 +39,7 @@ SMALL = Problem(
 )
 
 
+@pytest.mark.slow
 def test_nothing_beats_the_search_and_all_are_priced_alike() -> None:
     graph = SMALL.graph("small")
     ours = autopar(SMALL, graph)
@@ -61,6 +64,7 @@ def test_a_search_that_loses_is_told() -> None:
     assert len(PROBLEMS) == 6
 
 
+@pytest.mark.slow
 def test_bounds_and_samplers_are_told_side_by_side() -> None:
     graph = SMALL.graph("small")
     rows = [samplers.run(SMALL, graph, "default", method, 10) for method in ("bounds alone", "TPE alone", "both, TPE")]

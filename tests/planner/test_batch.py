@@ -21,8 +21,7 @@ from autopar.rules.registry import default_table
 from autopar.rules.strategy import Strategy
 from autopar.rules.table import Rule
 from autopar.tracing.trace import trace
-
-from .graphs import mlp, op
+from tests.support.planner.graphs import mlp, op
 
 
 def test_samples_are_split_and_the_loss_is_partial() -> None:

@@ -10,8 +10,7 @@ from autopar.errors import UsageError
 from autopar.graph.compact import compact
 from autopar.graph.graph import Ref
 from autopar.planner.space.space import load_space
-
-from .graphs import mlp
+from tests.support.planner.graphs import mlp
 
 
 def test_a_run_is_cut_to_first_inner_and_last() -> None:

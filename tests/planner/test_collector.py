@@ -8,8 +8,7 @@ import pytest
 
 from autopar.planner.planner import Planner, objects_set_aside
 from autopar.planner.task import Limits
-from tests.planner.graphs import mlp
-from tests.planner.test_study import task_of
+from tests.support.planner.graphs import mlp, task_of
 
 
 def test_objects_come_back_after_a_search(monkeypatch: pytest.MonkeyPatch) -> None:

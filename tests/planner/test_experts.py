@@ -19,9 +19,8 @@ from autopar.plan.mesh import Mesh
 from autopar.plan.plan import Plan
 from autopar.plan.tensor_types import S
 from autopar.tracing.trace import trace
-from tests.lower.moe import Layer, mixture_graph
-
-from .graphs import mlp
+from tests.support.lower.moe import Layer, mixture_graph
+from tests.support.planner.graphs import mlp
 
 
 def planned(*pins: str, ranks: int = 4) -> Plan:

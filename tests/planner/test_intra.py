@@ -25,9 +25,8 @@ from autopar.rules.apply.apply import shard
 from autopar.rules.apply.conversions import conversion
 from autopar.rules.strategy import Strategy
 from autopar.tracing.trace import trace
-
-from .graphs import attention, llama_block, mlp
-from .toy import ToyPricing
+from tests.support.planner.graphs import attention, llama_block, mlp
+from tests.support.planner.toy import ToyPricing
 
 
 def solver(graph: Graph, size: int, pricing: ToyPricing | None = None) -> AxisSolver:

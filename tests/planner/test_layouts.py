@@ -32,6 +32,7 @@ MODELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_no_priced_layout_is_quicker_than_its_typing_or_the_quickest_typing(name: str) -> None:
     text, length = MODELS[name]
@@ -55,6 +56,7 @@ def test_no_priced_layout_is_quicker_than_its_typing_or_the_quickest_typing(name
     assert share > 0.8 * compared  # it says something
 
 
+@pytest.mark.slow
 def test_what_searches_keep_with_a_graph_changes_no_plan() -> None:
     """Searches of another space and batch before it, and a copy of the graph, which has nothing of them."""
     graph = resolve_model("gpt:layers=5,hidden=64,heads=8,vocab=250", sequence_length=32).trace()

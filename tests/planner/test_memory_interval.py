@@ -17,8 +17,7 @@ from autopar.planner.space.candidates import candidates
 from autopar.planner.space.constraints import Problem
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
-
-from .graphs import mlp
+from tests.support.planner.graphs import mlp
 
 SPREAD = 0.2
 
@@ -78,7 +77,7 @@ def test_a_bound_of_what_is_sure_to_fit_stays_below_its_price(graph: Graph) -> N
 
 def test_a_plan_of_an_older_version_is_judged_by_its_middle() -> None:
     memory = Memory(pp_rank=0, parameters=1, gradients=1, optimizer=1, activations=1, transient=1, reserved=1)
-    from tests.example_plans import llama_plan
+    from tests.support.example_plans import llama_plan
 
     old = replace(
         llama_plan().predicted, peak_memory_interval_bytes=(), peak_memory_bytes=memory.total, memory_limit_bytes=6

@@ -23,9 +23,8 @@ from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
 from autopar.planner.space.variants import in_orders
 from autopar.planner.task import Limits
-from tests.mixed_clusters import two_kinds
-
-from .graphs import mlp
+from tests.support.mixed_clusters import two_kinds
+from tests.support.planner.graphs import mlp
 
 PINS = ["pp=2", "dp_replicate=2", "dp_shard=1", "tp=1", "zero=0", "micro_batch=2", "schedule=1F1B"]
 
@@ -48,6 +47,7 @@ def outer(graph: Graph, cluster: Cluster, space_name: str = "quick") -> BranchAn
     return BranchAndBound(evaluator, pool, limits=Limits())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", [None, 400 * 2**20 + 1_500_000, 400 * 2**20 + 1_200_000])
 def test_a_mode_of_recompute_more_makes_no_candidate_slower(graph: Graph, memory: int | None) -> None:
     spaces = [
@@ -68,6 +68,7 @@ def test_a_mode_of_recompute_more_makes_no_candidate_slower(graph: Graph, memory
     assert compared
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("memory", "space"), [(None, "quick"), (400 * 2**20 + 1_500_000, "quick")])
 def test_the_search_finds_the_best_of_all_and_its_bounds_hold(graph: Graph, memory: int | None, space: str) -> None:
     cluster = two_kinds(factor=3.0, slow_memory=memory)

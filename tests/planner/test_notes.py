@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -53,6 +54,7 @@ def test_a_plan_says_what_all_ranks_repeat() -> None:
     assert notes(with_free_links(cluster)) == ()
 
 
+@pytest.mark.slow
 def test_a_plan_with_full_recompute_says_that_the_space_has_no_selective_one(tmp_path: Path) -> None:
     text = (Path(__file__).parents[2] / "search/default.toml").read_text().replace('name = "default"', 'name = "mine"')
     full, both = tmp_path / "full.toml", tmp_path / "both.toml"

@@ -31,8 +31,7 @@ from autopar.planner.stages.stage_cut import Cut, CutBlocks, cut, stage_masks
 from autopar.planner.studies.study import params
 from autopar.planner.task import Limits
 from autopar.util import data_files as resources
-
-from .graphs import mlp
+from tests.support.planner.graphs import mlp
 
 HOST = HostLink(
     to_host_bytes_per_s=4e10,

@@ -10,7 +10,7 @@ import pytest
 from autopar.planner.space import pin_syntax
 from autopar.planner.space.pin_kinds import PIN_KINDS, PinKind
 from autopar.planner.space.pin_syntax import parse_pin
-from tests.cli.cli_runner import Run, run_fixture
+from tests.support.cli_runner import Run, run_fixture
 
 run = run_fixture
 

@@ -12,8 +12,7 @@ from autopar.plan.plan import BUCKET_BYTES
 from autopar.plan.tensor_types import S
 from autopar.planner.space.pin_syntax import NumberPin, ParameterPin, RecomputePin, StagePin, parse_pin
 from autopar.planner.space.pins import Pins
-
-from .graphs import mlp
+from tests.support.planner.graphs import mlp
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,8 @@ from autopar.planner.evaluate.evaluator import Evaluator
 from autopar.planner.planner import Planner
 from autopar.planner.space.space import load_space
 from autopar.planner.task import Limits
-from tests.planner.graphs import mlp
-from tests.planner.test_one_order import Known, candidate
-from tests.planner.test_study import task_of
+from tests.support.planner.graphs import mlp, task_of
+from tests.support.planner.interleaved import Known, candidate
 
 pytestmark = pytest.mark.skipif(not available(), reason="processes are copied on Linux alone")
 

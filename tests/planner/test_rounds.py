@@ -29,11 +29,9 @@ from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.preferences import rules, seeds
 from autopar.planner.space.space import SamplerName, load_space
 from autopar.planner.task import Limits
-from tests.cli.cli_runner import Run, run_fixture
-
-from .graphs import mlp
-from .test_one_order import Board, Known, View, in_turns, interleave
-from .test_study import task_of
+from tests.support.cli_runner import Run, run_fixture
+from tests.support.planner.graphs import mlp, task_of
+from tests.support.planner.interleaved import Board, Known, View, in_turns, interleave
 
 run = run_fixture
 
@@ -82,6 +80,7 @@ def fresh(known: Known) -> Known:
     return Known(known.bounds, known.times)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @given(
     problem=st.integers(0, 10),
@@ -230,6 +229,7 @@ def planner_of(graph: Graph, sampler: SamplerName, trials: int = 12) -> Planner:
     return Planner(task_of(graph, space=space))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_of_a_real_pool_the_plan_is_no_worse_than_by_bounds_alone(graph: Graph, kind: SamplerName) -> None:
     plain, sampled = planner_of(graph, "none"), planner_of(graph, kind)
@@ -272,6 +272,7 @@ def test_a_share_of_nothing_for_bounds_ends_when_all_is_asked() -> None:
     assert outcome.best.prediction.step_time_s == min(known.times)
 
 
+@pytest.mark.slow
 def test_the_command_takes_a_sampler_and_a_seed(run: Run) -> None:
     arguments = [
         "search",

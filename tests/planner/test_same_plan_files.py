@@ -21,9 +21,8 @@ from autopar.planner.explain.alternatives import compare
 from autopar.planner.planner import Planner
 from autopar.planner.space.space import load_space
 from autopar.planner.task import Limits
-from tests.mixed_clusters import two_kinds
-from tests.planner.graphs import mlp
-from tests.planner.test_study import task_of
+from tests.support.mixed_clusters import two_kinds
+from tests.support.planner.graphs import mlp, task_of
 
 MAX_DELAY_S = 0.02
 
@@ -48,6 +47,7 @@ def written(plan: Plan, folder: Path) -> bytes:
 CASES = [("alike", "default"), ("alike", "quick"), ("mixed", "default")]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not available(), reason="processes are copied on Linux alone")
 @pytest.mark.parametrize(("cluster", "space"), CASES)
 def test_neither_processes_nor_their_timing_leave_a_trace(
@@ -69,6 +69,7 @@ def test_neither_processes_nor_their_timing_leave_a_trace(
         assert written(planner(cluster, space).search(limits=Limits(), processes=size), tmp_path) == alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cluster", "space"), CASES)
 def test_what_was_looked_at_before_is_not_seen_in_the_certificate_and_the_reasons(cluster: str, space: str) -> None:
     """Of an evaluator that has searched, and of one that has not been asked for anything."""

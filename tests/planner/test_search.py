@@ -30,8 +30,7 @@ from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import Space, load_space
 from autopar.planner.task import Limits, Task
 from autopar.verification.against_one_device import in_dtype
-
-from .graphs import llama_block, mlp
+from tests.support.planner.graphs import llama_block, mlp
 
 CLUSTER = "cpu:1x4"
 RECORD = SearchRecord(wall_time_s=0.0, candidates=0, evaluated=0, lower_bound_s=0.0, gap=0.0)
@@ -57,6 +56,7 @@ def outer(graph: Graph, space: Space, *, trials: int | None = None) -> BranchAnd
     return BranchAndBound(evaluator, pool, limits=Limits(trials=trials))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("vocabulary", "is_even"), [(256, True), (200_000, False)])
 def test_a_stage_is_longer_than_an_even_share_only_where_the_rest_takes_a_block(vocabulary: int, is_even: bool) -> None:
     """Eight layers on four stages: a head that is less than a layer is no reason for stages of three."""
@@ -122,6 +122,7 @@ def test_virtual_stages_are_cut_evenly_unless_stages_are_pinned(layers: int, vir
     assert uneven.search.lower_bound_s <= uneven.predicted.step_time_s
 
 
+@pytest.mark.slow
 def test_embedding_and_head_may_be_stages_of_their_own() -> None:
     """Six layers on eight stages: planned with and without pins, below no bound, and the best of all candidates is found."""
     graph = resolve_model("llama:layers=6,hidden=64,heads=4,ffn=128,vocab=4000", sequence_length=64).trace()
@@ -145,6 +146,7 @@ def test_embedding_and_head_may_be_stages_of_their_own() -> None:
     assert planner.search(limits=Limits()).predicted.step_time_s <= min(times) * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_a_stage_of_an_embedding_or_a_head_alone_can_be_pinned() -> None:
     graph = resolve_model("llama:layers=6,hidden=64,heads=4,ffn=128,vocab=500", sequence_length=32).trace()
     pins = ["pp=4", "stage@layers.0=1", "stage@layers.5=2", "stage@lm_head=3"]
@@ -153,6 +155,7 @@ def test_a_stage_of_an_embedding_or_a_head_alone_can_be_pinned() -> None:
     assert plan.search.lower_bound_s <= plan.predicted.step_time_s
 
 
+@pytest.mark.slow
 def test_what_is_too_large_needs_more_than_there_is() -> None:
     """The head alone needs more in passing than an equal share of a rank that runs four stages."""
     graph = resolve_model("gpt:layers=16,hidden=64,heads=4,vocab=20000", sequence_length=64).trace()
@@ -177,6 +180,7 @@ def test_of_a_large_space_those_with_the_least_bounds_are_evaluated(graph: Graph
     assert found.finished == (len(whole.order) <= 12)
 
 
+@pytest.mark.slow
 def test_a_storage_records_every_trial_and_its_reason(graph: Graph, tmp_path: Path) -> None:
     import optuna
 
@@ -303,6 +307,7 @@ def test_progress_is_told(graph: Graph) -> None:
     assert any("best" in what for what, _, _ in told)
 
 
+@pytest.mark.slow
 def test_a_70b_model_on_64_devices_is_planned_in_seconds() -> None:
     import time
 

@@ -16,8 +16,8 @@ from autopar.plan.plan import Plan
 from autopar.planner.space.candidates import candidates
 from autopar.planner.space.conflict import conflict
 from autopar.planner.space.pins import Pins
-from tests.distributed.subjects import HfSubject
 from tests.planner.test_candidates import PROBLEM
+from tests.support.distributed.subjects import HfSubject
 
 SMALL = replace(PROBLEM, world_size=16, global_batch_size=32)
 LONG = replace(SMALL, sequences=(32768,), key_heads=(8,))

@@ -18,7 +18,7 @@ from autopar.planner.planner import Planner, Task, operator_calls
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
 from autopar.planner.task import Limits
-from tests.mixed_clusters import two_kinds
+from tests.support.mixed_clusters import two_kinds
 
 CLUSTER = Cluster.parse("cpu:1x4")
 

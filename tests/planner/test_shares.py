@@ -25,9 +25,8 @@ from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
 from autopar.planner.studies.study import params
 from autopar.planner.task import Task
-from tests.mixed_clusters import of_one, slow_group, two_kinds
-
-from .graphs import mlp
+from tests.support.mixed_clusters import of_one, slow_group, two_kinds
+from tests.support.planner.graphs import mlp
 
 BATCH = 12
 

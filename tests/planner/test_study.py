@@ -27,7 +27,7 @@ from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
 from autopar.plan.plan import FP32, Plan, SearchRecord
 from autopar.planner.branch_and_bound.ledger import Result
-from autopar.planner.planner import Planner, Task
+from autopar.planner.planner import Planner
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space, with_sampler
 from autopar.planner.studies import workers
@@ -35,14 +35,12 @@ from autopar.planner.studies.study import Study
 from autopar.planner.studies.workers import Job, identity, study_name
 from autopar.planner.task import Limits
 from autopar.util import sources
-from tests.cli.cli_runner import Run, run_fixture
-
-from .graphs import mlp
-from .interleaved import Turns
+from tests.support.cli_runner import Run, run_fixture
+from tests.support.planner.graphs import CLUSTER, mlp, task_of
+from tests.support.planner.interleaved import Turns
 
 run = run_fixture
 
-CLUSTER = "cpu:1x4"
 LIMIT_S = 250
 SAMPLED = 9
 """Trials of a search with a sampler."""
@@ -52,19 +50,6 @@ RECORD = SearchRecord(wall_time_s=0.0, candidates=0, evaluated=0, lower_bound_s=
 @pytest.fixture(scope="module")
 def graph() -> Graph:
     return mlp(layers=2, batch=2, width=64, hidden=256)
-
-
-def task_of(graph: Graph, **changes: Any) -> Task:
-    given: dict[str, Any] = {
-        "graph": graph,
-        "cluster": Cluster.parse(CLUSTER),
-        "global_batch_size": 16,
-        "precision": FP32,
-        "optimizer": "adamw",
-        "pins": Pins.parse(()),
-        "space": load_space("quick"),
-    }
-    return Task(**{**given, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -194,6 +179,7 @@ def test_an_outcome_is_kept_where_the_trial_was_ended_without_one(planner: Plann
     assert one.results == {0: Result(time_s=0.5)}
 
 
+@pytest.mark.slow
 def test_a_search_goes_on_from_what_a_study_holds(graph: Graph, alone: Plan, tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'study.db'}"
     first = search(graph, storage=url, trials=2)
@@ -206,6 +192,7 @@ def test_a_search_goes_on_from_what_a_study_holds(graph: Graph, alone: Plan, tmp
     assert len(trials_of(url)) == len(trials)
 
 
+@pytest.mark.slow
 def test_a_search_goes_on_from_what_died_at_any_step(planner: Planner, alone: Plan, tmp_path: Path) -> None:
     """Two searches of one process take turns; the first stops for ever with its claim, the second ends alone."""
     url = f"sqlite:///{tmp_path / 'study.db'}"
@@ -319,9 +306,10 @@ def test_an_interrupt_gives_the_best_so_far(graph: Graph, alone: Plan, tmp_path:
     assert same(search(graph, storage=url), alone)
 
 
+@pytest.mark.slow
 def test_without_a_storage_optuna_is_not_loaded(checkout: Path) -> None:
     script = (
-        "import sys\nfrom autopar import api\nfrom tests.planner.graphs import mlp\n"
+        "import sys\nfrom autopar import api\nfrom tests.support.planner.graphs import mlp\n"
         "api.search(mlp(), cluster='cpu:1x2', global_batch_size=4, space='quick')\n"
         "print('optuna' in sys.modules)"
     )
@@ -390,56 +378,6 @@ def work_in_processes(
     return [process.exitcode for process in processes]
 
 
-def check_processes(graph: Graph, planner: Planner, alone: Plan, url: str) -> None:
-    """One process is killed with its first claim, one as it would tell of it; four others leave nothing better to find.
-
-    Bounds that were found together say within their precision which candidates come next: one that is as near to the best
-    may be looked at once more, and is told slow.
-    """
-    opened = url.replace("postgresql:", "postgresql+psycopg:")
-    assert work_in_processes(planner, url, [1, 2]) == [-signal.SIGKILL, -signal.SIGKILL]
-    states = [trial.state for trial in trials_of(opened)]
-    assert states.count(TrialState.RUNNING) == 2
-    assert set(states) <= {TrialState.RUNNING, TrialState.WAITING}
-    assert work_in_processes(planner, url, [0] * 4) == [0] * 4
-    before = trials_of(opened)
-    assert all(trial.state.is_finished() for trial in before)
-    assert same(search(graph, storage=url), alone)
-    assert all(trial.state == TrialState.PRUNED for trial in trials_of(opened)[len(before) :])
-
-
-def check_sampled_processes(graph: Graph, url: str) -> None:
-    """As :func:`check_processes`, of a search that asks a sampler and ends before bounds say that it may."""
-    planner = Planner(task_of(graph, space=with_sampler(load_space("default"), "tpe"), sampler_seed=3))
-    options: dict[str, Any] = {"sampler": "tpe", "sampler_seed": 3, "trials": SAMPLED}
-    opened = url.replace("postgresql:", "postgresql+psycopg:")
-    alone = api.search(graph, cluster=CLUSTER, global_batch_size=16, **options)
-    assert len(planner.pool) > SAMPLED + 20
-    assert work_in_processes(planner, url, [1, 4], Limits(trials=SAMPLED)) == [-signal.SIGKILL, -signal.SIGKILL]
-    assert TrialState.RUNNING in [trial.state for trial in trials_of(opened)]
-    assert work_in_processes(planner, url, [0] * 4, Limits(trials=SAMPLED)) == [0] * 4
-    before = trials_of(opened)
-    assert TrialState.RUNNING not in [trial.state for trial in before]
-    found = api.search(graph, cluster=CLUSTER, global_batch_size=16, storage=url, **options)
-    assert same(found, alone)
-    assert len(trials_of(opened)) == len(before)  # the last one has nothing left to evaluate
-    assert len({trial.user_attrs["candidate"] for trial in before if trial.state.is_finished()}) >= SAMPLED
-
-
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_processes_with_a_sampler_on_sqlite_give_the_plan_of_one_and_survive_deaths(
-    graph: Graph, tmp_path: Path
-) -> None:
-    check_sampled_processes(graph, f"sqlite:///{tmp_path / 'study.db'}")
-
-
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_processes_on_sqlite_give_the_plan_of_one_and_survive_deaths(
-    graph: Graph, planner: Planner, alone: Plan, tmp_path: Path
-) -> None:
-    check_processes(graph, planner, alone, f"sqlite:///{tmp_path / 'study.db'}")
-
-
 @pytest.fixture
 def postgresql() -> Iterator[str]:
     """URL of a database of its own, which listens on a socket alone."""
@@ -476,20 +414,57 @@ def postgresql() -> Iterator[str]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+@pytest.fixture(params=["sqlite", "postgresql"])
+def shared(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """URL of a storage that processes share."""
+    return (
+        request.getfixturevalue("postgresql") if request.param == "postgresql" else f"sqlite:///{tmp_path / 'study.db'}"
+    )
+
+
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_processes_on_postgresql_give_the_plan_of_one_and_survive_deaths(
-    graph: Graph, planner: Planner, alone: Plan, postgresql: str
+def test_processes_give_the_plan_of_one_and_survive_deaths(
+    graph: Graph, planner: Planner, alone: Plan, shared: str
 ) -> None:
-    check_processes(graph, planner, alone, postgresql)
+    """One process is killed with its first claim, one as it would tell of it; four others leave nothing better to find.
+
+    Bounds that were found together say within their precision which candidates come next: one that is as near to the best
+    may be looked at once more, and is told slow.
+    """
+    opened = shared.replace("postgresql:", "postgresql+psycopg:")
+    assert work_in_processes(planner, shared, [1, 2]) == [-signal.SIGKILL, -signal.SIGKILL]
+    states = [trial.state for trial in trials_of(opened)]
+    assert states.count(TrialState.RUNNING) == 2
+    assert set(states) <= {TrialState.RUNNING, TrialState.WAITING}
+    assert work_in_processes(planner, shared, [0] * 4) == [0] * 4
+    before = trials_of(opened)
+    assert all(trial.state.is_finished() for trial in before)
+    assert same(search(graph, storage=shared), alone)
+    assert all(trial.state == TrialState.PRUNED for trial in trials_of(opened)[len(before) :])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_processes_with_a_sampler_on_postgresql_give_the_plan_of_one_and_survive_deaths(
-    graph: Graph, postgresql: str
-) -> None:
-    check_sampled_processes(graph, postgresql)
+def test_processes_with_a_sampler_give_the_plan_of_one_and_survive_deaths(graph: Graph, shared: str) -> None:
+    """A search that asks a sampler and ends before bounds say that it may; two processes die."""
+    planner = Planner(task_of(graph, space=with_sampler(load_space("default"), "tpe"), sampler_seed=3))
+    options: dict[str, Any] = {"sampler": "tpe", "sampler_seed": 3, "trials": SAMPLED}
+    opened = shared.replace("postgresql:", "postgresql+psycopg:")
+    alone = api.search(graph, cluster=CLUSTER, global_batch_size=16, **options)
+    assert len(planner.pool) > SAMPLED + 20
+    assert work_in_processes(planner, shared, [1, 4], Limits(trials=SAMPLED)) == [-signal.SIGKILL, -signal.SIGKILL]
+    assert TrialState.RUNNING in [trial.state for trial in trials_of(opened)]
+    assert work_in_processes(planner, shared, [0] * 4, Limits(trials=SAMPLED)) == [0] * 4
+    before = trials_of(opened)
+    assert TrialState.RUNNING not in [trial.state for trial in before]
+    found = api.search(graph, cluster=CLUSTER, global_batch_size=16, storage=shared, **options)
+    assert same(found, alone)
+    assert len(trials_of(opened)) == len(before)  # the last one has nothing left to evaluate
+    assert len({trial.user_attrs["candidate"] for trial in before if trial.state.is_finished()}) >= SAMPLED
 
 
+@pytest.mark.slow
 def test_a_worker_does_a_whole_search(graph: Graph, alone: Plan, tmp_path: Path, checkout: Path) -> None:
     task, url = task_of(graph), f"sqlite:///{tmp_path / 'study.db'}"
     job = Job(task=task, rules=(), limits=Limits(), storage=url, study_name=study_name(task), identity=identity(task),
@@ -504,6 +479,7 @@ def test_a_worker_does_a_whole_search(graph: Graph, alone: Plan, tmp_path: Path,
     assert len(trials_of(url)) == len(trials)
 
 
+@pytest.mark.slow
 def test_workers_are_started_and_ended_with_the_search(
     graph: Graph, alone: Plan, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -74,6 +74,7 @@ ODD = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("spec", "seq", "cluster", "batch", "pins"), ODD)
 def test_no_candidate_beats_the_plan_or_lies_below_a_bound(
     spec: str, seq: int, cluster: str, batch: int, pins: tuple[str, ...]

@@ -19,9 +19,9 @@ from autopar.planner.task import peak_bytes
 from autopar.questions.ask import Ask
 from autopar.questions.pareto import MEMORY_STEP, Point, front, parse_objectives, undominated
 from autopar.questions.sizing import sizes_of
-from tests.cli.cli_runner import Run, run_fixture
-from tests.example_plans import llama_plan
 from tests.questions.test_sizing import ASK, KIND, alone
+from tests.support.cli_runner import Run, run_fixture
+from tests.support.example_plans import llama_plan
 
 run = run_fixture
 
@@ -136,6 +136,7 @@ def test_nothing_fits() -> None:
         front(ask, ("time", "memory"))
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_row_for_each(run: Run) -> None:
     arguments = [
         "pareto",

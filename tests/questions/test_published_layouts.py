@@ -15,7 +15,7 @@ from autopar.planner.space.constraints import Problem
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
 from autopar.questions.published_layouts import cluster_of, load_study, study_files
-from tests.cli.cli_runner import Run, run_fixture
+from tests.support.cli_runner import Run, run_fixture
 
 run = run_fixture
 
@@ -78,6 +78,7 @@ def test_the_published_layout_is_a_candidate(name: str) -> None:
     assert candidates(problem, pins)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("pins", "published"), [('["tp=2", "pp=2", "zero=1"]', True), ('["recompute=full"]', True)])
 def test_ours_is_beside_the_published_one_and_no_worse(run: Run, tmp_path: Path, pins: str, published: bool) -> None:
     path = tmp_path / "small.toml"

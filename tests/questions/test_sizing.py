@@ -16,8 +16,8 @@ from autopar.plan.plan import Plan
 from autopar.questions.ask import Ask
 from autopar.questions.sizing import cheapest_cluster, largest_batch, longest_sequence, sizes_of, smallest_cluster
 from autopar.questions.sweep import parse_sweep, sweep
-from tests.cli.cli_runner import Run, run_fixture
-from tests.planner.graphs import llama_block, mlp
+from tests.support.cli_runner import Run, run_fixture
+from tests.support.planner.graphs import llama_block, mlp
 
 run = run_fixture
 
@@ -97,6 +97,7 @@ def test_a_sweep_has_the_best_plan_of_each_cluster() -> None:
     assert seconds[0] > seconds[1] > seconds[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", ["530MB", "560MB"])
 def test_the_longest_sequence_is_that_of_all(memory: str) -> None:
     ask = Ask(graph_at=graph_at, cluster=f"cpu:1x2?memory={memory}", global_batch_size=4, space="quick")
@@ -146,6 +147,7 @@ def test_no_larger_batch_is_tried_than_was_asked_about(most: int) -> None:
     assert found.limit == f"no larger ones than the global batch of {most} are tried"
 
 
+@pytest.mark.slow
 def test_a_length_past_the_positions_of_a_model_is_not_said_to_be_too_large(run: Run) -> None:
     model = "hf:gpt2?n_layer=1&n_embd=32&n_head=2&n_positions=128&vocab_size=64"
     asked = ("longest-sequence", model, "--cluster", "cpu:1x2", "--global-batch", "2", "--space", "quick")
@@ -189,6 +191,7 @@ def test_questions_in_the_shell(run: Run, verb: str, options: tuple[str, ...], v
     assert found["tried"]
 
 
+@pytest.mark.slow
 def test_the_longest_sequence_in_the_shell(run: Run) -> None:
     tight = [*MODEL[:2], "cpu:1x2?memory=425MB", *MODEL[3:], "--space", "quick"]
     done = run("longest-sequence", *tight, "--step", "512", "--json", "-o", "plan.json")

@@ -21,8 +21,8 @@ from autopar.report.compare import render_comparison
 from autopar.report.html import render_html
 from autopar.report.perfetto import perfetto_trace
 from autopar.report.timeline import timeline
-from tests.example_plans import llama_plan, single_plan
-from tests.strategies import plans
+from tests.support.example_plans import llama_plan, single_plan
+from tests.support.strategies import plans
 
 Golden = Callable[[str, str], None]
 

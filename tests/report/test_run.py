@@ -11,11 +11,11 @@ import pytest
 from autopar.errors import UsageError
 from autopar.plan.run_log import CATEGORIES, FILE_NAME, RankTimes, read_log, record_of, step_of, write_log
 from autopar.report.run import render_run
-from tests.cli.cli_runner import (
+from tests.support.cli_runner import (
     Run,
     run_fixture,
 )
-from tests.example_plans import llama_plan as example_plan
+from tests.support.example_plans import llama_plan as example_plan
 
 run = run_fixture
 

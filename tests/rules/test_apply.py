@@ -14,7 +14,7 @@ from autopar.plan.tensor_types import I, P, R, S
 from autopar.rules.apply.apply import shard
 from autopar.rules.apply.signature import signature
 from autopar.rules.strategy import Typing
-from tests.lower import mlp
+from tests.support.lower import mlp
 
 
 def batch_graph() -> Graph:

@@ -8,7 +8,7 @@ from autopar.errors import RuleError
 from autopar.rules.check.by_execution import verify_rule
 from autopar.rules.check.discover import discover_rule
 from autopar.rules.registry import RuleTable
-from tests.rules.rule_examples import Maker
+from tests.support.rule_examples import Maker
 
 make = Maker()
 

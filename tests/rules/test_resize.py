@@ -21,8 +21,8 @@ from autopar.plan.mesh import Mesh
 from autopar.planner.sharding.batch_axis import solve_batch
 from autopar.rules.apply.apply import shard
 from autopar.rules.apply.resize import Resizer, can_resize, resized
-from tests.lower.moe import mixture_graph
-from tests.planner.graphs import attention, llama_block
+from tests.support.lower.moe import mixture_graph
+from tests.support.planner.graphs import attention, llama_block
 
 
 def gpt() -> Graph:
@@ -68,6 +68,7 @@ def test_a_micro_batch_is_that_of_sharding(name: str) -> None:
             assert found.live_across(block.stop) == wanted.live_across(other.stop)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_worked_out_once_is_that_of_each_operator(name: str) -> None:
     """Of micro-batches of several sizes it is told which calls are equal, of one alone it is not."""

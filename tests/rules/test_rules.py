@@ -18,7 +18,7 @@ from autopar.plan.tensor_types import I, P, R, S
 from autopar.rules.apply.literals import localize
 from autopar.rules.check.by_execution import call, verify_rule
 from autopar.rules.registry import Local, RuleTable, Strategy, default_table, has_rule, register_rule, strategies
-from tests.rules.rule_examples import Example, Maker
+from tests.support.rule_examples import Example, Maker
 
 TP, TWO = "tp", Fraction(2)
 

@@ -14,7 +14,7 @@ from autopar.rules.check.by_execution import _gloo, _in_threads, call, verify_ru
 from autopar.rules.grammar import Pattern, enumerate_strategies
 from autopar.rules.registry import default_table
 from autopar.rules.table import RuleTable, torch_rules
-from tests.rules.rule_examples import (
+from tests.support.rule_examples import (
     OUTSIDE,
     Example,
     Maker,
@@ -44,6 +44,7 @@ def needs_other_axis(example: Example) -> bool:
     return "other" in (*example.op.args, *(value for _, value in example.op.kwargs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_strategy_gives_what_one_device_gives(family: str, size: int) -> None:
@@ -87,6 +88,7 @@ _HARMLESS = {
 }
 
 
+@pytest.mark.slow
 def test_no_frozen_dim_could_be_split() -> None:
     """Mutation: letting any frozen label free gives a strategy that the run rejects, by chance at most once."""
     first, second = _survivors(0), _survivors(1)

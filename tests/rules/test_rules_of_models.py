@@ -76,6 +76,7 @@ def _operand(spec: TensorSpec, generator: torch.Generator) -> Tensor:
     return torch.randint(0, 4, spec.shape, dtype=spec.dtype, generator=generator)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "bert", "vit"])
 def test_every_operator_of_a_model_holds_by_execution(kind: str) -> None:
     graph = _graph(kind)

@@ -16,7 +16,7 @@ from autopar.ops import sequence as sequence_ops
 from autopar.rules import registry as rules
 from autopar.rules.check.by_execution import _in_threads, verify_rule
 from autopar.rules.strategy import Strategy
-from tests.rules.rule_examples import Example, Maker
+from tests.support.rule_examples import Example, Maker
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
 
@@ -52,6 +52,7 @@ def attentions(make: Maker) -> Iterator[tuple[Example, set[str]]]:
     yield c(ATTENTION, r(*q), r(*q), r(*q), r(16, 16)), {"split s", "ring", "split h"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_strategy_gives_what_one_device_gives(size: int) -> None:
     for example, wanted in attentions(Maker(size)):

@@ -16,11 +16,12 @@ from autopar.rules.apply.zigzag import RING, ZIGZAG_SAFE, check_strategy
 from autopar.rules.check.by_execution import verify_rule
 from autopar.rules.registry import default_table
 from autopar.rules.strategy import Strategy, Typing
-from tests.rules.rule_examples import every
+from tests.support.rule_examples import every
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
 
 
+@pytest.mark.slow
 def test_every_rule_is_right_in_zigzag_order() -> None:
     """Parts of chunks that are no neighbours: for every strategy that may stand beside a ring, forward and gradient."""
     examples = [

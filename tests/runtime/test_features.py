@@ -18,8 +18,8 @@ from autopar.runtime.launch import launch
 from autopar.runtime.parallel_model import ParallelModel
 from autopar.tracing.trace import trace
 from autopar.verification.against_one_device import adamw, loss_of
-from tests.distributed.plans import make_plan
-from tests.distributed.subjects import HfSubject
+from tests.support.distributed.plans import make_plan
+from tests.support.distributed.subjects import HfSubject
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and there is none")
 GPU = pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_GPU])
@@ -68,6 +68,7 @@ def alone(subject: Any, device: str, seeds: range) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 @BOTH
 def test_experts_train_as_the_model_itself(device: str) -> None:
     subject = resolve_model(MIXTRAL, sequence_length=16)
@@ -85,7 +86,7 @@ def test_dropout_is_the_same_for_the_same_seed_and_none_in_an_evaluation(device:
         evaluated = parallel.evaluate(batch).item()
         runs.append(trained(parallel, subject, range(2)))
         stop()
-    assert runs[0] == pytest.approx(runs[1], rel=1e-6)
+    assert runs[0] == pytest.approx(runs[1], rel=1e-5)
     (wanted,) = alone(quiet, device, range(1))
     assert evaluated == pytest.approx(wanted, rel=1e-4)
     assert abs(runs[0][0] - wanted) > 1e-3 * wanted

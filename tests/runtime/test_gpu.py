@@ -14,8 +14,8 @@ from autopar.runtime.job import stop
 from autopar.runtime.launch import launch
 from autopar.tracing.trace import trace
 from autopar.verification.against_one_device import adamw, loss_of
-from tests.distributed.plans import make_plan
-from tests.distributed.subjects import HfSubject
+from tests.support.distributed.plans import make_plan
+from tests.support.distributed.subjects import HfSubject
 
 pytestmark = [
     pytest.mark.gpu,

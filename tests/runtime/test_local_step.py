@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,17 +12,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from autopar.errors import UsageError
-from autopar.runtime.job import start, stop
 from autopar.runtime.optimizer.local_step import ELEMENTWISE, LocalSteps
+from tests.support.close import assert_close, error_of
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 ELEMENTWISE_BY_NAME = sorted(ELEMENTWISE - {torch.optim.Rprop}, key=lambda kind: kind.__name__)
-
-
-@pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
-    start("cpu")
-    yield
-    stop()
 
 
 def parameters() -> list[nn.Parameter]:
@@ -57,7 +52,7 @@ def trained(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], seen: l
 
 def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
     """Within a few roundings."""
-    return torch.allclose(found, wanted, rtol=1e-6, atol=1e-7)
+    return error_of(found, wanted) <= 2e-6
 
 
 @pytest.mark.parametrize("on_host", [False, True], ids=["here", "on the host"])
@@ -235,7 +230,7 @@ def test_states_of_a_gpu_live_in_page_locked_memory() -> None:
         steps.remove()
         results.append([p._local_tensor.clone() for p in held])
     for a, b in zip(*results, strict=True):
-        assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
+        assert_close(a, b)
 
 
 def test_a_step_that_fails_leaves_no_trace_in_the_next() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache, partial
 from itertools import pairwise
 from typing import Any
@@ -16,22 +15,16 @@ from autopar.lower.program import lower
 from autopar.ops.sharded import partial_mean
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import BF16, FP16, Precision
-from autopar.runtime.job import start, stop
 from autopar.runtime.parallel_model import ParallelModel
 from autopar.runtime.weights.from_model import ModelWeights
 from autopar.runtime.world import World
-from tests.distributed import scaled
-from tests.distributed.plans import make_plan
-from tests.distributed.subjects import HfSubject
+from tests.support.distributed import scaled
+from tests.support.distributed.plans import make_plan
+from tests.support.distributed.subjects import HfSubject
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 SUBJECT = HfSubject("llama", depth=1)
-
-
-@pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
-    start("cpu")
-    yield
-    stop()
 
 
 @cache

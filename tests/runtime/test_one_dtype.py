@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
@@ -16,12 +16,13 @@ from autopar.graph.interpreter import evaluate
 from autopar.lower.program import lower
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import PRECISIONS
-from autopar.runtime.job import start, stop
 from autopar.runtime.parallel_model import ParallelModel
 from autopar.runtime.weights.from_model import ModelWeights
 from autopar.runtime.world import World
 from autopar.tracing.trace import trace
-from tests.distributed.plans import make_plan
+from tests.support.distributed.plans import make_plan
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 F = nn.functional
 Op = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -43,13 +44,6 @@ OPS: dict[str, Op] = {
     "fourier": lambda x, row, _: torch.fft.fft(x).abs() * row,
     "from zeros": lambda x, _, square: torch.zeros(2, 8).index_add(0, torch.arange(2), x) @ square,
 }
-
-
-@pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
-    start("cpu")
-    yield
-    stop()
 
 
 class Mixed(nn.Module):
@@ -102,6 +96,7 @@ def test_products_have_operands_in_one_dtype(kind: str, precision: str) -> None:
     assert found.item() == pytest.approx(model(x).item(), rel=5e-2 if precision == "bf16" else 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp64"])
 @pytest.mark.parametrize("norm", [parametrizations.spectral_norm, spectral_norm, parametrizations.orthogonal])
 def test_norms_of_whole_weights_train(norm: Callable[[nn.Module], nn.Module], precision: str) -> None:

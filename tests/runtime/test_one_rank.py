@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -24,7 +24,6 @@ from autopar.errors import PlanError, RankFailedError, RuntimeMismatchError, Usa
 from autopar.lower.program import lower
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import BF16, PRECISIONS
-from autopar.runtime.job import start, stop
 from autopar.runtime.launch import launch
 from autopar.runtime.optimizer.checksum import checksums
 from autopar.runtime.parallel_model import ParallelModel
@@ -33,8 +32,11 @@ from autopar.runtime.weights.from_model import ModelWeights
 from autopar.runtime.world import World
 from autopar.tracing.trace import trace
 from autopar.verification.against_one_device import adamw, loss_of
-from tests.distributed.plans import make_plan
-from tests.distributed.subjects import HfSubject
+from tests.support.close import assert_close
+from tests.support.distributed.plans import make_plan
+from tests.support.distributed.subjects import HfSubject
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 SUBJECT = HfSubject("gpt2", depth=1)
 
@@ -42,13 +44,6 @@ SUBJECT = HfSubject("gpt2", depth=1)
 @cache
 def graph() -> Any:
     return SUBJECT.trace()
-
-
-@pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
-    start("cpu")
-    yield
-    stop()
 
 
 def build(**options: Any) -> ParallelModel:
@@ -65,14 +60,14 @@ def test_trains_as_the_model_itself() -> None:
         theirs.zero_grad()
         loss = loss_of(model(**batch))
         loss.backward()
-        assert parallel.train_step(batch).item() == pytest.approx(loss.item(), rel=1e-6)
+        assert parallel.train_step(batch).item() == pytest.approx(loss.item(), rel=1e-5)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         assert parallel.clip_grad_norm_(0.5).item() == pytest.approx(norm.item(), rel=1e-5)
         mine.step()
         theirs.step()
     found = parallel.full_state_dict()
     for name, tensor in model.named_parameters():
-        assert torch.allclose(found[name], tensor, atol=1e-6), name
+        assert_close(found[name], tensor, place=name)
     assert torch.equal(found["lm_head.weight"], found["transformer.wte.weight"])
 
 
@@ -191,7 +186,7 @@ def test_what_a_step_cannot_take_is_refused() -> None:
             call(batch)
     with torch.inference_mode():
         made = {name: value.clone() for name, value in batch.items()}
-    assert parallel.train_step(made).item() == pytest.approx(wanted, rel=1e-6)
+    assert parallel.train_step(made).item() == pytest.approx(wanted, rel=1e-5)
 
 
 def test_inputs_that_need_gradients_are_refused() -> None:
@@ -268,7 +263,7 @@ def test_gradients_of_several_steps_add_up() -> None:
     once = parallel.full_gradients()
     parallel.train_step(batch)
     for name, tensor in parallel.full_gradients().items():
-        assert torch.allclose(tensor, 2 * once[name], atol=1e-6), name
+        assert_close(tensor, 2 * once[name], place=name)
 
 
 @pytest.mark.parametrize("way", ["train_step", "backward"])
@@ -292,7 +287,7 @@ def test_a_step_that_failed_leaves_no_gradients(way: str) -> None:
         stop_there.remove()
     parallel.train_step(batch)
     for name, tensor in parallel.full_gradients().items():
-        assert torch.allclose(tensor, 2 * once[name], atol=1e-6), name
+        assert_close(tensor, 2 * once[name], place=name)
 
 
 def test_backward_after_a_train_step_is_refused_by_name() -> None:
@@ -459,6 +454,7 @@ def test_a_parameter_is_written_in_place_and_not_replaced(how: str, tmp_path: Pa
     assert not (tmp_path / "kept").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps_by", [torch.optim.AdamW, torch.optim.SGD])
 def test_torch_compile_of_an_optimizer_steps_as_it_does(steps_by: type[torch.optim.Optimizer]) -> None:
     """Dynamo knows torch's own DTensors and none that are derived from them."""
@@ -604,9 +600,9 @@ def test_an_evaluation_has_no_dropout_and_knows_what_it_does_not_know(
             parallel.evaluate(batch)
         return
     wanted = model.eval()(**batch).item()
-    assert parallel.evaluate(batch).item() == pytest.approx(wanted, rel=1e-6)
+    assert parallel.evaluate(batch).item() == pytest.approx(wanted, rel=1e-5)
     assert parallel.train_step(batch).item() != pytest.approx(wanted, rel=1e-3)
-    assert parallel.evaluate(batch).item() == pytest.approx(wanted, rel=1e-6)
+    assert parallel.evaluate(batch).item() == pytest.approx(wanted, rel=1e-5)
 
 
 def _halved(optimizer: torch.optim.Optimizer, last_epoch: int = -1) -> LRScheduler:

@@ -27,8 +27,8 @@ from autopar.runtime.job import start, stop
 from autopar.runtime.step.stage import BlockModule
 from autopar.runtime.world import World
 from autopar.tracing.trace import trace
-from tests.distributed.plans import make_plan
-from tests.distributed.subjects import HfSubject
+from tests.support.distributed.plans import make_plan
+from tests.support.distributed.subjects import HfSubject
 
 B, S, H, HEADS = 2, 16, 32, 8
 

@@ -12,8 +12,8 @@ from autopar.errors import UsageError
 from autopar.plan.mesh import Mesh
 from autopar.runtime.job import PLAN, given_plan
 from autopar.runtime.torchrun import command
-from tests.cli.cli_runner import Run, run_fixture
-from tests.example_plans import llama_plan
+from tests.support.cli_runner import Run, run_fixture
+from tests.support.example_plans import llama_plan
 
 run = run_fixture
 

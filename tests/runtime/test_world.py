@@ -66,6 +66,7 @@ def test_a_process_that_a_launcher_started_among_others_is_refused(monkeypatch: 
         check_alone(told)
 
 
+@pytest.mark.usefixtures("known_machine")
 def test_a_process_of_which_no_launcher_says_anything_is_told_so(caplog: pytest.LogCaptureFixture) -> None:
     model = torch.nn.Linear(4, 4)
     options = {"example_inputs": [torch.randn(8, 4)], "loss_fn": lambda output, _: output.square().mean()}

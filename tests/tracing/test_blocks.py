@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from autopar.graph.graph import Graph, Op, Ref, TensorSpec
 from autopar.models.resolve import resolve_model
 from autopar.tracing.blocks import find_blocks
-from tests.tracing.zoo import traced
+from tests.support.zoo import traced
 
 SPEC = TensorSpec(shape=(2, 8), dtype=torch.float32, requires_grad=True)
 
@@ -90,6 +90,7 @@ def test_layers_unrolled_by_hand_under_random_names_are_found() -> None:
     assert graph.blocks[-1].stop == len(graph.ops)
 
 
+@pytest.mark.slow
 def test_encoder_and_decoder_are_both_found() -> None:
     found = hashes(traced("t5"))
     repeated = [h for h in found if found.count(h) > 1]

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from autopar.errors import TraceError
 from autopar.graph.interpreter import step
 from autopar.tracing.trace import trace
-from tests.distributed.remembering import Remembering
+from tests.support.close import assert_close
+from tests.support.distributed.remembering import Remembering
 
 Write = Callable[[nn.Module, Tensor], Tensor]
 
@@ -38,12 +39,12 @@ def same_as_the_model(model: nn.Module, batch: dict[str, Tensor], steps: int = 2
         found, changed = step(graph, {k: v.clone() for k, v in batch.items()}, parameters, before)
         output = model(**{k: v.clone() for k, v in batch.items()})
         wanted = output["loss"] if isinstance(output, dict) else output
-        torch.testing.assert_close(found, wanted)
+        assert_close(found, wanted)
         ours = torch.autograd.grad(found, list(parameters.values()), allow_unused=True)
         theirs = torch.autograd.grad(wanted, list(parameters.values()), allow_unused=True)
-        torch.testing.assert_close([0.0 if g is None else g for g in ours], [0.0 if g is None else g for g in theirs])
+        assert_close([0.0 if g is None else g for g in ours], [0.0 if g is None else g for g in theirs])
         after = dict(model.named_buffers())
-        torch.testing.assert_close({**before, **changed}, after)
+        assert_close({**before, **changed}, after)
         assert changed.keys() >= {name for name in after if not torch.equal(before[name], after[name])}
 
 

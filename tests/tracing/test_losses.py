@@ -17,6 +17,7 @@ from autopar.models.graph_for_plan import for_batch
 from autopar.plan.tensor_types import P
 from autopar.planner.sharding.batch_axis import mixes_samples, samples_apart, solve_batch
 from autopar.tracing.trace import trace
+from tests.support.close import assert_close
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -77,9 +78,9 @@ def test_a_loss_is_a_sum_over_samples(name: str) -> None:
     graph = trace(model, (), batch())
     parameters = dict(model.named_parameters())
     found, expected = evaluate(graph, batch(), parameters, {}), model(**batch())
-    torch.testing.assert_close(found, expected)
+    assert_close(found, expected)
     gradients = (torch.autograd.grad(value, list(parameters.values())) for value in (found, expected))
-    torch.testing.assert_close(*gradients)
+    assert_close(*gradients)
     typing = solve_batch(compact(graph))
     assert typing.strategies[graph.loss.name].outputs[graph.loss.index] == P
     assert not mixes_samples(graph, typing)

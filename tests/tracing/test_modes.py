@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import torch
-
 from autopar.graph.interpreter import evaluate
 from autopar.tracing.trace import trace
-from tests.distributed.oddities import Resting
-from tests.lower import unusual as u
+from tests.support.close import assert_close
+from tests.support.distributed.oddities import Resting
+from tests.support.lower import unusual as u
 
 
 def test_a_batch_norm_in_eval_reads_its_statistics_and_keeps_samples_apart() -> None:
@@ -19,7 +18,7 @@ def test_a_batch_norm_in_eval_reads_its_statistics_and_keeps_samples_apart() -> 
     assert not graph.mixing and "autopar.dropout" not in targets
     batch = u.batch()
     loss = evaluate(graph, batch, dict(model.named_parameters()), dict(model.named_buffers()), model)
-    torch.testing.assert_close(loss, model(**batch))
+    assert_close(loss, model(**batch))
 
 
 def test_a_model_in_eval_itself_trains_whole() -> None:

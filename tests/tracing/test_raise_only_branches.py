@@ -10,7 +10,7 @@ from torch import Tensor
 
 from autopar.errors import TraceError
 from autopar.tracing.trace import trace
-from tests.tracing import checked as c
+from tests.support import checked as c
 
 
 @pytest.mark.parametrize("check", [c.asserted, c.asserted_tensors, c.raised, c.raised_otherwise, c.cleaned_up])

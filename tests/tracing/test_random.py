@@ -18,6 +18,7 @@ from autopar.planner.sharding.batch_axis import solve_batch
 from autopar.rules import registry as rules
 from autopar.rules.apply.apply import shard
 from autopar.tracing.trace import trace
+from tests.support.close import assert_close
 
 
 class _Model(nn.Module):
@@ -109,7 +110,7 @@ def test_a_mask_of_windows_is_split_with_the_samples_that_it_is_repeated_for() -
         assert any(op.spec.shape[0] == 3 for op in (*local.prelude, *local.ops) if op.spec.shape)
         batch = torch.randn(4, 6)
         whole = {name: p.detach() for name, p in model.named_parameters()}
-        torch.testing.assert_close(evaluate(graph, {"x": batch}, whole), model(batch))
+        assert_close(evaluate(graph, {"x": batch}, whole), model(batch))
 
 
 def test_dots_in_an_equation_and_normed_weights_have_rules() -> None:
@@ -130,7 +131,7 @@ def test_dots_in_an_equation_and_normed_weights_have_rules() -> None:
     solve_batch(compact(graph))
     batch = torch.randn(4, 2, 5, 6)
     whole = {name: p.detach() for name, p in model.named_parameters()}
-    torch.testing.assert_close(evaluate(graph, {"x": batch}, whole), model(batch))
+    assert_close(evaluate(graph, {"x": batch}, whole), model(batch))
 
 
 class Noisy(nn.Module):
@@ -205,7 +206,7 @@ def test_recurrent_networks_pass_gradients_on_and_their_samples_are_apart(kind: 
     parameters = dict(model.named_parameters())
     expected = torch.autograd.grad(model(x), list(parameters.values()))
     found = torch.autograd.grad(evaluate(graph, {"x": x}, parameters, {}), list(parameters.values()))
-    torch.testing.assert_close(found, expected)
+    assert_close(found, expected)
     (op,) = [op for op in graph.ops if kind.lower() in op.target]
     assert {spec.shape for spec in op.outputs[1:]} == {(2, 4, 8)}  # torch 2.11 exports (2, 1, 4, 8) of an LSTM
     assert solve_batch(compact(graph)).strategies[op.name].outputs[0] == S(0)

@@ -16,6 +16,7 @@ from autopar.planner.sharding.batch_axis import solve_batch
 from autopar.rules.apply.apply import shard
 from autopar.tracing.trace import trace
 from autopar.verification.against_one_device import _without_dropout
+from tests.support.close import assert_close
 
 
 class Recurrent(nn.Module):
@@ -36,9 +37,9 @@ def compare(model: nn.Module, graph: Graph, batch: dict[str, Tensor]) -> None:
     parameters = dict(model.named_parameters())
     expected = model(**batch)
     found = evaluate(graph, batch, parameters, {})
-    torch.testing.assert_close(found, expected)
+    assert_close(found, expected)
     wanted = torch.autograd.grad(expected, list(parameters.values()))
-    torch.testing.assert_close(torch.autograd.grad(found, list(parameters.values())), wanted)
+    assert_close(torch.autograd.grad(found, list(parameters.values())), wanted)
 
 
 @pytest.mark.parametrize(

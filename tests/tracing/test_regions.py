@@ -11,8 +11,9 @@ from autopar.errors import TraceError
 from autopar.graph.graph import Graph
 from autopar.graph.interpreter import evaluate
 from autopar.tracing.trace import trace
-from tests.distributed.oddities import Checkpointed, Force
-from tests.lower import unusual as u
+from tests.support.close import assert_close
+from tests.support.distributed.oddities import Checkpointed, Force
+from tests.support.lower import unusual as u
 
 
 def check_loss_and_gradients(graph: Graph, model: nn.Module, batch: dict[str, Tensor]) -> None:
@@ -20,10 +21,10 @@ def check_loss_and_gradients(graph: Graph, model: nn.Module, batch: dict[str, Te
     found = evaluate(graph, batch, named, dict(model.named_buffers()), model)
     mine = torch.autograd.grad(found, list(named.values()))
     wanted = model(**batch)
-    torch.testing.assert_close(found, wanted)
+    assert_close(found, wanted)
     wanted.backward()  # of the older checkpoints nothing else is allowed
     for a, b in zip(mine, named.values(), strict=True):
-        torch.testing.assert_close(a, torch.zeros_like(b) if b.grad is None else b.grad)
+        assert_close(a, torch.zeros_like(b) if b.grad is None else b.grad)
 
 
 def test_what_is_checkpointed_is_traced_as_it_is() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from autopar.errors import TraceError
 from autopar.tracing.trace import trace
-from tests.lower import unusual as u
+from tests.support.lower import unusual as u
 
 COUNT = {"steps": 0}
 

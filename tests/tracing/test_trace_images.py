@@ -14,6 +14,7 @@ from autopar.models.resolve import resolve_model
 from autopar.models.specs import MeanSquareLoss
 from autopar.tracing import convert
 from autopar.tracing.trace import trace
+from tests.support.close import assert_close
 
 
 class Batched(nn.Module):
@@ -44,8 +45,8 @@ def test_batch_norm_is_one_operator_and_gives_its_running_statistics() -> None:
     expected = model(**batch)["loss"]
     wanted = _gradients(model, batch, expected)
     found = evaluate(graph, batch, dict(model.named_parameters()), dict(model.named_buffers()))
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(_gradients(model, batch, found), wanted)
+    assert_close(found, expected)
+    assert_close(_gradients(model, batch, found), wanted)
 
 
 class Picked(nn.Module):
@@ -68,9 +69,10 @@ def test_a_row_of_each_sample_is_a_gather() -> None:
     assert "aten.gather.default" in targets
     assert "aten.index.Tensor" not in targets
     found = evaluate(graph, batch, dict(model.named_parameters()), {})
-    torch.testing.assert_close(found, model(**batch))
+    assert_close(found, model(**batch))
 
 
+@pytest.mark.slow
 def test_models_of_images_and_speech_get_their_inputs() -> None:
     sizes = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
     text = '"vocab_size":32,"max_position_embeddings":8,"eos_token_id":2'

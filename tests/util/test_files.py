@@ -13,7 +13,7 @@ from autopar.plan.file import load_plan, save_plan
 from autopar.planner.studies.storage import open_storage
 from autopar.util.files import check_writable, write_text
 from autopar.util.toml import Table
-from tests.example_plans import single_plan
+from tests.support.example_plans import single_plan
 
 
 def test_a_file_is_replaced_as_a_whole_and_others_may_read_it(tmp_path: Path) -> None:

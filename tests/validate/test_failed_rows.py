@@ -9,7 +9,7 @@ import pytest
 
 from autopar.errors import UsageError
 from autopar.validate.runs import FailedRow, read_rows, read_runs
-from tests.cli.cli_runner import Run, run_fixture
+from tests.support.cli_runner import Run, run_fixture
 
 run = run_fixture
 
@@ -44,6 +44,7 @@ def test_one_bad_cell_leaves_the_other_rows(tmp_path: Path) -> None:
         read_runs(path)
 
 
+@pytest.mark.slow
 def test_rows_that_fail_are_reported_beside_the_others(run: Run, tmp_path: Path) -> None:
     path = table(tmp_path, FAULTS)
     page, html = tmp_path / "page.md", tmp_path / "page.html"
@@ -69,6 +70,7 @@ def test_rows_that_fail_are_reported_beside_the_others(run: Run, tmp_path: Path)
         assert "column layers" in text
 
 
+@pytest.mark.slow
 def test_the_summary_counts_rows_that_failed(run: Run, tmp_path: Path) -> None:
     done = run("validate", table(tmp_path, {2: FAULTS[2]}), OWN)
     assert done.code == 1

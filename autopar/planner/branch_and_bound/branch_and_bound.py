@@ -249,15 +249,16 @@ class BranchAndBound:
         }
         index = self._best_index()
         best = {index: self._plans[index]} if index in self._plans else {}
-        mine = (bounds, self.ledger.results, self.order, self.finished, best)
+        mine = (bounds, self.ledger.results, self.order, self.finished, best, self.frontier.given)
         self.order = []
-        for raised, results, order, finished, plans in self.group.allgather(mine):
+        for raised, results, order, finished, plans, given in self.group.allgather(mine):
             self.bounds |= {self.pool[i]: bound for i, bound in raised.items()}
             for i, result in results.items():
                 self.ledger.record(i, result)
             self.order += order
             self.finished &= finished
             self._plans |= plans
+            self.frontier.given |= given  # the certificate goes by it, in all processes alike
 
     def _certify(self) -> None:
         """Raise the least bounds of what may still be faster than the incumbent."""

@@ -107,6 +107,7 @@ def least_s(instance: PipelineInstance) -> float:
     return min(plans(instance), default=math.inf)
 
 
+@pytest.mark.slow
 @SOME
 @given(instances())
 def test_no_relaxation_is_above_a_simulated_plan(instance: PipelineInstance) -> None:
@@ -132,6 +133,7 @@ def test_no_bound_is_lower_when_the_goal_rises(instance: PipelineInstance, parts
     assert found == pytest.approx([min(own_s, goal_s) for goal_s in goals], rel=1e-12)
 
 
+@pytest.mark.slow
 @SOME
 @given(st.lists(instances(), min_size=2, max_size=5), st.sampled_from([math.inf, 12.0]))
 def test_a_bound_is_the_same_alone_and_in_company(every: Sequence[PipelineInstance], goal_s: float) -> None:

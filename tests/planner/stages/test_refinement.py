@@ -23,8 +23,8 @@ from autopar.planner.stages.fit import fitted
 from autopar.planner.stages.local_search import improved
 from autopar.planner.stages.refinement import refined
 from autopar.planner.task import Task
-from tests.mixed_clusters import two_kinds
-from tests.planner.graphs import mlp
+from tests.support.mixed_clusters import two_kinds
+from tests.support.planner.graphs import mlp
 
 PP = 4
 TWO: tuple[Recompute, ...] = ("none", "full")
@@ -161,6 +161,7 @@ def test_a_cut_is_never_below_its_bound(graph: Graph) -> None:
         assert problem.busy_s(found.stops, problem.quickest_modes(found.stops)) <= problem.time_s(found) * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_local_search_shortens_the_step_and_keeps_what_is_allowed(graph: Graph) -> None:
     """From stages as even as can be."""
     shorter = 0

@@ -1,1 +1,0 @@
-"""Tests of the stage cut, its refinement and the local search."""

@@ -1,0 +1,692 @@
+"""What the tests run on every rank; by name, so that workers can import it."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from autopar.errors import AutoparError, UsageError
+from autopar.graph.graph import Graph
+from autopar.lower.program import lower
+from autopar.plan.plan import Plan
+from autopar.runtime.guard import shared_samples
+from autopar.runtime.guard.failure_watch import Alarm
+from autopar.runtime.guard.replicas import EVERY
+from autopar.runtime.launch import launch
+from autopar.runtime.monitor import MEASURED_STEPS, WARM_UP_STEPS
+from autopar.runtime.parallel_model import ParallelModel
+from autopar.runtime.step.fsdp import fsdp_modules
+from autopar.runtime.step.gradients import local_part
+from autopar.runtime.weights.from_model import ModelWeights
+from autopar.runtime.world import World
+from autopar.verification.against_one_device import adamw
+from tests.support.distributed.subjects import HfSubject
+
+Batch = Mapping[str, Tensor]
+
+
+def _alarmed(subject: HfSubject, plan: Plan, graph: Graph, path: Path) -> ParallelModel:
+    """One that soon finds out what other ranks do; what is logged goes to the file."""
+    logging.getLogger("autopar").addHandler(logging.FileHandler(path))
+    with mock.patch("autopar.runtime.parallel_model.Alarm", partial(Alarm, poll_s=0.05, grace_s=0.2)):
+        return build(subject, plan, graph)
+
+
+@contextmanager
+def _written(path: Path) -> Iterator[None]:
+    """What is refused inside is written there, and the rank stays until the others have said so too and ended it."""
+    try:
+        yield
+    except AutoparError as error:
+        path.write_text(str(error))
+        time.sleep(30.0)
+
+
+def failing(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, bad: Batch, call: str, folder: str) -> None:
+    """Each rank writes what it says of a step that fails on one; that one stays alive, as if its error had been caught."""
+    said, (rank, size) = Path(folder), (dist.get_rank(), dist.get_world_size())
+    parallel = _alarmed(subject, plan, graph, said / f"rank{rank}")
+    parallel.train_step(batch)
+    texts = []
+    for given in (bad, batch):
+        try:
+            if call == "backward":
+                called_back(parallel, batch, fails=rank == 1)
+            elif call == "clip_grad_norm_":
+                clipped_to(parallel, fails=rank == 1)
+            else:
+                getattr(parallel, call)(given)
+        except Exception as error:  # noqa: BLE001  its kind is what is looked at
+            texts.append(f"{type(error).__name__}: {error} {getattr(error, '__notes__', '')}")
+    (said / f"rank{rank}").write_text("\n".join(texts))
+    deadline = time.monotonic() + 30.0
+    while sum(path.stat().st_size > 0 for path in said.iterdir()) < size and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def in_different_calls(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, folder: str) -> None:
+    """Each rank writes what it says of a call that the first makes alone: one that meets others, and one while they are in a step."""
+    said, rank = Path(folder), dist.get_rank()
+    parallel = _alarmed(subject, plan, graph, said / f"rank{rank}")
+    try:
+        parallel.evaluate(batch) if rank == 0 else parallel.full_state_dict()
+    except UsageError as error:
+        (said / f"met{rank}").write_text(str(error))
+    parallel.train_step(batch)
+    with _written(said / f"rank{rank}"):
+        parallel.evaluate(batch) if rank == 0 else parallel.train_step(batch)
+
+
+def clips_alone(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, folder: str) -> None:
+    """The first rank clips gradients while the others are in a step; each writes what it says of it."""
+    said, rank = Path(folder), dist.get_rank()
+    parallel = _alarmed(subject, plan, graph, said / f"rank{rank}")
+    with _written(said / f"rank{rank}"):
+        for step in range(4):
+            if step == 2 and rank == 0:
+                parallel.clip_grad_norm_(1.0)
+            parallel.train_step(batch)
+
+
+def left_alone() -> str:
+    """What the first rank says when the second has made as many calls without it, and is gone."""
+    alarm = Alarm(dist.get_rank(), 2, poll_s=5.0)
+    try:
+        if dist.get_rank() == 0:
+            with alarm.watched("evaluate"):
+                alarm.runs()
+                raise RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:18105.")
+        for _ in range(2):
+            with alarm.watched("train_step"):
+                alarm.runs()
+    except AutoparError as error:
+        return str(error)
+    finally:
+        alarm.close()
+    return ""
+
+
+def called_back(parallel: ParallelModel, batch: Batch, *, fails: bool) -> None:
+    """A backward that fails in its middle."""
+    loss = parallel(**batch)
+    with ExitStack() as stack:
+        if fails:
+            error = IndexError("Target 1000000 is out of bounds.")
+            stack.enter_context(mock.patch("autopar.runtime.step.step_gradients.SetAside.begin", side_effect=error))
+        loss.backward()
+
+
+def clipped_to(parallel: ParallelModel, *, fails: bool) -> None:
+    """A norm that cannot be made."""
+    with ExitStack() as stack:
+        if fails:
+            error = IndexError("Target 1000000 is out of bounds.")
+            stack.enter_context(mock.patch("autopar.runtime.parallel_model.Norm.__call__", side_effect=error))
+        parallel.clip_grad_norm_(1.0)
+
+
+def after_a_refusal(
+    subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, bad: Batch
+) -> tuple[tuple[str, ...], list[float]]:
+    """Kinds of error of calls that every rank refuses, and the losses of the calls after them."""
+    parallel, kinds, losses = build(subject, plan, graph), list[str](), list[float]()
+    for call in (parallel.train_step, parallel.evaluate):
+        try:
+            call(bad)
+        except Exception as error:  # noqa: BLE001  its kind is what is looked at
+            kinds.append(type(error).__name__)
+        losses.append(call(batch).item())
+    return tuple(kinds), losses
+
+
+def with_own_shuffle(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) -> tuple[list[str], float]:
+    """What is said of batches whose samples each rank has in another order, and the loss of a step after it."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("autopar").addHandler(handler)
+    parallel = build(subject, plan, graph)
+    shuffled = {name: value.roll(dist.get_rank(), 0) for name, value in batch.items()}
+    for call in (parallel.train_step, parallel.evaluate):
+        try:
+            call(shuffled)
+        except UsageError as error:
+            said.append(str(error))
+    logging.getLogger("autopar").removeHandler(handler)
+    return said, parallel.train_step(batch).item()
+
+
+def with_own_shuffle_later(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) -> list[str]:
+    """What is said in each of four steps, of which the second one's batch has another order on each rank."""
+    parallel = build(subject, plan, graph)
+    shuffled = {name: value.roll(dist.get_rank(), 0) for name, value in batch.items()}
+    said: list[str] = []
+    for given in (batch, shuffled, batch, batch):
+        if len(said) == 1:
+            parallel._shared._calls = shared_samples.EVERY
+        try:
+            parallel.train_step(given)
+            said.append("")
+        except UsageError as error:
+            said.append(str(error))
+    return said
+
+
+def failing_build(subject: HfSubject, plan: Plan, graph: Graph, folder: str) -> None:
+    """The last rank cannot make its part, which the others meet in collectives."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    logging.getLogger("autopar").addHandler(logging.FileHandler(Path(folder) / f"rank{rank}"))
+
+    def lowered(*args: Any, **options: Any) -> Any:
+        if rank == size - 1:
+            raise LookupError("no such part")
+        return lower(*args, **options)
+
+    with (
+        mock.patch("autopar.runtime.launch.Alarm", partial(Alarm, poll_s=0.05, grace_s=0.2)),
+        mock.patch("autopar.runtime.launch.lower", lowered),
+    ):
+        try:
+            launch(subject.build(), lambda: (plan, graph), device_type="cpu")
+        except LookupError:
+            time.sleep(30.0)  # as if it had been caught; the others end before
+
+
+def build(subject: HfSubject, plan: Plan, graph: Graph, seed: int = 0) -> ParallelModel:
+    world = World(plan.mesh, "cpu")
+    program = lower(plan, graph, rank=world.rank)
+    return ParallelModel(program, world, ModelWeights(subject.build(), seed), seed=seed)
+
+
+def train_beside_other_groups(
+    subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, num_groups: int
+) -> tuple[float, dict[str, Tensor]]:
+    """A step's loss and gradients in a job that has as many groups already, by whose number later ones are named."""
+    for _ in range(num_groups):
+        dist.new_group()
+    parallel = build(subject, plan, graph)
+    loss = parallel.train_step(batch).item()
+    return loss, parallel.full_gradients()
+
+
+def in_another_job(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, folder: str) -> list[str]:
+    """What a model says whose process group was ended, and then another begun."""
+    parallel, rank, size = build(subject, plan, graph), dist.get_rank(), dist.get_world_size()
+    parallel.train_step(batch)
+    said = list[str]()
+    dist.barrier()
+    dist.destroy_process_group()
+    for is_new in (False, True):
+        if is_new:
+            dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", size), rank=rank, world_size=size)
+        for call in (
+            partial(parallel.train_step, batch),
+            partial(parallel.save, f"{folder}/saved"),
+            parallel.full_state_dict,
+        ):
+            try:
+                call()
+            except AutoparError as error:
+                said.append(str(error))
+    return said
+
+
+def train(
+    subject: HfSubject, plan: Plan, graph: Graph, batches: Sequence[Batch], max_norm: float | None = None
+) -> dict[str, Any]:
+    """Losses, gradient norms before clipping, and final parameters."""
+    parallel = build(subject, plan, graph)
+    optimizer = adamw(parallel.parameters())
+    losses, norms = [], []
+    for batch in batches:
+        optimizer.zero_grad()
+        losses.append(parallel.train_step(batch).item())
+        if max_norm is not None:
+            norms.append(parallel.clip_grad_norm_(max_norm).item())
+        optimizer.step()
+    return {"losses": losses, "norms": norms, "parameters": parallel.full_state_dict()}
+
+
+def gradients_both_ways(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) -> dict[str, Any]:
+    """Gradients of ``train_step``, of call and ``backward``, and of twice without ``zero_grad``."""
+    parallel = build(subject, plan, graph)
+    stepped = parallel.train_step(batch)
+    by_step = parallel.full_gradients()
+    parallel.train_step(batch)
+    twice = parallel.full_gradients()
+    for parameter in parallel.parameters():
+        parameter.grad = None
+    called = parallel(**batch)
+    called.backward()
+    by_call = parallel.full_gradients()
+    with torch.no_grad():
+        silent = parallel(**batch)
+    return {
+        "losses": [stepped.item(), called.item(), silent.item()],
+        "step": by_step,
+        "call": by_call,
+        "twice": twice,
+    }
+
+
+def losses_after_looking(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) -> tuple[float, float]:
+    """The loss after a step before which somebody has evaluated, without gradients and by :meth:`ParallelModel.train_step`."""
+    parallel = build(subject, plan, graph)
+    optimizer = adamw(parallel.parameters())
+    parallel.train_step(batch)
+    with torch.no_grad():
+        parallel(**batch)
+    optimizer.step()
+    with torch.no_grad():
+        silent = parallel(**batch).item()
+    return silent, parallel.train_step(batch).item()
+
+
+def evaluated(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) -> dict[str, Any]:
+    """Losses of evaluations before, between and after steps; whether these left the gradients as they were."""
+    parallel = build(subject, plan, graph)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.0)
+    losses = [parallel.evaluate(batch).item()]
+    trained = [parallel.train_step(batch).item()]
+    before = parallel.full_gradients()
+    losses.append(parallel.evaluate(batch).item())
+    after = parallel.full_gradients()
+    optimizer.step()
+    trained.append(parallel.train_step(batch).item())
+    losses.append(parallel.evaluate(batch).item())
+    same = before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    return {"losses": losses, "trained": trained, "same": same, "steps": parallel.step_count}
+
+
+def local_batches(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) -> tuple[float, float]:
+    """The loss from the global batch on every rank, and from each rank's own samples."""
+    parallel = build(subject, plan, graph)
+    whole = parallel.train_step(batch).item()
+    mine = parallel.samples
+    own = {name: value.narrow(0, mine.start, len(mine)) for name, value in batch.items()}
+    return whole, parallel.train_step(own).item()
+
+
+def refused(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) -> str:
+    """The message with which a call is refused."""
+    parallel = build(subject, plan, graph)
+    try:
+        parallel(**batch)
+    except AutoparError as error:
+        return str(error)
+    return ""
+
+
+def step_refused(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, kind: str) -> str:
+    """The message with which a step of torch's optimizer of that name is refused."""
+    parallel = build(subject, plan, graph)
+    optimizer = getattr(torch.optim, kind)(parallel.parameters())
+    try:
+        optimizer.step(lambda: parallel.train_step(batch))
+    except AutoparError as error:
+        return str(error)
+    return ""
+
+
+def save_run(subject: HfSubject, plan: Plan, graph: Graph, batches: Sequence[Batch], folder: str) -> list[float]:
+    """Trains on the first batch, saves, goes on; the losses after saving."""
+    parallel = build(subject, plan, graph)
+    optimizer = adamw(parallel.parameters())
+    parallel.train_step(batches[0])
+    optimizer.step()
+    parallel.save(Path(folder), optimizer)
+    return _continue(parallel, optimizer, batches[1:])
+
+
+def load_run(
+    subject: HfSubject, plan: Plan, graph: Graph, batches: Sequence[Batch], folder: str
+) -> tuple[int, list[float]]:
+    """Loads into other weights and goes on; the step counter and the losses."""
+    parallel = build(subject, plan, graph, seed=3)
+    with torch.no_grad():
+        for parameter in parallel.parameters():
+            parameter.mul_(0.5)
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.5)
+    parallel.load(Path(folder), optimizer)
+    return parallel.step_count, _continue(parallel, optimizer, batches[1:])
+
+
+def saves_that_fail(
+    subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, folder: str
+) -> dict[str, tuple[str, list[str]]]:
+    """What is said of saves over a whole checkpoint, and the files that are new after each: the last rank's disk is full, the first
+    one's, and each rank has a folder of its own."""
+    parallel, rank = build(subject, plan, graph), dist.get_rank()
+    optimizer = adamw(parallel.parameters())
+    parallel.train_step(batch)
+    optimizer.step()
+    parallel.save(folder, optimizer)
+    before, found = set(Path(folder).rglob("*")), dict[str, tuple[str, list[str]]]()
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    for name, full in (("last", dist.get_world_size() - 1), ("first", 0), ("folders", -1)):
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        dist.barrier()
+        if rank == full:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (512, hard))
+        try:
+            parallel.save(Path(folder) / f"{rank}" if name == "folders" else folder, optimizer)
+        except UsageError as error:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            dist.barrier()
+            new = sorted(path.name for path in set(Path(folder).rglob("*")) - before if path.is_file())
+            found[name] = str(error), new
+    parallel.load(folder, optimizer)
+    return found
+
+
+def loads_that_fail(subject: HfSubject, plan: Plan, graph: Graph, folder: str) -> dict[str, tuple[str, int, bool]]:
+    """What is said of loads that fail, how many states the optimizer has after each, and whether parameters are as they were."""
+    parallel, rank = build(subject, plan, graph), dist.get_rank()
+    one, two = Path(folder) / "0", Path(folder) / "1"
+    for path in (one, two):
+        parallel.save(path, adamw(parallel.parameters()))
+    cut = Path(folder) / "cut"
+    parallel.save(cut)
+    dist.barrier()
+    if rank == 0:
+        file = sorted(cut.glob("*.distcp"))[-1]
+        file.write_bytes(file.read_bytes()[:100])
+    dist.barrier()
+    found: dict[str, tuple[str, int, bool]] = {}
+    with torch.no_grad():
+        for parameter in parallel.parameters():
+            parameter.mul_(0.5)
+    before = parallel.full_state_dict()
+    optimizer = adamw(parallel.parameters())
+    for name, path, given in (
+        ("nothing", Path(folder) / "none", optimizer), ("others", Path(folder) / str(rank), None), ("cut", cut, None),
+    ):  # fmt: skip
+        try:
+            parallel.load(path, given)
+        except AutoparError as error:
+            after = parallel.full_state_dict()
+            same = all(torch.equal(value, after[key]) for key, value in before.items())
+            found[name] = str(error), len(optimizer.state), same
+    return found
+
+
+def rates_after_load(subject: HfSubject, plan: Plan, graph: Graph, folder: str) -> dict[str, float]:
+    """Learning rates of a checkpoint's parameters, each in a group of its own: ``rate_of`` its name when it was saved."""
+    parallel = build(subject, plan, graph)
+    named = list(parallel.named_parameters())
+    saved = torch.optim.SGD([{"params": [p], "lr": rate_of(name)} for name, p in named])
+    parallel.save(Path(folder), saved)
+    loaded = torch.optim.SGD([{"params": [p], "lr": 1.0} for _, p in named])
+    parallel.load(Path(folder), loaded)
+    return {name: group["lr"] for (name, _), group in zip(named, loaded.param_groups, strict=True)}
+
+
+def empty_groups_after_load(subject: HfSubject, plan: Plan, graph: Graph, folder: str) -> list[tuple[float, float]]:
+    """Rates and first rates of two groups, one of them empty on a pipeline rank, after a load and a scheduler made after it."""
+    parallel = build(subject, plan, graph)
+
+    def optimizer(rate: float) -> torch.optim.Optimizer:
+        first = [p for name, p in parallel.named_parameters() if ".h.0." in name]
+        rest = [p for _, p in parallel.named_parameters() if all(p is not one for one in first)]
+        return torch.optim.SGD([{"params": first, "lr": rate}, {"params": rest, "lr": rate / 4}])
+
+    saved = optimizer(1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(saved, 1, 0.5)
+    saved.step()
+    scheduler.step()
+    parallel.save(Path(folder), saved)
+    loaded = optimizer(7.0)
+    parallel.load(Path(folder), loaded)
+    torch.optim.lr_scheduler.StepLR(loaded, 1, 0.5, last_epoch=1)
+    return [(group["lr"], group["initial_lr"]) for group in loaded.param_groups]
+
+
+def rate_of(name: str) -> float:
+    """Another one for each parameter."""
+    return sum(name.encode()) / 1e6
+
+
+def launched_loss(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) -> float:
+    """The loss of a launched job."""
+    return launch(subject.build(), lambda: (plan, graph), device_type="cpu").train_step(batch).item()
+
+
+def _continue(parallel: ParallelModel, optimizer: torch.optim.Optimizer, batches: Sequence[Batch]) -> list[float]:
+    losses = []
+    for batch in batches:
+        optimizer.zero_grad()
+        losses.append(parallel.train_step(batch).item())
+        optimizer.step()
+    return losses
+
+
+def launched_from(
+    subject: HfSubject, plan: Plan, graph: Graph, source: str, folder: str | None = None
+) -> dict[str, Tensor]:
+    """All parameters as a launched job has them: from rank-dependent models, from meta, from files."""
+    if source == "meta":
+        with torch.device("meta"):
+            model = subject._model()
+    else:
+        model = subject.build()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(dist.get_rank())
+    parallel = launch(model, lambda: (plan, graph), device_type="cpu", weights=folder, seed=5)
+    return parallel.full_state_dict()
+
+
+def launch_failure(subject: HfSubject, plan: Plan, graph: Graph) -> str:
+    """The message on this rank when rank 0 cannot plan, or the plan does not fit."""
+
+    def make() -> tuple[Plan, Graph]:
+        if plan.mesh.world_size == 1:
+            raise AutoparError("No plan", where="plan.json", expected="one", got=0, fix="Try again")
+        if plan.mesh.tp == 4:
+            raise LookupError("no such thing")
+        return plan, graph
+
+    try:
+        launch(subject.build(), make, device_type="cpu")
+    except (AutoparError, LookupError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def sleep_on_last_rank(seconds: float) -> int:
+    if dist.get_rank() == dist.get_world_size() - 1:
+        time.sleep(seconds)
+    return dist.get_rank()
+
+
+def fail_on_first_rank() -> None:
+    if dist.get_rank() == 0:
+        raise ValueError("this rank has had enough")
+    dist.barrier()
+
+
+def muon_steps(subject: HfSubject, plan: Plan, graph: Graph, batches: Sequence[Batch]) -> dict[str, Tensor]:
+    """Matrices after steps of Muon whose iteration is in float32 (torch's is in bfloat16)."""
+    parallel = build(subject, plan, graph)
+    step_muon([p for p in parallel.parameters() if p.ndim == 2], parallel.train_step, batches)
+    return parallel.full_state_dict()
+
+
+def step_muon(matrices: list[Tensor], run: Callable[[Batch], object], batches: Sequence[Batch]) -> None:
+    """Gradients by ``run``, and a step after each."""
+    optimizer = torch.optim.Muon(matrices, lr=0.01)
+    for batch in batches:
+        optimizer.zero_grad()
+        run(batch)
+        method = mock.patch.object(torch.Tensor, "bfloat16", torch.Tensor.float)
+        with method, mock.patch.object(torch, "bfloat16", torch.float32):  # the dtype by name in torch 2.15
+            optimizer.step()
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": adamw,
+    "adafactor": torch.optim.Adafactor,
+    "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+}
+
+
+def held_bytes(
+    subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, optimizer_name: str = "adamw"
+) -> dict[str, int]:
+    """Of this rank: parameters (with what FSDP keeps gathered between forward and backward), gradients, states."""
+    world = World(plan.mesh, "cpu")
+    parallel = ParallelModel(lower(plan, graph), world, ModelWeights(subject.build(), 0))
+    optimizer = OPTIMIZERS[optimizer_name](parallel.parameters())
+    gathered, scaler = _gathered(parallel) if plan.zero_stage < 3 else 0, parallel.grad_scaler()
+    parallel.train_step(batch)
+    scaler.step(optimizer)
+    parameters = list(dict.fromkeys(parallel.parameters()))
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    return {
+        "pp_rank": world.coordinate["pp"],
+        "parameters": _bytes(parameters) + gathered,
+        "gradients": _bytes([p.grad for p in parameters]),
+        "optimizer": _bytes([value for value in states if value.ndim > 0]),
+    }
+
+
+def host_bytes(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) -> dict[str, int]:
+    """Of this rank: what lies on the host of parameters, gradients and states after two steps, and states on the device."""
+    world = World(plan.mesh, "cpu")
+    parallel = ParallelModel(lower(plan, graph), world, ModelWeights(subject.build(), 0))
+    optimizer = adamw(parallel.parameters())
+    for _ in range(2):
+        parallel.train_step(batch)
+        optimizer.step()
+    copies = list(parallel._local_steps._hosts.values())
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    return {
+        "pp_rank": world.coordinate["pp"],
+        "copies": _bytes([c.parameter for c in copies]) + _bytes([c._gradient for c in copies]),
+        "states": _bytes([value for value in states if value.ndim > 0]),
+    }
+
+
+def moved_bytes(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) -> tuple[int, int, int]:
+    """Of this rank: its pipeline rank, bytes that one step moved to the host and back."""
+    world = World(plan.mesh, "cpu")
+    parallel = ParallelModel(lower(plan, graph), world, ModelWeights(subject.build(), 0))
+    parallel.train_step(batch)
+    movers = [stage.mover for stage in parallel._assembly.stages if stage.mover is not None]
+    return world.coordinate["pp"], sum(m.down_bytes for m in movers), sum(m.up_bytes for m in movers)
+
+
+def _gathered(parallel: ParallelModel) -> int:
+    """Bytes of the whole parameters after their gathering; experts that FSDP leaves to their ranks are not gathered."""
+    total = 0
+    for stage in parallel._assembly.stages:
+        for module in fsdp_modules(stage):
+            before = {id(parameter) for parameter in _own_parameters(module)}
+            module.unshard()
+            total += _bytes([parameter for parameter in _own_parameters(module) if id(parameter) not in before])
+            module.reshard()
+    return total
+
+
+def _own_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    children = [child for child in module.children() if isinstance(child, torch.fx.GraphModule)]
+    return [parameter for each in (module, *children) for parameter in each.parameters(recurse=False)]
+
+
+def _bytes(tensors: list[Any]) -> int:
+    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors if t is not None]
+    return sum(t.numel() * t.element_size() for t in local)
+
+
+def watched(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, folder: str, called: bool) -> dict[str, Any]:
+    """Steps until the comparison is made; what this rank knows then."""
+    before = {name: getattr(dist, name) for name in ("all_reduce", "all_gather")}
+    heard: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = heard.append  # type: ignore[method-assign]
+    logging.getLogger("autopar").addHandler(handler)
+    world, weights = World(plan.mesh, "cpu"), ModelWeights(subject.build(), 0)
+    parallel = ParallelModel(lower(plan, graph), world, weights, log_dir=Path(folder))
+    optimizer = adamw(parallel.parameters())
+    for _ in range(WARM_UP_STEPS + MEASURED_STEPS + 1):
+        if called:
+            parallel(**batch).backward()
+        else:
+            parallel.train_step(batch)
+        with torch.no_grad():  # an evaluation is no step
+            if called:
+                parallel(**batch)
+        optimizer.step()
+        optimizer.zero_grad()
+    logging.getLogger("autopar").removeHandler(handler)
+    record = parallel.monitor.record
+    assert record is not None
+    return {
+        "measured_s": record.measured_s,
+        "parts": {part.name: part.measured_s for part in record.parts},
+        "bytes": record.measured_bytes,
+        "warnings": [entry.getMessage() for entry in heard if entry.levelno == logging.WARNING],
+        "active": parallel.monitor.is_active,
+        "restored": all(getattr(dist, name) is function for name, function in before.items()),
+    }
+
+
+def crash(path: Path, times: int) -> int:
+    """Rank 0 crashes so many times before it answers."""
+    if dist.get_rank() == 0:
+        path.write_text(path.read_text() + "x")
+        if len(path.read_text()) <= times:
+            signal.raise_signal(signal.SIGABRT)
+    return len(path.read_text())
+
+
+def drifting(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, where: str, folder: str) -> dict[str, Any]:
+    """Changes a copy on the last rank, twice, before a step that looks or a checkpoint; what was said, and all copies after it."""
+    handler = _Kept()
+    logging.getLogger("autopar").addHandler(handler)
+    parallel = build(subject, plan, graph)
+    held = [h for h in parallel._assembly.held if h.replicated]
+    changed, was_other = "", False
+    for number in (1, 2):
+        if where != "never" and dist.get_rank() == dist.get_world_size() - 1:
+            values = local_part(held[-1].parameter).view(-1)
+            before, changed = values[-1].clone(), held[-1].key
+            values[-1] = torch.nextafter(before, before + 1)
+            was_other = bool(values[-1] != before)
+        if where == "save":
+            parallel.save(folder)
+        else:
+            parallel.step_count = number * EVERY
+            parallel.evaluate(batch)
+    logging.getLogger("autopar").removeHandler(handler)
+    said = [text for text in handler.texts if "copies of" in text]
+    here = parallel._world.coordinate.items()
+    copies = {
+        (h.key, *(place for axis, place in here if axis not in h.replicated)): local_part(h.parameter).clone()
+        for h in held
+    }
+    return {"said": said, "changed": changed, "was_other": was_other, "copies": copies}
+
+
+class _Kept(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())

@@ -1,0 +1,90 @@
+"""Layouts of four ranks by name, and small models planned and trained under them."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.plan.mesh import Mesh
+from autopar.plan.plan import BF16
+from autopar.verification.against_one_device import adamw, loss_of
+from tests.support.distributed.plans import make_plan, micro_batch_size
+from tests.support.distributed.subjects import HfSubject
+
+CHEAP_MEMORY = {"memory_price": 0.01}
+"""Then parameters stay whole where that saves communication, and their gradients are summed over tp."""
+LAYOUTS: dict[str, tuple[Mesh, dict[str, Any]]] = {
+    "dp4": (Mesh(dp_replicate=4), {}),
+    "dp4 ZeRO 1": (Mesh(dp_shard=4), {"zero_stage": 1}),
+    "dp4 ZeRO 2": (Mesh(dp_shard=4), {"zero_stage": 2}),
+    "dp4 ZeRO 3": (Mesh(dp_shard=4), {"zero_stage": 3}),
+    "HSDP 2x2": (Mesh(dp_replicate=2, dp_shard=2), {"zero_stage": 3}),
+    "HSDP 2x2 ZeRO 2": (Mesh(dp_replicate=2, dp_shard=2), {"zero_stage": 2}),
+    "tp2": (Mesh(tp=2), {}),
+    "tp2 whole parameters": (Mesh(tp=2), CHEAP_MEMORY),
+    "tp4": (Mesh(tp=4), {}),
+    "tp2 x dp2": (Mesh(tp=2, dp_replicate=2), {}),
+    "tp2 x dp2 whole parameters": (Mesh(tp=2, dp_replicate=2), CHEAP_MEMORY),
+    "tp2 x dp2 ZeRO 1": (Mesh(tp=2, dp_shard=2), {"zero_stage": 1, **CHEAP_MEMORY}),
+    "tp2 x dp2 ZeRO 3": (Mesh(tp=2, dp_shard=2), {"zero_stage": 3}),
+    "pp2 x dp2": (Mesh(pp=2, dp_replicate=2), {}),
+    "pp2 x dp2 ZeRO 1": (Mesh(pp=2, dp_shard=2), {"zero_stage": 1}),
+    "pp2 x dp2 ZeRO 3": (Mesh(pp=2, dp_shard=2), {"zero_stage": 3}),
+    "pp2 x tp2": (Mesh(pp=2, tp=2), {}),
+    "pp4": (Mesh(pp=4), {}),
+    "pp2 GPipe": (Mesh(pp=2), {"schedule": "GPipe"}),
+    "pp2 two virtual stages": (Mesh(pp=2), {"schedule": "Interleaved1F1B", "virtual_stages": 2}),
+    "dp2 ZeRO 3 recomputed": (Mesh(dp_shard=2), {"zero_stage": 3, "recompute": "full"}),
+    "tp2 recomputed": (Mesh(tp=2), {"recompute": "full"}),
+    "pp2 recomputed": (Mesh(pp=2), {"recompute": "full"}),
+    "pp2 x dp2 ZeRO 3 made again": (Mesh(pp=2, dp_shard=2), {"zero_stage": 3, "recompute": "selective"}),
+}
+
+
+@cache
+def traced(kind: str) -> tuple[HfSubject, Any]:
+    subject = HfSubject(kind)
+    return subject, subject.trace()
+
+
+def planned(layout: str, kind: str, **changes: Any) -> tuple[HfSubject, Any, Any]:
+    subject, graph = traced(kind)
+    mesh, options = LAYOUTS[layout]
+    plan = make_plan(
+        graph, mesh, global_batch_size=16, micro_batch_size=micro_batch_size(mesh, 16), **{**options, **changes}
+    )
+    return subject, plan, graph
+
+
+def batches(subject: HfSubject, count: int) -> list[dict[str, Tensor]]:
+    return [subject.make_batch(16, seed=seed) for seed in range(count)]
+
+
+def clipped(subject: HfSubject, data: list[dict[str, Tensor]]) -> tuple[list[float], dict[str, Tensor]]:
+    """Norms before they are clipped to 0.1, and parameters after these steps of one device."""
+    model = subject.build()
+    optimizer = adamw(model.parameters())
+    norms = []
+    for batch in data:
+        optimizer.zero_grad()
+        loss_of(model(**batch)).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).item())
+        optimizer.step()
+    return norms, dict(model.named_parameters())
+
+
+LAYOUTS_OF_CASTS = {**LAYOUTS, "pp2 x dp2 ZeRO 3 without shards": (Mesh(pp=2, dp_replicate=2), {"zero_stage": 3})}
+"""Where FSDP casts, it may free what it has cast though there is nothing to shard."""
+
+
+def bf16_plan(layout: str) -> tuple[Any, Any]:
+    from autopar.tracing.trace import trace
+
+    subject = HfSubject("llama")
+    graph = trace(subject.build().bfloat16(), kwargs=subject.make_batch(2, seed=0), name="llama")
+    mesh, options = LAYOUTS_OF_CASTS[layout]
+    micro = micro_batch_size(mesh, 16)
+    return make_plan(graph, mesh, global_batch_size=16, micro_batch_size=micro, precision=BF16, **options), graph

@@ -1,0 +1,132 @@
+"""What tests of float16 run on every rank, and on one device alone: float32 parameters, float16 products, a scaled loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.func import functional_call
+
+from autopar.graph.graph import Graph
+from autopar.plan.plan import Plan
+from autopar.runtime.parallel_model import ParallelModel
+from autopar.runtime.step.loss_scale import ParallelScaler
+from autopar.verification.against_one_device import loss_of
+from tests.support.distributed.jobs import build
+
+Batch = Mapping[str, Tensor]
+Loss = Callable[[Any], Tensor]
+
+
+def sgd(parameters: Any, *, fused: bool = False) -> torch.optim.Optimizer:
+    """Steps are linear in gradients, so that errors of parameters are those of gradients."""
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=fused)
+
+
+def steps(
+    subject: Any,
+    plan: Plan,
+    graph: Graph,
+    batches: Sequence[Batch],
+    *,
+    scaling: Mapping[str, Any],
+    called: bool = False,
+    fused: bool = False,
+    infinite: tuple[int, int] | None = None,
+) -> dict[str, list[Any]]:
+    """Of each step the loss, gradients and their norm after they are unscaled, parameters and the state of the scaler.
+
+    Args:
+        scaling: options of the scaler.
+        called: by ``par(**batch)`` and backward; otherwise by ``train_step``.
+        fused: the optimizer unscales; gradients are not looked at.
+        infinite: step and rank in which one element of one gradient is made infinite.
+    """
+    parallel = build(subject, plan, graph)
+    scaler, optimizer = parallel.grad_scaler(**scaling), sgd(parallel.parameters(), fused=fused)
+    found: dict[str, list[Any]] = {"losses": [], "norms": [], "gradients": [], "parameters": [], "states": []}
+    for number, batch in enumerate(batches):
+        loss = parallel(**batch) if called else parallel.train_step(batch)
+        if called:
+            scaler.scale(loss).backward()
+        if infinite == (number, dist.get_rank()):
+            first = next(p.grad for p in parallel.parameters() if p.grad is not None)
+            getattr(first, "_local_tensor", first).view(-1)[0] = torch.inf
+        if not fused:
+            scaler.unscale_(optimizer)
+            found["gradients"].append(parallel.full_gradients())
+            found["norms"].append(parallel.clip_grad_norm_(torch.inf).item())
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        found["losses"].append(loss.item())
+        found["parameters"].append(parallel.full_state_dict())
+        found["states"].append(scaler.state_dict())
+    return found
+
+
+def alone(model: nn.Module, batches: Sequence[Batch], *, scaling: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """The same of one device, by torch alone: the model in float16 with copies of parameters that are kept in float32."""
+    masters = {name: nn.Parameter(p.detach().clone()) for name, p in model.named_parameters()}
+    model, optimizer, scaler = model.half(), sgd(masters.values()), GradScaler("cpu", **scaling)
+    found: dict[str, list[Any]] = {"losses": [], "norms": [], "gradients": [], "parameters": [], "states": []}
+    for batch in batches:
+        copies = {name: master.half() for name, master in masters.items()}
+        loss = loss_of(functional_call(model, copies, (), dict(batch)))
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        scaler.unscale_(optimizer)
+        found["gradients"].append({name: m.grad.clone() for name, m in masters.items() if m.grad is not None})
+        found["norms"].append(torch.nn.utils.get_total_norm([m.grad for m in masters.values()]).item())
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        found["losses"].append(loss.item())
+        found["parameters"].append({name: m.detach().clone() for name, m in masters.items()})
+        found["states"].append(scaler.state_dict())
+    return found
+
+
+def _trained(parallel: ParallelModel, scaler: ParallelScaler, batch: Batch) -> float:
+    optimizer = sgd(parallel.parameters())
+    loss = parallel.train_step(batch).item()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    return loss
+
+
+def save(subject: Any, plan: Plan, graph: Graph, batch: Batch, folder: str) -> tuple[dict[str, Any], float]:
+    """Saves after a step; the scaler's state, and the loss of the next step."""
+    parallel = build(subject, plan, graph)
+    scaler = parallel.grad_scaler(init_scale=1024.0, growth_interval=3)
+    _trained(parallel, scaler, batch)
+    parallel.save(Path(folder))
+    return scaler.state_dict(), _trained(parallel, scaler, batch)
+
+
+def load(
+    subject: Any, plan: Plan, graph: Graph, batch: Batch, folder: str, *, late: bool
+) -> tuple[dict[str, Any], float]:
+    """Loads into other weights, before (``late``) or after the scaler is made; its state, and the loss of a step."""
+    parallel = build(subject, plan, graph, seed=3)
+    with torch.no_grad():
+        for parameter in parallel.parameters():
+            parameter.mul_(0.5)
+    if late:
+        parallel.load(Path(folder))
+    scaler = parallel.grad_scaler()
+    if not late:
+        parallel.load(Path(folder))
+    return scaler.state_dict(), _trained(parallel, scaler, batch)
+
+
+def save_plain(subject: Any, plan: Plan, graph: Graph, batch: Batch, folder: str) -> None:
+    """Of a plan without scales."""
+    parallel = build(subject, plan, graph)
+    parallel.train_step(batch)
+    parallel.save(Path(folder))

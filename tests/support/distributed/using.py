@@ -1,0 +1,68 @@
+"""What people try around a parallel model in their first hour; run on every rank, by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from autopar import api
+from autopar.graph.graph import Graph
+from autopar.hardware.cluster import Cluster
+from autopar.hardware.detect.places import place_here
+from autopar.hardware.read import load_profile
+from autopar.plan.plan import Plan
+from autopar.request import Request
+from autopar.runtime.launch import launch
+from autopar.verification.against_one_device import adamw
+from tests.support.distributed.jobs import Batch
+from tests.support.distributed.subjects import HfSubject
+
+
+def in_inference_mode(
+    subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, folder: str
+) -> tuple[list[float], bool]:
+    """Losses of steps between what was made, evaluated, clipped, saved and loaded in inference mode; whether states are of it."""
+    model: nn.Module = subject.build()
+    with torch.inference_mode():
+        parallel = launch(model, lambda: (plan, graph), device_type="cpu")
+        losses = [parallel.evaluate(batch).item()]
+    optimizer = adamw(parallel.parameters())
+    losses.append(parallel.train_step(batch).item())
+    with torch.inference_mode():
+        whole = parallel.full_gradients()
+        parallel.clip_grad_norm_(1e6)
+    optimizer.step()
+    with torch.inference_mode():
+        whole |= parallel.full_state_dict()
+        parallel.save(folder, optimizer)
+        parallel.load(folder, optimizer)
+        losses.append(parallel.evaluate(batch).item())
+    losses.append(parallel.train_step(batch).item())
+    return losses, any(tensor.is_inference() for tensor in whole.values())
+
+
+def without_a_cluster(subject: HfSubject, batch: Batch) -> tuple[str, str, list[tuple[int, int]]]:
+    """What is planned where nobody names the cluster and every two ranks say that they are on another host."""
+    rank, planned = dist.get_rank(), []
+    found = place_here()
+    node = replace(found, host=(f"node{rank // 2}", ""))
+    search = api._searched
+
+    def noted(model: nn.Module, request: Request, *rest: Any) -> tuple[Plan, Graph]:
+        assert isinstance(request.cluster, Cluster)
+        planned.extend((group.num_nodes, group.devices_per_node) for group in request.cluster.groups)
+        return search(model, request, *rest)
+
+    with (
+        mock.patch("autopar.hardware.detect.places.place_here", return_value=node),
+        mock.patch("autopar.hardware.detect.places.machine_profile", return_value=load_profile("cpu")),
+        mock.patch("autopar.api._searched", noted),
+    ):
+        parallel = api.parallelize(subject.build(), example_inputs=batch, global_batch_size=16, pins=["dp=4"])
+    parallel.train_step(batch)
+    return parallel.plan.cluster, str(parallel.plan.mesh), planned

@@ -1,0 +1,113 @@
+"""Test help: a planned program on ranks that are threads, held against the user's own model."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import autopar
+from autopar import api
+from autopar.graph.graph import Parameter
+from autopar.graph.interpreter import part_of
+from autopar.lower.check_types import typecheck
+from autopar.lower.program import Program, lower
+from autopar.ops import collectives
+from autopar.ops.opaque import Holder
+from autopar.plan.mesh import DATA_AXES
+from autopar.plan.plan import Plan
+from autopar.tracing.trace import LossFunction, pick_loss
+from tests.support.close import assert_close
+from tests.support.lower.ranks import run_program, run_ranks, run_sums, slice_of
+
+
+def check(
+    model: nn.Module,
+    batch: dict[str, Tensor],
+    pins: Sequence[str],
+    *,
+    ranks: int = 4,
+    opaque: Sequence[str] = (),
+    loss_fn: LossFunction | None = None,
+) -> Plan:
+    """Plan for the batch under the pins, run it, and compare loss and every gradient with the model's."""
+    size = next(iter(batch.values())).shape[0]
+    graph = api.trace(model, example_inputs=batch, opaque=opaque, loss_fn=loss_fn, global_batch_size=size)
+    plan = autopar.search(graph, cluster=f"cpu:1x{ranks}", global_batch_size=size, pins=pins, opaque=opaque)
+    program = lower(plan, graph)
+    before = {b.name: model.get_buffer(b.fqn).clone() for b in program.state}
+    typecheck(program)
+    modules = (b.module for s in program.stages for b in s.blocks)
+    for holder in (m for module in modules for m in module.modules() if isinstance(m, Holder)):
+        holder.bind(model)
+    model.train().zero_grad()
+    given = {name: value.clone() for name, value in batch.items()}
+    known = inspect.signature(model.forward).parameters
+    output = model(**(given if loss_fn is None else {k: v for k, v in given.items() if k in known}))
+    loss = pick_loss(output if loss_fn is None else loss_fn(output, given), "test")
+    loss.backward()
+    whole = dict(model.named_parameters())
+    values = {**batch, **before}
+
+    def dense(name: str) -> Tensor:
+        own = whole[name]
+        return torch.zeros_like(own) if own.grad is None else own.grad
+
+    for rank, (found, gradients) in enumerate(run_ranks(plan.mesh, lambda rank: _rank(program, whole, values, rank))):
+        assert_close(found, loss.detach(), 1e-5, f"rank {rank}")
+        expected = {p.name: _own(program, p, dense(p.fqn), rank) for p in program.graph.parameters}
+        assert_close(gradients, expected, 1e-4, f"rank {rank}")
+    return plan
+
+
+def _own(program: Program, parameter: Parameter, whole: Tensor, rank: int) -> Tensor:
+    """One rank's part of a tensor of the model, which the plan may have padded."""
+    value = part_of(parameter, whole)
+    lengths = {entry.parameter: entry.length for entry in program.plan.padding}
+    if parameter.key in lengths:
+        value = torch.cat((value, value.new_zeros(lengths[parameter.key] - value.shape[0], *value.shape[1:])))
+    return slice_of(value, parameter.layout, program.mesh, rank)
+
+
+def _rank(program: Program, whole: Mapping[str, nn.Parameter], batch: Mapping[str, Tensor], rank: int) -> Any:
+    """Loss and gradients of the global batch on one rank; ``batch`` also holds buffers that steps change."""
+    graph, mesh = program.graph, program.mesh
+    size, count = program.plan.micro_batch_size, program.plan.num_micro_batches
+    first, inputs = mesh.data_index(rank) * count, {i.name for i in graph.inputs}
+    batches = [
+        {
+            **{name: value for name, value in batch.items() if name not in inputs},
+            **{name: batch[name][(first + m) * size : (first + m + 1) * size] for name in inputs},
+        }
+        for m in range(count)
+    ]
+    totals = run_sums(program, batches)
+    for value in totals.values():
+        _sum(value)
+    leaves = {
+        p.name: _own(program, p, whole[p.fqn].detach(), rank).clone().requires_grad_(p.spec.requires_grad)
+        for p in graph.parameters
+    }
+    loss = torch.zeros(())
+    for part in batches:
+        made = run_program(program, leaves, part, totals)
+        made.backward()
+        loss += made.detach()
+    _sum(loss)
+    gradients = {}
+    for parameter in graph.parameters:
+        leaf = leaves[parameter.name]
+        gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.contiguous()
+        for axis in (*DATA_AXES, *parameter.gradient_sum_axes):
+            dist.all_reduce(gradient, group=collectives.group(axis))
+        gradients[parameter.name] = gradient
+    return loss, gradients
+
+
+def _sum(value: Tensor) -> None:
+    for axis in DATA_AXES:
+        dist.all_reduce(value, group=collectives.group(axis))

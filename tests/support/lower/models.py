@@ -1,0 +1,124 @@
+"""Test help: traced small models, whole tensors for them, and plans made from typings."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+
+import torch
+
+from autopar.graph.graph import Graph
+from autopar.plan.mesh import Mesh
+from autopar.plan.plan import AxisTyping, BlockLayout, BlockPlan, Plan, StagePlan
+from autopar.plan.tensor_types import I
+from autopar.rules.strategy import Typing
+from autopar.tracing.trace import trace
+from tests.support.example_plans import single_plan
+
+BATCH, SEQ, VOCABULARY = 4, 8, 64
+
+
+@cache
+def traced(name: str, dropout: float = 0.0, *, hidden: int = 32, seq: int = SEQ, padded: bool = True) -> Graph:
+    """``gpt2`` (tied weights, fused projections) or ``llama`` (grouped queries), two layers, on meta."""
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+    with torch.device("meta"):
+        model: torch.nn.Module
+        if name == "gpt2":
+            model = GPT2LMHeadModel(
+                GPT2Config(
+                    n_layer=2,
+                    n_embd=hidden,
+                    n_head=4,
+                    vocab_size=VOCABULARY,
+                    n_positions=2 * seq,
+                    use_cache=False,
+                    resid_pdrop=dropout,
+                    embd_pdrop=dropout,
+                    attn_pdrop=dropout,
+                    bos_token_id=0,
+                    eos_token_id=0,
+                    loss_type="ForCausalLM",
+                )
+            )
+        else:
+            model = LlamaForCausalLM(
+                LlamaConfig(
+                    num_hidden_layers=2,
+                    hidden_size=hidden,
+                    num_attention_heads=8,
+                    num_key_value_heads=4,
+                    intermediate_size=2 * hidden,
+                    vocab_size=VOCABULARY,
+                    max_position_embeddings=2 * seq,
+                    use_cache=False,
+                    bos_token_id=0,
+                    eos_token_id=0,
+                )
+            )
+    ids = torch.zeros(BATCH, seq, dtype=torch.long)
+    batch = {"input_ids": ids, "labels": ids} | ({"attention_mask": torch.ones_like(ids)} if padded else {})
+    graph = trace(model.train(), kwargs=batch)
+    generator = torch.Generator().manual_seed(1)
+    known = (
+        b if b.value is not None else replace(b, value=torch.rand(b.spec.shape, generator=generator))
+        for b in graph.buffers
+    )
+    return replace(graph, buffers=tuple(known))
+
+
+def whole_tensors(graph: Graph) -> dict[str, torch.Tensor]:
+    """Parameters and a batch with ignored labels and padding, unevenly."""
+    generator = torch.Generator().manual_seed(0)
+    whole = {p.name: 0.2 * torch.randn(p.spec.shape, generator=generator) for p in graph.parameters}
+    ids = torch.randint(0, VOCABULARY, (BATCH, SEQ), generator=generator)
+    labels, mask = ids.clone(), torch.ones_like(ids)
+    labels[0, :6] = labels[2, 3] = -100
+    mask[1, :3] = 0
+    return {**whole, "input_ids": ids, "labels": labels, "attention_mask": mask}
+
+
+def plan_of(
+    graph: Graph,
+    mesh: Mesh,
+    micro_batch_size: int,
+    typings: tuple[Typing, ...] = (),
+    cuts: tuple[int, ...] = (),
+    graphs: tuple[Graph, ...] = (),
+) -> Plan:
+    """A plan with one layout for each block; ``graphs``: what each typing is for, where an earlier one adds operators."""
+    graphs = graphs or (graph,) * len(typings)
+    prelude: tuple[str, ...] = ()
+    if typings:
+        prelude = tuple(typings[0].strategies[op.name].name for op in graph.prelude)
+    layouts = tuple(
+        BlockLayout(
+            block_hash=block.hash,
+            typings=tuple(
+                AxisTyping(
+                    axis=t.axis,
+                    strategies=tuple(t.strategies[op.name].name for op in g.block_ops(g.blocks[block.index])),
+                    parameters=tuple(t.parameters.get(p.name, I) for p in g.block_parameters(g.blocks[block.index])),
+                )
+                for t, g in zip(typings, graphs, strict=True)
+            ),
+        )
+        for block in graph.blocks
+    )
+    base = single_plan()
+    return replace(
+        base,
+        model=replace(base.model, fingerprint=graph.fingerprint),
+        mesh=mesh,
+        global_batch_size=graph.batch_size,
+        micro_batch_size=micro_batch_size,
+        prelude=prelude,
+        layouts=layouts,
+        blocks=tuple(BlockPlan(index=b.index, label=b.label, layout=b.index) for b in graph.blocks),
+        stages=tuple(
+            StagePlan(index=i, start=a, stop=b, pp_rank=i)
+            for i, (a, b) in enumerate(pairwise((0, *cuts, len(graph.blocks))))
+        ),
+    )

@@ -1,0 +1,314 @@
+"""Test help: all ranks of a small mesh as threads of this process, and a plain interpreter of graphs."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import threading
+import time
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _create_work_from_future
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.multi_threaded_pg import (
+    ProcessLocalGroup,
+    _install_threaded_pg,
+    _uninstall_threaded_pg,
+)
+
+from autopar.graph.graph import Argument, Graph, Ref
+from autopar.lower.program import Program
+from autopar.ops import collectives, names
+from autopar.plan.mesh import EXPERT_AXIS, EXPERT_MESH_AXES, MESH_AXES, Mesh
+from tests.support.close import assert_close
+
+TIMEOUT_S = 60.0
+"""For all ranks together."""
+
+_RUNS = itertools.count()
+_HERE = threading.local()
+
+
+class _Group(ProcessLocalGroup):  # type: ignore[misc]
+    """A group whose collectives meet those of the same run alone: what a failed run leaves behind joins no later one."""
+
+    @property
+    def pg_name(self) -> str:
+        return f"{self.run}.{self.group_name}"
+
+    @property
+    def group_name(self) -> str:
+        return str(self._world().pg_names[self])
+
+    @property
+    def run(self) -> int:
+        return self._run
+
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Any:
+        """Buffered: it never waits for who receives."""
+        return _MAIL.post((self.pg_name, self.rank(), to, tag), sent=[x.detach().clone() for x in tensors])
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Any:
+        return _MAIL.post((self.pg_name, source, self.rank(), tag), wanted=[x.detach() for x in tensors])
+
+    @staticmethod
+    def make(store: Any, rank: int, size: int, timeout: Any) -> _Group:
+        dist.distributed_c10d._store_based_barrier(rank, store, "", size, timeout)
+        group = _Group(rank, size)
+        group._run = _HERE.run
+        return group
+
+
+class _Mail:
+    """Messages between the threads of a run, in order for each pair of ranks."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sent: dict[object, list[list[torch.Tensor]]] = {}
+        self._wanted: dict[object, list[tuple[list[torch.Tensor], torch.futures.Future[Any]]]] = {}
+
+    def post(
+        self, key: object, *, sent: list[torch.Tensor] | None = None, wanted: list[torch.Tensor] | None = None
+    ) -> Any:
+        """Takes a message or the wish for one; gives what waits until it is there."""
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        with self._lock:
+            if sent is not None:
+                self._sent.setdefault(key, []).append(sent)
+                done: torch.futures.Future[Any] = torch.futures.Future()
+                done.set_result(sent)
+            if wanted is not None:
+                self._wanted.setdefault(key, []).append((wanted, future))
+            while self._sent.get(key) and self._wanted.get(key):
+                message, (places, waiting) = self._sent[key].pop(0), self._wanted[key].pop(0)
+                for place, value in zip(places, message, strict=True):
+                    place.copy_(value)
+                waiting.set_result(places)
+        return _create_work_from_future(done if wanted is None else future)
+
+    def close(self) -> None:
+        """Ends the wait for messages that nobody will send."""
+        with self._lock:
+            for waiting in self._wanted.values():
+                for _, future in waiting:
+                    future.set_exception(RuntimeError("the sender has failed"))
+            self._wanted.clear()
+            self._sent.clear()
+
+
+_MAIL = _Mail()
+dist.Backend.register_backend("rank_threads", _Group.make, devices=["cpu"])
+
+
+def run_ranks(mesh: Mesh, work: Callable[[int], Any]) -> list[Any]:
+    """``work(rank)`` on every rank, with the mesh set; raises what a rank raised.
+
+    Whatever happens to a rank, or to the caller while it waits, the others are ended before this returns.
+    """
+    world = dist.distributed_c10d._world
+    _install_threaded_pg()
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    with (
+        FakeTensorMode()
+    ):  # torch 2.11 for CUDA, without a GPU, keeps its stand-in for one in the thread that needs it first
+        store, run = dist.HashStore(), next(_RUNS)
+    results: list[Any] = [None] * mesh.world_size
+    errors: list[BaseException] = []
+
+    def one(rank: int) -> None:
+        _HERE.run = run
+        try:
+            dist.init_process_group("rank_threads", rank=rank, world_size=mesh.world_size, store=store)
+            device_mesh = init_device_mesh("cpu", mesh.degrees, mesh_dim_names=MESH_AXES)
+            _HERE.meshes = (device_mesh,)
+            if mesh.ep_data > 1:
+                expert_mesh = init_device_mesh("cpu", mesh.expert_degrees, mesh_dim_names=EXPERT_MESH_AXES)
+                _HERE.meshes = (expert_mesh["ep_data", "tp"]._flatten(EXPERT_AXIS), expert_mesh, device_mesh)
+            with torch.autograd.set_multithreading_enabled(False), collectives.on_meshes(_HERE.meshes):
+                results[rank] = work(rank)
+        except BaseException as error:  # noqa: BLE001  raised again by the caller's thread
+            errors.append(error)
+
+    threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(mesh.world_size)]
+    limit = time.monotonic() + TIMEOUT_S
+    try:
+        for thread in threads:
+            thread.start()
+        while not errors and time.monotonic() < limit and (alive := [t for t in threads if t.is_alive()]):
+            alive[0].join(0.1)
+        assert errors or not any(thread.is_alive() for thread in threads), "a rank hangs"
+    finally:
+        _end(threads)
+        _uninstall_threaded_pg()
+        dist.distributed_c10d._world = world
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+        ProcessLocalGroup.reset()
+    if errors:
+        raise errors[0]
+    return results
+
+
+def these_meshes() -> tuple[DeviceMesh, ...]:
+    """The device meshes of the rank that the calling thread is: the job's last, before it those of experts."""
+    found: tuple[DeviceMesh, ...] = _HERE.meshes
+    return found
+
+
+def this_mesh() -> DeviceMesh:
+    """The job's device mesh, of the rank that the calling thread is."""
+    return these_meshes()[-1]
+
+
+def axis_group(axis: str) -> dist.ProcessGroup:
+    """This rank's group on any axis of its meshes, ``ep_outer`` too."""
+    mesh = next(mesh for mesh in reversed(these_meshes()) if axis in (mesh.mesh_dim_names or ()))
+    return mesh.get_group(axis)
+
+
+def _end(threads: list[threading.Thread]) -> None:
+    """Wakes ranks that wait for one that will not come, until all are gone."""
+    limit = time.monotonic() + 10
+    while (alive := [t for t in threads if t.is_alive()]) and time.monotonic() < limit:
+        ProcessLocalGroup._terminate.set()
+        _MAIL.close()
+        with ProcessLocalGroup._coll_lock:
+            waiting = list(ProcessLocalGroup._cur_coll_on_pgs.values())
+        for collective in waiting:
+            for condition in (collective._start_cond, collective._done_cond):
+                with condition:
+                    condition.notify_all()
+        alive[0].join(0.02)
+
+
+def interpret(graph: Graph, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The loss of a graph, run operator by operator on whole tensors (by name of input and parameter)."""
+    env: dict[Ref, Any] = {Ref(name): tensor for name, tensor in tensors.items()}
+    env |= {Ref(b.name): b.value for b in graph.buffers if b.value is not None}
+
+    def value(argument: Argument) -> Any:
+        if isinstance(argument, Ref):
+            return env[argument]
+        return [value(item) for item in argument] if isinstance(argument, tuple) else argument
+
+    for op in (*graph.prelude, *graph.ops):
+        result = names.resolve(op.target)(*map(value, op.args), **{key: value(item) for key, item in op.kwargs})
+        many = result if isinstance(result, (tuple, list)) else (result,)
+        env |= {Ref(op.name, i): item for i, item in enumerate(many)}
+    found = env[graph.loss]
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
+def slice_of(tensor: torch.Tensor, layout: Any, mesh: Mesh, rank: int) -> torch.Tensor:
+    """One rank's part of a whole tensor."""
+    for axis, kind in layout:
+        if kind.is_split and axis in (*MESH_AXES, "ep_data"):
+            here = {**mesh.coordinate(rank), "ep_data": mesh.data_index(rank) % mesh.ep_data}
+            tensor = tensor.chunk(getattr(mesh, axis), kind.dim)[here[axis]]
+    return tensor
+
+
+def parts(graph: Graph, whole: Mapping[str, torch.Tensor], mesh: Mesh, rank: int) -> dict[str, torch.Tensor]:
+    """One rank's parameters of a local graph, leaves that require grad."""
+    return {
+        p.name: slice_of(whole[p.name], p.layout, mesh, rank).detach().clone().requires_grad_(p.spec.requires_grad)
+        for p in graph.parameters
+    }
+
+
+def call_block(module: torch.fx.GraphModule, parameters: Mapping[str, torch.Tensor], values: list[Any]) -> Any:
+    """A block's code on one rank's parameters: ranks are threads, which share the module but for the code of regions."""
+    regions = {name: copy.deepcopy(child) for name, child in module.named_children()}
+    return type(module).forward(types.SimpleNamespace(**module._buffers, **regions, **parameters), *values)
+
+
+def run_program(
+    program: Program,
+    parameters: Mapping[str, torch.Tensor],
+    batch: Mapping[str, torch.Tensor],
+    totals: Mapping[str, torch.Tensor],
+    seed: int = 0,
+) -> torch.Tensor:
+    """The loss of all stages of a program for one micro-batch, in one process."""
+    live: dict[str, Any] = {}
+    for stage in program.stages:
+        received = {name: live[name] for name in stage.receives}
+        env: dict[str, Any] = {**received, "rng_seed": seed}
+        env |= {name: parameters[name] for name in stage.shared_parameters}
+        if stage.prelude is not None:
+            given = {**batch, **totals}
+            values = stage.prelude.module(*(given[name] for name in stage.prelude.inputs))
+            env |= dict(zip(stage.prelude.outputs, values, strict=True))
+        for block in stage.blocks:
+            values = call_block(block.module, parameters, [env[name] for name in block.inputs])
+            env |= dict(zip(block.outputs, values, strict=True))
+        live = {name: env[name] for name in (*stage.sends, *([program.loss] if stage.is_last else ()))}
+    loss = live[program.loss]
+    assert isinstance(loss, torch.Tensor)
+    return loss
+
+
+def run_sums(program: Program, batches: list[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Totals over micro-batches."""
+    if program.sums is None:
+        return {}
+    totals: dict[str, torch.Tensor] = {}
+    for batch in batches:
+        for name, value in zip(
+            program.sums.outputs, program.sums.module(*(batch[n] for n in program.sums.inputs)), strict=True
+        ):
+            totals[name] = totals[name] + value if name in totals else value
+    return totals
+
+
+def dense(graph: Graph, whole: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    leaves = {p.name: whole[p.name].clone().requires_grad_() for p in graph.parameters}
+    loss = interpret(graph, {**whole, **leaves})
+    loss.backward()
+    return loss.detach(), {name: leaf.grad for name, leaf in leaves.items()}
+
+
+def sharded(
+    program: Program, whole: dict[str, torch.Tensor], rank: int
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss and gradients of the global batch on one rank, micro-batch by micro-batch, data ranks included."""
+    graph, mesh = program.graph, program.mesh
+    size, count = program.plan.micro_batch_size, program.plan.num_micro_batches
+    first = mesh.data_index(rank) * count
+    batches = [
+        {i.name: whole[i.name][(first + m) * size : (first + m + 1) * size] for i in graph.inputs} for m in range(count)
+    ]
+    totals = run_sums(program, batches)
+    for value in totals.values():
+        dist.all_reduce(value, group=collectives.group("dp_replicate"))
+    leaves = parts(graph, whole, mesh, rank)
+    loss = torch.zeros(())
+    for batch in batches:
+        part = run_program(program, leaves, batch, totals)
+        part.backward()
+        loss += part.detach()
+    dist.all_reduce(loss, group=collectives.group("dp_replicate"))
+    gradients = {}
+    for parameter in graph.parameters:
+        gradient = leaves[parameter.name].grad
+        assert gradient is not None, parameter.name
+        for axis in ("dp_replicate", *parameter.gradient_sum_axes):
+            dist.all_reduce(gradient, group=collectives.group(axis))
+        gradients[parameter.name] = gradient
+    return loss, gradients
+
+
+def assert_as_one_device(
+    program: Program, whole: dict[str, torch.Tensor], loss: torch.Tensor, gradients: Mapping[str, torch.Tensor]
+) -> None:
+    """Every rank has the loss, and its part of every gradient."""
+    mesh = program.mesh
+    for rank, (got, found) in enumerate(run_ranks(mesh, lambda rank: sharded(program, whole, rank))):
+        expected = {p.name: slice_of(gradients[p.name], p.layout, mesh, rank) for p in program.graph.parameters}
+        assert_close(got, loss, 1e-5, f"rank {rank}")
+        assert_close(found, expected, 1e-4, f"rank {rank}")

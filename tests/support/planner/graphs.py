@@ -1,0 +1,162 @@
+"""Small graphs made by hand, so that the search is tested without tracing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from autopar.graph.graph import Block, Graph, Input, Op, Parameter, Ref, TensorSpec
+from autopar.hardware.cluster import Cluster
+from autopar.plan.plan import FP32
+from autopar.planner.planner import Task
+from autopar.planner.space.pins import Pins
+from autopar.planner.space.space import load_space
+
+
+def spec(*shape: int, grad: bool = True, dtype: torch.dtype = torch.float32) -> TensorSpec:
+    return TensorSpec(shape=shape, dtype=dtype, requires_grad=grad)
+
+
+def op(name: str, target: str, args: tuple[object, ...], *shape: int, grad: bool = True) -> Op:
+    return Op(name=name, target=target, args=args, outputs=(spec(*shape, grad=grad),))  # type: ignore[arg-type]
+
+
+def mlp(*, layers: int = 1, batch: int = 4, width: int = 8, hidden: int = 16) -> Graph:
+    """``layers`` times x + down(silu(up(x))), then the sum of a last linear."""
+    ops: list[Op] = [op("start", "aten.linear.default", (Ref("x"), Ref("w_in")), batch, width)]
+    parameters = [Parameter(name="w_in", fqn="w_in", spec=spec(width, width))]
+    blocks = [Block(index=0, start=0, stop=1, hash="in", label="start")]
+    before = "start"
+    for i in range(layers):
+        parameters += [
+            Parameter(name=f"up{i}", fqn=f"layers.{i}.up", spec=spec(hidden, width)),
+            Parameter(name=f"down{i}", fqn=f"layers.{i}.down", spec=spec(width, hidden)),
+        ]
+        ops += [
+            op(f"a{i}", "aten.linear.default", (Ref(before), Ref(f"up{i}")), batch, hidden),
+            op(f"s{i}", "aten.silu.default", (Ref(f"a{i}"),), batch, hidden),
+            op(f"b{i}", "aten.linear.default", (Ref(f"s{i}"), Ref(f"down{i}")), batch, width),
+            op(f"r{i}", "aten.add.Tensor", (Ref(before), Ref(f"b{i}")), batch, width),
+        ]
+        blocks.append(Block(index=i + 1, start=len(ops) - 4, stop=len(ops), hash="layer", label=f"layers.{i}"))
+        before = f"r{i}"
+    ops.append(op("loss", "aten.sum.default", (Ref(before),)))
+    blocks.append(Block(index=layers + 1, start=len(ops) - 1, stop=len(ops), hash="out", label="loss"))
+    return Graph(
+        name="mlp",
+        batch_size=batch,
+        inputs=(Input(name="x", spec=spec(batch, width, grad=False), batch_dim=0),),
+        parameters=tuple(parameters),
+        buffers=(),
+        prelude=(),
+        ops=tuple(ops),
+        blocks=tuple(blocks),
+        loss=Ref("loss"),
+        fingerprint="mlp",
+    )
+
+
+def attention(*, batch: int = 1, seq: int = 4, heads: int = 2, width: int = 4) -> Graph:
+    """One attention with shared input: q = k = v projections of x, attention over heads, sum."""
+    names = ("q", "k", "v")
+    parameters = tuple(Parameter(name=f"w{n}", fqn=f"attn.{n}", spec=spec(width, width)) for n in names)
+    each = width // heads
+    ops = [op("x2", "aten.linear.default", (Ref("x"), Ref("w0")), batch, seq, width)]
+    for n in names:
+        ops += [
+            op(n, "aten.linear.default", (Ref("x2"), Ref(f"w{n}")), batch, seq, width),
+            op(f"{n}v", "aten.view.default", (Ref(n), (batch, seq, heads, each)), batch, seq, heads, each),
+            op(f"{n}t", "aten.transpose.int", (Ref(f"{n}v"), 1, 2), batch, heads, seq, each),
+        ]
+    core = (Ref("qt"), Ref("kt"), Ref("vt"))
+    ops += [
+        op("core", "aten.scaled_dot_product_attention.default", core, batch, heads, seq, each),
+        op("loss", "aten.sum.default", (Ref("core"),)),
+    ]
+    return Graph(
+        name="attention",
+        batch_size=batch,
+        inputs=(Input(name="x", spec=spec(batch, seq, width, grad=False), batch_dim=0),),
+        parameters=(Parameter(name="w0", fqn="w0", spec=spec(width, width)), *parameters),
+        buffers=(),
+        prelude=(),
+        ops=tuple(ops),
+        blocks=(Block(index=0, start=0, stop=len(ops), hash="all", label="all"),),
+        loss=Ref("loss"),
+        fingerprint="attention",
+    )
+
+
+def llama_block(
+    *, seq: int = 4096, hidden: int = 8192, heads: int = 64, ffn: int = 28672, batch: int = 1, layers: int = 2
+) -> Graph:
+    """Llama-like layers (without rotary embedding) in bf16 between an embedding and a sum."""
+    half = torch.bfloat16
+    each = hidden // heads
+    parameters: list[Parameter] = [Parameter(name="table", fqn="table", spec=spec(32000, hidden, dtype=half))]
+    ops: list[Op] = []
+
+    def add(name: str, target: str, args: tuple[object, ...], *shape: int) -> Ref:
+        ops.append(Op(name=name, target=target, args=args, outputs=(spec(*shape, dtype=half),)))  # type: ignore[arg-type]
+        return Ref(name)
+
+    def weight(name: str, *shape: int) -> Ref:
+        parameters.append(Parameter(name=name, fqn=name, spec=spec(*shape, dtype=half)))
+        return Ref(name)
+
+    x = add("embedding", "aten.embedding.default", (Ref("table"), Ref("ids")), batch, seq, hidden)
+    blocks = [Block(index=0, start=0, stop=1, hash="embedding", label="embedding")]
+    flat, split = (batch, seq, hidden), (batch, heads, seq, each)
+    for i in range(layers):
+        start = len(ops)
+        n = add(f"norm{i}", "aten.layer_norm.default", (x, (hidden,), weight(f"n{i}", hidden)), *flat)
+        qkv = []
+        for k in "qkv":
+            y = add(f"{k}{i}", "aten.linear.default", (n, weight(f"w{k}{i}", hidden, hidden)), *flat)
+            y = add(f"{k}v{i}", "aten.view.default", (y, (batch, seq, heads, each)), batch, seq, heads, each)
+            qkv.append(add(f"{k}t{i}", "aten.transpose.int", (y, 1, 2), *split))
+        y = add(f"core{i}", "aten.scaled_dot_product_attention.default", (*qkv, None, 0.0, True), *split)
+        y = add(f"ct{i}", "aten.transpose.int", (y, 1, 2), batch, seq, heads, each)
+        y = add(f"cv{i}", "aten.view.default", (y, flat), *flat)
+        y = add(f"o{i}", "aten.linear.default", (y, weight(f"wo{i}", hidden, hidden)), *flat)
+        x = add(f"h{i}", "aten.add.Tensor", (x, y), *flat)
+        n = add(f"after{i}", "aten.layer_norm.default", (x, (hidden,), weight(f"na{i}", hidden)), *flat)
+        g = add(f"gate{i}", "aten.linear.default", (n, weight(f"wg{i}", ffn, hidden)), batch, seq, ffn)
+        g = add(f"silu{i}", "aten.silu.default", (g,), batch, seq, ffn)
+        u = add(f"up{i}", "aten.linear.default", (n, weight(f"wu{i}", ffn, hidden)), batch, seq, ffn)
+        g = add(f"mul{i}", "aten.mul.Tensor", (g, u), batch, seq, ffn)
+        y = add(f"down{i}", "aten.linear.default", (g, weight(f"wd{i}", hidden, ffn)), *flat)
+        x = add(f"out{i}", "aten.add.Tensor", (x, y), *flat)
+        blocks.append(Block(index=i + 1, start=start, stop=len(ops), hash="layer", label=f"layers.{i}"))
+    add("loss", "aten.sum.default", (x,))
+    blocks.append(Block(index=layers + 1, start=len(ops) - 1, stop=len(ops), hash="loss", label="loss"))
+    ids = TensorSpec(shape=(batch, seq), dtype=torch.int64)
+    return Graph(
+        name="llama",
+        batch_size=batch,
+        inputs=(Input(name="ids", spec=ids, batch_dim=0),),
+        parameters=tuple(parameters),
+        buffers=(),
+        prelude=(),
+        ops=tuple(ops),
+        blocks=tuple(blocks),
+        loss=Ref("loss"),
+        fingerprint="llama",
+    )
+
+
+CLUSTER = "cpu:1x4"
+
+
+def task_of(graph: Graph, **changes: Any) -> Task:
+    given: dict[str, Any] = {
+        "graph": graph,
+        "cluster": Cluster.parse(CLUSTER),
+        "global_batch_size": 16,
+        "precision": FP32,
+        "optimizer": "adamw",
+        "pins": Pins.parse(()),
+        "space": load_space("quick"),
+    }
+    return Task(**{**given, **changes})

@@ -1,0 +1,332 @@
+"""Runs cases among fakes, and writes what it saw: ``python -m tools.fakes.driver GUARD OUTPUT GROUP``."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+import warnings
+from contextlib import ExitStack
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from tools.fakes.cases import LOADS, PLANS, Case
+
+BATCH = 4
+
+PROBE = "probe"
+"""In place of a group: shows that faults are seen."""
+
+
+def run(case: Case, rank: int, record: Any) -> int:
+    """Builds the rank's part of a plan and does what a training script does.
+
+    What is seen in the last of the steps is that of a step; the first ones make what is kept.
+
+    Returns:
+        How many micro-batches a step has.
+    """
+    import torch
+    import torch.distributed as dist
+    from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from autopar.lower.program import lower
+    from autopar.runtime.guard.replicas import EVERY
+    from autopar.runtime.job import stop
+    from autopar.runtime.parallel_model import ParallelModel
+    from autopar.runtime.weights.from_model import ModelWeights
+    from autopar.runtime.world import World
+    from tools.fakes.watch import Watch
+
+    key = (case.model, case.precision, case.layers, 64 if "cp=2" in case.pins else None)
+    build, batch, graph = _traced(*key)
+    plan = _planned(key, case.ranks, case.pins)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=case.ranks)
+    try:
+        world = World(plan.mesh, "cuda")
+        program = lower(plan, graph, device=world.device, rank=world.rank)
+        model = build()
+        with ExitStack() as stack:
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            stack.enter_context(Watch(record))
+            record.phase = "build"
+            parallel = ParallelModel(program, world, ModelWeights(model, 0))
+            parallel._calls._group = None  # the others, whom no number comes from
+            optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3, **case.options)
+            scaler = parallel.grad_scaler(enabled=case.scales) if case.precision == "fp16" else None
+            steps = 3 if case.is_called else 2  # the third is measured by the monitor, and those after it
+            for step in range(steps):
+                _train(parallel, optimizer, scaler if case.scales else None, batch, record, is_last=step == steps - 1)
+            if case.is_called:
+                _call(parallel, batch, record)
+            record.phase = "measured"
+            if case.is_called:  # as if enough steps had been measured: the next one begins with the comparison
+                parallel.monitor._wanted = len(parallel.monitor._steps) + 1
+                with unset_fake_temporarily():  # no tensor of a device is made: ranks compare what their hosts have
+                    parallel.monitor.begin_step()
+                assert parallel.monitor.record is not None
+            parallel.monitor.close()
+            if case.evaluates:
+                record.phase = "evaluate"
+                parallel.evaluate(batch)
+            state = _save(parallel, optimizer, record)
+            _load(parallel, state, record)
+            record.phase = "loaded"
+            parallel.step_count = EVERY  # the step before which copies are compared
+            if case.evaluates:
+                parallel.evaluate(batch)
+            parallel._shared._is_alone = case.ranks == 1
+            _look(parallel, case, batch, record, "loaded")
+            _look(parallel, case, {name: _there(value) for name, value in batch.items()}, record, "batch on the device")
+            record.phase = "end"
+            for name, parameter in parallel.named_parameters():
+                if parameter.device.type != "cuda":
+                    record.add("devices mixed", f"parameter {name} on {parameter.device}")
+    finally:
+        stop()
+    return int(plan.num_micro_batches)
+
+
+def _look(parallel: Any, case: Case, batch: Any, record: Any, phase: str) -> None:
+    """A step whose batch is compared with those of other ranks, and calls after it."""
+    from autopar.runtime.guard.shared_samples import EVERY
+
+    record.phase = phase
+    parallel._shared._calls = EVERY
+    with parallel._calls.together("train_step"):
+        parallel._train_step(batch)
+    if case.evaluates:
+        parallel.evaluate(batch)
+    if case.is_called:
+        parallel(**batch).backward()
+    if case.ranks > 1:
+        assert parallel._shared._calls > EVERY, "a look that no rank was refused in"
+
+
+def _there(value: Any) -> Any:
+    import torch
+
+    return torch.empty_like(value, device="cuda")
+
+
+def _train(parallel: Any, optimizer: Any, scaler: Any, batch: Any, record: Any, *, is_last: bool) -> None:
+    def phase(name: str) -> None:
+        record.phase = name if is_last else "warm"
+
+    phase("step")
+    with parallel._calls.together(
+        "train_step"
+    ):  # train_step makes a subclass of what it returns, which a fake tensor cannot be
+        loss = parallel._train_step(batch)
+    assert loss.device.type == "cuda", loss.device
+    phase("clip")
+    if scaler is not None:
+        scaler.unscale_(optimizer)
+    parallel.clip_grad_norm_(1.0)
+    phase("optimizer")
+    if scaler is None:
+        optimizer.step()
+    else:
+        scaler.step(optimizer)
+        scaler.update()
+    optimizer.zero_grad()
+
+
+def _call(parallel: Any, batch: Any, record: Any) -> None:
+    """A loss whose backward the user calls; once before, as what is kept is made there."""
+    for phase in ("warm", "called"):
+        record.phase = phase
+        parallel(**batch).backward()
+
+
+def _save(parallel: Any, optimizer: Any, record: Any) -> dict[str, Any]:
+    """What goes to a checkpoint, but for the files."""
+    from autopar.runtime.weights import checkpoint
+
+    kept: list[Any] = []
+    record.phase = "save"
+    with (
+        mock.patch.object(checkpoint, "save_state", lambda state, **_: kept.append(state)),
+        mock.patch.object(checkpoint, "Writer", mock.Mock()),
+    ):
+        parallel.save("nowhere", optimizer)
+    assert kept
+    assert all(key.startswith(("model.", "optimizer.", "progress.", "buffer.")) for key in kept[0])
+    if parallel.plan.mesh.pp == 1:
+        parallel.full_state_dict()
+    state: dict[str, Any] = kept[0]
+    return state
+
+
+def _load(parallel: Any, saved: dict[str, Any], record: Any) -> None:
+    """What comes from a checkpoint, for a job that has made no step yet: its optimizer is new, and has no states."""
+    import numpy
+    import torch
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+    from torch.distributed.tensor import DTensor
+
+    from autopar.runtime.weights import checkpoint
+
+    def read(path: Path, state: dict[str, Any]) -> None:
+        assert saved.keys() >= state.keys(), sorted(state.keys() - saved.keys())
+        for key, value in state.items():
+            if key == f"progress.{checkpoint.SCALER}":  # as the host reads it, which fake tensors have no numbers for
+                state[key] = numpy.ones(value.shape)
+                continue
+            if not isinstance(value, torch.Tensor) or key.startswith("progress."):
+                state[key] = saved[key]
+                continue
+            target = value._local_tensor if isinstance(value, DTensor) else value
+            target.detach().copy_(
+                torch.zeros(target.shape, dtype=target.dtype)
+            )  # as the planner of torch does from a file
+
+    def all_say(said: list[Any], own: Any, group: Any = None) -> None:
+        said[:] = [own] * len(said)
+
+    places = checkpoint.compute_local_shape_and_global_offset
+
+    def places_of(*args: Any) -> Any:
+        with unset_fake_temporarily():  # torch numbers the parts of a tensor by tensors of the host, and reads them
+            return places(*args)
+
+    record.phase = LOADS
+    with (
+        mock.patch.object(checkpoint, "_load", read),
+        mock.patch.object(checkpoint, "_check_holds", mock.Mock()),
+        mock.patch.object(checkpoint, "compute_local_shape_and_global_offset", places_of),
+        mock.patch.object(torch.distributed, "all_gather_object", all_say),
+    ):
+        parallel.load("nowhere", torch.optim.AdamW(parallel.parameters(), lr=1e-3))
+
+
+@cache
+def _traced(model: str, precision: str, layers: int, length: int | None) -> tuple[Any, Any, Any]:
+    """How the model is made, a batch and the graph."""
+    import torch
+
+    from autopar import api
+    from autopar.models.resolve import resolve_model
+    from tests.support.distributed.oddities import UnusualSubject
+    from tests.support.distributed.remembering import RememberingSubject
+
+    recipe = api.PRECISIONS[precision]
+    if model in {"remembering", "unusual"}:
+        subject: Any = RememberingSubject(statistics=True) if model == "remembering" else UnusualSubject("resting")
+        batch = subject.make_batch(BATCH, seed=0)
+        graph = api.trace(
+            subject.build(),
+            example_inputs=subject.make_batch(2, seed=0),
+            precision=recipe.name,
+            global_batch_size=BATCH,
+        )
+        return subject.build, batch, graph
+    source = resolve_model(model.format(layers=layers), sequence_length=length)
+    graph = api.trace(
+        source.model,
+        example_inputs=source.example_inputs,
+        precision=recipe.name,
+        name=source.name,
+        global_batch_size=BATCH,
+    )
+    given, batch = source.make_batch(BATCH), dict[str, torch.Tensor]()
+    for leaf in graph.inputs:
+        value = given[leaf.name]
+        batch[leaf.name] = value.to(leaf.spec.dtype) if value.is_floating_point() else value
+    return source.build, batch, graph
+
+
+@cache
+def _planned(key: tuple[str, str, int, int | None], ranks: int, pins: tuple[str, ...]) -> Any:
+    from autopar import api
+
+    options: Any = {"cluster": f"h100-sxm5-80gb:1x{ranks}", "precision": key[1], "pins": pins}
+    return api.estimate(_traced(*key)[2], global_batch_size=BATCH, **options)
+
+
+def _told(record: Any) -> dict[str, Any]:
+    seen = [[*key, count] for key, count in sorted(record.seen.items())]
+    return {"seen": seen, "launches": dict(record.launches)}
+
+
+def _probe(record: Any) -> None:
+    """Does on purpose what no program may do, each in a phase of its own."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from tools.fakes.watch import Watch
+
+    with FakeTensorMode(allow_non_fake_inputs=True), Watch(record):
+        here, there = torch.ones(4, device="cuda"), torch.ones(4)
+        faults = {
+            "two devices": lambda: torch.where(here > 0, here, there),
+            "up": lambda: there.to("cuda"),
+            "down": here.cpu,
+            "into": lambda: there.copy_(here),
+            "numbers": lambda: torch.tensor([1.0, 2.0], device="cuda"),
+            "item": lambda: here.sum().item(),
+            "int": lambda: int(here[0]),
+            "if": lambda: bool(here[0] > 0),
+            "list": here.tolist,
+            "where": here.nonzero,
+            "mask": lambda: here[here > 0],
+            "repeats": lambda: here.repeat_interleave(torch.ones(4, dtype=torch.int64, device="cuda")),
+            "event": lambda: torch.cuda.Event().synchronize(),
+            "fork": torch.cuda.get_rng_state,
+            "questions": lambda: (here.device, here.dtype, here.shape, here.is_cuda, here.view(2, 2)),
+            "all right": lambda: (
+                (here * 2.0 + torch.tensor(1.0)).to(torch.bfloat16).sum() + there.to("cuda", non_blocking=True).sum()
+            ),
+        }
+        for name, fault in faults.items():
+            record.phase = name
+            try:
+                fault()
+            except Exception as error:  # noqa: BLE001  a size that depends on values
+                record.seen[name, "refused", type(error).__name__, ""] += 1
+
+
+def main(guard: str, output: str, group: str) -> None:
+    """See the module."""
+    ctypes.CDLL(guard, mode=ctypes.RTLD_GLOBAL)  # before torch looks for devices
+    warnings.filterwarnings("ignore")
+    from autopar.ops import experts as expert_ops
+    from autopar.runtime.guard import shared_samples
+    from autopar.runtime.optimizer import host_copy
+    from tools.fakes.watch import Record, install
+
+    record = Record()
+    install(record)
+    counted = expert_ops._sorted
+
+    def sorted_by(chosen: Any, num_experts: int) -> Any:
+        record.choices = chosen.numel()
+        return counted(chosen, num_experts)
+
+    expert_ops._sorted = sorted_by
+    host_copy._read = lambda numbers: [0] * numbers.numel()
+    shared_samples._of_all_ranks = lambda mine, ranks, _: [[[0] * mine.shape[1]] * 2] * ranks
+    if group == PROBE:
+        _probe(record)
+        Path(output).write_text(json.dumps(_told(record)))
+        return
+    found: dict[str, Any] = {}
+    for name, case in PLANS[group].items():
+        for rank in case.run:
+            record.__init__()  # type: ignore[misc]
+            error, batches = "", 0
+            try:
+                batches = run(case, rank, record)
+            except Exception as failure:  # noqa: BLE001  of whatever kind: it is what the test shows
+                import traceback
+
+                error = f"{type(failure).__name__}: {failure}\n{traceback.format_exc(limit=-25)}"
+            found[f"{name} rank {rank}"] = {"error": error, "micro_batches": batches, **_told(record)}
+    Path(output).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
