@@ -51,9 +51,7 @@ def _plans() -> dict[str, dict[str, Case]]:
         "tp": Case(model=LLAMA, ranks=2, pins=("tp=2",), is_called=True),
         "tp fp32": Case(model=QUIET, ranks=2, pins=("tp=2",), precision="fp32"),
         "tp padded": Case(model=ODD, ranks=2, pins=("tp=2",)),
-        "tp x dp ZeRO 3": Case(
-            model=LLAMA, ranks=4, pins=("tp=2", "dp_shard=2", "zero=3", "micro_batch=1"), run=(0, 3)
-        ),
+        "tp x dp ZeRO 3": Case(model=LLAMA, ranks=4, pins=("tp=2", "dp_shard=2", "zero=3", "micro_batch=1"), run=(3,)),
         "dp replicated": Case(model=LLAMA, ranks=2, pins=("dp_replicate=2",), precision="fp32", is_called=True),
         "ZeRO 1": Case(model=LLAMA, ranks=2, pins=("dp_shard=2", "zero=1", "micro_batch=1")),
         "ZeRO 2": Case(model=LLAMA, ranks=2, pins=("dp_shard=2", "zero=2", "micro_batch=1"), is_called=True),
@@ -66,17 +64,13 @@ def _plans() -> dict[str, dict[str, Case]]:
     } | {f"cp {way}": case for way, case in cp.items()}
     pipelines = {
         "1F1B": Case(model=LLAMA, ranks=2, pins=("pp=2", "micro_batch=1"), run=(0, 1)),
-        "GPipe": Case(model=LLAMA, ranks=2, pins=("pp=2", "micro_batch=1", "schedule=GPipe"), run=(0, 1)),
+        "GPipe": Case(model=LLAMA, ranks=2, pins=("pp=2", "micro_batch=1", "schedule=GPipe"), run=(1,)),
         "interleaved": Case(
             model=LLAMA, layers=4, ranks=2, pins=("pp=2", "virtual_stages=2", "micro_batch=1"), run=(0, 1)
         ),
-        "pp x tp fp32": Case(
-            model=LLAMA, ranks=4, pins=("pp=2", "tp=2", "micro_batch=1"), precision="fp32", run=(0, 3)
-        ),
-        "pp x dp ZeRO 1": Case(
-            model=LLAMA, ranks=4, pins=("pp=2", "dp_shard=2", "micro_batch=1", "zero=1"), run=(0, 3)
-        ),
-        "pp with dropout": Case(model=GPT2, ranks=2, pins=("pp=2", "micro_batch=1"), run=(0, 1)),
+        "pp x tp fp32": Case(model=LLAMA, ranks=4, pins=("pp=2", "tp=2", "micro_batch=1"), precision="fp32", run=(3,)),
+        "pp x dp ZeRO 1": Case(model=LLAMA, ranks=4, pins=("pp=2", "dp_shard=2", "micro_batch=1", "zero=1"), run=(0,)),
+        "pp with dropout": Case(model=GPT2, ranks=2, pins=("pp=2", "micro_batch=1"), run=(1,)),
         "pp x cp": Case(model=LLAMA, ranks=4, pins=("pp=2", "cp=2", "cp_attention=ring", "micro_batch=1"), run=(3,)),
         "interleaved x tp with dropout": Case(
             model=GPT2.replace("n_layer=2", "n_layer=4"),
@@ -85,7 +79,7 @@ def _plans() -> dict[str, dict[str, Case]]:
             pins=("pp=2", "virtual_stages=2", "tp=2", "micro_batch=1"),
             run=(3,),
         ),
-        "pp recomputed": Case(model=LLAMA, ranks=2, pins=("pp=2", "micro_batch=1", "recompute=full"), run=(0, 1)),
+        "pp recomputed": Case(model=LLAMA, ranks=2, pins=("pp=2", "micro_batch=1", "recompute=full"), run=(0,)),
     }
     experts = {
         "experts on one rank": Case(model=MIXTRAL, ranks=1),
@@ -93,7 +87,7 @@ def _plans() -> dict[str, dict[str, Case]]:
         "experts on tp": Case(model=MIXTRAL, ranks=2, pins=("tp=2", "ep=2", "ep_data=1")),
         "experts over data": Case(model=MIXTRAL, ranks=2, pins=("ep=2", "dp_shard=2")),
         "experts over data and tp": Case(
-            model=MIXTRAL, ranks=4, pins=("ep=4", "ep_data=2", "dp_shard=2", "tp=2"), run=(0, 3)
+            model=MIXTRAL, ranks=4, pins=("ep=4", "ep_data=2", "dp_shard=2", "tp=2"), run=(3,)
         ),
         "experts over data and tp, ZeRO 3 recomputed": Case(
             model=MIXTRAL,
@@ -101,7 +95,7 @@ def _plans() -> dict[str, dict[str, Case]]:
             pins=("ep=4", "ep_data=2", "dp_shard=4", "tp=2", "zero=3", "recompute=full"),
             run=(5,),
         ),
-        "experts in a pipeline": Case(model=MIXTRAL, ranks=2, pins=("pp=2", "micro_batch=1"), run=(0, 1)),
+        "experts in a pipeline": Case(model=MIXTRAL, ranks=2, pins=("pp=2", "micro_batch=1"), run=(1,)),
     }
     others = {
         "dropout": Case(model=GPT2, ranks=1, is_called=True),
