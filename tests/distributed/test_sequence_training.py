@@ -79,7 +79,7 @@ def test_dropout_repeats_itself_under_recompute(pool: WorkerPool, kind: str) -> 
     dry = HfSubject("gpt2")
     assert found["none"][0]["losses"][0] != pytest.approx(loss_of(dry.build()(**data[0])).item(), rel=1e-6)
     for rank in range(4):
-        assert found["full"][rank]["losses"] == pytest.approx(found["none"][0]["losses"], rel=1e-5)
+        assert found["full"][rank]["losses"] == pytest.approx(found["none"][0]["losses"], rel=1e-6)
         assert_close(found["full"][rank]["parameters"], found["none"][0]["parameters"], 1e-5)
 
 

@@ -39,7 +39,7 @@ def test_call_and_backward_equal_a_train_step(pool: WorkerPool, layout: str) -> 
     subject, plan, graph = planned(layout, "gpt2")
     (batch,) = batches(subject, 1)
     for rank in pool.run(jobs.gradients_both_ways, subject, plan, graph, batch, timeout_s=60.0):
-        assert rank["losses"] == pytest.approx([rank["losses"][0]] * 3, rel=1e-5)
+        assert rank["losses"] == pytest.approx([rank["losses"][0]] * 3, rel=1e-6)
         assert_close(rank["call"], rank["step"], 1e-5)
         assert_close(rank["twice"], {name: 2 * tensor for name, tensor in rank["step"].items()}, 1e-5)
 
@@ -235,7 +235,7 @@ def test_a_rank_may_bring_its_own_samples(pool: WorkerPool, layout: str) -> None
     subject, plan, graph = planned(layout, "llama")
     (batch,) = batches(subject, 1)
     for whole, own in pool.run(jobs.local_batches, subject, plan, graph, batch, timeout_s=60.0):
-        assert whole == pytest.approx(own, rel=1e-5)
+        assert whole == pytest.approx(own, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -275,7 +275,7 @@ def test_dropout_repeats_itself_under_recompute(pool: WorkerPool, layout: str) -
     assert found["none"][0]["losses"][0] != pytest.approx(loss_of(dry.build()(**data[0])).item(), rel=1e-4)
     for rank in range(mesh.world_size):
         for recompute in modes:
-            assert found[recompute][rank]["losses"] == pytest.approx(found["none"][rank]["losses"], rel=1e-5)
+            assert found[recompute][rank]["losses"] == pytest.approx(found["none"][rank]["losses"], rel=1e-6)
         assert_close(found["full"][rank]["parameters"], found["none"][0]["parameters"], 1e-5)
 
 

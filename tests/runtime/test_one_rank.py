@@ -60,7 +60,7 @@ def test_trains_as_the_model_itself() -> None:
         theirs.zero_grad()
         loss = loss_of(model(**batch))
         loss.backward()
-        assert parallel.train_step(batch).item() == pytest.approx(loss.item(), rel=1e-5)
+        assert parallel.train_step(batch).item() == pytest.approx(loss.item(), rel=1e-6)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         assert parallel.clip_grad_norm_(0.5).item() == pytest.approx(norm.item(), rel=1e-5)
         mine.step()
@@ -186,7 +186,7 @@ def test_what_a_step_cannot_take_is_refused() -> None:
             call(batch)
     with torch.inference_mode():
         made = {name: value.clone() for name, value in batch.items()}
-    assert parallel.train_step(made).item() == pytest.approx(wanted, rel=1e-5)
+    assert parallel.train_step(made).item() == pytest.approx(wanted, rel=1e-6)
 
 
 def test_inputs_that_need_gradients_are_refused() -> None:
@@ -600,9 +600,9 @@ def test_an_evaluation_has_no_dropout_and_knows_what_it_does_not_know(
             parallel.evaluate(batch)
         return
     wanted = model.eval()(**batch).item()
-    assert parallel.evaluate(batch).item() == pytest.approx(wanted, rel=1e-5)
+    assert parallel.evaluate(batch).item() == pytest.approx(wanted, rel=1e-6)
     assert parallel.train_step(batch).item() != pytest.approx(wanted, rel=1e-3)
-    assert parallel.evaluate(batch).item() == pytest.approx(wanted, rel=1e-5)
+    assert parallel.evaluate(batch).item() == pytest.approx(wanted, rel=1e-6)
 
 
 def _halved(optimizer: torch.optim.Optimizer, last_epoch: int = -1) -> LRScheduler:
