@@ -15,8 +15,8 @@ from autopar.planner.bounds.chain_program import KEPT, ChainProof, Key, key_of
 from autopar.planner.space.candidates import Candidate
 
 GAP = 0.03
-"""Of a bound, up to which the best time above it is near enough, where all ranks are alike. Where they differ chains were asked of most
-candidates before, and cost little more."""
+"""Of the bound of a pipeline, up to which the best time above it is near enough, where all ranks are alike. Where they differ chains
+were asked of most candidates before, and cost little more."""
 
 WHOLE_GAP = 0.05
 """Likewise, to look at no whole blocks."""
@@ -33,11 +33,12 @@ def close_gap(
     asked: Collection[int],
     closest_s: Callable[[int, float, Sequence[ChainProof], float], tuple[float, tuple[ChainProof, ...]]],
 ) -> None:
-    """Raise the least of some bounds, until none is below ``best_s / (1 + gap)`` or the least one cannot be raised.
+    """Raise the least of some bounds, until it comes to ``best_s``, or to ``best_s / (1 + gap)`` of a pipeline, or cannot be raised.
 
     Args:
         bounds: of each candidate of the pool; raised in place.
         best_s: of the best plan; infinite: there is none, and nothing to raise.
+        gap: up to which the bound of a pipeline is near enough; others cost some milliseconds to raise.
         asked: positions of those that the search came to, whose bounds are of their priced layouts.
         closest_s: the tightest bound of the candidate at a position, up to a goal, from proofs of its schedule, whole blocks looked
             at up to another time; and new proofs.
@@ -50,11 +51,11 @@ def close_gap(
     heapq.heapify(heap)
     while heap and made < MOST:
         before_s, i = heapq.heappop(heap)
-        if i not in asked or before_s >= (near_s if pool[i].mesh.pp > 1 else goal_s):
+        aim_s = min(goal_s, near_s) if pool[i].mesh.pp > 1 else goal_s
+        if i not in asked or before_s >= aim_s:
             return
         made += 1
         known = proofs.setdefault(key_of(pool[i]), [])
-        aim_s = min(goal_s, near_s if pool[i].mesh.pp > 1 else best_s)
         bound_s, more = closest_s(i, aim_s, known, min(aim_s, best_s / (1 + WHOLE_GAP)))
         known += more
         del known[: len(known) - KEPT]
