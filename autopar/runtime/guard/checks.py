@@ -24,7 +24,7 @@ _INSTEAD = {
     "to": "a plan says on which devices and in which dtypes its parameters are",
     "forward": "par.train_step(batch), or par(**batch)",
     "modules": "its stages are programs made of the model: what is to change, change in the model before autopar.parallelize",
-    "module": "the model is what was given to autopar.parallelize; model.load_state_dict(par.full_state_dict(), strict=False)",
+    "module": "the model is what was given to autopar.parallelize; model.load_state_dict(par.full_state_dict())",
     "backward": "par.train_step(batch) has done it, or par(**batch).backward()",
     "generate": "put par.full_state_dict() into the model itself, and generate with that",
     "requires_grad_": "freeze par.parameters() one by one",
