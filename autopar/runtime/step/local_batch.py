@@ -10,14 +10,38 @@ from torch import Tensor
 from autopar.errors import UsageError
 from autopar.graph.graph import Input
 from autopar.plan.plan import Plan
+from autopar.runtime.step.partial_batch import PartialBatch
 from autopar.runtime.step.runner import Batch
 from autopar.tracing.batch import named_inputs
 
 
+def num_samples(batch: object, inputs: Sequence[Input]) -> int | None:
+    """Samples of a batch; None where inputs have none, or differ in how many."""
+    if not isinstance(batch, Mapping):
+        return None
+    batch = named_inputs(batch)
+    found = {
+        batch[leaf.name].shape[leaf.batch_dim]
+        for leaf in inputs
+        if leaf.batch_dim is not None
+        and isinstance(batch.get(leaf.name), Tensor)
+        and batch[leaf.name].dim() > leaf.batch_dim
+    }
+    return found.pop() if len(found) == 1 else None
+
+
 def local_batch(
-    batch: Batch, inputs: Sequence[Input], plan: Plan, data_rank: int, device: torch.device
+    batch: Batch,
+    inputs: Sequence[Input],
+    plan: Plan,
+    data_rank: int,
+    device: torch.device,
+    partial: PartialBatch | None = None,
 ) -> dict[str, Tensor]:
     """What the data rank takes of a batch, on its device, in the dtypes of ``inputs``; the batch may hold its samples alone.
+
+    Args:
+        partial: how it computes a batch of fewer samples, where this is one.
 
     Page-locked memory is read after this returns; what lies on the device already in the dtype is taken as it is, not copied.
 
@@ -56,7 +80,9 @@ def local_batch(
                 f"{leaf.name} has shape {tuple(value.shape)}, but the plan takes ({', '.join(sizes)})",
                 fix="Pad the input to that shape, or search a plan for the new one",
             )
-        if dim is not None:
+        if dim is not None and partial is not None:
+            value = partial.taken(value, dim)
+        elif dim is not None:
             if value.shape[dim] not in (whole, part):
                 raise UsageError(
                     f"{leaf.name} has {value.shape[dim]} samples",
