@@ -78,7 +78,9 @@ class ParallelModel:
         self.data_rank, self.data_size = world.data_index, self.plan.mesh.data
         self.samples = self.plan.samples_of(self.data_rank)
         self._shared = SharedSamples(world, program.graph.inputs)
-        self._sizes = BatchSizes(self.plan, self.data_rank)
+        self._sizes = BatchSizes(
+            self.plan, self.data_rank, lambda batch: self._shared.are_equal(named_inputs(batch), self._alarm)
+        )
         self._is_timed = True
         self._data_group = world.axis_group(DATA_AXES)
         self._loss_group = world.axis_group(("pp", *DATA_AXES))
@@ -439,7 +441,7 @@ class ParallelModel:
     def _partial(self, batch: Batch, purpose: str) -> PartialBatch | None:
         """How this rank computes a batch that is smaller than the plan's; all ranks meet for one that is."""
         size = num_samples(batch, self._program.graph.inputs)
-        partial = self._sizes.partial(size, purpose)
+        partial = self._sizes.partial(batch, size, purpose)
         if partial is not None and size is not None:
             check_partial(self._program, size)
             self._calls.meet(f"{purpose} of {size} samples")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -20,14 +21,12 @@ def num_samples(batch: object, inputs: Sequence[Input]) -> int | None:
     if not isinstance(batch, Mapping):
         return None
     batch = named_inputs(batch)
-    found = {
-        batch[leaf.name].shape[leaf.batch_dim]
-        for leaf in inputs
-        if leaf.batch_dim is not None
-        and isinstance(batch.get(leaf.name), Tensor)
-        and batch[leaf.name].dim() > leaf.batch_dim
-    }
+    found = {batch[leaf.name].shape[leaf.batch_dim] for leaf in inputs if _has_samples(batch.get(leaf.name), leaf)}
     return found.pop() if len(found) == 1 else None
+
+
+def _has_samples(value: object, leaf: Input) -> TypeGuard[Tensor]:
+    return leaf.batch_dim is not None and isinstance(value, Tensor) and value.dim() > leaf.batch_dim
 
 
 def local_batch(
@@ -68,6 +67,14 @@ def local_batch(
             if unknown
             else f"Add {', '.join(name for name in expected if name not in batch)}",
         )
+    counts = {
+        leaf.name: batch[leaf.name].shape[leaf.batch_dim] for leaf in inputs if _has_samples(batch[leaf.name], leaf)
+    }
+    if len(set(counts.values())) > 1:
+        raise UsageError(
+            f"The inputs of the batch have different numbers of samples: {', '.join(f'{n} of {name}' for name, n in counts.items())}",
+            fix="Pass inputs of the same samples",
+        )
     whole, own = plan.global_batch_size, plan.samples_of(data_rank)
     part = len(own)
     local: dict[str, Tensor] = {}
@@ -86,8 +93,8 @@ def local_batch(
             if value.shape[dim] not in (whole, part):
                 raise UsageError(
                     f"{leaf.name} has {value.shape[dim]} samples",
-                    fix=f"Pass {whole} (the complete global batch)"
-                    + ("" if part == whole else f" or {part} (this rank's part: par.samples)"),
+                    fix=f"Pass {whole} (the complete global batch) or fewer"
+                    + ("" if part == whole else f", or {part} (this rank's part: par.samples)"),
                 )
             if value.shape[dim] != part:
                 value = value.narrow(dim, own.start, part)

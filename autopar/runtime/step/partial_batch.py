@@ -9,7 +9,7 @@ its gradients are those of one device on the batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,8 +17,11 @@ from torch import Tensor
 
 from autopar.errors import UsageError
 from autopar.lower.program import Program
+from autopar.plan.mesh import DATA_AXES
 from autopar.plan.plan import Plan
 from autopar.rules.apply.apply import crosses_samples
+
+Batch = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +90,8 @@ def check_partial(program: Program, num_samples: int) -> None:
         UsageError: it cannot, as samples depend on each other.
     """
     graph, wanted = program.graph, program.plan.global_batch_size
-    crossing = crosses_samples(graph)
+    statistics = (op for op in graph.ops if any(axis in op.args for axis in DATA_AXES))  # of all data ranks
+    crossing = (*crosses_samples(graph), *statistics)
     if not (graph.exact or graph.mixing or crossing):
         return
     where = graph.mixing or (
@@ -123,16 +127,19 @@ def _cut(num_samples: int, size: int) -> list[int]:
 class BatchSizes:
     """Tells whether a batch is one for all ranks together that has fewer samples than the plan's.
 
-    A batch of as many samples as a data rank takes of a complete one may be either: it is this rank's own samples, unless an
-    earlier one for the same purpose was a complete global batch.
+    A batch of as many samples as a data rank takes of a complete one may be either. Where complete ones have been given for the
+    same purpose it is this rank's own samples if other data ranks have others.
+
+    Args:
+        are_equal: whether all ranks were given the same batch; all ranks ask together.
     """
 
-    def __init__(self, plan: Plan, data_rank: int) -> None:
-        self._plan, self._data_rank = plan, data_rank
+    def __init__(self, plan: Plan, data_rank: int, are_equal: Callable[[Batch], bool]) -> None:
+        self._plan, self._data_rank, self._are_equal = plan, data_rank, are_equal
         self._part = len(plan.samples_of(data_rank))
         self._are_global: set[str] = set()
 
-    def partial(self, num_samples: int | None, purpose: str) -> PartialBatch | None:
+    def partial(self, batch: Batch, num_samples: int | None, purpose: str) -> PartialBatch | None:
         """How this rank computes it; None where it is complete, or has another size than a batch may have.
 
         Args:
@@ -144,6 +151,6 @@ class BatchSizes:
             if num_samples == complete != self._part:
                 self._are_global.add(purpose)
             return None
-        if num_samples == self._part and purpose not in self._are_global:
+        if num_samples == self._part and not (purpose in self._are_global and self._are_equal(batch)):
             return None
         return partial_batch(self._plan, num_samples, self._data_rank)
