@@ -119,6 +119,9 @@ def test_the_state_dict_is_complete_and_so_is_a_checkpoint(tmp_path: Path) -> No
     loaded.load(tmp_path / "run", torch.optim.AdamW(loaded.parameters()))
     assert same(loaded.full_state_dict(), par.full_state_dict())
     assert torch.equal(other.shift, 2 * Net().shift), "the user's model is as it was"
+    again = build(other)
+    again.load_state_dict(par.full_state_dict())
+    assert same(again.full_state_dict(), par.full_state_dict())
     assert loaded.train_step(batch(5)).item() == par.train_step(batch(5)).item(), (
         "steps read the buffers that were loaded"
     )

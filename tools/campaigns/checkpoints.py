@@ -126,13 +126,17 @@ def page(moves: dict[tuple[str, str], str], outcomes: Sequence[jobs.Outcome], se
     lines = [
         "# Checkpoints: from plan to plan, and damaged",
         "",
-        ("Written by `python -m tools.campaigns.checkpoints --page docs/evidence/checkpoints.md`; do not edit. Run at revision "
-        f"{revision()}, in {seconds:.0f} s on the CPU ranks of one machine. The model is `{MODEL}` with AdamW after a step."),
+        (
+            "Written by `python -m tools.campaigns.checkpoints --page docs/evidence/checkpoints.md`; do not edit. Run at revision "
+            f"{revision()}, in {seconds:.0f} s on the CPU ranks of one machine. The model is `{MODEL}` with AdamW after a step."
+        ),
         "",
         "## From each plan to each",
         "",
-        ("Saved under the plan of the row, loaded into other weights under that of the column and saved there: **=** where every bit of "
-        "parameters, optimizer states, hyperparameters, seed and step is the same in both checkpoints."),
+        (
+            "Saved under the plan of the row, loaded into other weights under that of the column and saved there: **=** where every bit of "
+            "parameters, optimizer states, hyperparameters, seed and step is the same in both checkpoints."
+        ),
         "",
         "| | " + " | ".join(f"{i + 1}" for i in range(len(names))) + " |",
         "|---" * (len(names) + 1) + "|",
@@ -144,9 +148,11 @@ def page(moves: dict[tuple[str, str], str], outcomes: Sequence[jobs.Outcome], se
         "",
         "## Damaged",
         "",
-        ("Each is one random damage to a copy of a checkpoint, which all ranks then load. *Refused*: all ranks raise the same "
-        "CheckpointError, it names a file, and nothing of the job is changed. *The same*: it loads, and every bit is as it was "
-        "saved (the damage was to `plan.json`, the index of another checkpoint was its own, or bytes were zeros before)."),
+        (
+            "Each is one random damage to a copy of a checkpoint, which all ranks then load. *Refused*: all ranks raise the same "
+            "CheckpointError, it names a file, and nothing of the job is changed. *The same*: it loads, and every bit is as it was "
+            "saved (the damage was to `plan.json`, the index of another checkpoint was its own, or bytes were zeros before)."
+        ),
         "",
         "| damage | tried | refused | the same | anything else |",
         "|---|---|---|---|---|",

@@ -27,7 +27,8 @@ from autopar.runtime.step.gradients import Held
 
 _MAKE = "scaler = par.grad_scaler()"
 _STATE = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
-"""The entries of ``GradScaler.state_dict()``."""
+"""The entries of ``GradScaler.state_dict()``, in the order of :attr:`LossScale.state`."""
+NUM_STATES = len(_STATE)
 _WHOLE = frozenset({"growth_interval", "_growth_tracker"})
 
 
@@ -90,6 +91,16 @@ class LossScale:
         self._loaded = {name: float(numbers[name]) for name in _STATE}
         if self.scaler is not None and self.scaler.is_enabled():
             self.scaler.load_state_dict({name: int(n) if name in _WHOLE else n for name, n in self._loaded.items()})
+
+    @property
+    def state(self) -> Tensor | None:
+        """The same as a tensor of float64."""
+        numbers = self.numbers
+        return None if numbers is None else torch.tensor(list(numbers.values()), dtype=torch.float64)
+
+    @state.setter
+    def state(self, state: Tensor) -> None:
+        self.numbers = dict(zip(_STATE, state.tolist(), strict=True))
 
     def check(self) -> None:
         """Before a step whose gradients would be lost without a scale.

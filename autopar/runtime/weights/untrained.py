@@ -69,6 +69,18 @@ class Untrained:
             values |= {name: value.clone() for name, value in own.items()}
         return {name: values[first] for name, first in self.names.items() if first in values}
 
+    def take(self, state: Mapping[str, Tensor], prefix: str = "") -> None:
+        """The values of a state dict that has them, by any of the model's names behind ``prefix``."""
+        given = {first: state[prefix + name] for name, first in self.names.items() if prefix + name in state}
+        targets = [
+            (name, value) for name, value in self.targets() if name in given and given[name].shape == value.shape
+        ]
+        if len(targets) == len(self.own) + len(self._copies):
+            with torch.no_grad():
+                for name, value in targets:
+                    value.copy_(given[name])
+            self.put(targets)
+
     def key(self, name: str) -> str:
         """Of a first name, in checkpoints."""
         return f"{'model' if self.is_parameter[name] else 'buffer'}.{name}"
