@@ -19,6 +19,7 @@ from autopar.lower.program import SHARE, Program
 from autopar.plan.mesh import DATA_AXES
 from autopar.plan.run_log import DATA, PIPELINE
 from autopar.runtime.assemble import Assembly, assemble
+from autopar.runtime.checkpoint.export import Export, ModelFacts
 from autopar.runtime.checkpoint.job import Beside, Checkpointed
 from autopar.runtime.checkpoint.state_dict import full_state_dict
 from autopar.runtime.checkpoint.write import Save
@@ -107,6 +108,7 @@ class ParallelModel(PlannedModule):
         stages = self._assembly.stages
         self._state = State(program, world, weights, stages)
         self._untrained = Untrained(program, world, weights)
+        self._facts = ModelFacts.of(weights.model)
         self._checkpointed = Checkpointed(self.plan, world, held, self._state, self._untrained)
         inputs, is_single = program.graph.inputs, len(program.stages) == 1
         self._single = Accumulation(stages[0], self.plan, inputs, scale.of) if is_single else None
@@ -340,6 +342,27 @@ class ParallelModel(PlannedModule):
         self._replicas.check_now()
         progress = {"seed": self.seed, "step": self.step_count, "scaler": self._scale.numbers}
         return self._checkpointed.save(path, progress, optimizer, beside)
+
+    def save_pretrained(self, path: str | Path, *, max_shard_size: str | int = "5GB") -> None:
+        """Writes the weights as transformers does, in the model's dtypes: ``from_pretrained`` and ``weights=DIR`` read them.
+
+        Safetensors under the model's names (tied weights once), in files of at most ``max_shard_size`` with an index, and the
+        configuration, where the model has one of transformers. All ranks call it; none of them has the complete model.
+
+        Raises:
+            UsageError: the folder cannot be written; on all ranks alike.
+        """
+        with self._calls.at_once("save_pretrained"):
+            self._memory.check_memory()
+            export = Export(
+                graph=self._program.graph,
+                held=self._assembly.held,
+                buffers=self._state.named(self._state.own),
+                untrained=self._untrained,
+                facts=self._facts,
+                meeting=self._checkpointed.meeting,
+            )
+            export.save(path, max_shard_size)
 
     def load(
         self,

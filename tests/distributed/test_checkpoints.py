@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
 
 from autopar.errors import AutoparError
 from autopar.plan.mesh import Mesh
 from autopar.verification.against_one_device import PRELOAD
 from autopar.verification.rank_pool import WorkerPool
+from tests.support.close import assert_close
 from tests.support.distributed import checkpoints as jobs
+from tests.support.distributed import jobs as jobs_
 from tests.support.distributed.layouts import batches, planned, traced
 from tests.support.distributed.plans import make_plan
 from tools.campaigns import checkpoints as campaign
@@ -79,3 +82,43 @@ def test_each_data_rank_has_its_position_again(pool: WorkerPool, tmp_path: Path)
     for said in pool.run(jobs.loaded_positions, subject, four, graph, str(tmp_path), timeout_s=60.0):
         assert "The state of the dataloader was saved for 2 ranks, each of which had its own" in said
         assert "Load without dataloader=" in said
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind", "size"),
+    [
+        ("tp2 x dp2 ZeRO 3", "gpt2", "20KB"),
+        ("pp2 x tp2", "llama", "5GB"),
+        ("pp2 x dp2 ZeRO 1", "llama-untied", "30KB"),
+    ],
+)
+def test_weights_go_out_to_transformers_and_in_again(
+    pool: WorkerPool, tmp_path: Path, layout: str, kind: str, size: str
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    subject, plan, graph = planned(layout, kind)
+    folder = tmp_path / "out"
+    for _ in range(2):  # the second time in place of the first
+        found = pool.run(jobs.exported, subject, plan, graph, batches(subject, 1), str(folder), size, timeout_s=60.0)
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert type(model) is type(subject.build())
+    assert_close(dict(model.state_dict()), found[0], 0.0)
+    files = sorted(path.name for path in folder.iterdir())
+    wanted = tmp_path / "wanted"
+    model.save_pretrained(wanted, max_shard_size=size)
+    assert ("model.safetensors" in files) == (size == "5GB")
+    assert {"config.json", "generation_config.json"} <= set(files)
+    assert _tensors(folder) == _tensors(wanted)
+    for values in pool.run(jobs_.launched_from, subject, plan, graph, "meta", str(folder), timeout_s=60.0):
+        assert_close(values, {name: found[0][name] for name in values}, 0.0)
+
+
+def _tensors(folder: Path) -> set[str]:
+    found: set[str] = set()
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            found |= set(file.keys())
+    return found

@@ -27,7 +27,7 @@ class Untrained:
 
     Attributes:
         names: of the state dict, in its order, each with the one under which a plan or this knows the tensor (tied ones have several).
-        dtypes: by the first name, as the model has them.
+        dtypes, shapes: by the first name, as the model has them.
         own: values that this rank keeps, by the first name.
         owners: which rank keeps each.
         is_parameter: of each first name.
@@ -38,6 +38,7 @@ class Untrained:
         self.dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
         trained = {p.fqn for p in program.graph.parameters} | {b.fqn for b in program.state}
         left = [name for name in tensors if name not in trained]
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         traced = {b.fqn: b.value for b in program.graph.buffers if b.fqn and b.value is not None}
         self.owners = {name: i % world.mesh.world_size for i, name in enumerate(left)}
         self.is_parameter = {name: isinstance(tensor, nn.Parameter) for name, tensor in tensors.items()}

@@ -57,6 +57,13 @@ def moved(subject: Any, plan: Plan, graph: Graph, source: str, target: str) -> N
     par.save(target, optimizer)
 
 
+def exported(subject: Any, plan: Plan, graph: Graph, batches: Sequence[Batch], folder: str, size: str) -> Any:
+    """Trains, and writes weights; what the state dict was."""
+    par, _ = trained(subject, plan, graph, batches)
+    par.save_pretrained(folder, max_shard_size=size)
+    return par.full_state_dict()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     """Of a damaged checkpoint.
