@@ -20,7 +20,7 @@ from autopar.plan.mesh import DATA_AXES
 from autopar.plan.run_log import DATA, PIPELINE
 from autopar.runtime.assemble import Assembly, assemble
 from autopar.runtime.checkpoint.export import Export, ModelFacts
-from autopar.runtime.checkpoint.job import Beside, Checkpointed
+from autopar.runtime.checkpoint.of_model import Beside, Checkpointed
 from autopar.runtime.checkpoint.state_dict import full_state_dict
 from autopar.runtime.checkpoint.write import Save
 from autopar.runtime.guard.checks import Parameters, check_can_run, check_evaluates, check_modes

@@ -30,8 +30,8 @@ from autopar.errors import CheckpointError, PlanError, UsageError
 from autopar.lower.program import lower
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import Plan
-from autopar.runtime.checkpoint import files, folder, states
-from autopar.runtime.checkpoint.index import NAME, chunk_rows, decode, encode, read
+from autopar.runtime.checkpoint import chunk_files, folder, states
+from autopar.runtime.checkpoint.checkpoint_index import NAME, chunk_rows, decode, encode, read
 from autopar.runtime.checkpoint.series import Checkpoints
 from autopar.runtime.parallel_model import ParallelModel
 from autopar.runtime.weights.from_model import ModelWeights
@@ -338,21 +338,23 @@ def test_an_index_is_what_was_written(tmp_path: Path) -> None:
 def test_rows_of_large_tensors_are_read_by_chunks(
     tmp_path: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autopar.runtime.checkpoint.index.CHUNK_BYTES", 256)
+    monkeypatch.setattr("autopar.runtime.checkpoint.checkpoint_index.CHUNK_BYTES", 256)
     value = (torch.randn(37, 5) * 3).to(dtype)
-    written, pieces = files.write(
-        tmp_path / "data-0-00000.safetensors", [files.Part(name="x", whole=(37, 5), offset=(0, 0), value=value)], {}
+    written, pieces = chunk_files.write(
+        tmp_path / "data-0-00000.safetensors",
+        [chunk_files.Part(name="x", whole=(37, 5), offset=(0, 0), value=value)],
+        {},
     )
     piece, each = pieces["x"], chunk_rows((37, 5), dtype.itemsize)
     assert len(piece.sums) == -(-37 // each) > 1 or dtype.itemsize == 1
-    reader = files.Reader(tmp_path, {written.name: written})
+    reader = chunk_files.Reader(tmp_path, {written.name: written})
     found = torch.cat([rows.view(torch.uint8) for _, rows in reader.rows("x", piece, dtype, 11, 30)])
     reader.close()
     assert torch.equal(found, value[11:30].contiguous().view(torch.uint8))
     content = bytearray((tmp_path / written.name).read_bytes())
     content[-1] ^= 1
     (tmp_path / written.name).write_bytes(content)
-    reader = files.Reader(tmp_path, {written.name: written})
+    reader = chunk_files.Reader(tmp_path, {written.name: written})
     if dtype.itemsize > 1:
         list(reader.rows("x", piece, dtype, 0, each))  # another chunk is damaged
     with pytest.raises(CheckpointError, match=r"x is not what was written \(rows \d+ to 36 of"):
@@ -381,7 +383,7 @@ def test_a_save_that_is_killed_leaves_what_was_there(
     module, _, name = where.partition(".")
     for after in range(3):  # at its first, second, third call
         calls = []
-        original = getattr({"files": files, "folder": folder}[module], name)
+        original = getattr({"files": chunk_files, "folder": folder}[module], name)
 
         def killed(*args: Any, after: int = after, calls: list[int] = calls, original: Any = original) -> Any:
             calls.append(1)

@@ -19,7 +19,7 @@ from autopar import api
 from autopar.graph.graph import Graph
 from autopar.models.resolve import resolve_model
 from autopar.plan.plan import Plan
-from autopar.runtime.checkpoint.files import as_bytes
+from autopar.runtime.checkpoint.chunk_files import as_bytes
 from autopar.runtime.checkpoint.load import whole
 from autopar.runtime.checkpoint.source import open_folder
 from autopar.util.revision import revision
@@ -28,7 +28,7 @@ from autopar.verification.rank_pool import WorkerPool
 from tests.support.damage import KINDS
 from tests.support.distributed import checkpoints as jobs
 
-MODEL = "hf:gpt2?n_embd=32&n_layer=4&n_head=4&vocab_size=257&n_positions=17"
+MODEL = "hf:gpt2?n_embd=32&n_layer=4&n_head=4&vocab_size=257&n_positions=16"
 PLANS: dict[str, tuple[int, list[str]]] = {
     "one rank": (1, []),
     "tp4, padded": (4, ["tp=4", "vocab_multiple=16"]),

@@ -144,7 +144,7 @@ def _call(parallel: Any, batch: Any, record: Any) -> None:
 
 def _save(parallel: Any, optimizer: Any, record: Any) -> tuple[set[str], dict[str, Any]]:
     """What goes to a checkpoint, but for the files: names of tensors, and values."""
-    from autopar.runtime.checkpoint import contents, job, meeting
+    from autopar.runtime.checkpoint import contents, meeting, of_model
 
     kept: list[tuple[set[str], dict[str, Any]]] = []
 
@@ -161,7 +161,7 @@ def _save(parallel: Any, optimizer: Any, record: Any) -> tuple[set[str], dict[st
 
     record.phase = "save"
     with (
-        mock.patch.object(job, "Save", saved),
+        mock.patch.object(of_model, "Save", saved),
         mock.patch.object(contents, "random_states", return_value={}),
         mock.patch.object(contents, "compute_local_shape_and_global_offset", _places()),
         mock.patch.object(meeting.Meeting, "all", lambda self, value: [value] * self.size),
@@ -193,7 +193,7 @@ def _load(parallel: Any, saved: tuple[set[str], dict[str, Any]], record: Any) ->
     """What comes from a checkpoint, for a job that has made no step yet: its optimizer is new, and has no states."""
     import torch
 
-    from autopar.runtime.checkpoint import contents, job, meeting
+    from autopar.runtime.checkpoint import contents, meeting, of_model
 
     names, values = saved
 
@@ -210,7 +210,7 @@ def _load(parallel: Any, saved: tuple[set[str], dict[str, Any]], record: Any) ->
     loading.source.values, loading.source.is_complete = values, True
     record.phase = LOADS
     with (
-        mock.patch.object(job, "Loading", mock.Mock(begin=lambda *_, **__: loading)),
+        mock.patch.object(of_model, "Loading", mock.Mock(begin=lambda *_, **__: loading)),
         mock.patch.object(contents, "compute_local_shape_and_global_offset", _places()),
         mock.patch.object(meeting.Meeting, "all", lambda self, value: [value] * self.size),
     ):

@@ -23,8 +23,8 @@ from torch.optim import Optimizer
 from autopar.errors import UsageError
 from autopar.graph.graph import Padding
 from autopar.runtime.checkpoint import states
-from autopar.runtime.checkpoint.files import Part, as_bytes
-from autopar.runtime.checkpoint.optimizer import groups, settings
+from autopar.runtime.checkpoint.chunk_files import Part, as_bytes
+from autopar.runtime.checkpoint.optimizer_groups import groups, settings
 from autopar.runtime.step.gradients import Held
 
 

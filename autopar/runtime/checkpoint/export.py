@@ -25,8 +25,8 @@ from torch import Tensor
 from autopar.errors import UsageError, reason
 from autopar.graph.graph import Graph
 from autopar.runtime.checkpoint import folder as folders
+from autopar.runtime.checkpoint.chunk_files import Part, as_bytes, header
 from autopar.runtime.checkpoint.contents import part_of
-from autopar.runtime.checkpoint.files import Part, as_bytes, header
 from autopar.runtime.checkpoint.folder import Target
 from autopar.runtime.checkpoint.meeting import Meeting
 from autopar.runtime.step.gradients import Held

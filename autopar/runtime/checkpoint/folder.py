@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from autopar.runtime.checkpoint.index import FILE, NAME, PLAN
+from autopar.runtime.checkpoint.checkpoint_index import FILE, NAME, PLAN
 
 _INSIDE = ".saving"
 _OLD = re.compile(r"\.metadata|\.metadata\.tmp|__\d+_.*\.distcp")

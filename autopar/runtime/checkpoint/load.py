@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from autopar.errors import AutoparError, CheckpointError, PlanError
-from autopar.runtime.checkpoint.files import Part
-from autopar.runtime.checkpoint.index import AGAIN, Entry, Piece
+from autopar.runtime.checkpoint.checkpoint_index import AGAIN, Entry, Piece
+from autopar.runtime.checkpoint.chunk_files import Part
 from autopar.runtime.checkpoint.meeting import Meeting
 from autopar.runtime.checkpoint.source import Source, open_folder
 

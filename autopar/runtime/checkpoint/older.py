@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from autopar.errors import CheckpointError, reason
 from autopar.runtime.checkpoint import states
-from autopar.runtime.checkpoint.index import AGAIN, Entry, Piece
+from autopar.runtime.checkpoint.checkpoint_index import AGAIN, Entry, Piece
 from autopar.runtime.checkpoint.source import OLD_INDEX, Source
 
 _CLASSES = {

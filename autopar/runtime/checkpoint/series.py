@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from autopar.errors import AutoparError, CheckpointError, UsageError
-from autopar.runtime.checkpoint.job import Beside
 from autopar.runtime.checkpoint.meeting import Meeting
+from autopar.runtime.checkpoint.of_model import Beside
 from autopar.runtime.checkpoint.source import open_folder
 from autopar.runtime.checkpoint.write import Save, copied
 

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from autopar.errors import CheckpointError
-from autopar.runtime.checkpoint.files import Reader
-from autopar.runtime.checkpoint.index import NAME, Entry, Piece, read
+from autopar.runtime.checkpoint.checkpoint_index import NAME, Entry, Piece, read
+from autopar.runtime.checkpoint.chunk_files import Reader
 
 OLD_INDEX = ".metadata"
 """Of folders before version 1: a pickle of torch's."""

@@ -21,10 +21,10 @@ from torch import Tensor
 from autopar.errors import AutoparError, UsageError, reason
 from autopar.plan.file import dumps
 from autopar.runtime.checkpoint import folder as folders
+from autopar.runtime.checkpoint.checkpoint_index import NAME, PLAN, Entry, File, Index, Piece, encode
+from autopar.runtime.checkpoint.chunk_files import Part, write
 from autopar.runtime.checkpoint.contents import Own, State, once
-from autopar.runtime.checkpoint.files import Part, write
 from autopar.runtime.checkpoint.folder import Target
-from autopar.runtime.checkpoint.index import NAME, PLAN, Entry, File, Index, Piece, encode
 from autopar.runtime.checkpoint.meeting import Meeting
 
 Box = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...], torch.dtype]

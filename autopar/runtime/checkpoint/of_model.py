@@ -17,7 +17,7 @@ from autopar.runtime.checkpoint import contents, states
 from autopar.runtime.checkpoint.contents import Own, part_of
 from autopar.runtime.checkpoint.load import Loading, state_of
 from autopar.runtime.checkpoint.meeting import Meeting
-from autopar.runtime.checkpoint.optimizer import Settings, check_groups, groups, make_state, put_groups
+from autopar.runtime.checkpoint.optimizer_groups import Settings, check_groups, groups, make_state, put_groups
 from autopar.runtime.checkpoint.write import Save
 from autopar.runtime.step.changed_buffers import State
 from autopar.runtime.step.gradients import Held

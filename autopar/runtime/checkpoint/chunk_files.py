@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from autopar.errors import CheckpointError, reason
-from autopar.runtime.checkpoint.index import AGAIN, File, Piece, chunk_rows
+from autopar.runtime.checkpoint.checkpoint_index import AGAIN, File, Piece, chunk_rows
 
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
