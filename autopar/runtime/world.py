@@ -19,7 +19,7 @@ from autopar.runtime.job import DEFAULT_TIMEOUT_S, FAKE, how_to_start, local_dev
 _CLEARING = ("_clear_sharding_prop_cache", "_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache")
 """Of ``torch.distributed.tensor.debug``: torch 2.11 to 2.13 divide one cache in two, and the first of the names changed its sense."""
 
-_DISKS = timedelta(hours=2)
+DISKS = timedelta(hours=2)
 """A rank that has died is noticed by others long before (:mod:`autopar.runtime.guard.failure_watch`)."""
 
 
@@ -137,7 +137,7 @@ class World:
 
     def checkpoint_group(self) -> dist.ProcessGroup | None:
         """Likewise for checkpoints, where ranks wait for each other as long as disks take."""
-        return self._beside(on_host=True, timeout=max(self._timeout, _DISKS))
+        return self._beside(on_host=True, timeout=max(self._timeout, DISKS))
 
     def sums_group(self) -> dist.ProcessGroup | None:
         """Likewise for sums of tensors on the devices (a norm of all gradients), apart from all groups of steps."""

@@ -199,6 +199,7 @@ def test_loaders_and_extras_come_back_as_they_were(tmp_path: Path) -> None:
         "order": torch.randperm(9),
         "bytes": b"\x00\xff",
         "array": np.arange(4.0),
+        "none": torch.empty(0, 3),
         "$x": math.inf,
     }
     extra = {"best": {"loss": 0.1 + 0.2, "step": 3}, "names": ["a", True, None]}
@@ -207,6 +208,7 @@ def test_loaders_and_extras_come_back_as_they_were(tmp_path: Path) -> None:
     assert par.load(tmp_path, dataloader=found) == extra
     assert found.state.keys() == state.keys()
     assert torch.equal(found.state.pop("order"), state.pop("order"))
+    assert torch.equal(found.state.pop("none"), state.pop("none"))
     array = found.state.pop("array")
     assert isinstance(array, np.ndarray)
     assert array.tolist() == state.pop("array").tolist()
@@ -321,6 +323,16 @@ def test_an_index_that_is_forged_with_its_checksum_is_refused(tmp_path: Path, ol
 def test_a_state_that_nobody_wrote_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'\$eval' is no kind"):
         states.decode({"$eval": "1"}, lambda name: torch.ones(1))
+
+
+def test_what_is_too_large_to_be_kept_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    par, optimizer = trained()
+    par.save(tmp_path, optimizer)
+    loaded = build()
+    fresh = torch.optim.AdamW(loaded.parameters())
+    monkeypatch.setattr("autopar.runtime.checkpoint.load._STAGED_BYTES", 100)
+    loaded.load(tmp_path, fresh)
+    assert same(values(loaded, fresh), values(par, optimizer))
 
 
 def test_an_index_is_what_was_written(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import json
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 from zlib import crc32
 
@@ -189,5 +190,5 @@ def put_random_states(found: Mapping[str, Any], device: torch.device) -> None:
 
 
 def once(parts: Iterable[Part]) -> list[Part]:
-    """Each name once: a rank may have a parameter twice."""
-    return list({part.name: part for part in parts if part.value.numel()}.values())
+    """Each name once, as a rank may have a parameter twice; without those of which it has no element, unless nobody has."""
+    return list({part.name: part for part in parts if part.value.numel() or not prod(part.whole)}.values())

@@ -19,6 +19,7 @@ from autopar.runtime.checkpoint.meeting import Meeting
 from autopar.runtime.checkpoint.of_model import Beside
 from autopar.runtime.checkpoint.source import open_folder
 from autopar.runtime.checkpoint.write import Save, copied
+from autopar.runtime.world import DISKS
 
 if TYPE_CHECKING:
     from autopar.runtime.parallel_model import ParallelModel
@@ -146,7 +147,7 @@ class Checkpoints:
         """Of all ranks, for this alone: it is used while steps are made."""
         if self._meeting is None:
             is_job = dist.is_initialized() and dist.get_world_size() > 1
-            self._meeting = Meeting(dist.new_group(backend=dist.Backend.GLOO) if is_job else None)
+            self._meeting = Meeting(dist.new_group(backend=dist.Backend.GLOO, timeout=DISKS) if is_job else None)
         return self._meeting
 
     def _write_beside(self, save: Save, meeting: Meeting) -> None:
