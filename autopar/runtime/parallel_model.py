@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from autopar.errors import UsageError
+from autopar.errors import AutoparError, UsageError
 from autopar.lower.program import SHARE, Program
 from autopar.plan.mesh import DATA_AXES
 from autopar.plan.run_log import DATA, PIPELINE
@@ -23,6 +23,7 @@ from autopar.runtime.guard.checks import Parameters, check_can_run, check_evalua
 from autopar.runtime.guard.collective_calls import Calls, launched_on, ordinary
 from autopar.runtime.guard.failure_watch import Alarm
 from autopar.runtime.guard.original_model import Given
+from autopar.runtime.guard.out_of_memory import MemoryReport
 from autopar.runtime.guard.replicas import Replicas
 from autopar.runtime.guard.shared_samples import SharedSamples
 from autopar.runtime.module import PlannedModule
@@ -112,6 +113,7 @@ class ParallelModel(PlannedModule):
             threads=world.host_threads() if "optimizer" in self.plan.offload else None,
         )
         weakref.finalize(self, self._local_steps.remove)
+        self._memory_report = self._calls.memory = MemoryReport(self.plan, world, held, self._local_steps)
         self._given = Given(weights.model)
         weakref.finalize(self, self._given.remove)
         self._names = Names(program.graph.parameters, names_of(weights.model))
@@ -293,11 +295,45 @@ class ParallelModel(PlannedModule):
         Raises:
             UsageError: gradients are still those of a scaled loss.
         """
-        self._scale.check_unscaled()
-        with self._calls.at_once("clip_grad_norm_", meets=False):  # the norm is a meeting of its own
-            norm = self._norm()
+        norm = self._norm_of("clip_grad_norm_")
         clip(self._assembly.held, norm, max_norm)
         return norm
+
+    def grad_norm(self) -> Tensor:
+        """The 2-norm of all gradients of the whole model, a scalar, the same on every rank; all ranks call it.
+
+        Raises:
+            UsageError: gradients are still those of a scaled loss.
+        """
+        return self._norm_of("grad_norm")
+
+    def scale_gradients_(self, norm: Tensor, max_norm: float) -> None:
+        """What :meth:`clip_grad_norm_` does once it has the norm."""
+        clip(self._assembly.held, norm, max_norm)
+
+    def _norm_of(self, call: str) -> Tensor:
+        self._scale.check_unscaled()
+        with self._calls.at_once(call, meets=False):  # the norm is a meeting of its own
+            return self._norm()
+
+    def non_finite_gradients(self) -> list[str]:
+        """Names of up to three parameters on each rank whose gradients are infinite or no number, of all ranks, on every rank."""
+        own = [h.key for h in self._assembly.held if h.gradient is not None and not bool(h.gradient.isfinite().all())]
+        found: list[Any] = [own[:3]]
+        with self._calls.at_once("non_finite_gradients"):
+            if self._norm.group is not None:
+                found = [None] * self.world_size
+                dist.all_gather_object(found, own[:3], group=self._norm.group)
+        return sorted({name for names in found for name in names})
+
+    def any_rank(self, value: bool) -> bool:
+        """Whether ``value`` is true on any rank; the same answer on every rank, all of which call it."""
+        with self._calls.at_once("any_rank", meets=False):
+            return self._calls.any_rank(value)
+
+    def memory_error(self, error: BaseException) -> AutoparError:
+        """Of an error of torch's that there is no memory left: one that says what was predicted, and what there is."""
+        return self._memory_report.error(error)
 
     # --- checkpoints
 
