@@ -283,13 +283,13 @@ def _precision_of(plan: Plan) -> PrecisionName:
     Raises:
         RuntimeMismatchError: it has none.
     """
-    name = next((name for name, known in PRECISIONS.items() if known == plan.precision), None)
-    if name is None:
-        raise RuntimeMismatchError(
-            f"A plan in a precision of its own ({plan.precision.name}) cannot be searched anew for another number of ranks",
-            fix='Start as many ranks as it has, or give the precision and the cluster: parallelize(model, cluster=..., precision="bf16")',
-        )
-    return name
+    for name, known in PRECISIONS.items():
+        if known == plan.precision:
+            return name
+    raise RuntimeMismatchError(
+        f"A plan in a precision of its own ({plan.precision.name}) cannot be searched anew for another number of ranks",
+        fix='Start as many ranks as it has, or give the precision and the cluster: parallelize(model, cluster=..., precision="bf16")',
+    )
 
 
 def _graph_of(

@@ -46,7 +46,7 @@ class StepDone:
     is_skipped: bool = False
 
 
-def fit(
+def fit(  # noqa: PLR0913  keywords of the public call
     par: ParallelModel,
     optimizer: Optimizer,
     batches: Iterable[Batch],
