@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -131,8 +132,7 @@ class _Loop:
         self.has_state = hasattr(batches, "state_dict") and hasattr(batches, "load_state_dict")
         self.scaler = par.grad_scaler() if par.plan.precision.scales_loss else None
         self.iterator: Iterator[Batch] | None = None
-        # the same on all ranks, as the plan is
-        self.agree_every = max(1, math.ceil(_AGREE_EVERY_S / max(par.plan.predicted.step_time_s * accumulate, 1e-3)))
+        self.agreed, self.next_agreement, self.agreed_at = 0, 1, time.monotonic()
 
     def resume(self) -> None:
         """Where there is a checkpoint: at its step."""
@@ -144,6 +144,7 @@ class _Loop:
         known = self.checkpoints.extra or {}
         self.step, self.epoch = int(known["fit"]["step"]), int(known["fit"]["epoch"])
         self.saved, self.skipped = self.step, int(known["fit"]["skipped"])
+        self.agreed, self.next_agreement = self.step, self.step + 1
         if not self.has_state:
             self.epoch = 0
             for _ in range(self.step * self.accumulate):
@@ -237,8 +238,14 @@ class _Loop:
         )
 
     def is_to_end(self, termination: Termination) -> bool:
-        """Whether any rank was told to end; the same on all ranks."""
-        return self.step % self.agree_every == 0 and self.par.any_rank(termination.is_asked)
+        """Whether any rank was told to end: the same on all ranks, which ask each other about once a second."""
+        if self.step < self.next_agreement:
+            return False
+        step_time_s = (time.monotonic() - self.agreed_at) / max(self.step - self.agreed, 1)
+        is_asked, slowest_s = self.par.largest(termination.is_asked, step_time_s)
+        self.agreed, self.agreed_at = self.step, time.monotonic()
+        self.next_agreement = self.step + max(1, int(_AGREE_EVERY_S / max(slowest_s, 1e-3)))
+        return bool(is_asked)
 
     def save(self) -> None:
         """A checkpoint of this step, unless there is one."""

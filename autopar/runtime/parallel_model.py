@@ -331,10 +331,10 @@ class ParallelModel(PlannedModule):
                 dist.all_gather_object(found, own[:3], group=self._norm.group)
         return sorted({name for names in found for name in names})
 
-    def any_rank(self, value: bool) -> bool:
-        """Whether ``value`` is true on any rank; the same answer on every rank, all of which call it."""
-        with self._calls.at_once("any_rank", meets=False):
-            return self._calls.any_rank(value)
+    def largest(self, *values: float) -> list[float]:
+        """Of each number the largest that any rank gives; the same on every rank, all of which call it."""
+        with self._calls.at_once("largest", meets=False):
+            return self._calls.largest(values)
 
     def memory_error(self, error: BaseException) -> AutoparError:
         """Of an error of torch's that there is no memory left: one that says what was predicted, and what there is."""

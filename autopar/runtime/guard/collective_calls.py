@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from zlib import crc32
 
@@ -100,14 +100,14 @@ class Calls:
                 self._alarm.met()
                 raise
 
-    def any_rank(self, value: bool) -> bool:
-        """Whether ``value`` is true on any rank; inside of a call that all make."""
-        if self._group is None:
-            return value
-        flag = torch.tensor(int(value))
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group)
-        self._alarm.met()
-        return bool(flag.item())
+    def largest(self, values: Sequence[float]) -> list[float]:
+        """Of each the largest that any rank has; inside of a call that all make."""
+        found = torch.tensor(values, dtype=torch.float64)
+        if self._group is not None:
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group)
+            self._alarm.met()
+        largest: list[float] = found.tolist()
+        return largest
 
     def meet(self, what: str) -> None:
         """Before what is called seldom: waits for all ranks.
