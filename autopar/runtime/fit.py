@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from torch.optim import Optimizer
 
@@ -71,7 +71,7 @@ def fit(  # noqa: PLR0913  keywords of the public call
         batches: gone through again when it is at its end. One with ``state_dict`` and ``load_state_dict``, as that of
             ``par.dataloader``, is saved and goes on where it was; of another one as many batches are passed over as were
             trained on. ``set_epoch(n)`` is called where there is one.
-        scheduler: stepped after each step of the optimizer.
+        scheduler: stepped after each step of the optimizer that is not skipped.
         accumulate: batches of one step of the optimizer; the gradient is their mean.
         max_norm: of the gradients, to which they are clipped.
         on_non_finite: what to do where the loss or the norm of the gradients is infinite or no number: ``stop`` with an error that
@@ -90,6 +90,8 @@ def fit(  # noqa: PLR0913  keywords of the public call
     for name, value in (("steps", steps), ("save_every", save_every), ("accumulate", accumulate)):
         if value < 1:
             raise UsageError(f"{name} is {value}", fix=f"Give {name} of 1 or more")
+    if on_non_finite not in get_args(OnNonFinite):
+        raise UsageError(f"on_non_finite is {on_non_finite!r}", fix="Give stop, skip or ignore")
     loop = _Loop(par, optimizer, batches, scheduler, checkpoints, accumulate, max_norm, on_non_finite)
     loop.resume()
     termination = Termination()
@@ -190,15 +192,15 @@ class _Loop:
         if norm is not None and self.max_norm is not None and not is_skipped:
             par.scale_gradients_(norm, self.max_norm)
         rate = float(optimizer.param_groups[0]["lr"]) if optimizer.param_groups else 0.0
-        if is_skipped:
-            pass
-        elif self.scaler is not None:
+        if self.scaler is not None:
+            scale = self.scaler.get_scale()
             self.scaler.step(optimizer)
             self.scaler.update()
-        else:
+            is_skipped = self.scaler.get_scale() < scale
+        elif not is_skipped:
             optimizer.step()
         optimizer.zero_grad()
-        if self.scheduler is not None:
+        if self.scheduler is not None and not is_skipped:
             self.scheduler.step()
         self.step += 1
         return StepDone(

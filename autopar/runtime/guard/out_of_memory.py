@@ -37,7 +37,10 @@ class MemoryReport:
     def error(self, _: BaseException) -> OutOfMemoryError:
         """The error with predicted and actual bytes of this rank by category, and what to pin."""
         planned, actual = self._planned(), self._actual()
-        rows = [f"{name} {num_bytes(actual[name])} (predicted {num_bytes(planned[name])})" for name in actual]
+        rows = [
+            f"{name} {num_bytes(actual[name])}" + (f" (predicted {num_bytes(planned[name])})" if planned else "")
+            for name in actual
+        ]
         return OutOfMemoryError(
             f"Rank {self._world.rank} ran out of memory on {self._world.device}",
             got=", ".join([*rows, *self._beside()]),
@@ -46,6 +49,8 @@ class MemoryReport:
 
     def _planned(self) -> dict[str, int]:
         memory = self._memory()
+        if memory is None:
+            return {}
         return {
             "parameters": memory.parameters,
             "gradients": memory.gradients,
@@ -53,13 +58,13 @@ class MemoryReport:
             "activations and temporaries": memory.activations + memory.transient,
         }
 
-    def _memory(self) -> Memory:
-        """The prediction for this rank's part of the pipeline, or its node group."""
+    def _memory(self) -> Memory | None:
+        """The prediction for this rank's part of the pipeline, or its node group; None in a plan without predictions."""
         rank, own = self._world.rank, self._plan.predicted.memory
         if self._plan.data_shares:
             group = next((i for i, g in enumerate(self._plan.groups) if g.start <= rank < g.stop), 0)
-            return next((memory for memory in own if memory.group == group), own[0])
-        return next((memory for memory in own if memory.pp_rank == self._world.coordinate["pp"]), own[0])
+            return next((memory for memory in own if memory.group == group), None)
+        return next((memory for memory in own if memory.pp_rank == self._world.coordinate["pp"]), None)
 
     def _actual(self) -> dict[str, int]:
         device = self._world.device
@@ -82,14 +87,14 @@ class MemoryReport:
         others = max(total - free - reserved, 0)
         return [
             f"reserved by torch and not in use {num_bytes(reserved - allocated)}",
-            f"CUDA itself and other processes {num_bytes(others)} (predicted {num_bytes(self._memory().reserved)})",
+            f"CUDA itself and other processes {num_bytes(others)}",
             f"of {num_bytes(total)} in all",
         ]
 
     def _fix(self, planned: dict[str, int], actual: dict[str, int]) -> str:
-        """Pins that need less of what is more than planned; of activations where nothing is."""
+        """Pins that need less of what is a tenth more than planned; of activations where nothing is."""
         plan = self._plan
-        excess = {name: actual[name] - planned[name] for name in actual}
+        excess = {name: max(actual[name] - 1.1 * planned.get(name, actual[name]), 0.0) for name in actual}
         worst = max(excess, key=lambda name: excess[name])
         pins: list[str] = []
         if worst == "optimizer states" and excess[worst] > 0:
