@@ -32,6 +32,7 @@ PINS = {
     "cp2": ["cp=2", "micro_batch=4"],
     "cp2 x dp2 ring": ["cp=2", "dp_shard=2", "cp_attention=ring", "micro_batch=2"],
     "dp2 recomputed": ["dp_replicate=2", "recompute=full", "micro_batch=2"],
+    "dp2 made again": ["dp_shard=2", "recompute=selective", "micro_batch=2"],
 }
 MODELS = {
     "gpt2": "hf:gpt2?n_embd=32&n_layer=2&n_head=4&vocab_size=96&n_positions=16",
@@ -109,7 +110,7 @@ def test_outputs_are_those_of_one_device(pool: WorkerPool, kind: str, layout: st
         assert first == again
 
 
-@pytest.mark.parametrize("layout", ["dp4 ZeRO 3", "tp2", "dp2 recomputed", "dp2 x tp2"])
+@pytest.mark.parametrize("layout", ["dp4 ZeRO 3", "tp2", "dp2 recomputed", "dp2 made again", "dp2 x tp2"])
 def test_a_call_in_training_gives_outputs_and_a_loss_with_gradients(pool: WorkerPool, layout: str) -> None:
     subject, graph = traced("gpt2")
     _, plan, _ = planned("gpt2", layout)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
 from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any
 
 from autopar.graph.outputs import Structure, number_at
-
-_LOGGER = logging.getLogger("autopar")
 
 
 def rebuilt(structure: Structure, loss: Any, leaf: Callable[[int], Any], more: Fraction) -> Any:
@@ -42,11 +40,10 @@ def rebuilt(structure: Structure, loss: Any, leaf: Callable[[int], Any], more: F
 
 def _made(structure: Structure, named: dict[Any, Any]) -> Any:
     kind = _class_of(structure.type)
-    if kind is None:
-        _LOGGER.warning("the class %s.%s of an output is not there: it is given as a dict", *structure.type)
-        return named
     if structure.kind == "fields":
-        return kind(**named) if is_dataclass(kind) or issubclass(kind, tuple) else named
+        return SimpleNamespace(**named) if kind is None else _with_fields(kind, named)
+    if kind is None:
+        return named
     try:
         made = kind()
         for key, value in named.items():
@@ -56,8 +53,18 @@ def _made(structure: Structure, named: dict[Any, Any]) -> Any:
     return made
 
 
+def _with_fields(kind: type[Any], named: dict[str, Any]) -> Any:
+    try:
+        return kind(**named)
+    except TypeError:  # it is made in a way of its own, which its fields do not tell
+        made = object.__new__(kind)
+        for name, value in named.items():
+            object.__setattr__(made, name, value)
+        return made
+
+
 def _class_of(place: tuple[str, str]) -> type[Any] | None:
-    """A class of a module that is imported."""
+    """A class of a module that is imported; None for one that stands inside of a function."""
     found: Any = sys.modules.get(place[0])
     for name in place[1].split("."):
         found = getattr(found, name, None)
