@@ -118,7 +118,7 @@ class ParallelModel(PlannedModule):
         self._names = Names(program.graph.parameters, names_of(weights.model))
         self._is_lengthened = any(parameter.padding is not None for parameter in program.graph.parameters)
         self._names_of_inputs = positional(weights.model)
-        self._outputs = ModelOutputs(program, world, weights, stages, self._whole)
+        self._outputs = ModelOutputs(program, world, weights, stages, held)
         self._show(held)
         self._show_buffers(self._state.named())
         self.monitor.holds(p for h in held for p in (h.parameter, self._local_steps.plain(h.parameter)))
@@ -258,12 +258,6 @@ class ParallelModel(PlannedModule):
             total = self._reported(loss)
             given = None if missing else total
             return self._outputs.made(batch, partial, loss=given, missing=missing, gather=gather)
-
-    def _whole(self, names: frozenset[str]) -> dict[str, Tensor]:
-        """Parameters as they are now, whole."""
-        known = {p.name for p in self._program.graph.parameters if not names.isdisjoint((p.fqn, *p.aliases))}
-        held = [one for one in self._assembly.held if one.name in known]
-        return checkpoint.full_state_dict(self._program, self._world, held)
 
     @_not_compiled
     def forward(self, *given: Any, **batch: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
@@ -23,29 +23,28 @@ from autopar.ops.names import resolve
 from autopar.plan.plan import Plan
 from autopar.runtime.outputs.join import Join, Samples, Tap
 from autopar.runtime.outputs.rebuild import rebuilt
+from autopar.runtime.step.gradients import Held
 from autopar.runtime.step.partial_batch import PartialBatch, partial_batch
 from autopar.runtime.step.stage import StageModule
+from autopar.runtime.weights.checkpoint import full_state_dict
 from autopar.runtime.weights.from_model import Weights
 from autopar.runtime.world import World
 from autopar.tracing.batch import named_inputs
 
 _LOGGER = logging.getLogger("autopar")
 
-WholeParameters = Callable[[frozenset[str]], Mapping[str, Tensor]]
-"""Gives parameters of the model whole, by name; all ranks call it."""
-
 
 class ModelOutputs:
     """What a model returns, on one rank; all ranks call the same methods.
 
     Args:
-        whole: for parameters that outputs read by operators of their own.
+        held: the rank's parameters: outputs may read some by operators of their own.
     """
 
     def __init__(
-        self, program: Program, world: World, weights: Weights, stages: Sequence[StageModule], whole: WholeParameters
+        self, program: Program, world: World, weights: Weights, stages: Sequence[StageModule], held: Sequence[Held]
     ) -> None:
-        self._program, self._world, self._stages, self._whole = program, world, stages, whole
+        self._program, self._world, self._stages, self._held = program, world, stages, held
         self._plan: Plan = program.plan
         self._outputs: Outputs | None = program.graph.outputs
         self._taps: dict[Ref, Tap] = {}
@@ -229,7 +228,10 @@ class ModelOutputs:
         read = {ref: self._trained[ref] for op in needed for ref in op.operands if ref in self._trained}
         if not read:
             return {}
-        whole = self._whole(frozenset(read.values()))
+        names = set(read.values())
+        known = {p.name for p in self._program.graph.parameters if not names.isdisjoint((p.fqn, *p.aliases))}
+        held = [one for one in self._held if one.name in known]
+        whole = full_state_dict(self._program, self._world, held)
         dtype = {Ref(p.name): p.spec.dtype for p in (self._outputs.parameters if self._outputs else ())}
         return {ref: whole[fqn].to(self._world.device, dtype[ref]) for ref, fqn in read.items()}
 
