@@ -147,9 +147,11 @@ def page(outcomes: list[Outcome], seed: int) -> str:
         "ranks are killed by SIGKILL at random: between and inside of steps, while a checkpoint is written, and while ranks start. At its end",
         "every loss and the digest of all parameters have to be, bit for bit, those of a job that nothing has disturbed.",
         "",
-        f"{sum(points.values())} kills: {points['step']} in steps, {points['save']} in saves, {points['start']} in starts. "
-        f"{sum(not one.difference for one in outcomes)} of {len(outcomes)} jobs end equal. From a kill to the next step: median "
-        f"{median(times):.1f} s, at most {max(times):.1f} s (most of it imports and tracing; the machine was busy).",
+        (
+            f"{sum(points.values())} kills: {points['step']} in steps, {points['save']} in saves, {points['start']} in starts. "
+            f"{sum(not one.difference for one in outcomes)} of {len(outcomes)} jobs end equal. From a kill to the next step: median "
+            f"{median(times):.1f} s, at most {max(times):.1f} s (most of it imports and tracing; the machine was busy)."
+        ),
         "",
         "| layout | checkpoints | killed in | at the end |",
         "|---|---|---|---|",
