@@ -45,13 +45,12 @@ def start(
         raise UsageError.missing(f"script {script[0]}", fix="Give the path of a Python file")
     ranks = command(plan, script, nodes=nodes, rendezvous=rendezvous, max_restarts=max_restarts)
     environment = {"OMP_NUM_THREADS": "1", **os.environ, PLAN: str(file.resolve())}
-    with subprocess.Popen(ranks, env=environment) as job:
-        with _passed_on(job):
-            while True:
-                try:
-                    return job.wait()
-                except KeyboardInterrupt:  # of the whole terminal: torchrun ends its ranks, and then itself
-                    continue
+    with subprocess.Popen(ranks, env=environment) as job, _passed_on(job):
+        while True:
+            try:
+                return job.wait()
+            except KeyboardInterrupt:  # of the whole terminal: torchrun ends its ranks, and then itself
+                continue
 
 
 @contextmanager
