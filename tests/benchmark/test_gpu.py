@@ -13,12 +13,11 @@ import pytest
 import torch
 
 from autopar.benchmark.batches import Launch, local_ranks
-from autopar.benchmark.gpu import __main__ as gpu
-from autopar.benchmark.gpu.device_page import page
-from autopar.benchmark.gpu.one_device import Comparison, Setting, cluster_of, compare, false_fits
 from autopar.benchmark.rank_runs import Job
 from autopar.hardware.read import load_profile
 from tools.benchmarks import device as ratios
+from tools.gpu import __main__ as gpu
+from tools.gpu.one_device import Comparison, Setting, cluster_of, compare, false_fits
 
 LLAMA = (
     "hf:llama?hidden_size=32&intermediate_size=64&num_hidden_layers=2&num_attention_heads=4&num_key_value_heads=2"
@@ -32,7 +31,7 @@ RECOMPUTES = ("none", "selective", "full")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: the command would run everything")
 def test_without_a_gpu_the_command_says_what_it_would_do(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "autopar.benchmark.gpu", "--out", str(tmp_path / "out")],
+        [sys.executable, "-m", "tools.gpu", "--out", str(tmp_path / "out")],
         capture_output=True,
         text=True,
         timeout=120,
@@ -107,7 +106,7 @@ def test_a_plan_that_runs_out_of_memory_is_a_false_fit(tmp_path: Path) -> None:
     found = compare(SMALL, clusters, fake, device_type="cpu", folder=tmp_path)
     outcome = found.outcomes["shipped"]
     assert len(false_fits(outcome.rows)) == outcome.score.failures == 1
-    text = page([Comparison(setting=SMALL, outcomes=found.outcomes)], "a device")
+    text = gpu.page([Comparison(setting=SMALL, outcomes=found.outcomes)], "a device")
     assert "| fp32-16 | shipped | 5 | 1 | 1 |" in text and "CUDA out of memory. / Tried" in text
 
 

@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.benchmark.gpu import __main__ as gpu
-from autopar.benchmark.gpus import __main__ as gpus
-from autopar.benchmark.gpus import ranks
-from autopar.benchmark.gpus.cases import BATCH, cases_of
-from autopar.benchmark.gpus.page import page
-from autopar.benchmark.machine_facts import facts_text, machine_facts
 from autopar.planner.space.pins import Pins
+from tools.gpu import __main__ as gpu
+from tools.gpu.machine_facts import facts_text, machine_facts
+from tools.gpus import __main__ as gpus
+from tools.gpus import ranks
+from tools.gpus.ranks import BATCH, cases_of
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 1, reason="there are GPUs: the command would run everything")
@@ -98,7 +97,7 @@ def test_a_page_says_what_failed_and_what_is_wrong() -> None:
         "machine": machine_facts(), "ranks": 2, "trainings": {"one": row, "other": {"failure": "Traceback\nNCCL error"}},
         "failure": {"said": "The others were not told."},
     }  # fmt: skip
-    text = page(found)
+    text = gpus.page(found)
     assert "| one | tp=2 | 1.0e-07 | 5.0e-01 | no | 100 ms | 200 ms | 3 |" in text
     assert "| other | | | | failed | | | |" in text and "NCCL error" in text
     assert facts_text(machine_facts()) in text
