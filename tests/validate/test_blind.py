@@ -15,12 +15,12 @@ from autopar.hardware.read import known_devices, load_profile
 from autopar.plan.prediction import Memory
 from autopar.validate import parameters as free
 from autopar.validate.express import predict
-from autopar.validate.pages import blind as blind_page
-from autopar.validate.pages.blind import TESTS, hidden, page, read_before, read_figures
 from autopar.validate.runs import Run, read_runs
 from autopar.validate.scores import evaluate
 from autopar.validate.session import Session
 from autopar.validate.sites import PLAIN, cluster_of, load_sites, site_of
+from tools.evidence import blind as blind_page
+from tools.evidence.blind import TESTS, hidden, page, read_before, read_figures
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "data"
@@ -401,9 +401,9 @@ def test_a_test_that_is_run_again_takes_the_place_of_its_figures(tmp_path: Path)
     assert read_figures(DATA)["fourth"].worst[0] in text
 
 
-def test_a_file_of_no_blind_test_is_refused() -> None:
-    with pytest.raises(UsageError, match="of no blind test"):
-        blind_page.name_of(Path("mine.json"))
+def test_an_unknown_blind_test_is_refused() -> None:
+    with pytest.raises(UsageError, match="Unknown blind test 'seventh'"):
+        blind_page.main(["seventh"])
 
 
 def test_a_file_without_scores_is_named(tmp_path: Path) -> None:
