@@ -19,6 +19,7 @@ from autopar.validate.runs import Run, read_runs
 from autopar.validate.scores import evaluate
 from autopar.validate.session import Session
 from autopar.validate.sites import PLAIN, cluster_of, load_sites, site_of
+from tests.support.practices import doing
 from tools.evidence import blind as blind_page
 from tools.evidence.blind import TESTS, hidden, page, read_before, read_figures
 
@@ -159,7 +160,7 @@ def test_sums_of_gradients_over_the_tensor_axis_beside_products_cost_less() -> N
     cluster = cluster_of(run, session.profiles[run.device], plain)
     spent = [
         predict(run, session.structures[0], cluster, site).breakdown.tensor_parallel_s
-        for site in (plain, replace(plain, overlapped_gradients=True), replace(plain, overlapped_tensor_parallel=True))
+        for site in (plain, doing(plain, overlapped_gradients=True), doing(plain, overlapped_tensor_parallel=True))
     ]
     assert spent[0] > spent[1] > spent[2]
 
@@ -168,12 +169,12 @@ def test_shards_over_context_let_long_sequences_fit(fifth: tuple[Run, ...]) -> N
     """torchtitan's 262 thousand tokens on eight devices took 84 GiB; whole states on each would be 192."""
     (run,) = (run for run in fifth if run.name == "Llama-3.1-8B#39")
     site = site_of(run, load_sites())
-    assert (run.cp, run.dp, run.zero, site.shards_over_context) == (8, 1, 3, True)
+    assert (run.cp, run.dp, run.zero, "shards_over_context" in site.practices) == (8, 1, 3, True)
     session = Session([run], sites=[site])
     cluster = cluster_of(run, session.profiles[run.device], site)
     held = [
         sum(m.parameters + m.gradients + m.optimizer for m in predict(run, session.structures[0], cluster, s).memory)
-        for s in (site, replace(site, shards_over_context=False))
+        for s in (site, doing(site, shards_over_context=False))
     ]
     assert held[1] > 7 * held[0]
 
@@ -187,7 +188,7 @@ def test_what_a_site_keeps_in_half_precision_whole_or_to_the_last_micro_batch(fi
     cluster = cluster_of(run, session.profiles[run.device], plain)
 
     def memory(**flags: bool) -> Memory:
-        return predict(run, session.structures[0], cluster, replace(plain, **flags)).memory[0]
+        return predict(run, session.structures[0], cluster, doing(plain, **flags)).memory[0]
 
     full, half = memory(), memory(plain_storage=True)
     shard = full.parameters / 4
@@ -197,7 +198,7 @@ def test_what_a_site_keeps_in_half_precision_whole_or_to_the_last_micro_batch(fi
     assert last.gradients / shard == pytest.approx(4 * run.dp, rel=0.01)  # whole, in single precision
     times = [
         predict(run, session.structures[0], cluster, site).breakdown.data_parallel_s
-        for site in (plain, replace(plain, reduces_last=True))
+        for site in (plain, doing(plain, reduces_last=True))
     ]
     assert times[1] < times[0]
 
@@ -205,7 +206,7 @@ def test_what_a_site_keeps_in_half_precision_whole_or_to_the_last_micro_batch(fi
 def test_a_whole_vocabulary_has_whole_logits_and_in_pipelines_a_whole_head(fifth: tuple[Run, ...]) -> None:
     run = next(run for run in fifth if run.name == "Llama-7B#7")
     run = replace(run, layers=2, source="x")
-    plain, whole = replace(PLAIN, source="x"), replace(PLAIN, source="x", whole_vocabulary=True)
+    plain, whole = replace(PLAIN, source="x"), doing(whole_vocabulary=True)
     for sequence_parallel, factor in ((True, 1), (False, run.tp)):
         row = replace(run, sequence_parallel=sequence_parallel)
         works = [Session([row], sites=[site]).structures[0][0].works for site in (plain, whole)]
@@ -215,7 +216,7 @@ def test_a_whole_vocabulary_has_whole_logits_and_in_pipelines_a_whole_head(fifth
         assert tables[1] == pytest.approx(run.tp * tables[0], rel=0.01)
         kept = [found[-1].shape.saved_bytes for found in works]
         assert kept[1] > 2 * kept[0]
-    half = Session([row], sites=[replace(whole, half_loss=True)]).structures[0][0].works
+    half = Session([row], sites=[doing(whole, half_loss=True)]).structures[0][0].works
     assert kept[1] - half[-1].shape.saved_bytes == pytest.approx(2 * row.micro_batch * row.seq * row.vocab, rel=0.01)
 
 
@@ -251,20 +252,20 @@ def _unnamed(**columns: object) -> Run:
 def test_columns_tell_what_software_an_unknown_source_ran() -> None:
     sites = load_sites()
     old = site_of(_unnamed(tp=4, pp=2, zero=1, attention="scores", family="gpt"), sites)
-    assert old.late_reductions and old.dropout and not old.overlapped_reductions
+    assert {"late_reductions", "dropout"} <= old.practices and "overlapped_reductions" not in old.practices
     new = site_of(_unnamed(tp=4, pp=2, zero=None, attention="flash", family="llama", precision="bf16"), sites)
-    assert new.overlapped_reductions and new.fused_projections and not new.dropout
+    assert {"overlapped_reductions", "fused_projections"} <= new.practices and "dropout" not in new.practices
     sharded = _unnamed(tp=8, pp=1, zero=3, attention="flash", family="llama", precision="bf16")
     assert site_of(sharded, sites) == PLAIN
-    assert site_of(replace(sharded, precision="fp8"), sites).fused_elementwise
-    assert site_of(_unnamed(tp=1, pp=1, zero=3, attention="flash", family="mpt"), sites).triton_attention
+    assert "fused_elementwise" in site_of(replace(sharded, precision="fp8"), sites).practices
+    assert "triton_attention" in site_of(_unnamed(tp=1, pp=1, zero=3, attention="flash", family="mpt"), sites).practices
 
 
 def test_a_source_is_known_by_its_name_whatever_its_letters() -> None:
     sites = load_sites()
     run = replace(_unnamed(tp=1, pp=1, zero=1, attention="flash"), source="runs of NVIDIA NEMO (1.0); somewhere")
-    assert site_of(run, sites).overlapped_tensor_parallel
-    assert site_of(replace(run, source="BigScience BLOOM A100, nemo"), sites).blocking_launches
+    assert "overlapped_tensor_parallel" in site_of(run, sites).practices
+    assert "blocking_launches" in site_of(replace(run, source="BigScience BLOOM A100, nemo"), sites).practices
 
 
 def test_nodes_of_one_link_domain_are_one(blind: tuple[Run, ...]) -> None:
@@ -278,7 +279,7 @@ def test_megatrons_selective_recompute_makes_fused_attention_again() -> None:
     run = replace(read_runs(OWN)[3], recompute="selective", device="h100-sxm5-80gb", tp=4, zero=1, source="x")
     plain = replace(PLAIN, source="x")
     session = Session([run], sites=[plain])
-    again = Session([run], sites=[replace(plain, recomputes_attention=True)])
+    again = Session([run], sites=[doing(plain, recomputes_attention=True)])
     none = Session([replace(run, recompute="none")], sites=[plain])
     works = [s.structures[0][0].works for s in (none, again, session)]
     attention = [sum("attention" in w.ops[i].target for w in some for i in w.again) for some in works]
@@ -295,14 +296,14 @@ def test_late_sums_cost_time_and_gathers_in_fp8_save_it() -> None:
     cluster = cluster_of(run, session.profiles[run.device], plain)
     times = [
         predict(run, session.structures[0], cluster, site).step_time_s
-        for site in (plain, replace(plain, late_reductions=True), replace(plain, quantized_gathers=True))
+        for site in (plain, doing(plain, late_reductions=True), doing(plain, quantized_gathers=True))
     ]
     assert times[1] > times[0] > times[2]
 
 
 def works_of(run: Run, **facts: bool) -> dict[str, list[Work]]:
     """The works of an inner layer of a run at a source with these facts, by operator."""
-    (structure,) = Session([run], sites=[replace(PLAIN, source="x", **facts)]).structures[0]
+    (structure,) = Session([run], sites=[doing(**facts)]).structures[0]
     found: dict[str, list[Work]] = {}
     for op, work in zip(structure.works[2].ops, structure.works[2].works, strict=True):
         found.setdefault(op.target, []).append(work)
@@ -351,8 +352,7 @@ def test_no_rank_has_a_part_of_the_rows_or_weights_of_a_norms_chain(last: tuple[
     run = replace(next(run for run in last if run.name == "Llama-2-7B#33"), source="x", pp=1)
     assert (run.tp, run.sequence_parallel, run.recompute) == (2, False, "full")
     whole, chain = (
-        Session([run], sites=[replace(PLAIN, source="x", operator_chains=chained)]).predictions()[0].memory[0]
-        for chained in (False, True)
+        Session([run], sites=[doing(operator_chains=chained)]).predictions()[0].memory[0] for chained in (False, True)
     )
     assert chain.parameters == whole.parameters
     assert chain.activations >= whole.activations

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -145,7 +147,7 @@ def test_a_site_is_found_by_source_and_name_and_has_its_own_kernels() -> None:
     table = "torchtitan benchmarks; benchmarks/llama3_h100_202412_torchtitan.md Table 1"
     eager = site_of(replace(row, source=table, name="Llama-3.1-8B#2489"), sites)
     compiled = site_of(replace(row, source=table, name="Llama-3.1-8B#2490"), sites)
-    assert (eager.fused_elementwise, compiled.fused_elementwise) == (False, True)
+    assert ("fused_elementwise" in eager.practices, "fused_elementwise" in compiled.practices) == (False, True)
     known = profile.device.rate("bfloat16")
     for site in (eager, compiled):
         rate = cluster_of(row, profile, site).groups[0].device.rate("bfloat16")
@@ -230,12 +232,27 @@ def test_the_erratum_is_the_row_before_with_columns_exchanged() -> None:
     assert replace(wrong, **told) == replace(twin, **told)  # memory too
 
 
-def test_a_slowdown_is_a_part_of_a_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("slowdown = 1.5", r"slowdown.*below 1|below 1.*slowdown"),
+        ('practices = "dropout fused_los"', r"Unknown practice 'fused_los'.* Did you mean 'fused_loss'"),
+    ],
+)
+def test_what_a_site_states_is_checked(tmp_path: Path, line: str, message: str) -> None:
     file = tmp_path / "sites.toml"
-    file.write_text('[[site]]\nsource = "x"\nslowdown = 1.5\nprovenance = "in percent"\n')
+    file.write_text(f'[[site]]\nsource = "x"\n{line}\nprovenance = "in percent"\n')
     (table,) = Table.load(file).tables("site")
-    with pytest.raises(UsageError, match=r"slowdown.*below 1|below 1.*slowdown"):
-        site_from(table)
+    with pytest.raises(UsageError, match=message):
+        site_from(table, frozenset({"dropout", "fused_loss"}))
+
+
+def test_every_practice_means_something_to_predictions_and_nothing_else_does(checkout: Path) -> None:
+    known = set(tomllib.loads((checkout / "profiles/sites/practices.toml").read_text())["practices"])
+    code = "".join(path.read_text() for path in (checkout / "autopar" / "validate").rglob("*.py"))
+    assert {name for name in known if f'"{name}"' not in code} == set()
+    asked = re.findall(r'"(\w+)" (?:not )?in (?:self|site|self\.site_of\(run\))\.practices', code)
+    assert len(asked) > 30 and set(asked) - known == {"biased_scores"}
 
 
 def test_scores_count_pairs_regret_and_ranks(session: Session) -> None:

@@ -22,52 +22,48 @@ ELEMENTWISE = frozenset(f"aten.{name}" for name in _NAMES.split())
 LOSSES = frozenset(("autopar.cross_entropy_sum", "aten.cross_entropy_loss.default", "autopar.cross_entropy_vocabulary"))
 
 
+PRACTICES = frozenset((
+    "fused_elementwise", "fused_loss", "half_loss", "fused_projections", "fused_ring", "dropout",
+    "megatron_kernels", "biased_scores", "copied_logits",
+))  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignKernels:
     """Which kernels of a program are not those of torch's eager mode; implements :class:`autopar.cost.blocks.block_work.Kernels`.
 
     Attributes:
-        elementwise: chains of elementwise operators run as one kernel each (compiled, or written by hand).
-        loss: so does the cross entropy.
-        half_loss: cross entropy computes in the dtype of the logits, where they are whole, with no cast of them.
-        projections: linear layers of one input run as one product (query, key and value; gate and up).
-        ring: attention in a ring is fused.
-        dropout: dropout is torch's kernel, which makes its noise itself.
-        megatron: norms, attention that keeps its scores and the loss are Megatron's of 2021 (:mod:`autopar.validate.kernels.megatron`).
-        biased_scores: these scores add to positions (ALiBi).
-        copied_logits: this loss copies its logits first.
+        practices: of :data:`PRACTICES`, as ``profiles/sites/practices.toml`` has them; ``biased_scores``: scores of Megatron's attention add
+            to positions (ALiBi).
     """
 
-    elementwise: bool = False
-    loss: bool = False
-    half_loss: bool = False
-    projections: bool = False
-    ring: bool = False
-    dropout: bool = False
-    megatron: bool = False
-    biased_scores: bool = False
-    copied_logits: bool = False
+    practices: frozenset[str] = frozenset()
 
     def operator(self, graph: Graph, op: Op, operands: Specs, done: Work) -> Work:
         """The work of one operator by a kernel of its own."""
         logits_bytes = operands[0].num_bytes if operands else 0
-        if self.loss:
+        if "fused_loss" in self.practices:
             done = fuse_loss(op, logits_bytes, done)
-        elif self.half_loss:
+        elif "half_loss" in self.practices:
             done = halve_loss(op, logits_bytes, done)
-        if self.ring:
+        if "fused_ring" in self.practices:
             done = fuse_ring(op, operands, done)
-        if self.dropout:
-            done = fuse_dropout(graph, op, operands, done, in_chain=self.elementwise)
-        if self.megatron:
+        if "dropout" in self.practices:
+            done = fuse_dropout(graph, op, operands, done, in_chain="fused_elementwise" in self.practices)
+        if "megatron_kernels" in self.practices:
             done = as_megatron(
-                graph, op, operands, done, biased_scores=self.biased_scores, copied_logits=self.copied_logits
+                graph,
+                op,
+                operands,
+                done,
+                biased_scores="biased_scores" in self.practices,
+                copied_logits="copied_logits" in self.practices,
             )
         return done
 
     def unkept(self, graph: Graph, ops: Sequence[Op]) -> frozenset[int]:
         """Positions of the operators inside of chains: backward makes their values again in its own kernel."""
-        if not self.elementwise:
+        if "fused_elementwise" not in self.practices:
             return frozenset()
         return frozenset(i for chain in chains(graph, ops) for i in inner(graph, ops, chain))
 
@@ -75,12 +71,12 @@ class ForeignKernels:
         self, graph: Graph, ops: Sequence[Op], operands: Sequence[Specs], works: Sequence[Work]
     ) -> tuple[list[Work], Collection[int]]:
         """The works where operators run as one kernel; and positions of the linear layers that are a part of another's product."""
-        if self.elementwise and not self.megatron:
+        if "fused_elementwise" in self.practices and "megatron_kernels" not in self.practices:
             works = fuse(graph, ops, works)
-        if not self.projections:
+        if "fused_projections" not in self.practices:
             return list(works), ()
         found, groups = fuse_projections(ops, operands, works), joined_projections(ops)
-        for group in groups if self.megatron else ():
+        for group in groups if "megatron_kernels" in self.practices else ():
             split_projections(group, found, sum(ops[i].spec.num_bytes for i in group))
         return found, {i for group in groups for i in group[1:]}
 
