@@ -30,8 +30,7 @@ from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
 from autopar.tracing.trace import trace
 from autopar.validate.foreign import ForeignRuntime
-from autopar.validate.kernels.filled import filled
-from autopar.validate.kernels.fusion import EAGER, PRACTICES, ForeignKernels
+from autopar.validate.foreign_kernels import EAGER, PRACTICES, ForeignKernels, filled
 from autopar.validate.practice import as_megatron, attention_core, cheap, regathered, second_products
 from autopar.validate.runs import Run
 from autopar.validate.sites import PLAIN, Site

@@ -13,7 +13,7 @@ from autopar.cost.operators.work_record import Work
 from autopar.graph.graph import Graph, Op, Ref, TensorSpec
 from autopar.models.transformer import Sizes, build
 from autopar.tracing.trace import trace
-from autopar.validate.kernels.fusion import EAGER, ForeignKernels, fuse_ring
+from autopar.validate.foreign_kernels import EAGER, ForeignKernels, fuse_ring
 from autopar.validate.practice import second_products
 from tests.support.practices import kernels
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from autopar.validate.foreign import ForeignRuntime
-from autopar.validate.kernels.fusion import ForeignKernels
+from autopar.validate.foreign_kernels import ForeignKernels
 from autopar.validate.sites import PLAIN, Site
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import pytest
 from autopar.hardware.device_rates import MatmulRate
 from autopar.hardware.read import load_profile
 from autopar.validate.express import predict
-from autopar.validate.kernels.filled import is_filled
+from autopar.validate.foreign_kernels import is_filled
 from autopar.validate.runs import Run, read_runs
 from autopar.validate.session import Session
 from autopar.validate.sites import Site, cluster_of, load_sites, site_of

@@ -16,10 +16,9 @@ from typing import Any
 from autopar.cli.console import progress
 from autopar.errors import UsageError
 from autopar.util.revision import revision
-from autopar.validate.figures import Score
 from autopar.validate.report import failures, percent, worst
 from autopar.validate.runs import Run
-from autopar.validate.scores import Outcome, evaluate
+from autopar.validate.scores import Outcome, Score, evaluate
 from autopar.validate.session import Session
 from autopar.validate.validation import validated
 
