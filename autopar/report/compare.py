@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from autopar.plan.diff import diff_plans
-from autopar.plan.words import batch_text, schedule_text, time_parts, zero_text
+from autopar.plan.text import batch_text, schedule_text, time_parts, zero_text
 from autopar.util.text_table import plain_table
 from autopar.util.units import num_bytes, seconds, share
 

@@ -10,13 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from autopar.cli.console import progress
-from autopar.util.revision import revision
 from autopar.validate.parameters import PARAMETERS
 from autopar.validate.report import failures, markdown, percent, worst
 from autopar.validate.scores import Outcome, Score, score, scored
 from autopar.validate.session import LEAST_SEEN, Session
 from autopar.validate.validation import validated
 from tools.evidence.noise import bounds_table
+from tools.revision import revision
 
 ROOT = Path(__file__).parents[2]
 PAGE, NOTES = ROOT / "docs" / "evidence" / "accuracy.md", Path(__file__).parent / "accuracy_notes.md"

@@ -15,12 +15,12 @@ from typing import Any
 
 from autopar.cli.console import progress
 from autopar.errors import UsageError
-from autopar.util.revision import revision
 from autopar.validate.report import failures, percent, worst
 from autopar.validate.runs import Run
 from autopar.validate.scores import Outcome, Score, evaluate
 from autopar.validate.session import Session
 from autopar.validate.validation import validated
+from tools.revision import revision
 
 ROOT = Path(__file__).parents[2]
 DATA, PAGE = ROOT / "tests" / "data", ROOT / "docs" / "evidence" / "blind.md"

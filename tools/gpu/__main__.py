@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 
 from autopar.benchmark.score import Row
+from autopar.errors import first_line
 from autopar.measure import timers as measure
 from autopar.util.files import write_json, write_text
-from autopar.util.text import first_line
 from autopar.util.units import num_bytes, seconds
 from autopar.validate.report import percent
 from tools.gpu.machine_facts import facts_text, machine_facts

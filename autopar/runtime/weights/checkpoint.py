@@ -26,14 +26,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
-from autopar.errors import PlanError, UsageError, reason
+from autopar.errors import PlanError, UsageError, first_line, reason
 from autopar.graph.graph import Padding
 from autopar.lower.program import Program
 from autopar.runtime.step.gradients import Held, lengthened
 from autopar.runtime.weights.checkpoint_reader import Planner, Reader
 from autopar.runtime.weights.checkpoint_writer import Writer
 from autopar.runtime.world import World
-from autopar.util.text import first_line
 
 Values = Mapping[str, Tensor]
 
