@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import spmd_types
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from autopar.errors import UsageError
 from autopar.lower.program import Program
 from autopar.plan.mesh import DATA_AXES
-from autopar.plan.plan import Plan
 from autopar.plan.run_log import DATA, PIPELINE
 from autopar.runtime.assemble import Assembly, assemble
-from autopar.runtime.guard.checks import Parameters, absent, check_can_run, check_evaluates, check_modes
+from autopar.runtime.guard.checks import Parameters, check_can_run, check_evaluates, check_modes
 from autopar.runtime.guard.collective_calls import Calls, launched_on, ordinary
 from autopar.runtime.guard.failure_watch import Alarm
 from autopar.runtime.guard.original_model import Given
 from autopar.runtime.guard.replicas import Replicas
 from autopar.runtime.guard.shared_samples import SharedSamples
+from autopar.runtime.module import PlannedModule
 from autopar.runtime.monitor import Monitor
 from autopar.runtime.optimizer.local_step import LocalSteps
 from autopar.runtime.step.changed_buffers import State
@@ -36,6 +36,7 @@ from autopar.runtime.step.runner import Accumulation, Batch, Pipeline, Runner, m
 from autopar.runtime.step.step_gradients import StepGradients
 from autopar.runtime.weights import checkpoint
 from autopar.runtime.weights.from_model import Weights
+from autopar.runtime.weights.module_state import EXTRA_STATE, Names, names_of, put, shortened
 from autopar.runtime.world import World
 from autopar.tracing.batch import named_inputs
 
@@ -48,8 +49,10 @@ def _not_compiled(method: _Method) -> _Method:
     return cast("_Method", torch.compiler.disable(method, reason=reason))  # type: ignore[no-untyped-call]
 
 
-class ParallelModel:
+class ParallelModel(PlannedModule):
     """One rank's part of a model under a plan; every rank of the job makes one and calls the same methods.
+
+    A ``torch.nn.Module`` (see :mod:`autopar.runtime.module` for what that means of it).
 
     Attributes:
         plan: what is executed.
@@ -69,10 +72,10 @@ class ParallelModel:
         self, program: Program, world: World, weights: Weights, *, seed: int = 0, log_dir: Path | None = None
     ) -> None:
         check_can_run(program.plan.precision)
-        self._program, self._world = program, world
+        super().__init__(program.plan, world)
+        self._program = program
         self.monitor = Monitor(program.plan, world, log_dir=log_dir)
         self._assembly: Assembly = assemble(program, world, weights)
-        self.plan: Plan = program.plan
         self.seed, self.step_count = seed, 0
         self.data_rank, self.data_size = world.data_index, self.plan.mesh.data
         self.samples = self.plan.samples_of(self.data_rank)
@@ -80,7 +83,7 @@ class ParallelModel:
         self._data_group = world.axis_group(DATA_AXES)
         self._loss_group = world.axis_group(("pp", *DATA_AXES))
         held = self._assembly.held
-        self._parameters = Parameters(held)
+        self._memory = Parameters(held)
         self._gradients = StepGradients(self._assembly, self.plan, self.monitor)
         self._number = torch.float64 if self.plan.precision.compute == "float64" else torch.float32
         self._norm = Norm(held, world.sums_group(), world.device, self._number)
@@ -106,54 +109,13 @@ class ParallelModel:
         weakref.finalize(self, self._local_steps.remove)
         self._given = Given(weights.model)
         weakref.finalize(self, self._given.remove)
+        self._names = Names(program.graph.parameters, names_of(weights.model))
+        self._is_lengthened = any(parameter.padding is not None for parameter in program.graph.parameters)
+        self._show(held)
+        self._show_buffers(self._state.named())
         self.monitor.holds(p for h in held for p in (h.parameter, self._local_steps.plain(h.parameter)))
 
-    @property
-    def is_first_rank(self) -> bool:
-        """True on the one rank of the job that should print and log."""
-        return self._world.rank == 0
-
-    def __repr__(self) -> str:
-        """Which part of which plan this rank has.
-
-        ``ParallelModel('gpt2', mesh=pp=2 x tp=2, rank=3 of 4, stage=1 of 2, precision='fp32')``
-        """
-        stages = [stage.index for stage in self.plan.stages if stage.pp_rank == self._world.coordinate["pp"]]
-        name, own = self.plan.model.name, ", ".join(map(str, stages))
-        return (
-            f"ParallelModel({name!r}, mesh={self.plan.mesh}, rank={self._world.rank} of {self.plan.mesh.world_size}, "
-            f"stage={own} of {len(self.plan.stages)}, precision={self.plan.precision.name!r})"
-        )
-
-    if not TYPE_CHECKING:  # which knows better what there is
-
-        def __getattr__(self, name: str) -> Any:
-            raise absent(name)
-
-    def __reduce_ex__(self, protocol: object) -> Any:
-        """For ``copy`` and ``pickle``.
-
-        Raises:
-            UsageError: always.
-        """
-        raise UsageError(
-            "A parallel model cannot be copied, pickled or passed to torch.save",
-            fix="Write a checkpoint with par.save(DIR, optimizer), or copy its weights with par.full_state_dict()",
-        )
-
     # --- parameters
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters by their names in checkpoints: the model's, with the slice where it is a part of one."""
-        return ((held.key, held.parameter) for held in self._assembly.held)
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """This rank's parameters: DTensors, for an optimizer (see :mod:`autopar.runtime.optimizer.local_step` for how it steps).
-
-        Torch's optimizers refuse an empty list: a rank whose stage has no parameter gets one without elements.
-        """
-        own = [parameter for _, parameter in self.named_parameters()]
-        return iter(own or [nn.Parameter(torch.empty(0, device=self._world.device), requires_grad=False)])
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """All parameters whole, under all of the model's names, and the buffers that training changes, on every rank's CPU.
@@ -165,7 +127,7 @@ class ParallelModel:
         """
         self._given.knows_weights()
         with self._calls.at_once("full_state_dict"):
-            self._parameters.check_memory()
+            self._memory.check_memory()
             state = self._state.named(self._state.own)
             return checkpoint.full_state_dict(self._program, self._world, self._assembly.held, state)
 
@@ -197,6 +159,11 @@ class ParallelModel:
             RankFailedError: another rank failed (see :mod:`autopar.runtime.guard.failure_watch`).
         """
         with self._calls.together("train_step"):
+            if not self.training:
+                raise UsageError(
+                    "A training step was asked for in par.eval()",
+                    fix="Call par.train() before par.train_step(batch). par.evaluate(batch) has no dropout in either mode",
+                )
             return self._train_step(batch).as_subclass(StepLoss)
 
     def _train_step(self, batch: Batch) -> Tensor:
@@ -210,7 +177,7 @@ class ParallelModel:
         loss = self._runner.run(local)
         self._gradients.finish()
         self._scale.done()
-        self._state.commit()
+        self._commit()
         self.step_count += 1
         total = self._reported(loss)
         self.monitor.end_step()
@@ -249,20 +216,23 @@ class ParallelModel:
         return self._reported(loss)
 
     @_not_compiled
-    def __call__(self, *given: object, **batch: Tensor) -> Tensor:
-        """The loss of the global batch, whose ``backward()`` leaves summed gradients; one pipeline stage only.
+    def forward(self, *given: object, **batch: Tensor) -> Tensor:
+        """What ``par(**batch)`` is: in training the loss of the global batch, whose ``backward()`` leaves summed gradients.
 
-        Micro-batches of the plan are kept all at once until backward; :meth:`train_step` does not. Dropout is on under
-        ``torch.no_grad()`` too: :meth:`evaluate` has none.
+        For plans of one pipeline stage; others have :meth:`train_step`. Micro-batches of the plan are kept all at once until
+        backward; :meth:`train_step` does not. After ``par.eval()`` it is :meth:`evaluate`, under any plan.
 
         Raises:
-            UsageError: the plan has pipeline stages, or the batch does not fit the plan, or is not given by names.
+            UsageError: the model is in training and the plan has pipeline stages, or the batch does not fit the plan, or is not
+                given by names.
         """
         if given:
             raise UsageError(
                 f"The batch was given as a {type(given[0]).__name__} without a name",
                 fix="Write par(**batch), or par.train_step(batch), which takes a dict",
             )
+        if not self.training:
+            return self.evaluate(batch)
         with ordinary(), self._calls.together("call"):
             if not torch.is_grad_enabled():
                 self._calls.meet("call without gradients")
@@ -271,8 +241,8 @@ class ParallelModel:
     def _call(self, batch: Batch) -> Tensor:
         if self._single is None:
             raise UsageError(
-                f"A model of {len(self._program.stages)} pipeline stages cannot be called: forward and backward run together",
-                fix="Replace `loss = par(**batch); loss.backward()` by `loss = par.train_step(batch)`",
+                f"A model of {len(self._program.stages)} pipeline stages cannot be called in training: forward and backward run together",
+                fix="Replace `loss = par(**batch); loss.backward()` by `loss = par.train_step(batch)`, or call par.eval() before",
             )
         check_modes(self.plan, self._world.device, learns=False)
         if torch.is_grad_enabled():
@@ -284,7 +254,7 @@ class ParallelModel:
         parts = micro_batches(local, self._program.graph.inputs, count)
         losses = [self._single.forward(part, number) for number, part in enumerate(parts)]
         loss = losses[0] if count == 1 else torch.stack(losses).sum()
-        self._state.commit()
+        self._commit()
         if loss.requires_grad:
             self.step_count += 1
         return cast("Tensor", _GlobalLoss.apply(loss, self))  # type: ignore[no-untyped-call]
@@ -329,7 +299,7 @@ class ParallelModel:
         Every rank writes what it holds.
         """
         with self._calls.at_once("save"):
-            self._parameters.check_memory()
+            self._memory.check_memory()
             self._replicas.check_now()
             checkpoint.save(path, self._assembly.held, self._progress(), optimizer, self._state.named())
 
@@ -343,7 +313,7 @@ class ParallelModel:
         if self._scale.is_wanted:
             progress[checkpoint.SCALER] = torch.zeros(NUM_STATES, dtype=torch.float64)
         with self._calls.at_once("load"):
-            self._parameters.check_memory()
+            self._memory.check_memory()
             checkpoint.load(path, self._assembly.held, progress, optimizer, self._state.named())
         self.seed, self.step_count = int(progress["seed"]), int(progress["step"])
         if checkpoint.SCALER in progress:
@@ -354,11 +324,74 @@ class ParallelModel:
         scaler = self._scale.state
         return progress if scaler is None else progress | {checkpoint.SCALER: scaler}
 
+    # --- as a module has it (``state_dict`` and ``load_state_dict``, which torch.distributed.checkpoint calls)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """This rank's parameters, the buffers that it changes, and what else goes on from step to step.
+
+        All ranks call it where the plan has lengthened a vocabulary, which is in it as the model has it.
+        """
+        with self._calls.at_once("state_dict", meets=self._is_lengthened):
+            self._memory.check_memory()
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+            for name in self._parameters.keys() - {held.key for held in self._assembly.held}:
+                destination.pop(prefix + name, None)  # further copies, and what stands for none
+            for held in self._assembly.held:
+                if held.padding is not None:
+                    destination[prefix + held.key] = shortened(held.parameter.detach(), held.padding)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """In place. The state may also have the model's own names, with whole parameters (:meth:`full_state_dict`)."""
+        if local_metadata.get("assign_to_params_buffers"):
+            error_msgs.append("load_state_dict(assign=True) would replace the memory that steps read: leave assign out")
+            return
+        self._memory.check_memory()
+        targets = [
+            (h.key, h.parameter.detach(), h.padding, self._names.find(h, state_dict, prefix))
+            for h in self._assembly.held
+        ]
+        buffers = self._state.named()
+        targets += [(name, value, None, state_dict.get(prefix + name)) for name, value in buffers.items()]
+        for name, target, padding, value in targets:
+            if value is None:
+                missing_keys.append(prefix + name)
+            elif problem := put(target, padding, value):
+                error_msgs.append(f"{prefix}{name}: {problem}")
+        if strict:
+            unexpected_keys += self._names.unexpected(state_dict, prefix)
+        if prefix + EXTRA_STATE in state_dict:
+            self.set_extra_state(state_dict[prefix + EXTRA_STATE])
+
+    def get_extra_state(self) -> dict[str, Tensor]:
+        """The seed, the number of steps, and the scaler's state (zeros where there is none): tensors, which no file pickles."""
+        none = torch.zeros(NUM_STATES, dtype=torch.float64)
+        return {checkpoint.SCALER: none, **self._progress()}
+
+    def set_extra_state(self, state: Mapping[str, Tensor]) -> None:
+        """What :meth:`get_extra_state` gave."""
+        self.seed, self.step_count = int(state["seed"]), int(state["step"])
+        if self._scale.is_wanted and state[checkpoint.SCALER].any():
+            self._scale.state = state[checkpoint.SCALER]
+
     # --- inside a step
+
+    def _commit(self) -> None:
+        """After the last micro-batch of a step: buffers that it changes have their new values."""
+        self._state.commit()
+        self._show_buffers(self._state.named())
 
     def _begin_forward(self, local: Batch) -> None:
         """Totals of the global batch and random streams, before the first micro-batch."""
-        self._parameters.check()
+        self._memory.check()
         self._given.check(self.step_count)
         self._alarm.runs()
         self._replicas.check(self.step_count)

@@ -203,20 +203,6 @@ def test_inputs_that_need_gradients_are_refused() -> None:
     parallel.evaluate({"sides": given})
 
 
-def test_a_parallel_model_is_neither_copied_nor_taken_for_a_module() -> None:
-    parallel = build()
-    for take in (copy.deepcopy, pickle.dumps):
-        with pytest.raises(UsageError, match=r"cannot be copied, pickled.*par\.save\(DIR, optimizer\)"):
-            take(parallel)
-    with pytest.raises(
-        AttributeError, match=r"no attribute 'state_dict': it is no torch\.nn\.Module\. Instead: par\.full_state"
-    ):
-        parallel.state_dict()
-    assert not hasattr(parallel, "anything")
-    with pytest.raises(UsageError, match=r"The model is a ParallelModel, not a torch\.nn\.Module"):
-        api.trace(parallel, example_inputs=SUBJECT.make_batch(2, seed=0))
-
-
 def test_states_of_the_models_own_optimizer_are_refused() -> None:
     """Its parameters have another order: they went to others of the same shape."""
     parallel, model = build(), SUBJECT.build()
