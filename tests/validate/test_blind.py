@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -29,115 +29,49 @@ OWN = Path(__file__).parent / "runs.csv"
 CALIBRATION = Path(__file__).parents[3] / "shared" / "validation" / "calibration.csv"
 
 
-@pytest.fixture(scope="module")
-def blind() -> tuple[Run, ...]:
-    return read_runs(DATA / "blind_runs.csv")
+@cache
+def table(test: str) -> tuple[Run, ...]:
+    """The runs of a blind test."""
+    return read_runs(DATA / TESTS[test].replace("before", "runs").replace(".json", ".csv"))
 
 
-@pytest.fixture(scope="module")
-def again() -> tuple[Run, ...]:
-    return read_runs(DATA / "blind_runs_2.csv")
-
-
-@pytest.fixture(scope="module")
-def last() -> tuple[Run, ...]:
-    return read_runs(DATA / "blind_runs_3.csv")
-
-
-@pytest.fixture(scope="module")
-def newest() -> tuple[Run, ...]:
-    return read_runs(DATA / "blind_runs_4.csv")
-
-
-@pytest.fixture(scope="module")
-def fifth() -> tuple[Run, ...]:
-    return read_runs(DATA / "blind_runs_5.csv")
-
-
-@pytest.fixture(scope="module")
-def sixth() -> tuple[Run, ...]:
-    return read_runs(DATA / "blind_runs_6.csv")
-
-
-def table_of(before: str) -> Path:
-    """The runs that a file of earlier predictions is of."""
-    return DATA / before.replace("before", "runs").replace(".json", ".csv")
-
-
-@pytest.mark.parametrize("before_file", TESTS.values(), ids=list(TESTS))
-def test_every_blind_row_has_a_device_and_was_predicted_before(before_file: str) -> None:
-    runs = read_runs(table_of(before_file))
+@pytest.mark.parametrize("test", TESTS)
+def test_every_blind_row_has_a_device_and_was_predicted_before(test: str) -> None:
+    runs = table(test)
     known = {name: load_profile(name) for name in {run.device for run in runs}}
     for run in runs:
         assert known[run.device].device.rate("float16" if run.precision == "fp16" else "bfloat16")
-    before = json.loads((DATA / before_file).read_text())
+    before = json.loads((DATA / TESTS[test]).read_text())
     assert [(r["row"], r["name"]) for r in before["runs"]] == [(run.line, run.name) for run in runs]
     for r, run in zip(before["runs"], runs, strict=True):
         assert r["step_time_s"] == (run.step_time_s and pytest.approx(run.step_time_s, rel=1e-3))
 
 
-def check_new(table: Sequence[Run], others: Sequence[Run], *, least: int) -> None:
-    """Neither a source nor a row of a table is in the others."""
-    assert len(table) >= least
-    assert len({run.publisher for run in table}) >= 5
-    assert {run.publisher for run in table}.isdisjoint(run.publisher for run in others)
-    assert {_facts(run) for run in table}.isdisjoint(_facts(run) for run in others)
-
-
-def test_the_second_table_has_new_sources_and_no_row_of_the_first(
-    blind: tuple[Run, ...], again: tuple[Run, ...]
-) -> None:
-    check_new(again, blind, least=25)
-
-
-def test_the_third_table_has_new_sources_and_no_row_of_the_others(
-    blind: tuple[Run, ...], again: tuple[Run, ...], last: tuple[Run, ...]
-) -> None:
-    check_new(last, (*blind, *again), least=40)
-
-
-def test_the_fourth_table_has_new_sources_and_no_row_of_the_others(
-    blind: tuple[Run, ...], again: tuple[Run, ...], last: tuple[Run, ...], newest: tuple[Run, ...]
-) -> None:
-    check_new(newest, (*blind, *again, *last), least=30)
-
-
-def test_the_fifth_table_has_new_sources_and_no_row_of_the_others(
-    blind: tuple[Run, ...],
-    again: tuple[Run, ...],
-    last: tuple[Run, ...],
-    newest: tuple[Run, ...],
-    fifth: tuple[Run, ...],
-) -> None:
-    check_new(fifth, (*blind, *again, *last, *newest), least=30)
-
-
-def test_the_sixth_table_has_new_sources_and_no_row_of_the_others(sixth: tuple[Run, ...]) -> None:
-    earlier = [run for file in list(TESTS.values())[:-1] for run in read_runs(table_of(file))]
-    check_new(sixth, earlier, least=50)
+@pytest.mark.parametrize(
+    ("test", "least"), [("second", 25), ("third", 40), ("fourth", 30), ("fifth", 30), ("sixth", 50)]
+)
+def test_each_table_has_new_sources_and_no_row_of_those_before(test: str, least: int) -> None:
+    runs = table(test)
+    others = [run for earlier in list(TESTS)[: list(TESTS).index(test)] for run in table(earlier)]
+    assert len(runs) >= least
+    assert len({run.publisher for run in runs}) >= 5
+    assert {run.publisher for run in runs}.isdisjoint(run.publisher for run in others)
+    assert {_facts(run) for run in runs}.isdisjoint(_facts(run) for run in others)
 
 
 @pytest.mark.skipif(not CALIBRATION.exists(), reason="the published table of runs is not here")
-def test_no_blind_row_is_in_the_calibration_table(
-    blind: tuple[Run, ...],
-    again: tuple[Run, ...],
-    last: tuple[Run, ...],
-    newest: tuple[Run, ...],
-    fifth: tuple[Run, ...],
-    sixth: tuple[Run, ...],
-) -> None:
+@pytest.mark.parametrize("test", TESTS)
+def test_no_blind_row_is_in_the_calibration_table(test: str) -> None:
     known = read_runs(CALIBRATION)
-    all_blind = (*blind, *again, *last, *newest, *fifth, *sixth)
-    assert {_facts(run) for run in all_blind}.isdisjoint(_facts(run) for run in known)
-    assert {run.publisher for run in (*last, *newest, *fifth, *sixth)}.isdisjoint(run.publisher for run in known)
+    assert {_facts(run) for run in table(test)}.isdisjoint(_facts(run) for run in known)
+    if test not in ("first", "second"):
+        assert {run.publisher for run in table(test)}.isdisjoint(run.publisher for run in known)
 
 
-def test_names_of_sites_are_those_of_rows(
-    last: tuple[Run, ...], fifth: tuple[Run, ...], sixth: tuple[Run, ...]
-) -> None:
+def test_names_of_sites_are_those_of_rows() -> None:
     """A name that no row has would leave a site's facts unused."""
     for site in load_sites():
-        for runs in (last, sixth, [run for run in fifth if site.source != "torchtitan"]):
+        for runs in (table("third"), table("sixth"), [r for r in table("fifth") if site.source != "torchtitan"]):
             rows = {run.name for run in runs if site.source and site.source.lower() in run.source.lower()}
             assert not rows or rows.issuperset(site.names)
 
@@ -165,9 +99,9 @@ def test_sums_of_gradients_over_the_tensor_axis_beside_products_cost_less() -> N
     assert spent[0] > spent[1] > spent[2]
 
 
-def test_shards_over_context_let_long_sequences_fit(fifth: tuple[Run, ...]) -> None:
+def test_shards_over_context_let_long_sequences_fit() -> None:
     """torchtitan's 262 thousand tokens on eight devices took 84 GiB; whole states on each would be 192."""
-    (run,) = (run for run in fifth if run.name == "Llama-3.1-8B#39")
+    (run,) = (run for run in table("fifth") if run.name == "Llama-3.1-8B#39")
     site = site_of(run, load_sites())
     assert (run.cp, run.dp, run.zero, "shards_over_context" in site.practices) == (8, 1, 3, True)
     session = Session([run], sites=[site])
@@ -179,9 +113,9 @@ def test_shards_over_context_let_long_sequences_fit(fifth: tuple[Run, ...]) -> N
     assert held[1] > 7 * held[0]
 
 
-def test_what_a_site_keeps_in_half_precision_whole_or_to_the_last_micro_batch(fifth: tuple[Run, ...]) -> None:
+def test_what_a_site_keeps_in_half_precision_whole_or_to_the_last_micro_batch() -> None:
     """A small KempnerForge: by hand, bytes of an element of the states, and products of the head."""
-    run = next(run for run in fifth if run.name == "Llama-7B#7")
+    run = next(run for run in table("fifth") if run.name == "Llama-7B#7")
     run = replace(run, layers=2, source="x")
     plain = replace(PLAIN, source="x")
     session = Session([run], sites=[plain])
@@ -203,8 +137,8 @@ def test_what_a_site_keeps_in_half_precision_whole_or_to_the_last_micro_batch(fi
     assert times[1] < times[0]
 
 
-def test_a_whole_vocabulary_has_whole_logits_and_in_pipelines_a_whole_head(fifth: tuple[Run, ...]) -> None:
-    run = next(run for run in fifth if run.name == "Llama-7B#7")
+def test_a_whole_vocabulary_has_whole_logits_and_in_pipelines_a_whole_head() -> None:
+    run = next(run for run in table("fifth") if run.name == "Llama-7B#7")
     run = replace(run, layers=2, source="x")
     plain, whole = replace(PLAIN, source="x"), doing(whole_vocabulary=True)
     for sequence_parallel, factor in ((True, 1), (False, run.tp)):
@@ -268,7 +202,7 @@ def test_a_source_is_known_by_its_name_whatever_its_letters() -> None:
     assert "blocking_launches" in site_of(replace(run, source="BigScience BLOOM A100, nemo"), sites).practices
 
 
-def test_nodes_of_one_link_domain_are_one(blind: tuple[Run, ...]) -> None:
+def test_nodes_of_one_link_domain_are_one() -> None:
     rack = load_profile("gb200")
     assert (rack.group(16, 4).num_nodes, rack.group(16, 4).devices_per_node) == (1, 64)
     assert (rack.group(64, 4).num_nodes, rack.group(64, 4).nics_per_node) == (4, 64)
@@ -310,9 +244,9 @@ def works_of(run: Run, **facts: bool) -> dict[str, list[Work]]:
     return found
 
 
-def test_scores_of_torchs_operators_are_scaled_and_masked_by_kernels_of_their_own(sixth: tuple[Run, ...]) -> None:
+def test_scores_of_torchs_operators_are_scaled_and_masked_by_kernels_of_their_own() -> None:
     """Where a site says so: a division and a mask over [4, 12, 512, 512] in float16 besides; a table's `scores` are fused."""
-    row = replace(sixth[25], source="x")
+    row = replace(table("sixth")[25], source="x")
     assert (row.micro_batch, row.heads, row.seq, row.precision, row.attention) == (4, 12, 512, "fp16", "scores")
     scores, mask = 2 * 4 * 12 * 512 * 512, 512 * 512
     plain = works_of(row, plain_scores=True)
@@ -325,9 +259,9 @@ def test_scores_of_torchs_operators_are_scaled_and_masked_by_kernels_of_their_ow
     assert "aten.masked_fill.Scalar" not in works_of(row)
 
 
-def test_chains_of_operators_move_what_each_of_them_reads_and_writes(sixth: tuple[Run, ...]) -> None:
+def test_chains_of_operators_move_what_each_of_them_reads_and_writes() -> None:
     """GELU of [4, 512, 3072] in float16 and an RMS norm of [2, 512, 4096] in float32, counted operator by operator."""
-    gelu = works_of(replace(sixth[25], source="x", attention="flash"), operator_chains=True)
+    gelu = works_of(replace(table("sixth")[25], source="x", attention="flash"), operator_chains=True)
     assert "aten.gelu.default" not in gelu
     n = 2 * 4 * 512 * 3072
     (half,), (power,), (tanh,) = (gelu[f"aten.{o}"] for o in ("div.Tensor", "pow.Tensor_Scalar", "tanh.default"))
@@ -336,7 +270,7 @@ def test_chains_of_operators_move_what_each_of_them_reads_and_writes(sixth: tupl
     assert len(chain) == 8
     assert sum(w.num_bytes for w in chain) == (2 * 6 + 3 * 2) * n  # two of them read two tensors
     assert (power.backward_bytes, power.backward_launches) == (7 * n, 3)
-    row = replace(sixth[51], source="x", seq=512, recompute="none")
+    row = replace(table("sixth")[51], source="x", seq=512, recompute="none")
     assert (row.micro_batch, row.hidden, row.precision) == (2, 4096, "bf16_true")
     norm = works_of(row, operator_chains=True)
     wide = 4 * 2 * 512 * 4096
@@ -347,9 +281,9 @@ def test_chains_of_operators_move_what_each_of_them_reads_and_writes(sixth: tupl
     assert [w.backward_bytes for w in norm["aten.mean.dim"]] == 2 * [wide + token]  # the expanded gradient, divided
 
 
-def test_no_rank_has_a_part_of_the_rows_or_weights_of_a_norms_chain(last: tuple[Run, ...]) -> None:
+def test_no_rank_has_a_part_of_the_rows_or_weights_of_a_norms_chain() -> None:
     """With ``tp`` 2 all ranks have whole norms, as where a norm is one operator; blocks keep no part of their inputs."""
-    run = replace(next(run for run in last if run.name == "Llama-2-7B#33"), source="x", pp=1)
+    run = replace(next(run for run in table("third") if run.name == "Llama-2-7B#33"), source="x", pp=1)
     assert (run.tp, run.sequence_parallel, run.recompute) == (2, False, "full")
     whole, chain = (
         Session([run], sites=[doing(operator_chains=chained)]).predictions()[0].memory[0] for chained in (False, True)
@@ -358,9 +292,9 @@ def test_no_rank_has_a_part_of_the_rows_or_weights_of_a_norms_chain(last: tuple[
     assert chain.activations >= whole.activations
 
 
-def test_a_run_wholly_in_bfloat16_holds_eight_bytes_a_parameter(sixth: tuple[Run, ...]) -> None:
+def test_a_run_wholly_in_bfloat16_holds_eight_bytes_a_parameter() -> None:
     """torchtune's ``bf16``, Lightning's ``bf16-true``: parameter, gradient and both of AdamW's states in two bytes each."""
-    row = replace(sixth[44], source="x")
+    row = replace(table("sixth")[44], source="x")
     assert row.precision == "bf16_true"
     h, f, v = row.hidden, row.ffn, row.vocab
     layer = 2 * h * h + 2 * h * (h // 3) + 3 * h * f + 2 * h  # 8 of 24 heads have keys
