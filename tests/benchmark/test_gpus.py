@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from autopar.planner.space.pins import Pins
+from autopar.verification.against_one_device import PRELOAD
+from autopar.verification.rank_pool import WorkerPool
 from tools.gpu import __main__ as gpu
 from tools.gpu.machine_facts import facts_text, machine_facts
 from tools.gpus import __main__ as gpus
@@ -47,21 +49,25 @@ def test_every_axis_has_a_plan_whose_degrees_are_the_ranks(num_ranks: int) -> No
 
 @pytest.mark.distributed
 @pytest.mark.timeout(240)
-def test_plans_are_held_against_one_device_and_a_failure_is_told(tmp_path: Path) -> None:
-    chosen = [case for case in cases_of(2) if case.name in {"tensor parallel, GPT-2", "experts over data in bf16"}]
-    arguments = ["--device", "cpu", "--ranks", "2", "--out", str(tmp_path), "--only", "failure"]
-    assert gpus.main(arguments) == 0
+def test_a_failure_is_told(tmp_path: Path) -> None:
+    assert gpus.main(["--device", "cpu", "--ranks", "2", "--out", str(tmp_path), "--only", "failure"]) == 0
     found: dict[str, Any] = json.loads((tmp_path / "gpus.json").read_text(encoding="utf-8"))
     assert found["failure"]["is_told"]
     assert "RuntimeError: a failure made on purpose" in (tmp_path / "gpus.md").read_text(encoding="utf-8")
-    options = type("Options", (), {"device": "cpu", "ranks": 2})()
-    for number, case in enumerate(cases_of(2)):
-        if case in chosen:
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(240)
+def test_plans_are_held_against_one_device(tmp_path: Path) -> None:
+    chosen = {case.name: (number, case.precision) for number, case in enumerate(cases_of(2))}
+    models = [f"transformers.models.{kind}.modeling_{kind}" for kind in ("gpt2", "mixtral")]
+    with WorkerPool(2, preload=[*PRELOAD, *models, "tools.gpus.ranks"]) as pool:
+        for name in ("tensor parallel, GPT-2", "experts over data in bf16"):
+            number, precision = chosen[name]
             result = tmp_path / f"{number}.json"
-            code, text = gpus._job(options, tmp_path / "log", "train", result, str(number))  # type: ignore[arg-type]
-            assert code == 0, text[-3000:]
+            pool.run(ranks.main, ["train", str(result), "cpu", str(number)], timeout_s=120.0)
             row = json.loads(result.read_text(encoding="utf-8"))
-            assert gpus._is_right(row["loss_error"], row["parameter_error"], case.precision), row
+            assert gpus._is_right(row["loss_error"], row["parameter_error"], precision), row
             assert row["num_parameters"] > 10 and row["step_s"] > 0 and row["predicted_s"] > 0
 
 

@@ -234,8 +234,8 @@ def main(arguments: list[str]) -> None:
         fail(Path(result), device)
     else:
         train(Path(result), device, cases_of(job_size(device))[int(arguments[3])])
-    stop()
 
 
 if __name__ == "__main__":
     main(sys.argv[1:])
+    stop()
