@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial as bound
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from autopar.errors import UsageError
-from autopar.lower.program import Program
+from autopar.lower.program import SHARE, Program
 from autopar.plan.mesh import DATA_AXES
 from autopar.plan.run_log import DATA, PIPELINE
 from autopar.runtime.assemble import Assembly, assemble
@@ -30,8 +31,9 @@ from autopar.runtime.optimizer.local_step import LocalSteps
 from autopar.runtime.step.changed_buffers import State
 from autopar.runtime.step.fsdp import forget_gathered
 from autopar.runtime.step.gradients import Norm, clip
-from autopar.runtime.step.local_batch import local_batch
+from autopar.runtime.step.local_batch import local_batch, num_samples
 from autopar.runtime.step.loss_scale import NUM_STATES, LossScale, ParallelScaler, StepLoss
+from autopar.runtime.step.partial_batch import BatchSizes, PartialBatch, check_partial
 from autopar.runtime.step.runner import Accumulation, Batch, Pipeline, Runner, micro_batches
 from autopar.runtime.step.step_gradients import StepGradients
 from autopar.runtime.weights import checkpoint
@@ -80,6 +82,7 @@ class ParallelModel(PlannedModule):
         self.data_rank, self.data_size = world.data_index, self.plan.mesh.data
         self.samples = self.plan.samples_of(self.data_rank)
         self._shared = SharedSamples(world, program.graph.inputs)
+        self._is_timed = True
         self._data_group = world.axis_group(DATA_AXES)
         self._loss_group = world.axis_group(("pp", *DATA_AXES))
         held = self._assembly.held
@@ -91,6 +94,8 @@ class ParallelModel(PlannedModule):
         recovers, launched = not self._assembly.is_fsdp, launched_on(world.device)
         self._alarm = Alarm(world.rank, self.plan.mesh.world_size, recovers=recovers, launched=launched)
         weakref.finalize(self, self._alarm.close)
+        # no reference back to self: a model that is left goes at once, and its hooks with it
+        self._sizes = BatchSizes(self.plan, self.data_rank, bound(_are_equal, self._shared, self._alarm))
         self._calls = Calls(world, self._alarm, world.meeting_group(), self._gradients)
         self._scale = scale = LossScale(self.plan.precision, held, self._calls, self._norm.group, world.device)
         stages = self._assembly.stages
@@ -170,17 +175,17 @@ class ParallelModel(PlannedModule):
         check_modes(self.plan, self._world.device, learns=True)
         self._scale.check()
         self._local_steps.restore()
-        self.monitor.begin_step()
-        local = self._local(batch)
-        self._begin_forward(local)
-        self._gradients.begin(self.plan.num_micro_batches)
-        loss = self._runner.run(local)
+        partial = self._begin_step(batch, "train_step")
+        local = self._local(batch, partial)
+        self._begin_forward(local, partial)
+        self._gradients.begin(self._count(partial))
+        loss = self._runner.run(local, self._count(partial))
         self._gradients.finish()
         self._scale.done()
         self._commit()
         self.step_count += 1
         total = self._reported(loss)
-        self.monitor.end_step()
+        self._end_step()
         return total
 
     @_not_compiled
@@ -204,12 +209,13 @@ class ParallelModel(PlannedModule):
         self._local_steps.restore()
         stages = self._assembly.stages
         with torch.no_grad():
-            local = self._local(batch)
+            partial = self._partial(batch, "evaluate")
+            local = self._local(batch, partial)
         try:
             for stage in stages:
                 stage.eval()
-            self._begin_forward(local)
-            loss = self._runner.evaluate(local)
+            self._begin_forward(local, partial)
+            loss = self._runner.evaluate(local, self._count(partial))
         finally:
             for stage in stages:
                 stage.train()
@@ -247,10 +253,12 @@ class ParallelModel(PlannedModule):
         check_modes(self.plan, self._world.device, learns=False)
         if torch.is_grad_enabled():
             self._scale.check()
-            self.monitor.begin_step()
-        local = self._local(batch)
-        count = self.plan.num_micro_batches
-        self._begin_forward(local)
+            partial = self._begin_step(batch, "call")
+        else:
+            partial = self._partial(batch, "call")
+        local = self._local(batch, partial)
+        count = self._count(partial)
+        self._begin_forward(local, partial)
         parts = micro_batches(local, self._program.graph.inputs, count)
         losses = [self._single.forward(part, number) for number, part in enumerate(parts)]
         loss = losses[0] if count == 1 else torch.stack(losses).sum()
@@ -389,17 +397,23 @@ class ParallelModel(PlannedModule):
         self._state.commit()
         self._show_buffers(self._state.named())
 
-    def _begin_forward(self, local: Batch) -> None:
+    def _count(self, partial: PartialBatch | None) -> int:
+        """Micro-batches of a step."""
+        return self.plan.num_micro_batches if partial is None else len(partial.micro_batches)
+
+    def _begin_forward(self, local: Batch, partial: PartialBatch | None) -> None:
         """Totals of the global batch and random streams, before the first micro-batch."""
         self._memory.check()
         self._given.check(self.step_count)
         self._alarm.runs()
         self._replicas.check(self.step_count)
-        totals = self._totals(local)
+        totals = self._totals(local, partial)
         base = (self.seed * 1_000_003 + self.step_count) * (self.plan.num_micro_batches + 1)
         for stage in self._assembly.stages:
             forget_gathered(stage)
             stage.totals, stage.seed = totals, base
+            stage.share = 1.0 if partial is None else partial.share
+            stage.weights = None if partial is None else partial.weights
 
     def _begin_called(self) -> None:
         """At the begin of a backward that the user called."""
@@ -413,17 +427,19 @@ class ParallelModel(PlannedModule):
         self._gradients.finish()
         self._scale.done()
         self._alarm.end()
-        self.monitor.end_step()
+        self._end_step()
 
-    def _totals(self, local: Batch) -> dict[str, Tensor]:
+    def _totals(self, local: Batch, partial: PartialBatch | None) -> dict[str, Tensor]:
         sums = self._program.sums
         if sums is None:
             return {}
         totals: list[Tensor] = []
         with torch.no_grad(), spmd_types.set_current_mesh(self._world.device_mesh):
-            for part in micro_batches(local, self._program.graph.inputs, self.plan.num_micro_batches):
-                given = self._state.values | part
+            for number, part in enumerate(micro_batches(local, self._program.graph.inputs, self._count(partial))):
+                given = self._state.values | part | {SHARE: 1.0 if partial is None else partial.share}
                 made = sums.module(*[given[name] for name in sums.inputs])
+                if partial is not None:
+                    made = [partial.weighed(value, number) for value in made]
                 totals = list(made) if not totals else [a + b for a, b in zip(totals, made, strict=True)]
         for i, total in enumerate(totals):
             if self._data_group is not None:
@@ -443,11 +459,39 @@ class ParallelModel(PlannedModule):
                 dist.all_reduce(loss, group=self._loss_group)
         return loss
 
-    def _local(self, batch: Batch) -> dict[str, Tensor]:
+    def _begin_step(self, batch: Batch, purpose: str) -> PartialBatch | None:
+        """Of a step with gradients; the time of one of fewer samples than the plan's says nothing of the plan."""
+        partial = self._partial(batch, purpose)
+        self._is_timed = partial is None
+        if self._is_timed:
+            self.monitor.begin_step()
+        return partial
+
+    def _end_step(self) -> None:
+        if self._is_timed:
+            self.monitor.end_step()
+
+    def _partial(self, batch: Batch, purpose: str) -> PartialBatch | None:
+        """How this rank computes a batch that is smaller than the plan's; all ranks meet for one that is."""
+        size = num_samples(batch, self._program.graph.inputs)
+        partial = self._sizes.partial(batch, size, purpose)
+        if partial is not None and size is not None:
+            check_partial(self._program, size)
+            self._calls.meet(f"{purpose} of {size} samples")
+        return partial
+
+    def _local(self, batch: Batch, partial: PartialBatch | None) -> dict[str, Tensor]:
         """This rank's samples of a batch, on its device."""
-        local = local_batch(batch, self._program.graph.inputs, self.plan, self.data_rank, self._world.device)
+        inputs = self._program.graph.inputs
+        local = local_batch(batch, inputs, self.plan, self.data_rank, self._world.device, partial)
+        if partial is not None:
+            return local
         self._shared.check(named_inputs(batch), local, self.samples, self._alarm)
         return local
+
+
+def _are_equal(shared: SharedSamples, alarm: Alarm, batch: Batch) -> bool:
+    return shared.are_equal(named_inputs(batch), alarm)
 
 
 class _GlobalLoss(torch.autograd.Function):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import re
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -152,8 +154,13 @@ def test_batches_that_do_not_fit_are_refused() -> None:
     batch = SUBJECT.make_batch(8, seed=0)
     with pytest.raises(UsageError, match=r"Expected input_ids, attention_mask, labels, got input_ids"):
         parallel.train_step({"input_ids": batch["input_ids"]})
-    with pytest.raises(UsageError, match=r"input_ids has 6 samples.*8 \(the complete global batch\)"):
-        parallel.train_step(SUBJECT.make_batch(6, seed=0))
+    with pytest.raises(UsageError, match=r"input_ids has 10 samples.*8 \(the complete global batch\) or fewer"):
+        parallel.train_step(SUBJECT.make_batch(10, seed=0))
+    with pytest.raises(UsageError, match=r"input_ids has 0 samples"):
+        parallel.train_step(SUBJECT.make_batch(0, seed=0, padded=False))
+    uneven = {name: value[: 6 + (name == "labels")] for name, value in batch.items()}
+    with pytest.raises(UsageError, match=r"numbers of samples: 6 of input_ids, 6 of attention_mask, 7 of labels"):
+        parallel.train_step(uneven)
     short = {name: value[:, :8] for name, value in batch.items()}
     with pytest.raises(UsageError, match=r"input_ids has shape \(8, 8\), but the plan takes \(samples, 16\)\. Pad"):
         parallel.train_step(short)
@@ -455,6 +462,21 @@ def test_torch_compile_of_an_optimizer_steps_as_it_does(steps_by: type[torch.opt
     assert found[0] == pytest.approx(found[1])
 
 
+def test_a_model_that_is_left_goes_at_once_and_its_hooks_with_it() -> None:
+    """One in a circle of references stays until Python looks for circles, and steps of later optimizers go through its hooks."""
+    gc.collect()
+    gc.disable()
+    try:
+        parallel = build()
+        parallel.train_step(SUBJECT.make_batch(8, seed=0))
+        parallel.evaluate(SUBJECT.make_batch(3, seed=0))
+        left = weakref.ref(parallel)
+        del parallel
+        assert left() is None
+    finally:
+        gc.enable()
+
+
 def test_weights_that_are_loaded_into_the_model_too_late_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
     """Without a word training went on from those that the model had before."""
     batch = SUBJECT.make_batch(8, seed=0)
@@ -589,6 +611,22 @@ def test_an_evaluation_has_no_dropout_and_knows_what_it_does_not_know(
     assert parallel.evaluate(batch).item() == pytest.approx(wanted, rel=1e-6)
     assert parallel.train_step(batch).item() != pytest.approx(wanted, rel=1e-3)
     assert parallel.evaluate(batch).item() == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["statistics", "exact"])
+def test_a_smaller_batch_of_samples_that_depend_on_each_other_is_refused(kind: str) -> None:
+    torch.manual_seed(0)
+    model, batch = Noisy(kind), {"x": torch.randn(4, 8)}
+    loss = (lambda output, given: output * len(given["x"])) if kind == "exact" else None
+    traced = api.trace(model, example_inputs=batch, global_batch_size=4, loss_fn=loss)
+    plan = make_plan(traced, Mesh(), global_batch_size=4, micro_batch_size=4)
+    parallel = ParallelModel(lower(plan, traced), World(plan.mesh, "cpu"), ModelWeights(model, 0))
+    parallel.train_step(batch)
+    with pytest.raises(
+        UsageError, match=r"A batch of 3 samples is smaller than that of the plan \(4\).*drop_last=True"
+    ):
+        parallel.train_step({"x": batch["x"][:3]})
+    parallel.train_step(batch)
 
 
 def _halved(optimizer: torch.optim.Optimizer, last_epoch: int = -1) -> LRScheduler:

@@ -146,7 +146,7 @@ def fail(result: Path, device: str) -> None:
 class _Failing:
     """In place of what runs a step's micro-batches."""
 
-    def run(self, local: object) -> Tensor:
+    def run(self, batch: object, count: int) -> Tensor:
         raise RuntimeError("a failure made on purpose")
 
     evaluate = run

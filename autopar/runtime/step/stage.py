@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autopar.graph.graph import Op
 from autopar.graph.random import draws_random
-from autopar.lower.emit import SEED
+from autopar.lower.emit import SEED, SHARE
 from autopar.lower.program import BlockProgram, PreludeProgram, Program, StageProgram
 from autopar.ops import seeded
 from autopar.ops import sequence as sequence_ops
@@ -89,6 +89,9 @@ class StageModule(nn.Module):
         new_state: what the last micro-batch made of those that this stage changes.
         seed: of the step; every micro-batch draws from a stream of its own.
         micro_batch: number of the one that the next forward is given.
+        share: part of the plan's global batch that the step has.
+        first_micro_batch: of the pipeline's schedule that runs.
+        weights: by what the loss of each micro-batch counts; None: each as it is.
     """
 
     def __init__(self, program: StageProgram, whole: Program, meshes: Sequence[DeviceMesh]) -> None:
@@ -113,7 +116,10 @@ class StageModule(nn.Module):
         self.totals: dict[str, Tensor] = {}
         self.state: dict[str, Tensor] = {}
         self.new_state: dict[str, Tensor] = {}
-        self.seed = self.micro_batch = 0
+        self.seed = self.micro_batch = self.first_micro_batch = 0
+        self._num_streams = whole.plan.num_micro_batches
+        self.share = 1.0
+        self.weights: Sequence[float] | None = None
 
     def forward(self, *received: Tensor, **batch: Any) -> Tensor | tuple[Tensor, ...]:
         """One micro-batch.
@@ -130,10 +136,11 @@ class StageModule(nn.Module):
         values.update(zip(self.receives, taken, strict=True))
         values.update(self.state)
         values.update(self.totals)
+        values[SHARE] = self.share
         for name in self.shared_names:
             values[name] = self._parameters[name]
         if self.is_random:
-            values[SEED] = self.seed + self.micro_batch
+            values[SEED] = self.seed + self.micro_batch % self._num_streams
         with on_meshes(self._meshes):
             if self._prelude_program is not None and self.prelude is not None:
                 with torch.no_grad():
@@ -146,6 +153,8 @@ class StageModule(nn.Module):
                 made = block(*[values[name] for name in block.inputs])
                 values.update(zip(block.outputs, made, strict=True))
         self.new_state = {buffer: values[name].detach() for buffer, name in self.mutations}
+        if self.is_last and self.weights is not None:
+            values[self.loss] = values[self.loss] * self.weights[self.micro_batch]
         if self._is_whole:
             return cast("Tensor", values[self.loss])
         given = leave(self.ends, link, [values[name] for name in ((self.loss,) if self.is_last else self.sends)])
