@@ -99,8 +99,7 @@ def run_profile(out: Path, settings: Sequence[Setting] = ()) -> bool:
 
 def run_predictions(out: Path, settings: Sequence[Setting] = ()) -> bool:
     """Every micro-batch and recompute at each length and precision, measured beside both profiles' predictions; ``FOLDER/gpu.md``."""
-    from autopar.benchmark.batches import local_ranks
-    from autopar.benchmark.tables import score_line
+    from autopar.benchmark.batches import local_ranks, score_line
     from autopar.hardware.detect.machine import identity, machine_profile
     from autopar.hardware.read import load_profile
 
@@ -125,8 +124,8 @@ def run_predictions(out: Path, settings: Sequence[Setting] = ()) -> bool:
 
 def run_rank(out: Path, settings: Sequence[Setting] = ()) -> bool:
     """One rank of plans for eight, whose collectives move nothing: its compute and memory; ``FOLDER/rank.json``."""
+    from autopar.benchmark.batches import render
     from autopar.benchmark.local import BenchmarkRequest, run_local
-    from autopar.benchmark.tables import render
 
     first = (settings or SETTINGS)[0]
     request = BenchmarkRequest(
