@@ -128,6 +128,10 @@ class PlanError(AutoparError):
     """A plan file is corrupt, newer than this autopar, or for another model or cluster."""
 
 
+class CheckpointError(PlanError):
+    """A checkpoint is damaged, incomplete or of a kind that is not read; an earlier one may be whole."""
+
+
 class PlanFileError(PlanError):
     """A plan file that the user named cannot be read, or holds no plan."""
 
@@ -140,6 +144,14 @@ class RuntimeMismatchError(AutoparError):
 
 class RankFailedError(AutoparError):
     """Another rank of the job has failed, or an earlier step of it; ``got`` names the rank, the stage and its error."""
+
+
+class OutOfMemoryError(AutoparError):
+    """A device, or its host, has no memory left for a step; ``got`` holds what is there against the prediction."""
+
+
+class NonFiniteError(AutoparError):
+    """A loss or a gradient is infinite or no number, and training was to stop there."""
 
 
 class VerificationError(AutoparError):

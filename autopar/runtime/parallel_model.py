@@ -14,33 +14,39 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from autopar.errors import UsageError
+from autopar.errors import AutoparError, UsageError
 from autopar.lower.program import SHARE, Program
 from autopar.plan.mesh import DATA_AXES
 from autopar.plan.run_log import DATA, PIPELINE
 from autopar.runtime.assemble import Assembly, assemble
+from autopar.runtime.checkpoint.export import Export, ModelFacts
+from autopar.runtime.checkpoint.of_model import Beside, Checkpointed
+from autopar.runtime.checkpoint.state_dict import full_state_dict
+from autopar.runtime.checkpoint.write import Save
 from autopar.runtime.guard.checks import Parameters, check_can_run, check_evaluates, check_modes
 from autopar.runtime.guard.collective_calls import Calls, launched_on, ordinary
 from autopar.runtime.guard.failure_watch import Alarm
 from autopar.runtime.guard.original_model import Given
+from autopar.runtime.guard.out_of_memory import MemoryReport
 from autopar.runtime.guard.replicas import Replicas
 from autopar.runtime.guard.shared_samples import SharedSamples
 from autopar.runtime.module import PlannedModule
 from autopar.runtime.monitor import Monitor
 from autopar.runtime.optimizer.local_step import LocalSteps
+from autopar.runtime.outputs.model_outputs import ModelOutputs
 from autopar.runtime.step.changed_buffers import State
 from autopar.runtime.step.fsdp import forget_gathered
 from autopar.runtime.step.gradients import Norm, clip
 from autopar.runtime.step.local_batch import local_batch, num_samples
-from autopar.runtime.step.loss_scale import NUM_STATES, LossScale, ParallelScaler, StepLoss
+from autopar.runtime.step.loss_scale import SCALER_NUMBERS, LossScale, ParallelScaler, StepLoss
 from autopar.runtime.step.partial_batch import BatchSizes, PartialBatch, check_partial
 from autopar.runtime.step.runner import Accumulation, Batch, Pipeline, Runner, micro_batches
 from autopar.runtime.step.step_gradients import StepGradients
-from autopar.runtime.weights import checkpoint
 from autopar.runtime.weights.from_model import Weights
 from autopar.runtime.weights.module_state import EXTRA_STATE, Names, names_of, put, shortened
+from autopar.runtime.weights.untrained import Untrained
 from autopar.runtime.world import World
-from autopar.tracing.batch import named_inputs
+from autopar.tracing.batch import named_inputs, positional, with_names
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -100,6 +106,9 @@ class ParallelModel(PlannedModule):
         self._scale = scale = LossScale(self.plan.precision, held, self._calls, self._norm.group, world.device)
         stages = self._assembly.stages
         self._state = State(program, world, weights, stages)
+        self._untrained = Untrained(program, world, weights)
+        self._facts = ModelFacts.of(weights.model)
+        self._checkpointed = Checkpointed(self.plan, world, held, self._state, self._untrained)
         inputs, is_single = program.graph.inputs, len(program.stages) == 1
         self._single = Accumulation(stages[0], self.plan, inputs, scale.of) if is_single else None
         self._runner: Runner = self._single or Pipeline(stages, program, world, self.monitor, scale.of)
@@ -112,10 +121,13 @@ class ParallelModel(PlannedModule):
             threads=world.host_threads() if "optimizer" in self.plan.offload else None,
         )
         weakref.finalize(self, self._local_steps.remove)
+        self._memory_report = self._calls.memory = MemoryReport(self.plan, world, held, self._local_steps)
         self._given = Given(weights.model)
         weakref.finalize(self, self._given.remove)
         self._names = Names(program.graph.parameters, names_of(weights.model))
         self._is_lengthened = any(parameter.padding is not None for parameter in program.graph.parameters)
+        self._names_of_inputs = positional(weights.model)
+        self._outputs = ModelOutputs(program, world, weights, stages, held)
         self._show(held)
         self._show_buffers(self._state.named())
         self.monitor.holds(p for h in held for p in (h.parameter, self._local_steps.plain(h.parameter)))
@@ -123,23 +135,23 @@ class ParallelModel(PlannedModule):
     # --- parameters
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """All parameters whole, under all of the model's names, and the buffers that training changes, on every rank's CPU.
+        """The model's state dict, complete, on every rank's CPU: ``model.load_state_dict(par.full_state_dict())``.
 
-        All ranks call it. What training leaves alone (buffers that no step changes, parameters without influence on the loss,
-        which the plan's notes name) is not in it: ``model.load_state_dict(..., strict=False)``.
+        All ranks call it. Parameters that the loss does not use and buffers that no step changes are as they were given.
 
-        For models that fit one rank; others are saved by :meth:`save`.
+        For models that fit one rank; others are saved by :meth:`save` and :meth:`save_pretrained`.
         """
         self._given.knows_weights()
         with self._calls.at_once("full_state_dict"):
             self._memory.check_memory()
             state = self._state.named(self._state.own)
-            return checkpoint.full_state_dict(self._program, self._world, self._assembly.held, state)
+            trained = full_state_dict(self._program, self._world, self._assembly.held, state)
+            return self._untrained.completed(trained, self._checkpointed.meeting.all)
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """All gradients whole, as :meth:`full_state_dict`; of a scaled loss as long as they are not unscaled."""
+        """All gradients whole, on every rank's CPU; of a scaled loss as long as they are not unscaled. All ranks call it."""
         with self._calls.at_once("full_gradients"):
-            return checkpoint.full_state_dict(self._program, self._world, self._assembly.held, gradients=True)
+            return full_state_dict(self._program, self._world, self._assembly.held, gradients=True)
 
     # --- steps
 
@@ -204,51 +216,91 @@ class ParallelModel(PlannedModule):
             return self._evaluate(batch)
 
     def _evaluate(self, batch: Batch) -> Tensor:
+        return self._reported(self._quiet_forward(batch, "evaluate")[0])
+
+    def _quiet_forward(self, batch: Batch, purpose: str) -> tuple[Tensor | None, PartialBatch | None]:
+        """This rank's part of the loss, without gradients and dropout."""
         check_evaluates(self._program)
         check_modes(self.plan, self._world.device, learns=False)
         self._local_steps.restore()
         stages = self._assembly.stages
         with torch.no_grad():
-            partial = self._partial(batch, "evaluate")
+            partial = self._partial(batch, purpose)
             local = self._local(batch, partial)
         try:
             for stage in stages:
                 stage.eval()
             self._begin_forward(local, partial)
-            loss = self._runner.evaluate(local, self._count(partial))
+            return self._runner.evaluate(local, self._count(partial)), partial
         finally:
             for stage in stages:
                 stage.train()
-        return self._reported(loss)
 
     @_not_compiled
-    def forward(self, *given: object, **batch: Tensor) -> Tensor:
-        """What ``par(**batch)`` is: in training the loss of the global batch, whose ``backward()`` leaves summed gradients.
+    def predict(self, batch: Batch, *, gather: bool = True) -> Any:
+        """What the model returns for a batch, without gradients and dropout, under any plan; all ranks call it.
 
-        For plans of one pipeline stage; others have :meth:`train_step`. Micro-batches of the plan are kept all at once until
-        backward; :meth:`train_step` does not. After ``par.eval()`` it is :meth:`evaluate`, under any plan.
+        Parameters, gradients, counters and ``training`` stay as they are.
+
+        Args:
+            batch: as :meth:`evaluate` takes it. Inputs that only the loss needs (labels) may be left out: then the loss is None.
+            gather: tensors are complete for the batch that was given: of the global batch on every rank, or of this rank's samples.
+                False: tensors of the global batch stay split, as DTensors on the plan's mesh.
+
+        Returns:
+            The model's own structure, with the loss of the global batch where the model has it. What is neither a tensor nor a
+            plain value in it is None, as caches are.
+
+        Raises:
+            UsageError: as :meth:`evaluate`.
+        """
+        with ordinary(), self._calls.together("predict"):
+            self._calls.meet("predict")
+            return self._predict(batch, gather=gather)
+
+    def _predict(self, batch: Batch, *, gather: bool) -> Any:
+        full, missing = self._outputs.filled(batch)
+        if self._outputs.is_loss_alone:
+            return self._reported(self._quiet_forward(full, "predict")[0])
+        with self._outputs.taking():
+            loss, partial = self._quiet_forward(full, "predict")
+            total = self._reported(loss)
+            given = None if missing else total
+            return self._outputs.made(batch, partial, loss=given, missing=missing, gather=gather)
+
+    @_not_compiled
+    def forward(self, *given: Any, **batch: Any) -> Any:
+        """What ``par(**batch)`` is: what the model returns. After ``par.eval()`` it is :meth:`predict`, under any plan.
+
+        In training its loss is that of the global batch, whose ``backward()`` leaves summed gradients; for plans of one pipeline
+        stage, others have :meth:`train_step`. Micro-batches of the plan are kept all at once until backward, as :meth:`train_step`
+        does not. Other tensors have no gradient, and stay where they are: as DTensors, where this rank has not all of one for the
+        samples that it was given. Where ``loss_fn`` makes the loss it is the loss alone.
 
         Raises:
             UsageError: the model is in training and the plan has pipeline stages, or the batch does not fit the plan, or is not
                 given by names.
         """
-        if given:
-            raise UsageError(
-                f"The batch was given as a {type(given[0]).__name__} without a name",
-                fix="Write par(**batch), or par.train_step(batch), which takes a dict",
-            )
+        batch = with_names(given, batch, self._names_of_inputs)
         if not self.training:
-            return self.evaluate(batch)
+            return self.predict(batch)
         with ordinary(), self._calls.together("call"):
             if not torch.is_grad_enabled():
                 self._calls.meet("call without gradients")
             return self._call(batch)
 
-    def _call(self, batch: Batch) -> Tensor:
+    def _call(self, batch: Batch) -> Any:
+        if self._outputs.is_loss_alone or not self._outputs.has_loss:
+            return self._called_loss(batch)[0]
+        with self._outputs.taking():
+            loss, partial = self._called_loss(batch)
+            return self._outputs.made(batch, partial, loss=loss, gather=False, communicates=False)
+
+    def _called_loss(self, batch: Batch) -> tuple[Tensor, PartialBatch | None]:
         if self._single is None:
             raise UsageError(
                 f"A model of {len(self._program.stages)} pipeline stages cannot be called in training: forward and backward run together",
-                fix="Replace `loss = par(**batch); loss.backward()` by `loss = par.train_step(batch)`, or call par.eval() before",
+                fix="Replace `loss = par(**batch); loss.backward()` by `loss = par.train_step(batch)`. par.predict(batch) has the outputs",
             )
         check_modes(self.plan, self._world.device, learns=False)
         if torch.is_grad_enabled():
@@ -265,7 +317,7 @@ class ParallelModel(PlannedModule):
         self._commit()
         if loss.requires_grad:
             self.step_count += 1
-        return cast("Tensor", _GlobalLoss.apply(loss, self))  # type: ignore[no-untyped-call]
+        return cast("Tensor", _GlobalLoss.apply(loss, self)), partial  # type: ignore[no-untyped-call]
 
     def grad_scaler(self, **options: Any) -> ParallelScaler:
         """The ``torch.amp.GradScaler`` of this model, made once: for a plan in fp16, and switched off for others.
@@ -293,44 +345,131 @@ class ParallelModel(PlannedModule):
         Raises:
             UsageError: gradients are still those of a scaled loss.
         """
-        self._scale.check_unscaled()
-        with self._calls.at_once("clip_grad_norm_", meets=False):  # the norm is a meeting of its own
-            norm = self._norm()
+        norm = self._norm_of("clip_grad_norm_")
         clip(self._assembly.held, norm, max_norm)
         return norm
 
-    # --- checkpoints
-
-    def save(self, path: str | Path, optimizer: Optimizer | None = None) -> None:
-        """Writes parameters, buffers that training changes, the step counter, the scaler's state and the optimizer's.
-
-        Every rank writes what it holds.
-        """
-        with self._calls.at_once("save"):
-            self._memory.check_memory()
-            self._replicas.check_now()
-            checkpoint.save(path, self._assembly.held, self._progress(), optimizer, self._state.named())
-
-    def load(self, path: str | Path, optimizer: Optimizer | None = None) -> None:
-        """Reads what :meth:`save` wrote under any plan.
+    def grad_norm(self) -> Tensor:
+        """The 2-norm of all gradients of the whole model, a scalar, the same on every rank; all ranks call it.
 
         Raises:
-            PlanError: the checkpoint is of another model.
+            UsageError: gradients are still those of a scaled loss.
         """
-        progress = self._progress()
-        if self._scale.is_wanted:
-            progress[checkpoint.SCALER] = torch.zeros(NUM_STATES, dtype=torch.float64)
+        return self._norm_of("grad_norm")
+
+    def scale_gradients_(self, norm: Tensor, max_norm: float) -> None:
+        """What :meth:`clip_grad_norm_` does once it has the norm."""
+        clip(self._assembly.held, norm, max_norm)
+
+    def _norm_of(self, call: str) -> Tensor:
+        self._scale.check_unscaled()
+        with self._calls.at_once(call, meets=False):  # the norm is a meeting of its own
+            return self._norm()
+
+    def non_finite_gradients(self) -> list[str]:
+        """Names of up to three parameters on each rank whose gradients are infinite or no number, of all ranks, on every rank."""
+        own = [h.key for h in self._assembly.held if h.gradient is not None and not bool(h.gradient.isfinite().all())]
+        found: list[Any] = [own[:3]]
+        with self._calls.at_once("non_finite_gradients"):
+            if self._norm.group is not None:
+                found = [None] * self.world_size
+                dist.all_gather_object(found, own[:3], group=self._norm.group)
+        return sorted({name for names in found for name in names})
+
+    def largest(self, *values: float) -> list[float]:
+        """Of each number the largest that any rank gives; the same on every rank, all of which call it."""
+        with self._calls.at_once("largest", meets=False):
+            return self._calls.largest(values)
+
+    def memory_error(self, error: BaseException) -> AutoparError:
+        """Of an error of torch's that there is no memory left: one that says what was predicted, and what there is."""
+        return self._memory_report.error(error)
+
+    # --- checkpoints
+
+    def save(
+        self,
+        path: str | Path,
+        optimizer: Optimizer | None = None,
+        *,
+        scheduler: Any = None,
+        dataloader: Any = None,
+        extra: Any = None,
+    ) -> None:
+        """Writes a checkpoint, from which any plan goes on: in place of the one that is there, or not at all. All ranks call it.
+
+        It has the model complete, the optimizer, the scaler, seed and step, the plan, the random states of Python, numpy, torch and
+        CUDA on each rank, and what is given besides. Every rank writes its share; no file of it is a pickle.
+
+        Args:
+            scheduler, dataloader: one, or a list of such: what has ``state_dict`` and ``load_state_dict``, with numbers, texts,
+                tensors and containers of them.
+            extra: such a value, that of rank 0; :meth:`load` gives it back.
+
+        Raises:
+            UsageError: the folder cannot be written, or a state cannot be kept; on all ranks alike. What was there is unchanged.
+        """
+        with self._calls.at_once("save"):
+            save = self._begin_save(path, optimizer, Beside(scheduler=scheduler, dataloader=dataloader, extra=extra))
+            save.write(self._checkpointed.meeting)
+
+    def _begin_save(self, path: str | Path, optimizer: Optimizer | None, beside: Beside) -> Save:
+        self._memory.check_memory()
+        self._replicas.check_now()
+        progress = {"seed": self.seed, "step": self.step_count, "scaler": self._scale.numbers}
+        return self._checkpointed.save(path, progress, optimizer, beside)
+
+    def save_pretrained(self, path: str | Path, *, max_shard_size: str | int = "5GB") -> None:
+        """Writes the weights as transformers does, in the model's dtypes: ``from_pretrained`` and ``weights=DIR`` read them.
+
+        Safetensors under the model's names (tied weights once), in files of at most ``max_shard_size`` with an index, and the
+        configuration, where the model has one of transformers. All ranks call it; none of them has the complete model.
+
+        Raises:
+            UsageError: the folder cannot be written; on all ranks alike.
+        """
+        with self._calls.at_once("save_pretrained"):
+            self._memory.check_memory()
+            export = Export(
+                graph=self._program.graph,
+                held=self._assembly.held,
+                buffers=self._state.named(self._state.own),
+                untrained=self._untrained,
+                facts=self._facts,
+                meeting=self._checkpointed.meeting,
+            )
+            export.save(path, max_shard_size)
+
+    def load(
+        self,
+        path: str | Path,
+        optimizer: Optimizer | None = None,
+        *,
+        scheduler: Any = None,
+        dataloader: Any = None,
+        allow_pickle: bool = False,
+    ) -> Any:
+        """Reads what :meth:`save` wrote under any plan; gives its ``extra``. All ranks call it.
+
+        Each rank reads and verifies what it needs before anything is changed. Random states are brought back where the number of
+        ranks is that of the job that saved.
+
+        Args:
+            allow_pickle: also read checkpoints of autopar before checkpoints had an index in JSON. Their index is a pickle, by which
+                whoever can write the file may run code in this job, and damage in them is not found. For files that you trust.
+
+        Raises:
+            CheckpointError: the folder has no checkpoint, or a damaged one: names the file and the tensor; on all ranks alike.
+            PlanError: the checkpoint is of another model, optimizer or number of data ranks; on all ranks alike.
+        """
         with self._calls.at_once("load"):
             self._memory.check_memory()
-            checkpoint.load(path, self._assembly.held, progress, optimizer, self._state.named())
-        self.seed, self.step_count = int(progress["seed"]), int(progress["step"])
-        if checkpoint.SCALER in progress:
-            self._scale.state = progress[checkpoint.SCALER]
-
-    def _progress(self) -> dict[str, Tensor]:
-        progress = {"seed": torch.tensor(self.seed), "step": torch.tensor(self.step_count)}
-        scaler = self._scale.state
-        return progress if scaler is None else progress | {checkpoint.SCALER: scaler}
+            beside = Beside(scheduler=scheduler, dataloader=dataloader)
+            progress, extra = self._checkpointed.load(path, optimizer, beside, allow_pickle=allow_pickle)
+        self.seed, self.step_count = progress["seed"], progress["step"]
+        if self._scale.is_wanted and progress.get("scaler") is not None:
+            self._scale.numbers = progress["scaler"]
+        return extra
 
     # --- as a module has it (``state_dict`` and ``load_state_dict``, which torch.distributed.checkpoint calls)
 
@@ -374,6 +513,7 @@ class ParallelModel(PlannedModule):
                 missing_keys.append(prefix + name)
             elif problem := put(target, padding, value):
                 error_msgs.append(f"{prefix}{name}: {problem}")
+        self._untrained.take(state_dict, prefix)
         if strict:
             unexpected_keys += self._names.unexpected(state_dict, prefix)
         if prefix + EXTRA_STATE in state_dict:
@@ -381,14 +521,15 @@ class ParallelModel(PlannedModule):
 
     def get_extra_state(self) -> dict[str, Tensor]:
         """The seed, the number of steps, and the scaler's state (zeros where there is none): tensors, which no file pickles."""
-        none = torch.zeros(NUM_STATES, dtype=torch.float64)
-        return {checkpoint.SCALER: none, **self._progress()}
+        numbers = self._scale.numbers or {}
+        scaler = torch.tensor([numbers.get(name, 0.0) for name in SCALER_NUMBERS], dtype=torch.float64)
+        return {"scaler": scaler, "seed": torch.tensor(self.seed), "step": torch.tensor(self.step_count)}
 
     def set_extra_state(self, state: Mapping[str, Tensor]) -> None:
         """What :meth:`get_extra_state` gave."""
         self.seed, self.step_count = int(state["seed"]), int(state["step"])
-        if self._scale.is_wanted and state[checkpoint.SCALER].any():
-            self._scale.state = state[checkpoint.SCALER]
+        if self._scale.is_wanted and state["scaler"].any():
+            self._scale.numbers = dict(zip(SCALER_NUMBERS, state["scaler"].tolist(), strict=True))
 
     # --- inside a step
 
