@@ -22,11 +22,11 @@ from autopar.plan.plan import Plan
 from autopar.runtime.checkpoint.chunk_files import as_bytes
 from autopar.runtime.checkpoint.load import whole
 from autopar.runtime.checkpoint.source import open_folder
-from autopar.util.revision import revision
 from autopar.verification.against_one_device import PRELOAD
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.damage import KINDS
 from tests.support.distributed import checkpoints as jobs
+from tools.revision import revision
 
 MODEL = "hf:gpt2?n_embd=32&n_layer=4&n_head=4&vocab_size=257&n_positions=16"
 PLANS: dict[str, tuple[int, list[str]]] = {
