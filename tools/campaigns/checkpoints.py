@@ -28,6 +28,7 @@ from autopar.verification.against_one_device import PRELOAD
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.damage import KINDS
 from tests.support.distributed import checkpoints as jobs
+from tools.revision import revision
 
 MODEL = "hf:gpt2?n_embd=32&n_layer=4&n_head=4&vocab_size=257&n_positions=16"
 PLANS: dict[str, tuple[int, list[str]]] = {
