@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from autopar.cost.operators.work import COLLECTIVES
-from autopar.graph.graph import Graph, Op
+from autopar.graph.graph import Graph, Op, TensorSpec
 from autopar.plan.mesh import DATA_AXES
 from autopar.plan.tensor_types import parse_type
 from autopar.rules.apply.apply import OVER_DATA
@@ -30,13 +30,10 @@ class Message:
     repeated: bool = True
 
 
-SENDING = COLLECTIVES | {
-    "autopar.cross_entropy_vocabulary",
-    "autopar.experts_dispatch",
-    "autopar.experts_dispatch_split",
-    "autopar.attention_ring",
-    OVER_DATA,
-}
+TRAVELLING = frozenset(("autopar.experts_dispatch", "autopar.experts_dispatch_split"))
+"""Mixtures whose tokens travel, see :func:`travels`."""
+
+SENDING = COLLECTIVES | TRAVELLING | {"autopar.cross_entropy_vocabulary", "autopar.attention_ring", OVER_DATA}
 """Operators that :func:`messages` says something of."""
 
 
@@ -49,8 +46,8 @@ def messages(op: Op, graph: Graph) -> Iterator[Message]:
         for count in (1, 3 if smoothing else 2):
             yield Message(kind="all_reduce", axis=axis, num_bytes=count * token_bytes, backward=False)
         return
-    if op.target in ("autopar.experts_dispatch", "autopar.experts_dispatch_split"):
-        yield from _travels(op, graph)
+    if op.target in TRAVELLING:
+        yield from travels(op, *(graph.spec(ref) for ref in op.operands[:2]))
         return
     if op.target == "autopar.attention_ring":
         known = dict(op.kwargs)
@@ -89,9 +86,8 @@ def _over_data(op: Op, graph: Graph) -> Iterator[Message]:
                 yield Message(kind=kind, axis=axis, num_bytes=whole, backward=is_backward)
 
 
-def _travels(op: Op, graph: Graph) -> Iterator[Message]:
-    """Rows to their experts and back, as if routing were even."""
-    hidden, weights = (graph.spec(ref) for ref in op.operands[:2])
+def travels(op: Op, hidden: TensorSpec, weights: TensorSpec) -> Iterator[Message]:
+    """Rows to their experts on other ranks and back, as if routing were even."""
     sent = hidden.num_bytes * weights.shape[-1]
     if op.target == "autopar.experts_dispatch_split":
         sent //= cast("int", op.args[10])

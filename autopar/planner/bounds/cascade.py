@@ -4,7 +4,8 @@
 |---|---|---|
 | 0 | total work over total speed; total memory | divided perfectly over ``cp`` and ``tp``, nothing sent inside of the model |
 | 1 | feasibility | likewise |
-| 2 | feasibility | priced, in each of the layouts that some price of memory makes best |
+| 2 | feasibility | in each of the layouts that some price of memory makes best: divided perfectly, but for the seconds of typed blocks |
+| 2 | feasibility | priced, where these do not exclude the layout |
 
 Each is a function of the candidate and of the goal alone: the same alone and in company, and no lower when the goal rises.
 """
@@ -16,10 +17,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autopar.planner.bounds.chain_program import ChainProof, chain_bound
 from autopar.planner.bounds.columns import Columns
-from autopar.planner.bounds.feasibility import PRECISION, feasible_bounds
+from autopar.planner.bounds.feasibility import PRECISION, excluded, feasible_bounds
 from autopar.planner.bounds.instance import PipelineInstance
 from autopar.planner.bounds.instances import InstanceMaker
 from autopar.planner.context import SearchContext
@@ -118,7 +120,7 @@ class Cascade:
         self, candidates: Sequence[Candidate], layouts: Sequence[Sequence[TypedLayout]], goal_s: float
     ) -> list[list[float]]:
         """Layouts are priced, the one of the least bound first, until that of each candidate is priced or not below the goal."""
-        found = [[self._typed_s(c, typed) for typed in own] for c, own in zip(candidates, layouts, strict=True)]
+        found = self._typed_s(candidates, layouts, goal_s)
         left = [{*range(len(own))} for own in layouts]
         while True:
             asked: list[tuple[int, int]] = []
@@ -137,11 +139,42 @@ class Cascade:
     def _priced(self, candidate: Candidate, typed: TypedLayout) -> PipelineInstance:
         return self.maker.priced(candidate, self.context.layouts.price(typed))
 
-    def _typed_s(self, candidate: Candidate, typed: TypedLayout) -> float:
-        """Of the work of a layout before it is priced, spread over ranks, and over stages one after the other."""
+    def _typed_s(
+        self, candidates: Sequence[Candidate], layouts: Sequence[Sequence[TypedLayout]], goal_s: float
+    ) -> list[list[float]]:
+        """Of layouts before they are priced: by their work, or the goal where what their blocks take as they are typed excludes them.
+
+        It is asked of the candidate of the least bound first: what does not exclude that one has to be priced anyway.
+        """
         if self.context.model.is_mixed:  # typed at the prices of the slowest device
+            return [[0.0] * len(own) for own in layouts]
+        found = [[self._work_of_s(c, typed) for typed in own] for c, own in zip(candidates, layouts, strict=True)]
+        if math.isinf(goal_s):
+            return found
+        places: dict[TypedLayout, list[tuple[int, int]]] = {}
+        for i, own in enumerate(layouts):
+            for j, typed in enumerate(own):
+                if typed.solution is not None and found[i][j] < goal_s and not self.context.layouts.is_priced(typed):
+                    places.setdefault(typed, []).append((i, j))
+
+        def excluded_at(asked: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:
+            return excluded([self.maker.typed(candidates[i], layouts[i][j]) for i, j in asked], goal_s)
+
+        first = [
+            min(own, key=lambda at: self._known.get((1, candidates[at[0]]), (0.0, 0.0))) for own in places.values()
+        ]
+        rest = [at for own, is_out in zip(places.values(), excluded_at(first), strict=True) if is_out for at in own]
+        for (i, j), is_out in zip(rest, excluded_at(rest), strict=True):
+            found[i][j] = goal_s if is_out else found[i][j]
+        return found
+
+    def _work_of_s(self, candidate: Candidate, typed: TypedLayout) -> float:
+        """The work of a layout spread over ranks, and over stages one after the other."""
+        if typed.solution is None:
             return 0.0
-        m, pp, work_s = candidate.num_micro_batches, candidate.mesh.pp, typed.time_s
+        counts = self.context.layouts.compact.members
+        m, pp = candidate.num_micro_batches, candidate.mesh.pp
+        work_s = sum(len(own) * block_s for own, block_s in zip(counts, typed.solution.block_s, strict=True))
         return max(m * work_s / pp, work_s / (1 - (1 - 1 / m) ** (pp * candidate.virtual_stages)))
 
     def _bounds_s(

@@ -16,11 +16,13 @@ from autopar.cost.blocks.block_cost import ParameterCost
 from autopar.cost.model import BlockCost, CostModel, Step
 from autopar.cost.step.step import own_times
 from autopar.cost.step.step_model import Beside
+from autopar.plan.mesh import EXPERT_AXIS
 from autopar.plan.plan import Recompute
 from autopar.planner.bounds.gradient_sums import at_both_ends, least_sums_s
 from autopar.planner.bounds.instance import BlockFloor, FloorTable, ModeFloor
-from autopar.planner.layouts.types import PricedLayout
+from autopar.planner.layouts.types import LayoutKey, PricedLayout
 from autopar.planner.stages.equal_blocks import EqualBlocks
+from autopar.rules.apply.experts_over_data import AXIS as EXPERTS_OVER_DATA
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,39 +82,41 @@ class BlockFloors:
             self.neighbours[k].add((before, after))
         self._costs: dict[tuple[PricedLayout, bool], list[BlockCost]] = {}
         self._parts: dict[tuple[tuple[ParameterCost, ...], int], tuple[ParameterCost, ...]] = {}
-        self._ideal: dict[tuple[PricedLayout, int, int], list[list[tuple[float, float, float]]]] = {}
+        self._ideal: dict[tuple[LayoutKey, PricedLayout], list[list[tuple[float, float, float]]]] = {}
         self._tables: dict[tuple[object, ...], FloorTable] = {}
         self._added: dict[tuple[object, ...], tuple[list[Added], list[BlockCost]]] = {}
         self._priced: dict[tuple[object, ...], PricedFloors] = {}
 
     # --- divided perfectly
 
-    def perfect_split(self, unsplit: PricedLayout, step: Step) -> FloorTable:
+    def perfect_split(self, unsplit: PricedLayout, step: Step, block_s: tuple[float, ...] = ()) -> FloorTable:
         """As if ``cp`` and ``tp`` divided everything and sent nothing.
 
         Args:
             unsplit: the layout of the same micro-batch with neither axis.
+            block_s: of each block what it takes in a typing; empty: in any.
         """
-        key = (unsplit, *_kind(step))
+        key = (unsplit, *_kind(step), block_s)
         if key not in self._tables:
-            ranks, tp = step.mesh.cp * step.mesh.tp, step.mesh.tp
-            ideal = self._ideal_work(unsplit, ranks)
+            tp = step.mesh.tp
+            ideal = self._ideal_work(replace(unsplit.key, cp=step.mesh.cp, tp=tp), unsplit)
             added, parts = self._added_by(unsplit, step)
             known: dict[tuple[object, ...], BlockFloor] = {}
             found = []
             for k, cost in enumerate(self.costs(unsplit)):
-                same = unsplit.keys[k] if k else -1, self.blocks.modes[k], added[k]
+                typed_s = block_s[k] if block_s else 0.0
+                same = unsplit.keys[k] if k else -1, self.blocks.modes[k], added[k], typed_s
                 if same not in known:
-                    known[same] = self._split_floor(cost, parts[k], ideal[k], added[k], step, tp)
+                    known[same] = self._split_floor(cost, parts[k], ideal[k], added[k], step, tp, typed_s)
                 found.append(known[same])
             self._tables[key] = FloorTable(blocks=tuple(found))
         return self._tables[key]
 
     def _split_floor(
         self, cost: BlockCost, part: BlockCost, ideal: list[tuple[float, float, float]], added: Added,
-        step: Step, tp: int,
+        step: Step, tp: int, typed_s: float,
     ) -> BlockFloor:  # fmt: skip
-        """Of a block, from seconds of work (forward first), bytes kept and in passing of each mode."""
+        """Of a block, from seconds of work (forward first), bytes kept and in passing of each mode; ``typed_s``: of both passes at least."""
         (forward_s, work_s, _), *modes = ideal
         return BlockFloor(
             forward_s=forward_s,
@@ -122,28 +126,49 @@ class BlockFloors:
                 )
                 for again_s, kept, passing in modes
             ),
+            more_s=added.least_s(max(work_s, typed_s)) - added.least_s(work_s),
             once_s=self.model.of(step).block_once_s(part),
             static_bytes=self.model.of(step).block_static_bytes(cost) / tp,
         )
 
-    def _ideal_work(self, unsplit: PricedLayout, ranks: int) -> list[list[tuple[float, float, float]]]:
+    def _ideal_work(self, key: LayoutKey, unsplit: PricedLayout) -> list[list[tuple[float, float, float]]]:
         """Of each block: seconds of a forward, of both passes, and a zero; then of each mode what recompute adds, keeps, and has in passing."""
-        key = unsplit, ranks, int(self.moves)
-        if key not in self._ideal:
+        if (key, unsplit) not in self._ideal:
             costs = self.costs(unsplit)
             known: dict[tuple[object, ...], list[tuple[float, float, float]]] = {}
             made = []
             for k, cost in enumerate(costs):
                 same = unsplit.keys[k], self.blocks.modes[k], self.is_moved[k]
                 if same not in known:
-                    known[same] = self._ideal_modes(cost, self.blocks.modes[k], ranks)
+                    known[same] = self._ideal_modes(cost, self.blocks.modes[k], key)
                 made.append(known[same])
-            self._ideal[key] = made
-        return self._ideal[key]
+            self._ideal[key, unsplit] = made
+        return self._ideal[key, unsplit]
+
+    def _travels_s(self, cost: BlockCost, key: LayoutKey) -> tuple[float, float, float]:
+        """Seconds in which tokens travel to experts of other data ranks and back: forward, backward, and of a whole recompute.
+
+        However the mixture is laid out on ``cp`` and ``tp``, each rank sends a part of the tokens at the least, to the data ranks
+        alone or to those of ``tp`` too.
+        """
+        sent = [message for message in cost.messages if message.axis == EXPERTS_OVER_DATA]
+        collectives = self.model.collectives
+        if not sent or collectives.is_measured:  # a table of times need not grow with bytes
+            return 0.0, 0.0, 0.0
+        mesh, call_s = key.mesh(self.model.cluster.world_size), self.model.device.overheads.collective_s
+        ways = [EXPERTS_OVER_DATA, EXPERT_AXIS][: 1 + (key.tp > 1)]
+        seconds = [
+            call_s + min(collectives.time_s(m.kind, m.num_bytes // (key.cp * key.tp), mesh, (axis,)) for axis in ways)
+            for m in sent
+        ]
+        forward_s = sum(own for own, m in zip(seconds, sent, strict=True) if not m.backward)
+        again_s = sum(own for own, m in zip(seconds, sent, strict=True) if m.repeated and not m.backward)
+        return forward_s, sum(seconds) - forward_s, again_s
 
     def _ideal_modes(
-        self, cost: BlockCost, modes: tuple[Recompute, ...], ranks: int
+        self, cost: BlockCost, modes: tuple[Recompute, ...], key: LayoutKey
     ) -> list[tuple[float, float, float]]:
+        ranks, (there_s, back_s, again_s) = key.cp * key.tp, self._travels_s(cost, key)
         # a measured part may be quicker than its share of the whole (caches): then nothing is known before it is priced
         share = 0.0 if ranks > 1 and self.model.measured is not None else 1.0 / ranks
         device = self.model.device
@@ -151,7 +176,7 @@ class BlockFloors:
         forward_s = cost.forward_s * share
         # without other axes this is the layout; else what is made again may be other operators there
         kept = [(cost.kept_bytes(mode) if ranks == 1 else _least_kept(cost, mode)) / ranks for mode in modes]
-        seconds = {"none": 0.0, "selective": 0.0, "full": forward_s}
+        seconds = {"none": 0.0, "selective": 0.0, "full": forward_s + again_s}
         if "selective" in modes:
             # what is made again is written again, whichever layout says what that is
             written_s = byte_s * (max(kept) - kept[modes.index("selective")])
@@ -159,7 +184,8 @@ class BlockFloors:
         # a layout may need less in passing than its share of the whole: but for what backward needs, kept or made again
         needed = cost.kept_bytes("none") / ranks
         passing = [_least_passing(cost, m) if ranks == 1 else needed - own for m, own in zip(modes, kept, strict=True)]
-        found = [(forward_s, (cost.forward_s + cost.backward_s) * share, 0.0)]
+        work_s = (cost.forward_s + cost.backward_s) * share
+        found = [(forward_s + there_s, work_s + there_s + back_s, 0.0)]
         return found + [(seconds[m], own, pass_) for m, own, pass_ in zip(modes, kept, passing, strict=True)]
 
     def _added_by(self, unsplit: PricedLayout, step: Step) -> tuple[list[Added], list[BlockCost]]:
