@@ -83,7 +83,8 @@ class Cascade:
         proofs: list[ChainProof] = []
         layouts = self.context.known_layouts(candidate) if layouts is None else layouts
         found = self.layout_bounds_s(candidate, layouts, goal_s)
-        for i, typed in enumerate(layouts):
+        for i in sorted(range(len(layouts)), key=found.__getitem__):
+            typed = layouts[i]
             if found[i] >= goal_s or candidate.moves or self.context.moved:
                 continue
             priced = self.context.layouts.price(typed)
@@ -100,6 +101,7 @@ class Cascade:
                     found[i] = max(found[i], min(bound.time_s, goal_s))
                     if all(bound.proof.weights != one.weights for one in (*known, *proofs)):
                         proofs.append(bound.proof)
+            goal_s = min(goal_s, found[i])  # to which that of the candidate comes at most
         return min(found, default=0.0), tuple(proofs)
 
     def _work_s(self, candidates: Sequence[Candidate]) -> list[float]:
