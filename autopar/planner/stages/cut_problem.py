@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,7 @@ from autopar.plan.schedule import peak_table
 from autopar.planner.layouts.types import PricedLayout
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.stages.activation_modes import Way
-from autopar.planner.stages.stage_cut import CutBlocks, Mask, stage_masks
+from autopar.planner.stages.stage_cut import CutBlocks, KnownTimes, Mask, stage_masks
 
 Stops = tuple[int, ...]
 Modes = tuple[Way, ...]
@@ -59,6 +59,7 @@ class CutProblem:
         pinned: the stage of blocks that are pinned to one.
         allowed_stages: ways in which blocks may form stages, each a mask for every stage; None: as they are quickest.
         stages_of: stages that end at some blocks, whose blocks run in some modes.
+        times: of stages, as its cuts work them out.
     """
 
     candidate: Candidate
@@ -71,6 +72,7 @@ class CutProblem:
     pinned: dict[int, int]
     allowed_stages: tuple[Sequence[Mask] | None, ...]
     stages_of: Callable[[Sequence[int], Sequence[Way]], tuple[StageCost, ...]]
+    times: KnownTimes = field(default_factory=dict)
 
     @property
     def num_blocks(self) -> int:

@@ -69,6 +69,7 @@ def _cut(problem: CutProblem, masks: Sequence[Mask], limits: Sequence[float]) ->
         limit_bytes=limits,
         num_micro_batches=problem.candidate.num_micro_batches,
         allowed=masks,
+        known=problem.times,
     )
 
 
