@@ -90,7 +90,10 @@ class Cascade:
             priced = self.context.layouts.price(typed)
             if candidate.mesh.pp == 1:
                 one = self.maker.one_stage(candidate, priced)
-                found[i] = max(found[i], float(feasible_bounds([one], goal_s)[0]) * (1 - ROUNDING))
+                bound_s = (
+                    float(feasible_bounds([one], goal_s)[0]) * (1 - ROUNDING) if one.holds_in_order() else math.inf
+                )
+                found[i] = max(found[i], bound_s)
             else:
                 instance = self.maker.priced(candidate, priced)
                 # of ranks that are alike, blocks in parts spread as whole ones do: integer programs take long there and raise little

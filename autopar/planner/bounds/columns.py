@@ -13,16 +13,13 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.planner.bounds.instance import FIELDS, Array, PipelineInstance, forwards_done
+from autopar.planner.bounds.instance import FIELDS, FITS, Array, PipelineInstance, forwards_done
 
 LARGEST = 2
 """Groups of blocks whose modes say at which prices memory is weighed against time."""
 
 BITS = 36
 """Of a bound of work that count."""
-
-FITS = 1 + 1e-9
-"""Times a limit of memory, up to which what is exactly as large fits."""
 
 
 class Columns:

@@ -62,6 +62,9 @@ class BlockFloor:
 FIELDS = 6
 """Columns of :attr:`FloorTable.numbers` before those of modes: forward_s, more_s, hidden_s, gather_s, once_s, static_bytes."""
 
+FITS = 1 + 1e-9
+"""Times a limit of memory, up to which what is exactly as large fits."""
+
 MODES = 4
 """Modes of :attr:`FloorTable.numbers`, three columns each; a block with fewer has its last one again."""
 
@@ -136,6 +139,21 @@ class PipelineInstance:
     def kind_of_block(self) -> NDArray[np.int64]:
         """Of each block in order."""
         return np.repeat([kind for kind, _ in self.runs], [count for _, count in self.runs])
+
+    def holds_in_order(self) -> bool:
+        """Whether one rank without a pipeline can hold its blocks at the peak of each.
+
+        At the peak of a block those before it still keep what their backward needs. The less they keep the more is left, so that
+        each takes the leanest of the modes that it has room for.
+        """
+        blocks, kept = self.floors[0].blocks, 0.0
+        room = self.limit_bytes[0] * FITS - sum(count * blocks[kind].static_bytes for kind, count in self.runs)
+        for kind in self.kind_of_block:
+            modes = [m.kept_bytes for m in blocks[kind].modes if kept + m.kept_bytes + m.passing_bytes <= room]
+            if not modes:
+                return False
+            kept += min(modes)
+        return True
 
 
 @lru_cache(maxsize=8192)
