@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 
 from autopar.cost.blocks.block_cost import ParameterCost
 from autopar.cost.model import BlockCost, CostModel, Step
-from autopar.cost.step.step import own_times
 from autopar.cost.step.step_model import Beside
 from autopar.plan.mesh import EXPERT_AXIS
 from autopar.plan.plan import Recompute
@@ -80,7 +79,7 @@ class BlockFloors:
         """Of each block of the compact graph those before and after the blocks that it stands for; -1: there is none."""
         for before, k, after in zip(ends, blocks.class_of, ends[2:], strict=False):
             self.neighbours[k].add((before, after))
-        self._costs: dict[tuple[PricedLayout, bool], list[BlockCost]] = {}
+        self._costs: dict[PricedLayout, list[BlockCost]] = {}
         self._parts: dict[tuple[tuple[ParameterCost, ...], int], tuple[ParameterCost, ...]] = {}
         self._ideal: dict[tuple[LayoutKey, PricedLayout], list[list[tuple[float, float, float]]]] = {}
         self._tables: dict[tuple[object, ...], FloorTable] = {}
@@ -246,7 +245,7 @@ class BlockFloors:
         key = (layout, *_kind(step))
         if key not in self._priced:
             shared = at_both_ends(layout.costs) if step.mesh.pp > 1 else ()
-            costs = [*self.costs(layout, is_least=False)]
+            costs = [*self.costs(layout)]
             if shared:  # the rank of the last block has no other that brings these
                 costs[-1] = layout.costs[-1]
             found, first_s = self._priced_blocks(layout, costs, step)
@@ -294,7 +293,7 @@ class BlockFloors:
                 first_s = min(first_s, hidden_s)
                 known[same] = self._priced_floor(cost, step, self.blocks.modes[k], gather_s - hidden_s, pairs)
             found.append(known[same])
-        return self._moving(found, costs) if self.moves else found, first_s
+        return found, first_s
 
     def _priced_floor(
         self, cost: BlockCost, step: Step, modes: Sequence[Recompute], gather_s: float, beside: Sequence[Beside]
@@ -317,69 +316,28 @@ class BlockFloors:
             static_bytes=model.of(step).block_static_bytes(cost),
         )  # fmt: skip
 
-    def _moving(self, floors: Sequence[BlockFloor], costs: Sequence[BlockCost]) -> list[BlockFloor]:
-        """Floors of blocks that may keep on the host what their backward needs, or recompute fully.
-
-        A stage waits for its copies down no less than a share of what they take over its forwards, beside what is recomputed:
-        that is linear in its blocks.
-        """
-        host = self.model.host
-        down_s = [host.latency_s + cost.saved_bytes / host.to_host_bytes_per_s for cost in costs]
-        some = max(range(len(costs)), key=lambda k: self.blocks.counts[k] * costs[k].forward_s)
-        freed = costs[some].saved_bytes - costs[some].input_bytes
-        full_s = max(mode.backward_s for mode in floors[some].modes) - min(m.backward_s for m in floors[some].modes)
-        share = min(1.0, full_s * costs[some].saved_bytes / (freed * down_s[some])) if freed > 0 else 1.0
-        return [
-            _moving_floor(floor, cost, share, own_s, is_free="none" in modes and {*modes} <= {"none", "full"})
-            for floor, cost, own_s, modes in zip(floors, costs, down_s, self.blocks.modes, strict=True)
-        ]
-
     def beside(self, costs: Sequence[BlockCost], k: int) -> list[Beside]:
         """The blocks before and after those that block ``k`` of the compact graph stands for."""
         return [(None if i < 0 else costs[i], None if j < 0 else costs[j]) for i, j in sorted(self.neighbours[k])]
 
     # --- costs
 
-    def costs(self, layout: PricedLayout, *, is_least: bool = True) -> list[BlockCost]:
-        """Blocks without parameters that earlier ones have too; nothing kept where that is pinned to the host.
-
-        Args:
-            is_least: nor where it may be there.
-        """
-        key = layout, is_least
-        if key not in self._costs:
+    def costs(self, layout: PricedLayout) -> list[BlockCost]:
+        """Blocks without parameters that earlier ones have too; nothing kept where that is, or may be, on the host."""
+        if layout not in self._costs:
             found = []
             for k, cost in enumerate(layout.costs):
-                if self.is_moved[k] or (self.moves and is_least):
+                if self.is_moved[k] or self.moves:
                     cost = replace(cost, saved_bytes=0, input_bytes=0, saved_input_bytes=0)
                 found.append(without_shared(cost) if k else cost)
-            self._costs[key] = found
-        return self._costs[key]
+            self._costs[layout] = found
+        return self._costs[layout]
 
 
 def without_shared(cost: BlockCost) -> BlockCost:
     """A block without parameters that others read too: a rank that holds several of those has them once."""
     own = tuple(p for p in cost.parameters if not p.shared)
     return cost if len(own) == len(cost.parameters) else replace(cost, parameters=own)
-
-
-def _moving_floor(floor: BlockFloor, cost: BlockCost, share: float, down_s: float, *, is_free: bool) -> BlockFloor:
-    """``share``: from 0 to 1, of all blocks the same; ``down_s``: of what the block keeps; ``is_free``: no pin says what it recomputes."""
-    least = min(floor.modes, key=lambda mode: mode.backward_s)
-    if not is_free:  # it counts as if it kept nothing
-        modes: tuple[ModeFloor, ...] = (ModeFloor(backward_s=least.backward_s, kept_bytes=0.0, passing_bytes=0.0),)
-    else:
-        kept, freed = cost.saved_bytes, cost.saved_bytes - cost.input_bytes
-        full_s = max(mode.backward_s for mode in floor.modes) - least.backward_s
-        byte_s = share * down_s / kept if kept else 0.0
-        byte_s = min(byte_s, full_s / freed) if freed > 0 and full_s > 0 else byte_s
-        passing = min(mode.passing_bytes for mode in floor.modes)
-        away = min(mode.passing_bytes + mode.kept_bytes for mode in floor.modes)
-        modes = (
-            ModeFloor(backward_s=least.backward_s, kept_bytes=kept, passing_bytes=passing),
-            ModeFloor(backward_s=least.backward_s + byte_s * kept, kept_bytes=0.0, passing_bytes=away),
-        )
-    return replace(floor, modes=modes, hidden_s=share * own_times(cost, "none")[0])
 
 
 def _least_kept(cost: BlockCost, mode: Recompute) -> int:

@@ -39,7 +39,6 @@ class BlockFloor:
         forward_s: of one micro-batch, whatever it recomputes.
         modes: what it may keep and recompute.
         more_s: what a forward and a backward take together over both of them alone, at the least: it may fall on either.
-        hidden_s: of copies to the host that the block's forward can hide for any block of its stage; in no time without copies.
         gather_s: what the step's first forward takes longer.
         once_s: once a step, after the rank's last backward.
         static_bytes: parameters, gradients and optimizer states.
@@ -48,7 +47,6 @@ class BlockFloor:
     forward_s: float
     modes: tuple[ModeFloor, ...]
     more_s: float = 0.0
-    hidden_s: float = 0.0
     gather_s: float = 0.0
     once_s: float = 0.0
     static_bytes: float = 0.0
@@ -59,8 +57,8 @@ class BlockFloor:
         return self.forward_s + min(mode.backward_s for mode in self.modes) + self.more_s
 
 
-FIELDS = 6
-"""Columns of :attr:`FloorTable.numbers` before those of modes: forward_s, more_s, hidden_s, gather_s, once_s, static_bytes."""
+FIELDS = 5
+"""Columns of :attr:`FloorTable.numbers` before those of modes: forward_s, more_s, gather_s, once_s, static_bytes."""
 
 FITS = 1 + 1e-9
 """Times a limit of memory, up to which what is exactly as large fits."""
@@ -83,7 +81,7 @@ class FloorTable:
         rows = []
         for own in self.blocks:
             modes = (*own.modes, *[own.modes[-1]] * MODES)[:MODES]
-            row = [own.forward_s, own.more_s, own.hidden_s, own.gather_s, own.once_s, own.static_bytes]
+            row = [own.forward_s, own.more_s, own.gather_s, own.once_s, own.static_bytes]
             row += [x for mode in modes for x in (mode.backward_s, mode.kept_bytes, mode.passing_bytes)]
             rows.append(row)
         object.__setattr__(self, "numbers", np.array(rows))

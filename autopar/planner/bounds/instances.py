@@ -71,7 +71,7 @@ class InstanceMaker:
         model, mesh = self.context.model, candidate.mesh
         prelude_s = [layouts[own].prelude_s for own in places]
         if mesh.pp == 1:
-            costs = self._of(None, candidate).costs(layout, is_least=False)
+            costs = self._of(None, candidate).costs(layout)
             ends_s = model.of(step).ends_s(costs[0], costs[-1])
             return replace(made, forward_s=tuple(own + ends_s for own in prelude_s))
         sends, back = self._sends_s(candidate, layout)
