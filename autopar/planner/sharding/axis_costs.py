@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from autopar.cost.blocks.block_collectives import TRAVELLING, travels
+from autopar.cost.blocks.block_collectives import SENDING, messages
 from autopar.cost.network.collectives import CollectiveModel
 from autopar.cost.operators.roofline import OperatorTimes, time_of_work
 from autopar.cost.operators.work import VIEWS, is_elementwise, work
@@ -199,8 +199,8 @@ class AxisCosts:
         local = Local(axis=self.axis, size=self.parts, operands=operands, outputs=outputs)
         called = rules.localize(op, strategy, local)
         cost = self.pricing.op_cost(called, operands)
-        if op.target in TRAVELLING:  # over data ranks, or over these and the axis
-            sent = travels(called, *operands[:2])
+        if op.target in SENDING:  # over axes that were applied before, or over these and this one
+            sent = messages(called, dict(zip(called.operands, operands, strict=True)).__getitem__)
             sent_s = [self.pricing.collective_time_s(own.kind, own.num_bytes, own.axis) for own in sent]
         else:
             sent_s = [self.pricing.collective_time_s(own.kind, own.num_bytes) for own in strategy.communication]
