@@ -2,7 +2,7 @@
 
 | level | relaxation | floors of blocks |
 |---|---|---|
-| 0 | total work over total speed; total memory | divided perfectly over ``cp`` and ``tp``, nothing sent inside of the model |
+| 0 | total work over total speed; total memory | divided perfectly over ``cp`` and ``tp``, of what is sent inside of the model the tokens that travel to experts alone |
 | 1 | feasibility | likewise |
 | 2 | feasibility | in each of the layouts that some price of memory makes best: divided perfectly, but for the seconds of typed blocks |
 | 2 | feasibility | priced, where these do not exclude the layout |

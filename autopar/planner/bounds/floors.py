@@ -89,7 +89,7 @@ class BlockFloors:
     # --- divided perfectly
 
     def perfect_split(self, unsplit: PricedLayout, step: Step, block_s: tuple[float, ...] = ()) -> FloorTable:
-        """As if ``cp`` and ``tp`` divided everything and sent nothing.
+        """As if ``cp`` and ``tp`` divided everything and sent nothing but tokens to experts.
 
         Args:
             unsplit: the layout of the same micro-batch with neither axis.

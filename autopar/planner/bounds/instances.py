@@ -50,7 +50,7 @@ class InstanceMaker:
         self._sent: dict[tuple[object, ...], tuple[float, ...]] = {}
 
     def perfect_split(self, candidate: Candidate) -> PipelineInstance:
-        """A candidate as if ``cp`` and ``tp`` divided everything and sent nothing."""
+        """A candidate as if ``cp`` and ``tp`` divided everything and sent nothing but tokens to experts."""
         return self.typed(candidate, None)
 
     def typed(self, candidate: Candidate, typed: TypedLayout | None) -> PipelineInstance:
