@@ -9,8 +9,11 @@ if TYPE_CHECKING:
     from autopar.api import estimate, parallelize, search, trace, verify
     from autopar.errors import (
         AutoparError,
+        CheckpointError,
         InfeasibleError,
         InternalError,
+        NonFiniteError,
+        OutOfMemoryError,
         PlanError,
         PlanFileError,
         RankFailedError,
@@ -27,17 +30,23 @@ if TYPE_CHECKING:
     from autopar.plan.plan import Plan
     from autopar.request import Request
     from autopar.rules.registry import register_rule
+    from autopar.runtime.checkpoint.series import Checkpoints
+    from autopar.runtime.fit import fit
     from autopar.runtime.parallel_model import ParallelModel
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AutoparError",
+    "CheckpointError",
+    "Checkpoints",
     "Cluster",
     "Graph",
     "InfeasibleError",
     "InternalError",
     "Mesh",
+    "NonFiniteError",
+    "OutOfMemoryError",
     "ParallelModel",
     "Plan",
     "PlanError",
@@ -50,6 +59,7 @@ __all__ = [
     "UsageError",
     "VerificationError",
     "estimate",
+    "fit",
     "parallelize",
     "pin",
     "register_rule",
@@ -60,11 +70,15 @@ __all__ = [
 
 _HOME = {
     "AutoparError": "autopar.errors",
+    "CheckpointError": "autopar.errors",
+    "Checkpoints": "autopar.runtime.checkpoint.series",
     "Cluster": "autopar.hardware.cluster",
     "Graph": "autopar.graph.graph",
     "InfeasibleError": "autopar.errors",
     "InternalError": "autopar.errors",
     "Mesh": "autopar.plan.mesh",
+    "NonFiniteError": "autopar.errors",
+    "OutOfMemoryError": "autopar.errors",
     "ParallelModel": "autopar.runtime.parallel_model",
     "Plan": "autopar.plan.plan",
     "PlanError": "autopar.errors",
@@ -77,6 +91,7 @@ _HOME = {
     "UsageError": "autopar.errors",
     "VerificationError": "autopar.errors",
     "estimate": "autopar.api",
+    "fit": "autopar.runtime.fit",
     "parallelize": "autopar.api",
     "pin": "autopar.pins.on_modules",
     "register_rule": "autopar.rules.registry",

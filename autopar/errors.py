@@ -128,6 +128,10 @@ class PlanError(AutoparError):
     """A plan file is corrupt, newer than this autopar, or for another model or cluster."""
 
 
+class CheckpointError(PlanError):
+    """A checkpoint is damaged, incomplete or of a kind that is not read; an earlier one may be whole."""
+
+
 class PlanFileError(PlanError):
     """A plan file that the user named cannot be read, or holds no plan."""
 
@@ -140,6 +144,14 @@ class RuntimeMismatchError(AutoparError):
 
 class RankFailedError(AutoparError):
     """Another rank of the job has failed, or an earlier step of it; ``got`` names the rank, the stage and its error."""
+
+
+class OutOfMemoryError(AutoparError):
+    """A device, or its host, has no memory left for a step; ``got`` holds what is there against the prediction."""
+
+
+class NonFiniteError(AutoparError):
+    """A loss or a gradient is infinite or no number, and training was to stop there."""
 
 
 class VerificationError(AutoparError):
@@ -192,3 +204,12 @@ def _sentence(text: str) -> str:
 
 def _made(kind: type[AutoparError], problem: str, where: str, expected: str, got: str, fix: str) -> AutoparError:
     return kind(problem, where=where, expected=expected, got=got or None, fix=fix)
+
+
+# --- Texts of errors: the first line of another error.
+
+
+def first_line(error: BaseException) -> str:
+    """What an exception says, in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__)[:200]

@@ -50,9 +50,9 @@ def main() -> None:
         optimizer.zero_grad()
         record["losses"].append(loss.item())
         record["times"].append(time.perf_counter() - start)
-        if par.is_first_rank and step % 20 == 0:
+        if par.is_main_process and step % 20 == 0:
             print(f"step {step:3}  loss {loss.item():.4f}", flush=True)
-    if par.is_first_rank and options.record:
+    if par.is_main_process and options.record:
         Path(options.record).write_text(json.dumps(record))
 
 

@@ -32,7 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from autopar.errors import InternalError, UsageError
 from autopar.graph.graph import Layout, TensorSpec
 from autopar.lower.check_gradients import check_program
-from autopar.lower.emit import SEED, layout_of, str_name
+from autopar.lower.emit import SEED, SHARE, layout_of, str_name
 from autopar.lower.pending_sums import CHANGES, linear_call, passes_by, target_name
 from autopar.lower.program import Program
 from autopar.ops import collectives, plain
@@ -52,6 +52,10 @@ GLOBAL = frozenset(
     }
 )  # fmt: skip
 """Targets for which global mode has a rule that fits any shapes."""
+
+
+_NUMBERS = {SEED: 0, SHARE: 1.0}
+"""Inputs that are no tensors."""
 
 
 def typecheck(program: Program, mesh: Mesh | None = None, *, rank: int = 0) -> int:
@@ -130,7 +134,7 @@ class _Check:
         for node in module.graph.nodes:
             here = f"{place}: {node.name} ({_target(node)})"
             if node.op == "placeholder":
-                env[node] = 0 if node.target == SEED else self.tensor(node)
+                env[node] = _NUMBERS[node.target] if node.target in _NUMBERS else self.tensor(node)
             elif node.op == "get_attr":
                 env[node] = self.tensor(node) if "spec" in node.meta else None  # None: the code of an opaque region
             elif node.target is operator.floordiv:

@@ -25,6 +25,9 @@ from autopar.rules.apply.experts_over_data import AXIS as SPREAD
 SEED = "rng_seed"
 """Name of the input that random operators draw from: a Python int, other for each step and micro-batch."""
 
+SHARE = "batch_share"
+"""Name of the input that means over samples read: a Python float, the part of the plan's global batch that a step has."""
+
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{f"aten.{name}.Tensor": getattr(torch, name) for name in ("add", "sub", "mul", "div")},
     **{
@@ -64,6 +67,13 @@ def is_random(op: Op) -> bool:
     return op.target == OPAQUE or draws_random(op.target)
 
 
+def counts_samples(graph: Graph, op: Op) -> bool:
+    """Whether the operator divides by a number of elements that grows with the global batch."""
+    if op.target != "autopar.partial_mean" or dict(op.layouts[0]).get(BATCH) != P:
+        return False
+    return any(dict(layout_of(graph, ref)).get(BATCH, R).is_split for ref in op.operands)
+
+
 @dataclass(slots=True)
 class Emitter:
     """One fx module under construction.
@@ -82,6 +92,7 @@ class Emitter:
     root: torch.nn.Module = field(default_factory=torch.nn.Module)
     values: dict[Ref, fx.Node] = field(default_factory=dict)
     seed: fx.Node | None = None
+    share: fx.Node | None = None
 
     def input(self, ref: Ref, spec: TensorSpec, layout: Layout) -> str:
         """Adds a tensor that the caller passes; gives its name."""
@@ -94,6 +105,11 @@ class Emitter:
         """Adds the seed; gives its name."""
         self.seed = self._placeholder(SEED)
         return SEED
+
+    def share_input(self) -> str:
+        """Adds the part of the global batch that a step has; gives its name."""
+        self.share = self._placeholder(SHARE)
+        return SHARE
 
     def shared_parameter(self, parameter: Parameter) -> str:
         """Adds a parameter that the caller passes."""
@@ -119,8 +135,12 @@ class Emitter:
         self.values[Ref(buffer.name)] = node
         return buffer.name
 
-    def op(self, op: Op) -> None:
-        """Adds one call; several outputs are taken apart."""
+    def op(self, op: Op, *, counts_samples: bool = False) -> None:
+        """Adds one call; several outputs are taken apart.
+
+        Args:
+            counts_samples: see :func:`counts_samples`; then there is a :meth:`share_input`.
+        """
         target, args, kwargs = op.target, list(op.args), dict(op.kwargs)
         if not op.operands and target.startswith("aten.") and _has_device(target):
             kwargs["device"] = self.device
@@ -143,6 +163,8 @@ class Emitter:
         )
         if is_random(op):
             node.update_kwarg("seed", seed)
+        if counts_samples:
+            node.update_kwarg("share", self.share)
         node.meta["op"] = op.name
         node.meta["takes"] = tuple(n.meta["types"] for n in node.all_input_nodes if "types" in n.meta)
         layouts = op.layouts or ((),) * len(op.outputs)

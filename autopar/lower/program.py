@@ -24,7 +24,7 @@ from torch import fx
 
 from autopar.graph.graph import Block, Buffer, Graph, Layout, Parameter, Ref
 from autopar.graph.selective_recompute import made_again
-from autopar.lower.emit import SEED, Emitter, ancestors, is_random, layout_of, readable, str_name
+from autopar.lower.emit import SEED, SHARE, Emitter, ancestors, counts_samples, is_random, layout_of, readable, str_name
 from autopar.lower.read_plan import local_graph
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import Plan, Recompute, StagePlan
@@ -55,8 +55,8 @@ class BlockProgram:
     Attributes:
         index, label: as in the plan.
         module: takes ``inputs`` in order and returns the tuple of ``outputs``. Parameters are on meta.
-        inputs: live values, prelude values, shared parameters and ``rng_seed`` (a Python int, there
-            only when the block draws random numbers).
+        inputs: live values, prelude values, shared parameters, ``rng_seed`` (a Python int, there only when the
+            block draws random numbers) and ``batch_share`` (a Python float, where it takes a mean over samples).
         outputs: values that later blocks or stages read; the loss among them in the last block.
         parameters: names of ``Graph.parameters`` that the module owns, registered under these names.
         recompute: which activations are dropped and made again in backward.
@@ -250,13 +250,16 @@ class _Builder:
         inputs += [emitter.shared_parameter(p) for p in parameters if p.name in shared]
         if any(is_random(op) for op in ops):
             inputs.append(emitter.seed_input())
+        counting = {op.name for op in ops if counts_samples(graph, op)}
+        if counting:
+            inputs.append(emitter.share_input())
         owned = {p.name: p for p in parameters if p.name not in shared}
         waiting: dict[str, Parameter] = dict(owned)
         for op in ops:
             for ref in op.operands:
                 if ref.name in waiting:
                     emitter.parameter(waiting.pop(ref.name))
-            emitter.op(op)
+            emitter.op(op, counts_samples=op.name in counting)
         outputs = tuple(dict.fromkeys((*graph.block_outputs(block), *(m.value for m in graph.block_mutations(block)))))
         shared_here = sorted(p.name in shared for p in parameters)
         mode = self.plan.blocks[block.index].recompute
@@ -290,9 +293,12 @@ class _Builder:
         inputs = [emitter.input(ref, graph.spec(ref), self.layout(ref)) for ref in given]
         if any(is_random(op) for op in ops):
             inputs.append(emitter.seed_input())
+        counting = {op.name for op in ops if counts_samples(graph, op)}
+        if counting:
+            inputs.append(emitter.share_input())
         buffers = tuple(emitter.buffer(b) for b in graph.buffers if Ref(b.name) in reads and b.name not in self.changed)
         for op in ops:
-            emitter.op(op)
+            emitter.op(op, counts_samples=op.name in counting)
         return PreludeProgram(
             module=emitter.finish(outputs),
             inputs=tuple(inputs),
@@ -301,4 +307,4 @@ class _Builder:
         )
 
 
-__all__ = ["SEED", "BlockProgram", "PreludeProgram", "Program", "StageProgram", "from_local_graph", "lower"]
+__all__ = ["SEED", "SHARE", "BlockProgram", "PreludeProgram", "Program", "StageProgram", "from_local_graph", "lower"]

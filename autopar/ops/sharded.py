@@ -212,7 +212,15 @@ def _maximum(local: Tensor, pg: dist.ProcessGroup) -> Tensor:
     return result
 
 
-def partial_mean(x: Tensor, dims: Sequence[int], keepdim: bool, count: int, dtype: torch.dtype | None = None) -> Tensor:
+def partial_mean(
+    x: Tensor,
+    dims: Sequence[int],
+    keepdim: bool,
+    count: int,
+    dtype: torch.dtype | None = None,
+    *,
+    share: float = 1.0,
+) -> Tensor:
     """One rank's share of a mean over dims of which some are split: the local sum over the global count.
 
     Args:
@@ -221,10 +229,13 @@ def partial_mean(x: Tensor, dims: Sequence[int], keepdim: bool, count: int, dtyp
         keepdim: keep them with size 1.
         count: elements in each mean, over all ranks.
         dtype: of the sum; default that of x.
+        share: part of these elements that the batch of this step has.
 
     Returns:
         P: a pending sum.
     """
+    if share != 1.0:
+        count = round(count * share)
     if x.dtype == torch.float16 and dtype in (None, torch.float16):  # a sum may lie beyond its range, and no mean
         here = prod(x.shape[dim] for dim in dims)
         return x.mean(dim=tuple(dims), keepdim=keepdim) * (here / count)

@@ -3,41 +3,47 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
-import spmd_types
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from autopar.errors import UsageError
+from autopar.errors import AutoparError, UsageError
 from autopar.lower.program import Program
-from autopar.plan.mesh import DATA_AXES
-from autopar.plan.plan import Plan
-from autopar.plan.run_log import DATA, PIPELINE
 from autopar.runtime.assemble import Assembly, assemble
-from autopar.runtime.guard.checks import Parameters, absent, check_can_run, check_evaluates, check_modes
+from autopar.runtime.checkpoint.export import Export, ModelFacts
+from autopar.runtime.checkpoint.of_model import Beside, Checkpointed
+from autopar.runtime.checkpoint.state_dict import full_state_dict
+from autopar.runtime.checkpoint.write import Save
+from autopar.runtime.guard.checks import Parameters, check_can_run, check_evaluates, check_modes
 from autopar.runtime.guard.collective_calls import Calls, launched_on, ordinary
 from autopar.runtime.guard.failure_watch import Alarm
 from autopar.runtime.guard.original_model import Given
+from autopar.runtime.guard.out_of_memory import MemoryReport
 from autopar.runtime.guard.replicas import Replicas
 from autopar.runtime.guard.shared_samples import SharedSamples
+from autopar.runtime.module import PlannedModule
 from autopar.runtime.monitor import Monitor
 from autopar.runtime.optimizer.local_step import LocalSteps
+from autopar.runtime.outputs.model_outputs import ModelOutputs
+from autopar.runtime.step.batches import Batches
 from autopar.runtime.step.changed_buffers import State
 from autopar.runtime.step.fsdp import forget_gathered
+from autopar.runtime.step.global_loss import GlobalLoss
 from autopar.runtime.step.gradients import Norm, clip
-from autopar.runtime.step.local_batch import local_batch
-from autopar.runtime.step.loss_scale import NUM_STATES, LossScale, ParallelScaler, StepLoss
+from autopar.runtime.step.loss_scale import SCALER_NUMBERS, LossScale, ParallelScaler, StepLoss
+from autopar.runtime.step.partial_batch import PartialBatch
 from autopar.runtime.step.runner import Accumulation, Batch, Pipeline, Runner, micro_batches
 from autopar.runtime.step.step_gradients import StepGradients
-from autopar.runtime.weights import checkpoint
 from autopar.runtime.weights.from_model import Weights
+from autopar.runtime.weights.module_state import EXTRA_STATE, ModuleState, names_of
+from autopar.runtime.weights.untrained import Untrained
 from autopar.runtime.world import World
-from autopar.tracing.batch import named_inputs
+from autopar.tracing.batch import positional, with_names
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -48,8 +54,10 @@ def _not_compiled(method: _Method) -> _Method:
     return cast("_Method", torch.compiler.disable(method, reason=reason))  # type: ignore[no-untyped-call]
 
 
-class ParallelModel:
+class ParallelModel(PlannedModule):
     """One rank's part of a model under a plan; every rank of the job makes one and calls the same methods.
+
+    A ``torch.nn.Module`` (see :mod:`autopar.runtime.module` for what that means of it).
 
     Attributes:
         plan: what is executed.
@@ -69,29 +77,33 @@ class ParallelModel:
         self, program: Program, world: World, weights: Weights, *, seed: int = 0, log_dir: Path | None = None
     ) -> None:
         check_can_run(program.plan.precision)
-        self._program, self._world = program, world
+        super().__init__(program.plan, world)
+        self._program = program
         self.monitor = Monitor(program.plan, world, log_dir=log_dir)
         self._assembly: Assembly = assemble(program, world, weights)
-        self.plan: Plan = program.plan
         self.seed, self.step_count = seed, 0
         self.data_rank, self.data_size = world.data_index, self.plan.mesh.data
         self.samples = self.plan.samples_of(self.data_rank)
         self._shared = SharedSamples(world, program.graph.inputs)
-        self._data_group = world.axis_group(DATA_AXES)
-        self._loss_group = world.axis_group(("pp", *DATA_AXES))
+        self._is_timed = True
         held = self._assembly.held
-        self._parameters = Parameters(held)
+        self._memory = Parameters(held)
         self._gradients = StepGradients(self._assembly, self.plan, self.monitor)
-        self._number = torch.float64 if self.plan.precision.compute == "float64" else torch.float32
-        self._norm = Norm(held, world.sums_group(), world.device, self._number)
+        self._loss = GlobalLoss(self.plan, world, self.monitor)
+        self._norm = Norm(held, world.sums_group(), world.device, self._loss.dtype)
         self._replicas = Replicas(held, world, self._norm.group)
         recovers, launched = not self._assembly.is_fsdp, launched_on(world.device)
         self._alarm = Alarm(world.rank, self.plan.mesh.world_size, recovers=recovers, launched=launched)
         weakref.finalize(self, self._alarm.close)
         self._calls = Calls(world, self._alarm, world.meeting_group(), self._gradients)
+        # this and what else is kept has no reference back to self: a model that is left goes at once, and its hooks with it
+        self._batches = Batches(program, world, self._shared, self._alarm, self._calls)
         self._scale = scale = LossScale(self.plan.precision, held, self._calls, self._norm.group, world.device)
         stages = self._assembly.stages
         self._state = State(program, world, weights, stages)
+        self._untrained = Untrained(program, world, weights)
+        self._facts = ModelFacts.of(weights.model)
+        self._checkpointed = Checkpointed(self.plan, world, held, self._state, self._untrained)
         inputs, is_single = program.graph.inputs, len(program.stages) == 1
         self._single = Accumulation(stages[0], self.plan, inputs, scale.of) if is_single else None
         self._runner: Runner = self._single or Pipeline(stages, program, world, self.monitor, scale.of)
@@ -104,75 +116,36 @@ class ParallelModel:
             threads=world.host_threads() if "optimizer" in self.plan.offload else None,
         )
         weakref.finalize(self, self._local_steps.remove)
+        self._memory_report = self._calls.memory = MemoryReport(self.plan, world, held, self._local_steps)
         self._given = Given(weights.model)
         weakref.finalize(self, self._given.remove)
+        self._module_state = ModuleState(program.graph.parameters, names_of(weights.model), held)
+        self._names_of_inputs = positional(weights.model)
+        self._outputs = ModelOutputs(program, world, weights, stages, held)
+        self._show(held)
+        self._show_buffers(self._state.named())
         self.monitor.holds(p for h in held for p in (h.parameter, self._local_steps.plain(h.parameter)))
-
-    @property
-    def is_first_rank(self) -> bool:
-        """True on the one rank of the job that should print and log."""
-        return self._world.rank == 0
-
-    def __repr__(self) -> str:
-        """Which part of which plan this rank has.
-
-        ``ParallelModel('gpt2', mesh=pp=2 x tp=2, rank=3 of 4, stage=1 of 2, precision='fp32')``
-        """
-        stages = [stage.index for stage in self.plan.stages if stage.pp_rank == self._world.coordinate["pp"]]
-        name, own = self.plan.model.name, ", ".join(map(str, stages))
-        return (
-            f"ParallelModel({name!r}, mesh={self.plan.mesh}, rank={self._world.rank} of {self.plan.mesh.world_size}, "
-            f"stage={own} of {len(self.plan.stages)}, precision={self.plan.precision.name!r})"
-        )
-
-    if not TYPE_CHECKING:  # which knows better what there is
-
-        def __getattr__(self, name: str) -> Any:
-            raise absent(name)
-
-    def __reduce_ex__(self, protocol: object) -> Any:
-        """For ``copy`` and ``pickle``.
-
-        Raises:
-            UsageError: always.
-        """
-        raise UsageError(
-            "A parallel model cannot be copied, pickled or passed to torch.save",
-            fix="Write a checkpoint with par.save(DIR, optimizer), or copy its weights with par.full_state_dict()",
-        )
 
     # --- parameters
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters by their names in checkpoints: the model's, with the slice where it is a part of one."""
-        return ((held.key, held.parameter) for held in self._assembly.held)
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """This rank's parameters: DTensors, for an optimizer (see :mod:`autopar.runtime.optimizer.local_step` for how it steps).
-
-        Torch's optimizers refuse an empty list: a rank whose stage has no parameter gets one without elements.
-        """
-        own = [parameter for _, parameter in self.named_parameters()]
-        return iter(own or [nn.Parameter(torch.empty(0, device=self._world.device), requires_grad=False)])
-
     def full_state_dict(self) -> dict[str, Tensor]:
-        """All parameters whole, under all of the model's names, and the buffers that training changes, on every rank's CPU.
+        """The model's state dict, complete, on every rank's CPU: ``model.load_state_dict(par.full_state_dict())``.
 
-        All ranks call it. What training leaves alone (buffers that no step changes, parameters without influence on the loss,
-        which the plan's notes name) is not in it: ``model.load_state_dict(..., strict=False)``.
+        All ranks call it. Parameters that the loss does not use and buffers that no step changes are as they were given.
 
-        For models that fit one rank; others are saved by :meth:`save`.
+        For models that fit one rank; others are saved by :meth:`save` and :meth:`save_pretrained`.
         """
         self._given.knows_weights()
         with self._calls.at_once("full_state_dict"):
-            self._parameters.check_memory()
+            self._memory.check_memory()
             state = self._state.named(self._state.own)
-            return checkpoint.full_state_dict(self._program, self._world, self._assembly.held, state)
+            trained = full_state_dict(self._program, self._world, self._assembly.held, state)
+            return self._untrained.completed(trained, self._checkpointed.meeting.all)
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """All gradients whole, as :meth:`full_state_dict`; of a scaled loss as long as they are not unscaled."""
+        """All gradients whole, on every rank's CPU; of a scaled loss as long as they are not unscaled. All ranks call it."""
         with self._calls.at_once("full_gradients"):
-            return checkpoint.full_state_dict(self._program, self._world, self._assembly.held, gradients=True)
+            return full_state_dict(self._program, self._world, self._assembly.held, gradients=True)
 
     # --- steps
 
@@ -197,23 +170,28 @@ class ParallelModel:
             RankFailedError: another rank failed (see :mod:`autopar.runtime.guard.failure_watch`).
         """
         with self._calls.together("train_step"):
+            if not self.training:
+                raise UsageError(
+                    "A training step was asked for in par.eval()",
+                    fix="Call par.train() before par.train_step(batch). par.evaluate(batch) has no dropout in either mode",
+                )
             return self._train_step(batch).as_subclass(StepLoss)
 
     def _train_step(self, batch: Batch) -> Tensor:
         check_modes(self.plan, self._world.device, learns=True)
         self._scale.check()
         self._local_steps.restore()
-        self.monitor.begin_step()
-        local = self._local(batch)
-        self._begin_forward(local)
-        self._gradients.begin(self.plan.num_micro_batches)
-        loss = self._runner.run(local)
+        partial = self._begin_step(batch, "train_step")
+        local = self._batches.local(batch, partial)
+        self._begin_forward(local, partial)
+        self._gradients.begin(self._batches.count(partial))
+        loss = self._runner.run(local, self._batches.count(partial))
         self._gradients.finish()
         self._scale.done()
-        self._state.commit()
+        self._commit()
         self.step_count += 1
-        total = self._reported(loss)
-        self.monitor.end_step()
+        total = self._loss.of(loss)
+        self._end_step()
         return total
 
     @_not_compiled
@@ -232,62 +210,108 @@ class ParallelModel:
             return self._evaluate(batch)
 
     def _evaluate(self, batch: Batch) -> Tensor:
+        return self._loss.of(self._quiet_forward(batch, "evaluate")[0])
+
+    def _quiet_forward(self, batch: Batch, purpose: str) -> tuple[Tensor | None, PartialBatch | None]:
+        """This rank's part of the loss, without gradients and dropout."""
         check_evaluates(self._program)
         check_modes(self.plan, self._world.device, learns=False)
         self._local_steps.restore()
         stages = self._assembly.stages
         with torch.no_grad():
-            local = self._local(batch)
+            partial = self._batches.partial(batch, purpose)
+            local = self._batches.local(batch, partial)
         try:
             for stage in stages:
                 stage.eval()
-            self._begin_forward(local)
-            loss = self._runner.evaluate(local)
+            self._begin_forward(local, partial)
+            return self._runner.evaluate(local, self._batches.count(partial)), partial
         finally:
             for stage in stages:
                 stage.train()
-        return self._reported(loss)
 
     @_not_compiled
-    def __call__(self, *given: object, **batch: Tensor) -> Tensor:
-        """The loss of the global batch, whose ``backward()`` leaves summed gradients; one pipeline stage only.
+    def predict(self, batch: Batch, *, gather: bool = True) -> Any:
+        """What the model returns for a batch, without gradients and dropout, under any plan; all ranks call it.
 
-        Micro-batches of the plan are kept all at once until backward; :meth:`train_step` does not. Dropout is on under
-        ``torch.no_grad()`` too: :meth:`evaluate` has none.
+        Parameters, gradients, counters and ``training`` stay as they are.
+
+        Args:
+            batch: as :meth:`evaluate` takes it. Inputs that only the loss needs (labels) may be left out: then the loss is None.
+            gather: tensors are complete for the batch that was given: of the global batch on every rank, or of this rank's samples.
+                False: tensors of the global batch stay split, as DTensors on the plan's mesh.
+
+        Returns:
+            The model's own structure, with the loss of the global batch where the model has it. What is neither a tensor nor a
+            plain value in it is None, as caches are.
 
         Raises:
-            UsageError: the plan has pipeline stages, or the batch does not fit the plan, or is not given by names.
+            UsageError: as :meth:`evaluate`.
         """
-        if given:
-            raise UsageError(
-                f"The batch was given as a {type(given[0]).__name__} without a name",
-                fix="Write par(**batch), or par.train_step(batch), which takes a dict",
-            )
+        with ordinary(), self._calls.together("predict"):
+            self._calls.meet("predict")
+            return self._predict(batch, gather=gather)
+
+    def _predict(self, batch: Batch, *, gather: bool) -> Any:
+        full, missing = self._outputs.filled(batch)
+        if self._outputs.is_loss_alone:
+            return self._loss.of(self._quiet_forward(full, "predict")[0])
+        with self._outputs.taking():
+            loss, partial = self._quiet_forward(full, "predict")
+            total = self._loss.of(loss)
+            given = None if missing else total
+            return self._outputs.made(batch, partial, loss=given, missing=missing, gather=gather)
+
+    @_not_compiled
+    def forward(self, *given: Any, **batch: Any) -> Any:
+        """What ``par(**batch)`` is: what the model returns. After ``par.eval()`` it is :meth:`predict`, under any plan.
+
+        In training its loss is that of the global batch, whose ``backward()`` leaves summed gradients; for plans of one pipeline
+        stage, others have :meth:`train_step`. Micro-batches of the plan are kept all at once until backward, as :meth:`train_step`
+        does not. Other tensors have no gradient, and stay where they are: as DTensors, where this rank has not all of one for the
+        samples that it was given. Where ``loss_fn`` makes the loss it is the loss alone.
+
+        Raises:
+            UsageError: the model is in training and the plan has pipeline stages, or the batch does not fit the plan, or is not
+                given by names.
+        """
+        batch = with_names(given, batch, self._names_of_inputs)
+        if not self.training:
+            return self.predict(batch)
         with ordinary(), self._calls.together("call"):
             if not torch.is_grad_enabled():
                 self._calls.meet("call without gradients")
             return self._call(batch)
 
-    def _call(self, batch: Batch) -> Tensor:
+    def _call(self, batch: Batch) -> Any:
+        if self._outputs.is_loss_alone or not self._outputs.has_loss:
+            return self._called_loss(batch)[0]
+        with self._outputs.taking():
+            loss, partial = self._called_loss(batch)
+            return self._outputs.made(batch, partial, loss=loss, gather=False, communicates=False)
+
+    def _called_loss(self, batch: Batch) -> tuple[Tensor, PartialBatch | None]:
         if self._single is None:
             raise UsageError(
-                f"A model of {len(self._program.stages)} pipeline stages cannot be called: forward and backward run together",
-                fix="Replace `loss = par(**batch); loss.backward()` by `loss = par.train_step(batch)`",
+                f"A model of {len(self._program.stages)} pipeline stages cannot be called in training: forward and backward run together",
+                fix="Replace `loss = par(**batch); loss.backward()` by `loss = par.train_step(batch)`. par.predict(batch) has the outputs",
             )
         check_modes(self.plan, self._world.device, learns=False)
         if torch.is_grad_enabled():
             self._scale.check()
-            self.monitor.begin_step()
-        local = self._local(batch)
-        count = self.plan.num_micro_batches
-        self._begin_forward(local)
+            partial = self._begin_step(batch, "call")
+        else:
+            partial = self._batches.partial(batch, "call")
+        local = self._batches.local(batch, partial)
+        count = self._batches.count(partial)
+        self._begin_forward(local, partial)
         parts = micro_batches(local, self._program.graph.inputs, count)
         losses = [self._single.forward(part, number) for number, part in enumerate(parts)]
         loss = losses[0] if count == 1 else torch.stack(losses).sum()
-        self._state.commit()
+        self._commit()
         if loss.requires_grad:
             self.step_count += 1
-        return cast("Tensor", _GlobalLoss.apply(loss, self))  # type: ignore[no-untyped-call]
+        return self._loss.called(loss, self._begin_called, self._finish_called), partial
 
     def grad_scaler(self, **options: Any) -> ParallelScaler:
         """The ``torch.amp.GradScaler`` of this model, made once: for a plan in fp16, and switched off for others.
@@ -315,58 +339,200 @@ class ParallelModel:
         Raises:
             UsageError: gradients are still those of a scaled loss.
         """
-        self._scale.check_unscaled()
-        with self._calls.at_once("clip_grad_norm_", meets=False):  # the norm is a meeting of its own
-            norm = self._norm()
+        norm = self._norm_of("clip_grad_norm_")
         clip(self._assembly.held, norm, max_norm)
         return norm
 
-    # --- checkpoints
-
-    def save(self, path: str | Path, optimizer: Optimizer | None = None) -> None:
-        """Writes parameters, buffers that training changes, the step counter, the scaler's state and the optimizer's.
-
-        Every rank writes what it holds.
-        """
-        with self._calls.at_once("save"):
-            self._parameters.check_memory()
-            self._replicas.check_now()
-            checkpoint.save(path, self._assembly.held, self._progress(), optimizer, self._state.named())
-
-    def load(self, path: str | Path, optimizer: Optimizer | None = None) -> None:
-        """Reads what :meth:`save` wrote under any plan.
+    def grad_norm(self) -> Tensor:
+        """The 2-norm of all gradients of the whole model, a scalar, the same on every rank; all ranks call it.
 
         Raises:
-            PlanError: the checkpoint is of another model.
+            UsageError: gradients are still those of a scaled loss.
         """
-        progress = self._progress()
-        if self._scale.is_wanted:
-            progress[checkpoint.SCALER] = torch.zeros(NUM_STATES, dtype=torch.float64)
-        with self._calls.at_once("load"):
-            self._parameters.check_memory()
-            checkpoint.load(path, self._assembly.held, progress, optimizer, self._state.named())
-        self.seed, self.step_count = int(progress["seed"]), int(progress["step"])
-        if checkpoint.SCALER in progress:
-            self._scale.state = progress[checkpoint.SCALER]
+        return self._norm_of("grad_norm")
 
-    def _progress(self) -> dict[str, Tensor]:
-        progress = {"seed": torch.tensor(self.seed), "step": torch.tensor(self.step_count)}
-        scaler = self._scale.state
-        return progress if scaler is None else progress | {checkpoint.SCALER: scaler}
+    def scale_gradients_(self, norm: Tensor, max_norm: float) -> None:
+        """What :meth:`clip_grad_norm_` does once it has the norm."""
+        clip(self._assembly.held, norm, max_norm)
+
+    def _norm_of(self, call: str) -> Tensor:
+        self._scale.check_unscaled()
+        with self._calls.at_once(call, meets=False):  # the norm is a meeting of its own
+            return self._norm()
+
+    def non_finite_gradients(self) -> list[str]:
+        """Names of up to three parameters on each rank whose gradients are infinite or no number, of all ranks, on every rank."""
+        own = [h.key for h in self._assembly.held if h.gradient is not None and not bool(h.gradient.isfinite().all())]
+        found: list[Any] = [own[:3]]
+        with self._calls.at_once("non_finite_gradients"):
+            if self._norm.group is not None:
+                found = [None] * self.world_size
+                dist.all_gather_object(found, own[:3], group=self._norm.group)
+        return sorted({name for names in found for name in names})
+
+    def largest(self, *values: float) -> list[float]:
+        """Of each number the largest that any rank gives; the same on every rank, all of which call it."""
+        with self._calls.at_once("largest", meets=False):
+            return self._calls.largest(values)
+
+    def memory_error(self, error: BaseException) -> AutoparError:
+        """Of an error of torch's that there is no memory left: one that says what was predicted, and what there is."""
+        return self._memory_report.error(error)
+
+    # --- checkpoints
+
+    def save(
+        self,
+        path: str | Path,
+        optimizer: Optimizer | None = None,
+        *,
+        scheduler: Any = None,
+        dataloader: Any = None,
+        extra: Any = None,
+    ) -> None:
+        """Writes a checkpoint, from which any plan goes on: in place of the one that is there, or not at all. All ranks call it.
+
+        It has the model complete, the optimizer, the scaler, seed and step, the plan, the random states of Python, numpy, torch and
+        CUDA on each rank, and what is given besides. Every rank writes its share; no file of it is a pickle.
+
+        Args:
+            scheduler, dataloader: one, or a list of such: what has ``state_dict`` and ``load_state_dict``, with numbers, texts,
+                tensors and containers of them.
+            extra: such a value, that of rank 0; :meth:`load` gives it back.
+
+        Raises:
+            UsageError: the folder cannot be written, or a state cannot be kept; on all ranks alike. What was there is unchanged.
+        """
+        with self._calls.at_once("save"):
+            save = self._begin_save(path, optimizer, Beside(scheduler=scheduler, dataloader=dataloader, extra=extra))
+            save.write(self._checkpointed.meeting)
+
+    def _begin_save(self, path: str | Path, optimizer: Optimizer | None, beside: Beside) -> Save:
+        self._memory.check_memory()
+        self._replicas.check_now()
+        progress = {"seed": self.seed, "step": self.step_count, "scaler": self._scale.numbers}
+        return self._checkpointed.save(path, progress, optimizer, beside)
+
+    def save_pretrained(self, path: str | Path, *, max_shard_size: str | int = "5GB") -> None:
+        """Writes the weights as transformers does, in the model's dtypes: ``from_pretrained`` and ``weights=DIR`` read them.
+
+        Safetensors under the model's names (tied weights once), in files of at most ``max_shard_size`` with an index, and the
+        configuration, where the model has one of transformers. All ranks call it; none of them has the complete model.
+
+        Raises:
+            UsageError: the folder cannot be written; on all ranks alike.
+        """
+        with self._calls.at_once("save_pretrained"):
+            self._memory.check_memory()
+            export = Export(
+                graph=self._program.graph,
+                held=self._assembly.held,
+                buffers=self._state.named(self._state.own),
+                untrained=self._untrained,
+                facts=self._facts,
+                meeting=self._checkpointed.meeting,
+            )
+            export.save(path, max_shard_size)
+
+    def load(
+        self,
+        path: str | Path,
+        optimizer: Optimizer | None = None,
+        *,
+        scheduler: Any = None,
+        dataloader: Any = None,
+        allow_pickle: bool = False,
+    ) -> Any:
+        """Reads what :meth:`save` wrote under any plan; gives its ``extra``. All ranks call it.
+
+        Each rank reads and verifies what it needs before anything is changed. Random states are brought back where the number of
+        ranks is that of the job that saved.
+
+        Args:
+            allow_pickle: also read checkpoints of autopar before checkpoints had an index in JSON. Their index is a pickle, by which
+                whoever can write the file may run code in this job, and damage in them is not found. For files that you trust.
+
+        Raises:
+            CheckpointError: the folder has no checkpoint, or a damaged one: names the file and the tensor; on all ranks alike.
+            PlanError: the checkpoint is of another model, optimizer or number of data ranks; on all ranks alike.
+        """
+        with self._calls.at_once("load"):
+            self._memory.check_memory()
+            beside = Beside(scheduler=scheduler, dataloader=dataloader)
+            progress, extra = self._checkpointed.load(path, optimizer, beside, allow_pickle=allow_pickle)
+        self.seed, self.step_count = progress["seed"], progress["step"]
+        if self._scale.is_wanted and progress.get("scaler") is not None:
+            self._scale.numbers = progress["scaler"]
+        return extra
+
+    # --- as a module has it (``state_dict`` and ``load_state_dict``, which torch.distributed.checkpoint calls)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """This rank's parameters, the buffers that it changes, and what else goes on from step to step.
+
+        All ranks call it where the plan has lengthened a vocabulary, which is in it as the model has it.
+        """
+        with self._calls.at_once("state_dict", meets=self._module_state.is_lengthened):
+            self._memory.check_memory()
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+            self._module_state.complete(destination, prefix, self._parameters.keys())
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """In place. The state may also have the model's own names, with whole parameters (:meth:`full_state_dict`)."""
+        if local_metadata.get("assign_to_params_buffers"):
+            error_msgs.append("load_state_dict(assign=True) would replace the memory that steps read: leave assign out")
+            return
+        self._memory.check_memory()
+        missing, problems = self._module_state.put(state_dict, prefix, self._state.named())
+        missing_keys += missing
+        error_msgs += problems
+        self._untrained.take(state_dict, prefix)
+        if strict:
+            unexpected_keys += self._module_state.unexpected(state_dict, prefix)
+        if prefix + EXTRA_STATE in state_dict:
+            self.set_extra_state(state_dict[prefix + EXTRA_STATE])
+
+    def get_extra_state(self) -> dict[str, Tensor]:
+        """The seed, the number of steps, and the scaler's state (zeros where there is none): tensors, which no file pickles."""
+        numbers = self._scale.numbers or {}
+        scaler = torch.tensor([numbers.get(name, 0.0) for name in SCALER_NUMBERS], dtype=torch.float64)
+        return {"scaler": scaler, "seed": torch.tensor(self.seed), "step": torch.tensor(self.step_count)}
+
+    def set_extra_state(self, state: Mapping[str, Tensor]) -> None:
+        """What :meth:`get_extra_state` gave."""
+        self.seed, self.step_count = int(state["seed"]), int(state["step"])
+        if self._scale.is_wanted and state["scaler"].any():
+            self._scale.numbers = dict(zip(SCALER_NUMBERS, state["scaler"].tolist(), strict=True))
 
     # --- inside a step
 
-    def _begin_forward(self, local: Batch) -> None:
+    def _commit(self) -> None:
+        """After the last micro-batch of a step: buffers that it changes have their new values."""
+        self._state.commit()
+        self._show_buffers(self._state.named())
+
+    def _begin_forward(self, local: Batch, partial: PartialBatch | None) -> None:
         """Totals of the global batch and random streams, before the first micro-batch."""
-        self._parameters.check()
+        self._memory.check()
         self._given.check(self.step_count)
         self._alarm.runs()
         self._replicas.check(self.step_count)
-        totals = self._totals(local)
+        totals = self._batches.totals(local, partial, self._state.values)
         base = (self.seed * 1_000_003 + self.step_count) * (self.plan.num_micro_batches + 1)
         for stage in self._assembly.stages:
             forget_gathered(stage)
             stage.totals, stage.seed = totals, base
+            stage.share = 1.0 if partial is None else partial.share
+            stage.weights = None if partial is None else partial.weights
 
     def _begin_called(self) -> None:
         """At the begin of a backward that the user called."""
@@ -380,55 +546,16 @@ class ParallelModel:
         self._gradients.finish()
         self._scale.done()
         self._alarm.end()
-        self.monitor.end_step()
+        self._end_step()
 
-    def _totals(self, local: Batch) -> dict[str, Tensor]:
-        sums = self._program.sums
-        if sums is None:
-            return {}
-        totals: list[Tensor] = []
-        with torch.no_grad(), spmd_types.set_current_mesh(self._world.device_mesh):
-            for part in micro_batches(local, self._program.graph.inputs, self.plan.num_micro_batches):
-                given = self._state.values | part
-                made = sums.module(*[given[name] for name in sums.inputs])
-                totals = list(made) if not totals else [a + b for a, b in zip(totals, made, strict=True)]
-        for i, total in enumerate(totals):
-            if self._data_group is not None:
-                totals[i] = total.contiguous().clone()
-                dist.all_reduce(totals[i], group=self._data_group)
-        return dict(zip(sums.outputs, totals, strict=True))
+    def _begin_step(self, batch: Batch, purpose: str) -> PartialBatch | None:
+        """Of a step with gradients; the time of one of fewer samples than the plan's says nothing of the plan."""
+        partial = self._batches.partial(batch, purpose)
+        self._is_timed = partial is None
+        if self._is_timed:
+            self.monitor.begin_step()
+        return partial
 
-    def _reported(self, loss: Tensor | None) -> Tensor:
-        """The loss of the global batch from this rank's part, if it has one."""
-        none = torch.zeros((), device=self._world.device, dtype=self._number)
-        return self._global_loss(none if loss is None else loss.to(self._number))
-
-    def _global_loss(self, loss: Tensor) -> Tensor:
-        if self._loss_group is not None:
-            # the ranks of a pipeline end at different times, and wait for the last one here
-            with self.monitor.part(PIPELINE if self.plan.mesh.pp > 1 else DATA):
-                dist.all_reduce(loss, group=self._loss_group)
-        return loss
-
-    def _local(self, batch: Batch) -> dict[str, Tensor]:
-        """This rank's samples of a batch, on its device."""
-        local = local_batch(batch, self._program.graph.inputs, self.plan, self.data_rank, self._world.device)
-        self._shared.check(named_inputs(batch), local, self.samples, self._alarm)
-        return local
-
-
-class _GlobalLoss(torch.autograd.Function):
-    """Forward: the sum of the ranks' parts. Backward: passes on, and has the gradient sums done at its end."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, owner: ParallelModel) -> Tensor:
-        ctx.owner = owner
-        return owner._global_loss(loss.detach().clone())
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        ctx.owner._begin_called()
-        engine = torch.autograd.Variable._execution_engine
-        # Twice, so that it comes after the callback that FSDP queues in the course of this backward.
-        engine.queue_callback(lambda: engine.queue_callback(ctx.owner._finish_called))
-        return gradients[0], None
+    def _end_step(self) -> None:
+        if self._is_timed:
+            self.monitor.end_step()

@@ -11,31 +11,22 @@ from autopar.hardware.detect.tf32 import multiplies_in_tf32
 from autopar.lower.emit import is_random
 from autopar.lower.program import Program
 from autopar.plan.plan import TF32_PRODUCTS, Plan, Precision
+from autopar.runtime.step.block_code import noise
 from autopar.runtime.step.gradients import Held
-from autopar.runtime.step.stage import noise
 
 _INSTEAD = {
-    "state_dict": "par.full_state_dict() has the complete parameters, par.save(DIR, optimizer) writes a checkpoint",
-    "load_state_dict": "par.load(DIR, optimizer) reads a checkpoint of par.save; weights of one device go into the model "
-    "before autopar.parallelize, or come from files by weights=DIR",
-    "train": "par.train_step(batch) trains, par.evaluate(batch) does not",
-    "eval": "par.evaluate(batch) is without dropout and gradients",
-    "zero_grad": "optimizer.zero_grad()",
-    "to": "a plan says on which devices and in which dtypes its parameters are",
-    "forward": "par.train_step(batch), or par(**batch)",
-    "modules": "its stages are programs made of the model: what is to change, change in the model before autopar.parallelize",
-    "module": "the model is what was given to autopar.parallelize; model.load_state_dict(par.full_state_dict(), strict=False)",
-    "backward": "par.train_step(batch) has done it, or par(**batch).backward()",
+    "module": "the model is what was given to autopar.parallelize; model.load_state_dict(par.full_state_dict())",
+    "backward": "par.train_step(batch) has done it; the loss of par(**batch) has one",
     "generate": "put par.full_state_dict() into the model itself, and generate with that",
-    "requires_grad_": "freeze par.parameters() one by one",
-    "buffers": "par.full_state_dict() has those that training changes",
+    "config": "model.config, of the model that was given to autopar.parallelize",
+    "is_first_rank": "par.is_main_process",
 }
-"""What users of modules look for at a parallel model, and where it is."""
+"""What users look for at a parallel model besides what a module has, and where it is."""
 
 
 def absent(name: str) -> AttributeError:
-    """The error of Python's that a parallel model has no such attribute, with what to use instead of one of a module's."""
-    text = f"A parallel model has no attribute {name!r}: it is no torch.nn.Module"
+    """The error of Python's that a parallel model has no such attribute, with what to use instead."""
+    text = f"A parallel model has no attribute {name!r}"
     return AttributeError(f"{text}. Instead: {_INSTEAD[name]}" if name in _INSTEAD else text)
 
 

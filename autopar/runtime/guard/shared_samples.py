@@ -77,6 +77,19 @@ class SharedSamples:
         self._calls = number + 1
         self._tell_of_other_batches([row[1] for row in found])
 
+    def are_equal(self, given: Mapping[str, Tensor], alarm: Alarm) -> bool:
+        """Whether all ranks were given the same samples; all ranks call it."""
+        if self._is_alone:
+            return False
+        mine = torch.zeros(len(self._inputs), dtype=torch.int64)
+        for place, leaf in enumerate(self._inputs):
+            mine[place] = _mark(given[leaf.name])
+        rows = [torch.empty_like(mine) for _ in self._data_index]
+        alarm.runs()
+        dist.all_gather(rows, mine, group=self._group)
+        alarm.met()
+        return all(torch.equal(row, mine) for row in rows)
+
     def _compare(self, leaf: Input, marks: Sequence[int]) -> None:
         first: dict[int, int] = {}
         for rank, part in enumerate(self._data_index):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -10,14 +11,36 @@ from torch import Tensor
 from autopar.errors import UsageError
 from autopar.graph.graph import Input
 from autopar.plan.plan import Plan
+from autopar.runtime.step.partial_batch import PartialBatch
 from autopar.runtime.step.runner import Batch
 from autopar.tracing.batch import named_inputs
 
 
+def num_samples(batch: object, inputs: Sequence[Input]) -> int | None:
+    """Samples of a batch; None where inputs have none, or differ in how many."""
+    if not isinstance(batch, Mapping):
+        return None
+    batch = named_inputs(batch)
+    found = {batch[leaf.name].shape[leaf.batch_dim] for leaf in inputs if _has_samples(batch.get(leaf.name), leaf)}
+    return found.pop() if len(found) == 1 else None
+
+
+def _has_samples(value: object, leaf: Input) -> TypeGuard[Tensor]:
+    return leaf.batch_dim is not None and isinstance(value, Tensor) and value.dim() > leaf.batch_dim
+
+
 def local_batch(
-    batch: Batch, inputs: Sequence[Input], plan: Plan, data_rank: int, device: torch.device
+    batch: Batch,
+    inputs: Sequence[Input],
+    plan: Plan,
+    data_rank: int,
+    device: torch.device,
+    partial: PartialBatch | None = None,
 ) -> dict[str, Tensor]:
     """What the data rank takes of a batch, on its device, in the dtypes of ``inputs``; the batch may hold its samples alone.
+
+    Args:
+        partial: how it computes a batch of fewer samples, where this is one.
 
     Page-locked memory is read after this returns; what lies on the device already in the dtype is taken as it is, not copied.
 
@@ -44,6 +67,14 @@ def local_batch(
             if unknown
             else f"Add {', '.join(name for name in expected if name not in batch)}",
         )
+    counts = {
+        leaf.name: batch[leaf.name].shape[leaf.batch_dim] for leaf in inputs if _has_samples(batch[leaf.name], leaf)
+    }
+    if len(set(counts.values())) > 1:
+        raise UsageError(
+            f"The inputs of the batch have different numbers of samples: {', '.join(f'{n} of {name}' for name, n in counts.items())}",
+            fix="Pass inputs of the same samples",
+        )
     whole, own = plan.global_batch_size, plan.samples_of(data_rank)
     part = len(own)
     local: dict[str, Tensor] = {}
@@ -56,12 +87,14 @@ def local_batch(
                 f"{leaf.name} has shape {tuple(value.shape)}, but the plan takes ({', '.join(sizes)})",
                 fix="Pad the input to that shape, or search a plan for the new one",
             )
-        if dim is not None:
+        if dim is not None and partial is not None:
+            value = partial.taken(value, dim)
+        elif dim is not None:
             if value.shape[dim] not in (whole, part):
                 raise UsageError(
                     f"{leaf.name} has {value.shape[dim]} samples",
-                    fix=f"Pass {whole} (the complete global batch)"
-                    + ("" if part == whole else f" or {part} (this rank's part: par.samples)"),
+                    fix=f"Pass {whole} (the complete global batch) or fewer"
+                    + ("" if part == whole else f", or {part} (this rank's part: par.samples)"),
                 )
             if value.shape[dim] != part:
                 value = value.narrow(dim, own.start, part)

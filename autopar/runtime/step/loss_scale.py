@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -26,9 +26,8 @@ from autopar.runtime.guard.collective_calls import Calls
 from autopar.runtime.step.gradients import Held
 
 _MAKE = "scaler = par.grad_scaler()"
-_STATE = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
-"""The entries of ``GradScaler.state_dict()``, in the order of a checkpoint's."""
-NUM_STATES = len(_STATE)
+SCALER_NUMBERS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+"""The entries of ``GradScaler.state_dict()``."""
 _WHOLE = frozenset({"growth_interval", "_growth_tracker"})
 
 
@@ -53,7 +52,7 @@ class LossScale:
     ) -> None:
         self._precision, self._held, self._device = precision, held, device
         self._calls, self._group = calls, group
-        self._loaded: Tensor | None = None
+        self._loaded: dict[str, float] | None = None
         self.scaler: ParallelScaler | None = None
 
     def make(self, **options: Any) -> ParallelScaler:
@@ -70,7 +69,7 @@ class LossScale:
         options.setdefault("enabled", self._precision.scales_loss)
         self.scaler = ParallelScaler(self._calls, self._group, self._device, **options)
         if self._loaded is not None:
-            self.state = self._loaded
+            self.numbers = self._loaded
         return self.scaler
 
     @property
@@ -79,19 +78,18 @@ class LossScale:
         return self._precision.scales_loss if self.scaler is None else self.scaler.is_enabled()
 
     @property
-    def state(self) -> Tensor | None:
-        """What a checkpoint keeps: five numbers in float64; None where there is no scale."""
+    def numbers(self) -> dict[str, float] | None:
+        """What a checkpoint keeps; None where there is no scale."""
         if self.scaler is None or not self.scaler.is_enabled():
             return self._loaded if self.is_wanted else None
         state = self.scaler.state_dict()
-        return torch.tensor([float(state[name]) for name in _STATE], dtype=torch.float64)
+        return {name: float(state[name]) for name in SCALER_NUMBERS}
 
-    @state.setter
-    def state(self, state: Tensor) -> None:
-        self._loaded = state
+    @numbers.setter
+    def numbers(self, numbers: Mapping[str, float]) -> None:
+        self._loaded = {name: float(numbers[name]) for name in SCALER_NUMBERS}
         if self.scaler is not None and self.scaler.is_enabled():
-            numbers = zip(_STATE, state.tolist(), strict=True)
-            self.scaler.load_state_dict({name: int(n) if name in _WHOLE else n for name, n in numbers})
+            self.scaler.load_state_dict({name: int(n) if name in _WHOLE else n for name, n in self._loaded.items()})
 
     def check(self) -> None:
         """Before a step whose gradients would be lost without a scale.
@@ -127,7 +125,7 @@ class LossScale:
         if self.scaler is not None and self.scaler.is_enabled() and not self.scaler.has_been_asked:
             raise UsageError(
                 "This is the backward() of a loss that the scaler of this model has not scaled",
-                fix=f"Write {_MAKE}, then scaler.scale(par(**batch)).backward()",
+                fix=f"Write {_MAKE}, then scaler.scale(loss).backward(), where loss is that of par(**batch)",
             )
 
     def check_unscaled(self) -> None:
@@ -280,7 +278,7 @@ class StepLoss(Tensor):
         """
         raise UsageError(
             "A loss.backward() was called after par.train_step(batch), which has already run the backward pass",
-            fix="Leave backward() out (with one pipeline stage, `par(**batch).backward()` does the same)",
+            fix="Leave backward() out (with one pipeline stage, that of the loss of par(**batch) does the same)",
         )
 
     def __truediv__(self, other: Any) -> Tensor:

@@ -31,10 +31,10 @@ _Sent: TypeAlias = tuple[tuple[Tensor, ...], dist.Work]
 class Runner(Protocol):
     """Runs forward and backward of all micro-batches."""
 
-    def run(self, batch: Batch) -> Tensor | None:
-        """From this rank's samples to its part of the loss; None where the loss is made elsewhere."""
+    def run(self, batch: Batch, count: int) -> Tensor | None:
+        """From this rank's samples, in ``count`` micro-batches, to its part of the loss; None where the loss is made elsewhere."""
 
-    def evaluate(self, batch: Batch) -> Tensor | None:
+    def evaluate(self, batch: Batch, count: int) -> Tensor | None:
         """Forward alone, without gradients."""
 
 
@@ -56,9 +56,8 @@ class Accumulation:
     def __init__(self, stage: StageModule, plan: Plan, inputs: Sequence[Input], scaled: Scaled) -> None:
         self.stage, self._plan, self._inputs, self._scaled = stage, plan, inputs, scaled
 
-    def run(self, batch: Batch) -> Tensor:
+    def run(self, batch: Batch, count: int) -> Tensor:
         """See :class:`Runner`."""
-        count = self._plan.num_micro_batches
         total: Tensor | None = None
         for number, micro_batch in enumerate(micro_batches(batch, self._inputs, count)):
             if count > 1:  # with one, all is as after the last
@@ -69,9 +68,9 @@ class Accumulation:
         assert total is not None
         return total
 
-    def evaluate(self, batch: Batch) -> Tensor:
+    def evaluate(self, batch: Batch, count: int) -> Tensor:
         """See :class:`Runner`."""
-        parts = micro_batches(batch, self._inputs, self._plan.num_micro_batches)
+        parts = micro_batches(batch, self._inputs, count)
         with torch.no_grad():
             return torch.stack([self.forward(part, number) for number, part in enumerate(parts)]).sum()
 
@@ -135,8 +134,21 @@ class Pipeline:
                     fix="Pin schedule=1F1B, GPipe or Interleaved1F1B",
                 )
 
-    def run(self, batch: Batch) -> Tensor | None:
-        """See :class:`Runner`."""
+    def run(self, batch: Batch, count: int) -> Tensor | None:
+        """See :class:`Runner`. More micro-batches than the schedule has are run by it in turns."""
+        own, inputs = self._program.plan.num_micro_batches, self._program.graph.inputs
+        if count == own:
+            return self._run(batch)
+        losses = []
+        for turn, part in enumerate(micro_batches(batch, inputs, count // own)):
+            for stage in self._stages:
+                stage.first_micro_batch = turn * own
+            losses.append(self._run(part))
+        for stage in self._stages:
+            stage.first_micro_batch = 0
+        return torch.stack([loss for loss in losses if loss is not None]).sum() if losses[0] is not None else None
+
+    def _run(self, batch: Batch) -> Tensor | None:
         keywords = {INPUT + name: batch[name] for name in self._chunked}
         rest = {leaf.name: batch[leaf.name] for leaf in self._program.graph.inputs if leaf.name not in self._chunked}
         for stage in self._stages:
@@ -146,9 +158,9 @@ class Pipeline:
             self._schedule.step(target=self._numbers, losses=losses, return_outputs=False, **keywords)
         return torch.stack([loss.detach() for loss in losses]).sum() if losses else None
 
-    def evaluate(self, batch: Batch) -> Tensor | None:
+    def evaluate(self, batch: Batch, count: int) -> Tensor | None:
         """See :class:`Runner`. One micro-batch after the other: torch's schedules drop gradients when they turn to evaluate."""
-        count, losses, sent = self._program.plan.num_micro_batches, list[Tensor](), list[_Sent]()
+        losses, sent = list[Tensor](), list[_Sent]()
         with torch.no_grad(), self._monitor.part(PIPELINE):
             for number, part in enumerate(micro_batches(batch, self._program.graph.inputs, count)):
                 here: dict[int, tuple[Tensor, ...]] = {0: ()}
@@ -216,7 +228,8 @@ class _Stage(PipelineStage):
         self._monitor = monitor
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **options: Any) -> Any:
-        cast("StageModule", self.submod).micro_batch = fwd_chunk_id
+        module = cast("StageModule", self.submod)
+        module.micro_batch = module.first_micro_batch + fwd_chunk_id
         with self._monitor.part(COMPUTE), _named(self.stage_index):
             return super().forward_one_chunk(fwd_chunk_id, *args, **options)
 

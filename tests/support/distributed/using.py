@@ -8,6 +8,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from autopar import api
@@ -19,7 +20,7 @@ from autopar.plan.plan import Plan
 from autopar.request import Request
 from autopar.runtime.launch import launch
 from autopar.verification.against_one_device import adamw
-from tests.support.distributed.jobs import Batch
+from tests.support.distributed.jobs import Batch, build
 from tests.support.distributed.subjects import HfSubject
 
 
@@ -66,3 +67,23 @@ def without_a_cluster(subject: HfSubject, batch: Batch) -> tuple[str, str, list[
         parallel = api.parallelize(subject.build(), example_inputs=batch, global_batch_size=16, pins=["dp=4"])
     parallel.train_step(batch)
     return parallel.plan.cluster, str(parallel.plan.mesh), planned
+
+
+def saved_by_torch(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, folder: str) -> float:
+    """The loss after a step, of a model that ``torch.distributed.checkpoint`` then saves."""
+    parallel = build(subject, plan, graph)
+    optimizer = adamw(parallel.parameters())
+    parallel.train_step(batch)
+    optimizer.step()
+    dcp.save({"model": parallel}, checkpoint_id=folder)
+    return parallel.evaluate(batch).item()
+
+
+def loaded_by_torch(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, folder: str) -> tuple[int, float]:
+    """Steps and loss of a model of other weights that ``torch.distributed.checkpoint`` has loaded."""
+    parallel = build(subject, plan, graph)
+    with torch.no_grad():
+        for parameter in parallel.parameters():
+            parameter.mul_(0.5)
+    dcp.load({"model": parallel}, checkpoint_id=folder)
+    return parallel.step_count, parallel.evaluate(batch).item()

@@ -238,10 +238,10 @@ def run_program(
     live: dict[str, Any] = {}
     for stage in program.stages:
         received = {name: live[name] for name in stage.receives}
-        env: dict[str, Any] = {**received, "rng_seed": seed}
+        env: dict[str, Any] = {**received, "rng_seed": seed, "batch_share": 1.0}
         env |= {name: parameters[name] for name in stage.shared_parameters}
         if stage.prelude is not None:
-            given = {**batch, **totals}
+            given = {**batch, **totals, "batch_share": 1.0}
             values = stage.prelude.module(*(given[name] for name in stage.prelude.inputs))
             env |= dict(zip(stage.prelude.outputs, values, strict=True))
         for block in stage.blocks:

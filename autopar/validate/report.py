@@ -1,0 +1,164 @@
+"""The table of scores as text and Markdown, and predictions against measurements as one HTML file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from html import escape
+
+from autopar.plan.prediction import Prediction
+from autopar.validate.runs import GIB, FailedRow, Run
+from autopar.validate.scores import Score
+
+HEADER = ("source", "runs", "MAPE", "bias", "scaled", "rho", "inside", "pairs in order", "regret (worst)", "memory",
+          "false fits", "false misfits")  # fmt: skip
+WORST = 12
+
+
+def percent(value: float | None, *, sign: bool = False) -> str:
+    """A fraction in percent; a dash for none.
+
+    >>> percent(0.0814), percent(-0.02, sign=True), percent(None)
+    ('8.1 %', '-2.0 %', '-')
+    """
+    if value is None:
+        return "-"
+    return f"{100 * value:+.1f} %" if sign else f"{100 * value:.1f} %"
+
+
+def row_of(score: Score) -> tuple[str, ...]:
+    """The cells of :data:`HEADER`."""
+    regret = f"{percent(score.regret)} ({percent(score.worst_regret)}) of {score.groups}" if score.groups else "-"
+    memory = f"{percent(score.memory_mape)} ({percent(score.memory_bias, sign=True)}) of {score.memory_runs}"
+    return (
+        score.name,
+        str(score.runs),
+        percent(score.mape),
+        percent(score.bias, sign=True),
+        percent(score.scaled_mape),
+        "-" if score.rho is None else f"{score.rho:.3f}",
+        percent(score.coverage),
+        f"{score.ordered} of {score.pairs}" if score.pairs else "-",
+        regret,
+        memory if score.memory_runs else "-",
+        str(score.false_fits),
+        str(score.false_misfits),
+    )
+
+
+def markdown(scores: Sequence[Score]) -> str:
+    """The scores as a Markdown table, which a terminal shows as well."""
+    rows = [HEADER, *(row_of(score) for score in scores)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(HEADER))]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
+    ]
+    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+    return "\n".join((lines[0], rule, *lines[1:]))
+
+
+def failures(failed: Sequence[FailedRow], count: int) -> list[str]:
+    """Of how many rows nothing is predicted, and why; nothing where there is none.
+
+    Args:
+        count: of all rows.
+    """
+    if not failed:
+        return []
+    return [f"{len(failed)} of {count} rows failed:", *(f"- {row.name}: {row.error}" for row in failed)]
+
+
+def worst(runs: Sequence[Run], predictions: Sequence[Prediction], count: int = WORST) -> list[str]:
+    """The runs that are missed most, with where their predicted time goes."""
+    timed = [(r, p) for r, p in zip(runs, predictions, strict=True) if r.step_time_s]
+    timed.sort(key=lambda pair: -abs(math.log(pair[1].step_time_s / (pair[0].step_time_s or 1.0))))
+    lines = []
+    for run, prediction in timed[:count]:
+        parts = prediction.breakdown
+        shares = [(name.removesuffix("_s"), getattr(parts, name) / prediction.step_time_s) for name in parts.__slots__]
+        largest = ", ".join(f"{name} {100 * part:.0f} %" for name, part in sorted(shares, key=lambda s: -s[1])[:3])
+        error = prediction.step_time_s / (run.step_time_s or 1.0) - 1
+        lines.append(
+            f"{run.name} (row {run.line}): {percent(error, sign=True)}; {run.devices} {run.device}, tp {run.tp}, "
+            f"pp {run.pp}, cp {run.cp}, dp {run.dp}, micro-batch {run.micro_batch}, {run.heads} heads, {run.precision}; "
+            f"predicted {prediction.step_time_s:.4g} s, measured {run.step_time_s:.4g} s: {largest}"
+        )
+    return lines
+
+
+# --- the page
+
+_COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#9c6b4e", "#3ca951", "#a463f2", "#888")
+_STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:70rem;margin:2rem auto;padding:0 1rem;color:#222}
+table{border-collapse:collapse;font-size:.9rem}td,th{padding:.2rem .7rem .2rem 0;text-align:left}
+svg{width:100%;max-width:46rem;display:block}.key{display:inline-block;width:.8rem;height:.8rem;margin:0 .3rem 0 1rem}"""
+_SIDE, _MARGIN = 560, 56
+
+
+def render_html(
+    scores: Sequence[Score], runs: Sequence[Run], predictions: Sequence[Prediction], failed: Sequence[FailedRow] = ()
+) -> str:
+    """Scores and scatter plots on one page that needs nothing else; every text of the runs is escaped."""
+    names = list(dict.fromkeys(run.release for run in runs))
+    colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names)}
+    times = [
+        (r.step_time_s, p.step_time_s, colours[r.release], r.name)
+        for r, p in zip(runs, predictions, strict=True)
+        if r.step_time_s
+    ]
+    sizes = [
+        (r.peak_memory_bytes / GIB, p.peak_memory_bytes / GIB, colours[r.release], r.name)
+        for r, p in zip(runs, predictions, strict=True)
+        if r.peak_memory_bytes
+    ]
+    head = "".join(f"<th>{escape(name)}</th>" for name in HEADER)
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row_of(score)) + "</tr>" for score in scores)
+    keys = "".join(f'<span class="key" style="background:{c}"></span>{escape(n)}' for n, c in colours.items())
+    plots = f"<h2>Step time (s)</h2>{scatter(times)}" + (f"<h2>Peak memory (GiB)</h2>{scatter(sizes)}" if sizes else "")
+    missing = "".join(f"<p>{escape(line)}</p>" for line in failures(failed, len(runs) + len(failed)))
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>Predicted and measured</title>'
+        f"<style>{_STYLE}</style></head><body><h1>Predicted and measured</h1><table><tr>{head}</tr>{body}</table>"
+        f"<p>{keys}</p>{plots}{missing}</body></html>\n"
+    )
+
+
+def scatter(points: Sequence[tuple[float, float, str, str]]) -> str:
+    """Predicted over measured, both logarithmic, with the line of equality.
+
+    Args:
+        points: (measured, predicted, colour, name).
+    """
+    if not points:
+        return "<p>none</p>"
+    values = [value for x, y, _, _ in points for value in (x, y)]
+    low, high = math.log10(min(values)), math.log10(max(values))
+    low, high = (low - 0.1, high + 0.1) if high - low < 0.2 else (low - 0.02, high + 0.02)
+
+    def at(value: float) -> float:
+        return (math.log10(value) - low) / (high - low) * _SIDE
+
+    ticks = [m * 10.0**k for k in range(math.floor(low), math.ceil(high) + 1) for m in (1, 2, 5)]
+    parts = []
+    for tick in ticks:
+        if low <= math.log10(tick) <= high:
+            x = at(tick)
+            parts.append(
+                f'<path d="M{_MARGIN + x:.1f} {_SIDE}v5M{_MARGIN} {_SIDE - x:.1f}h-5" stroke="#888"/>'
+                f'<text x="{_MARGIN + x:.1f}" y="{_SIDE + 20}" font-size="12" text-anchor="middle">{tick:g}</text>'
+                f'<text x="{_MARGIN - 8}" y="{_SIDE - x + 4:.1f}" font-size="12" text-anchor="end">{tick:g}</text>'
+            )
+    parts.append(f'<path d="M{_MARGIN} {_SIDE}L{_MARGIN + _SIDE} 0" stroke="#bbb"/>')
+    parts += [
+        f'<circle cx="{_MARGIN + at(x):.1f}" cy="{_SIDE - at(y):.1f}" r="3.5" fill="{colour}" fill-opacity=".7">'
+        f"<title>{escape(name)}: measured {x:.4g}, predicted {y:.4g}</title></circle>"
+        for x, y, colour, name in points
+    ]
+    return f'<svg viewBox="0 -8 {_SIDE + _MARGIN + 12} {_SIDE + 36}" role="img">{"".join(parts)}</svg>'
+
+
+def parameters_table(values: Mapping[str, float], start: Mapping[str, float], seen: Mapping[str, int]) -> str:
+    """Fitted values beside priors, and how many runs see each."""
+    lines = ["| parameter | prior | fitted | runs that see it |", "|---|---|---|---|"]
+    lines += [f"| {key} | {start[key]:.4g} | {values[key]:.4g} | {count} |" for key, count in seen.items()]
+    return "\n".join(lines)

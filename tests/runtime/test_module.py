@@ -1,0 +1,275 @@
+"""A parallel model is a ``torch.nn.Module``: what code asks of one it answers, or refuses in one sentence."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from autopar import api
+from autopar.errors import UsageError
+from autopar.lower.program import lower
+from autopar.plan.mesh import Mesh
+from autopar.runtime.parallel_model import ParallelModel
+from autopar.runtime.weights.from_model import ModelWeights
+from autopar.runtime.world import World
+from autopar.verification.against_one_device import adamw, loss_of
+from tests.support.distributed.plans import make_plan
+from tests.support.distributed.subjects import HfSubject
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+SUBJECT = HfSubject("gpt2", depth=1)
+
+
+@cache
+def graph() -> Any:
+    return SUBJECT.trace()
+
+
+def build(model: nn.Module | None = None, **options: Any) -> ParallelModel:
+    plan = make_plan(graph(), Mesh(), global_batch_size=8, micro_batch_size=2, **options)
+    return ParallelModel(lower(plan, graph()), World(plan.mesh, "cpu"), ModelWeights(model or SUBJECT.build(), 0))
+
+
+class Counting(nn.Module):
+    """Has a buffer that steps change, and one that they do not."""
+
+    steps: Tensor
+    ones: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.register_buffer("steps", torch.zeros(()))
+        self.register_buffer("ones", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        return (x * self.weight * self.ones).square().mean()
+
+
+def counting() -> ParallelModel:
+    traced = api.trace(Counting(), example_inputs={"x": torch.ones(4, 4)})
+    plan = make_plan(traced, Mesh(), global_batch_size=4, micro_batch_size=4)
+    return ParallelModel(lower(plan, traced), World(plan.mesh, "cpu"), ModelWeights(Counting(), 0))
+
+
+class Around(nn.Module):
+    """What a framework makes of a model: a module that holds it."""
+
+    def __init__(self, inside: nn.Module) -> None:
+        super().__init__()
+        self.inside = inside
+
+    def forward(self, **batch: Tensor) -> Any:
+        return self.inside(**batch)
+
+
+def test_parameters_and_modules_are_listed_as_of_any_module() -> None:
+    parallel = build()
+    assert isinstance(parallel, nn.Module)
+    assert list(parallel.named_modules()) == [("", parallel)]
+    named = dict(parallel.named_parameters(prefix="par"))
+    assert "par.transformer.h.0.attn.c_attn.weight[32:64]" in named
+    assert [id(p) for p in named.values()] == [id(p) for p in parallel.parameters()]
+    assert len(named) == len(graph().parameters)
+    around = dict(Around(parallel).named_parameters())
+    assert [id(p) for p in around.values()] == [id(p) for p in named.values()]
+    assert (parallel.device, parallel.rank, parallel.world_size) == (torch.device("cpu"), 0, 1)
+    assert parallel.is_main_process
+
+
+def test_buffers_are_those_of_the_last_step() -> None:
+    parallel = counting()
+    for step in (1, 2):
+        parallel.train_step({"x": torch.ones(4, 4)})
+        assert {name: value.item() for name, value in parallel.named_buffers()} == {"steps": step}
+    assert list(dict(Around(parallel).named_buffers())) == ["inside.steps"]
+
+
+def test_gradients_are_cleared_and_parameters_frozen_as_of_any_module() -> None:
+    parallel, batch = build(), SUBJECT.make_batch(8, seed=0)
+    parallel.train_step(batch)
+    parallel.zero_grad(set_to_none=False)
+    assert all(p.grad is not None and not p.grad.full_tensor().any() for p in parallel.parameters())
+    parallel.zero_grad()
+    assert all(p.grad is None for p in parallel.parameters())
+    assert parallel.requires_grad_(False) is parallel
+    assert not any(p.requires_grad for p in parallel.parameters())
+    parallel.requires_grad_(True)
+    parallel.train_step(batch)
+    assert all(p.grad is not None for p in parallel.parameters())
+
+
+def test_modes() -> None:
+    parallel, batch = build(), SUBJECT.make_batch(8, seed=0)
+    assert parallel.training
+    assert parallel.eval() is parallel
+    assert not parallel.training
+    with pytest.raises(
+        UsageError, match=r"A training step was asked for in par\.eval\(\)\. Call par\.train\(\) before"
+    ):
+        parallel.train_step(batch)
+    assert parallel.step_count == 0
+    parallel.train()
+    parallel.train_step(batch)
+    assert parallel.step_count == 1
+
+
+@pytest.mark.parametrize(
+    "same",
+    [
+        lambda m: m.to("cpu"),
+        lambda m: m.to(torch.device("cpu"), torch.float32),
+        lambda m: m.to(dtype=torch.float32),
+        lambda m: m.cpu(),
+        lambda m: m.float(),
+    ],
+)
+def test_a_move_to_where_the_parameters_are_is_none(same: Callable[[nn.Module], nn.Module]) -> None:
+    parallel = build()
+    assert same(parallel) is parallel
+    around = Around(parallel)
+    assert same(around) is around
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda m: m.to("meta"),
+        lambda m: m.to(torch.bfloat16),
+        lambda m: m.half(),
+        lambda m: m.bfloat16(),
+        lambda m: m.double(),
+        lambda m: m.type(torch.float64),
+        lambda m: m.to_empty(device="cpu"),
+        pytest.param(
+            lambda m: m.cuda(),
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="then it is a move as others"),
+        ),
+    ],
+)
+def test_moves_and_casts_are_refused(other: Callable[[nn.Module], nn.Module]) -> None:
+    parallel = build()
+    for module in (parallel, Around(parallel)):
+        with pytest.raises(UsageError, match=r"cannot be moved, cast or replaced: its plan has them in float32 on cpu"):
+            other(module)
+
+
+def around_it(wrap: Callable[[nn.Module], object]) -> Callable[[nn.Module], object]:
+    return lambda module: wrap(Around(module))
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        DistributedDataParallel,
+        fully_shard,
+        around_it(fully_shard),
+        FullyShardedDataParallel,
+        around_it(FullyShardedDataParallel),
+        replicate,
+    ],
+)
+def test_wrappers_are_refused_and_leave_the_model_as_it_was(wrap: Callable[[nn.Module], object]) -> None:
+    parallel, batch = build(), SUBJECT.make_batch(8, seed=0)
+    with pytest.raises(UsageError, match=r"cannot be wrapped in .*: its plan has distributed parameters .* already"):
+        wrap(parallel)
+    assert type(parallel) is ParallelModel
+    assert parallel.train_step(batch).item() == pytest.approx(loss_of(SUBJECT.build()(**batch)).item(), rel=1e-6)
+
+
+def test_what_cannot_be_is_refused_in_one_sentence() -> None:
+    parallel = build()
+    for take in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(UsageError, match=r"cannot be copied, pickled.*par\.save\(DIR, optimizer\)"):
+            take(parallel)
+    with pytest.raises(UsageError, match=r"no layers that apply\(\.\.\.\) could reach.*before autopar\.parallelize"):
+        parallel.apply(lambda module: None)
+    with pytest.raises(UsageError, match=r"A backward hook on a parallel model is not supported"):
+        parallel.register_full_backward_hook(lambda *_: None)
+    for value in (nn.Linear(1, 1), nn.Parameter(torch.ones(1))):
+        with pytest.raises(UsageError, match=r"cannot be put into a parallel model as par\.head"):
+            parallel.head = value
+    with pytest.raises(AttributeError, match=r"no attribute 'generate'\. Instead: put par\.full_state_dict\(\)"):
+        parallel.generate()
+    assert not hasattr(parallel, "anything")
+    with pytest.raises(UsageError, match=r"is a DTensor already\. Pass the model before it is made parallel"):
+        api.trace(parallel, example_inputs=SUBJECT.make_batch(2, seed=0))
+
+
+def test_forward_hooks_and_compiled_models_are_called() -> None:
+    parallel, batch, seen = build(), SUBJECT.make_batch(8, seed=0), list[float]()
+    wanted = parallel(**batch).loss.item()
+    handle = parallel.register_forward_hook(lambda _, __, output: seen.append(output.loss.item()))
+    parallel(**batch)
+    handle.remove()
+    compiled = torch.compile(parallel, backend="eager")
+    assert compiled(**batch).loss.item() == wanted
+    assert [id(p) for p in compiled.parameters()] == [id(p) for p in parallel.parameters()]
+    parallel.compile(backend="eager")
+    assert parallel(**batch).loss.item() == wanted
+    assert seen == [wanted]
+
+
+def test_a_checkpoint_of_torch_holds_what_a_step_goes_on_from(tmp_path: Path) -> None:
+    parallel = counting()
+    batch = {"x": torch.ones(4, 4)}
+    parallel.train_step(batch)
+    adamw(parallel.parameters()).step()
+    dcp.save({"model": parallel}, checkpoint_id=tmp_path)
+    other = counting()
+    dcp.load({"model": other}, checkpoint_id=tmp_path)
+    assert other.step_count == 1
+    assert dict(other.named_buffers())["steps"].item() == 1
+    assert torch.equal(next(other.parameters()).full_tensor(), next(parallel.parameters()).full_tensor())
+    losses = [one.train_step(batch).item() for one in (parallel, other)]
+    assert losses[0] == losses[1]
+
+
+def test_a_state_dict_is_put_back_under_its_own_names_and_the_models() -> None:
+    parallel, batch = build(), SUBJECT.make_batch(8, seed=0)
+    parallel.train_step(batch)
+    adamw(parallel.parameters()).step()
+    model = SUBJECT.build()
+    model.load_state_dict(parallel.full_state_dict(), strict=False)
+    for state in (parallel.state_dict(), parallel.full_state_dict(), model.state_dict()):
+        other = build()
+        found = other.load_state_dict(state)
+        assert (found.missing_keys, found.unexpected_keys) == ([], [])
+        for (name, mine), (_, theirs) in zip(parallel.named_parameters(), other.named_parameters(), strict=True):
+            assert torch.equal(mine.full_tensor(), theirs.full_tensor()), name
+    around = Around(build())
+    around.load_state_dict(Around(parallel).state_dict())
+    assert torch.equal(next(around.parameters()), next(parallel.parameters()))
+
+
+def test_a_state_dict_that_does_not_fit_is_refused_by_name() -> None:
+    parallel = build()
+    state = parallel.state_dict()
+    weight = state.pop("transformer.wpe.weight")
+    for changed, message in (
+        (state, r'Missing key.*"transformer\.wpe\.weight"'),
+        ({**state, "transformer.wpe.weight": weight, "other": weight}, r'Unexpected key.*"other"'),
+        (
+            {**state, "transformer.wpe.weight": torch.ones(3, 3)},
+            r"transformer\.wpe\.weight: it has shape \(3, 3\), not",
+        ),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            parallel.load_state_dict(changed)
+    parallel.load_state_dict(state, strict=False)
+    with pytest.raises(RuntimeError, match="leave assign out"):
+        parallel.load_state_dict(parallel.state_dict(), assign=True)
