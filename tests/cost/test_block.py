@@ -128,7 +128,7 @@ def change(name: str, *args: Argument, source: TensorSpec, out: TensorSpec) -> s
         prelude=(), ops=(op,), blocks=(Block(index=0, start=0, stop=1, hash="h", label=""),), loss=Ref("y"),
         fingerprint="",
     )  # fmt: skip
-    found = list(messages(op, graph))
+    found = list(messages(op, graph.spec))
     assert all(isinstance(message, Message) and message.axis == "tp" for message in found)
     return {(message.kind, message.num_bytes, message.backward) for message in found}
 
@@ -163,7 +163,7 @@ def test_messages_of_the_split_loss() -> None:
         parameters=(Parameter(name="x", fqn="x", spec=logits),), buffers=(), prelude=(), ops=(op,),
         blocks=(Block(index=0, start=0, stop=1, hash="h", label=""),), loss=Ref("y"), fingerprint="",
     )  # fmt: skip
-    assert [m.num_bytes for m in messages(op, graph)] == [32 * 4, 2 * 32 * 4]
+    assert [m.num_bytes for m in messages(op, graph.spec)] == [32 * 4, 2 * 32 * 4]
 
 
 def experts_graph(target: str, tail: tuple[object, ...] = ()) -> tuple[Graph, Op]:
@@ -233,8 +233,8 @@ def test_experts_cost_what_even_routing_gives() -> None:
     assert done.backward_flops == 2 * done.flops
     graph, op = experts_graph("autopar.experts_split", ("tp", 16))
     assert work(op, [graph.spec(ref) for ref in op.operands]).flops == done.flops / 4
-    assert list(messages(op, graph)) == []
+    assert list(messages(op, graph.spec)) == []
     graph, op = experts_graph("autopar.experts_dispatch", ("tp", 16))
     assert work(op, [graph.spec(ref) for ref in op.operands]).flops == done.flops
-    sent = [(m.kind, m.axis, m.num_bytes, m.backward) for m in messages(op, graph)]
+    sent = [(m.kind, m.axis, m.num_bytes, m.backward) for m in messages(op, graph.spec)]
     assert sent == [("all_to_all", "tp", rows * 16 * 4, back) for back in (False, False, True, True)]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import cast
 
 from autopar.cost.operators.work import COLLECTIVES
-from autopar.graph.graph import Graph, Op
+from autopar.graph.graph import Op, Ref, TensorSpec
 from autopar.plan.mesh import DATA_AXES
 from autopar.plan.tensor_types import parse_type
 from autopar.rules.apply.apply import OVER_DATA
@@ -30,41 +30,38 @@ class Message:
     repeated: bool = True
 
 
-SENDING = COLLECTIVES | {
-    "autopar.cross_entropy_vocabulary",
-    "autopar.experts_dispatch",
-    "autopar.experts_dispatch_split",
-    "autopar.attention_ring",
-    OVER_DATA,
-}
+TRAVELLING = frozenset(("autopar.experts_dispatch", "autopar.experts_dispatch_split"))
+"""Mixtures whose tokens travel to other ranks."""
+
+SENDING = COLLECTIVES | TRAVELLING | {"autopar.cross_entropy_vocabulary", "autopar.attention_ring", OVER_DATA}
 """Operators that :func:`messages` says something of."""
 
 
-def messages(op: Op, graph: Graph) -> Iterator[Message]:
-    """The collectives that an operator of a local graph runs, forward and backward."""
+def messages(op: Op, spec_of: Callable[[Ref], TensorSpec]) -> Iterator[Message]:
+    """The collectives that an operator of a local graph runs, forward and backward; ``spec_of``: of its operands."""
     if op.target == "autopar.cross_entropy_vocabulary":
         axis, smoothing = str(op.args[2]), op.args[4] if len(op.args) > 4 else 0.0
-        logits, target = (graph.spec(ref) for ref in op.operands[:2])
+        logits, target = (spec_of(ref) for ref in op.operands[:2])
         token_bytes = target.numel * max(4, logits.dtype.itemsize)
         for count in (1, 3 if smoothing else 2):
             yield Message(kind="all_reduce", axis=axis, num_bytes=count * token_bytes, backward=False)
         return
-    if op.target in ("autopar.experts_dispatch", "autopar.experts_dispatch_split"):
-        yield from _travels(op, graph)
+    if op.target in TRAVELLING:
+        yield from _travels(op, spec_of)
         return
     if op.target == "autopar.attention_ring":
         known = dict(op.kwargs)
-        whole = sum(graph.spec(ref).num_bytes for ref in op.operands[1:3]) * cast("int", known["ranks"])
+        whole = sum(spec_of(ref).num_bytes for ref in op.operands[1:3]) * cast("int", known["ranks"])
         for inside in ring_messages(whole, backward=op.spec.requires_grad):
             yield Message(kind=inside.kind, axis=str(known["axis"]), num_bytes=whole, backward=inside.backward)
         return
     if op.target == OVER_DATA:
-        yield from _over_data(op, graph)
+        yield from _over_data(op, spec_of)
         return
     if op.target not in COLLECTIVES:
         return
     name, axis = op.target.removeprefix("autopar.").removeprefix("zigzag_"), str(op.args[1])
-    before, after = graph.spec(op.operands[0]).num_bytes, op.spec.num_bytes
+    before, after = spec_of(op.operands[0]).num_bytes, op.spec.num_bytes
     forward, backward = _directions(name, op)
     size = before if name == "all_to_all" else max(before, after)
     if forward:
@@ -73,7 +70,7 @@ def messages(op: Op, graph: Graph) -> Iterator[Message]:
         yield Message(kind=backward, axis=axis, num_bytes=size, backward=True)
 
 
-def _over_data(op: Op, graph: Graph) -> Iterator[Message]:
+def _over_data(op: Op, spec_of: Callable[[Ref], TensorSpec]) -> Iterator[Message]:
     """A change of type over all data ranks: whole tensors, over one data axis after the other.
 
     A gather over both axes moves less on the one inside.
@@ -82,16 +79,16 @@ def _over_data(op: Op, graph: Graph) -> Iterator[Message]:
     change = conversion(before, after, requires_grad=op.spec.requires_grad)
     if change is None:
         return
-    whole = max(graph.spec(op.operands[0]).num_bytes, op.spec.num_bytes)
+    whole = max(spec_of(op.operands[0]).num_bytes, op.spec.num_bytes)
     for axis in DATA_AXES:
         for kind, is_backward in ((change.forward, False), (change.backward, True)):
             if kind:
                 yield Message(kind=kind, axis=axis, num_bytes=whole, backward=is_backward)
 
 
-def _travels(op: Op, graph: Graph) -> Iterator[Message]:
-    """Rows to their experts and back, as if routing were even."""
-    hidden, weights = (graph.spec(ref) for ref in op.operands[:2])
+def _travels(op: Op, spec_of: Callable[[Ref], TensorSpec]) -> Iterator[Message]:
+    """Rows to their experts on other ranks and back, as if routing were even."""
+    hidden, weights = map(spec_of, op.operands[:2])
     sent = hidden.num_bytes * weights.shape[-1]
     if op.target == "autopar.experts_dispatch_split":
         sent //= cast("int", op.args[10])

@@ -134,7 +134,7 @@ def _shape(
             message if i <= last_kept else replace(message, repeated=False)
             for i, op in enumerate(ops)
             if op.target in SENDING
-            for message in messages(op, graph)
+            for message in messages(op, graph.spec)
         ),
         parameters=_parameters(graph, block, wiring),
     )

@@ -2,9 +2,10 @@
 
 | level | relaxation | floors of blocks |
 |---|---|---|
-| 0 | total work over total speed; total memory | divided perfectly over ``cp`` and ``tp``, nothing sent inside of the model |
+| 0 | total work over total speed; total memory | divided perfectly over ``cp`` and ``tp``, of what is sent inside of the model the tokens that travel to experts alone |
 | 1 | feasibility | likewise |
-| 2 | feasibility | priced, in each of the layouts that some price of memory makes best |
+| 2 | feasibility | in each of the layouts that some price of memory makes best: divided perfectly, but for the seconds of typed blocks |
+| 2 | feasibility | priced, where these do not exclude the layout |
 
 Each is a function of the candidate and of the goal alone: the same alone and in company, and no lower when the goal rises.
 """
@@ -16,10 +17,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autopar.planner.bounds.chain_program import ChainProof, chain_bound
 from autopar.planner.bounds.columns import Columns
-from autopar.planner.bounds.feasibility import PRECISION, feasible_bounds
+from autopar.planner.bounds.feasibility import PRECISION, excluded, feasible_bounds
 from autopar.planner.bounds.instance import PipelineInstance
 from autopar.planner.bounds.instances import InstanceMaker
 from autopar.planner.context import SearchContext
@@ -81,13 +83,17 @@ class Cascade:
         proofs: list[ChainProof] = []
         layouts = self.context.known_layouts(candidate) if layouts is None else layouts
         found = self.layout_bounds_s(candidate, layouts, goal_s)
-        for i, typed in enumerate(layouts):
+        for i in sorted(range(len(layouts)), key=found.__getitem__):
+            typed = layouts[i]
             if found[i] >= goal_s or candidate.moves or self.context.moved:
                 continue
             priced = self.context.layouts.price(typed)
             if candidate.mesh.pp == 1:
                 one = self.maker.one_stage(candidate, priced)
-                found[i] = max(found[i], float(feasible_bounds([one], goal_s)[0]) * (1 - ROUNDING))
+                bound_s = (
+                    float(feasible_bounds([one], goal_s)[0]) * (1 - ROUNDING) if one.holds_in_order() else math.inf
+                )
+                found[i] = max(found[i], bound_s)
             else:
                 instance = self.maker.priced(candidate, priced)
                 # of ranks that are alike, blocks in parts spread as whole ones do: integer programs take long there and raise little
@@ -98,6 +104,7 @@ class Cascade:
                     found[i] = max(found[i], min(bound.time_s, goal_s))
                     if all(bound.proof.weights != one.weights for one in (*known, *proofs)):
                         proofs.append(bound.proof)
+            goal_s = min(goal_s, found[i])  # to which that of the candidate comes at most
         return min(found, default=0.0), tuple(proofs)
 
     def _work_s(self, candidates: Sequence[Candidate]) -> list[float]:
@@ -118,7 +125,7 @@ class Cascade:
         self, candidates: Sequence[Candidate], layouts: Sequence[Sequence[TypedLayout]], goal_s: float
     ) -> list[list[float]]:
         """Layouts are priced, the one of the least bound first, until that of each candidate is priced or not below the goal."""
-        found = [[self._typed_s(c, typed) for typed in own] for c, own in zip(candidates, layouts, strict=True)]
+        found = self._typed_s(candidates, layouts, goal_s)
         left = [{*range(len(own))} for own in layouts]
         while True:
             asked: list[tuple[int, int]] = []
@@ -137,11 +144,42 @@ class Cascade:
     def _priced(self, candidate: Candidate, typed: TypedLayout) -> PipelineInstance:
         return self.maker.priced(candidate, self.context.layouts.price(typed))
 
-    def _typed_s(self, candidate: Candidate, typed: TypedLayout) -> float:
-        """Of the work of a layout before it is priced, spread over ranks, and over stages one after the other."""
+    def _typed_s(
+        self, candidates: Sequence[Candidate], layouts: Sequence[Sequence[TypedLayout]], goal_s: float
+    ) -> list[list[float]]:
+        """Of layouts before they are priced: by their work, or the goal where what their blocks take as they are typed excludes them.
+
+        It is asked of the candidate of the least bound first: what does not exclude that one has to be priced anyway.
+        """
         if self.context.model.is_mixed:  # typed at the prices of the slowest device
+            return [[0.0] * len(own) for own in layouts]
+        found = [[self._work_of_s(c, typed) for typed in own] for c, own in zip(candidates, layouts, strict=True)]
+        if math.isinf(goal_s):
+            return found
+        places: dict[TypedLayout, list[tuple[int, int]]] = {}
+        for i, own in enumerate(layouts):
+            for j, typed in enumerate(own):
+                if typed.solution is not None and found[i][j] < goal_s and not self.context.layouts.is_priced(typed):
+                    places.setdefault(typed, []).append((i, j))
+
+        def excluded_at(asked: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:
+            return excluded([self.maker.typed(candidates[i], layouts[i][j]) for i, j in asked], goal_s)
+
+        first = [
+            min(own, key=lambda at: self._known.get((1, candidates[at[0]]), (0.0, 0.0))) for own in places.values()
+        ]
+        rest = [at for own, is_out in zip(places.values(), excluded_at(first), strict=True) if is_out for at in own]
+        for (i, j), is_out in zip(rest, excluded_at(rest), strict=True):
+            found[i][j] = goal_s if is_out else found[i][j]
+        return found
+
+    def _work_of_s(self, candidate: Candidate, typed: TypedLayout) -> float:
+        """The work of a layout spread over ranks, and over stages one after the other."""
+        if typed.solution is None:
             return 0.0
-        m, pp, work_s = candidate.num_micro_batches, candidate.mesh.pp, typed.time_s
+        counts = self.context.layouts.compact.members
+        m, pp = candidate.num_micro_batches, candidate.mesh.pp
+        work_s = sum(len(own) * block_s for own, block_s in zip(counts, typed.solution.block_s, strict=True))
         return max(m * work_s / pp, work_s / (1 - (1 - 1 / m) ** (pp * candidate.virtual_stages)))
 
     def _bounds_s(

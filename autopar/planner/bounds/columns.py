@@ -13,7 +13,7 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.planner.bounds.instance import FIELDS, Array, PipelineInstance, forwards_done
+from autopar.planner.bounds.instance import FIELDS, FITS, Array, PipelineInstance, forwards_done
 
 LARGEST = 2
 """Groups of blocks whose modes say at which prices memory is weighed against time."""
@@ -21,15 +21,12 @@ LARGEST = 2
 BITS = 36
 """Of a bound of work that count."""
 
-FITS = 1 + 1e-9
-"""Times a limit of memory, up to which what is exactly as large fits."""
-
 
 class Columns:
     """Instances side by side.
 
     Attributes:
-        forward_s, more_s, hidden_s, gather_s, once_s, static_bytes: of a block [i, r, k].
+        forward_s, more_s, gather_s, once_s, static_bytes: of a block [i, r, k].
         backward_s, kept_bytes, passing_bytes: in each mode [i, r, k, o].
         counts: blocks of each kind [k]; ``first``, ``last``: the kinds of the first and of the last block.
         active: ranks that a pipeline has [i, r]; ``is_last``: its last one.
@@ -69,9 +66,9 @@ class Columns:
         # in memory [columns, k, i, r], as arithmetic runs along what stands last: instances and ranks are the most
         found = np.ascontiguousarray(tables[rows, device].transpose(3, 2, 0, 1))
         self.num_modes = max(len(block.modes) for one in instances for t in one.floors for block in t.blocks)
-        (self.forward_s, self.more_s, self.hidden_s, self.gather_s, self.once_s, self.static_bytes) = found[
-            :FIELDS
-        ].transpose(0, 2, 3, 1)
+        (self.forward_s, self.more_s, self.gather_s, self.once_s, self.static_bytes) = found[:FIELDS].transpose(
+            0, 2, 3, 1
+        )
         modes = found[FIELDS:].reshape(-1, 3, *found.shape[1:])[: self.num_modes]
         self.backward_s, self.kept_bytes, self.passing_bytes = modes.transpose(1, 3, 4, 2, 0)
         limit, self.stage_forward_s, self.stage_backward_s = by_device[:, rows, device]
@@ -300,8 +297,6 @@ def line_costs(c: Columns, chains: Sequence[Chain], prices: Array) -> tuple[list
         peak = np.minimum(peak, own + price * c.passing_bytes[:, :, None, None, :, mode])
     extra = np.asarray(peak - best)
     best = best + price * c.static_bytes[:, :, None, None]
-    if c.hidden_s.any():
-        best = best - (price > 0) * m * c.hidden_s[:, :, None, None]
     costs = []
     for chain in chains:
         own = chain.forwards[..., None] * c.forward_s[:, :, None] + chain.more[..., None] * c.more_s[:, :, None]

@@ -21,7 +21,7 @@ anywhere: each takes the most of them, the most of the largest group of equal on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,6 +58,23 @@ def feasible_bounds(
         precision: the ratio of a bound to the next one of the grid, less one.
     """
     found = np.zeros(len(instances))
+    for places, test in _side_by_side(instances):
+        at_once = STAGES // (test.c.active.shape[1] * test.c.v)
+        found[places] = _least(test.c.work_s(), test.possible, goal_s, float(np.log1p(precision)), at_once)
+    return found
+
+
+def excluded(instances: Sequence[PipelineInstance], goal_s: float) -> NDArray[np.bool_]:
+    """Whether :func:`feasible_bounds` of the instances, and of all with higher floors, come to a goal."""
+    found = np.zeros(len(instances), dtype=bool)
+    for places, test in _side_by_side(instances):
+        every = np.arange(len(places))
+        found[places] = ~test.possible(every, np.full(len(every), goal_s * (1 + PRECISION)))
+    return found
+
+
+def _side_by_side(instances: Sequence[PipelineInstance]) -> Iterator[tuple[list[int], _InOrder | _InAnyOrder]]:
+    """The instances by position, those of pipelines of about the same size together."""
     alike: dict[tuple[int, int], list[int]] = {}
     for i, one in enumerate(instances):
         alike.setdefault((min(one.virtual_stages, 2), one.pp.bit_length() // 4), []).append(i)
@@ -66,10 +83,7 @@ def feasible_bounds(
         for start in range(0, len(places), CHUNK):
             some = places[start : start + CHUNK]
             columns = Columns([instances[i] for i in some])
-            test = _InOrder(columns) if v == 1 else _InAnyOrder(columns)
-            at_once = STAGES // (columns.active.shape[1] * columns.v)
-            found[some] = _least(columns.work_s(), test.possible, goal_s, float(np.log1p(precision)), at_once)
-    return found
+            yield some, _InOrder(columns) if v == 1 else _InAnyOrder(columns)
 
 
 def _least(

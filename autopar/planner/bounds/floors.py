@@ -14,13 +14,14 @@ from dataclasses import dataclass, replace
 
 from autopar.cost.blocks.block_cost import ParameterCost
 from autopar.cost.model import BlockCost, CostModel, Step
-from autopar.cost.step.step import own_times
 from autopar.cost.step.step_model import Beside
+from autopar.plan.mesh import EXPERT_AXIS
 from autopar.plan.plan import Recompute
 from autopar.planner.bounds.gradient_sums import at_both_ends, least_sums_s
 from autopar.planner.bounds.instance import BlockFloor, FloorTable, ModeFloor
-from autopar.planner.layouts.types import PricedLayout
+from autopar.planner.layouts.types import LayoutKey, PricedLayout
 from autopar.planner.stages.equal_blocks import EqualBlocks
+from autopar.rules.apply.experts_over_data import AXIS as EXPERTS_OVER_DATA
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,41 +79,43 @@ class BlockFloors:
         """Of each block of the compact graph those before and after the blocks that it stands for; -1: there is none."""
         for before, k, after in zip(ends, blocks.class_of, ends[2:], strict=False):
             self.neighbours[k].add((before, after))
-        self._costs: dict[tuple[PricedLayout, bool], list[BlockCost]] = {}
+        self._costs: dict[PricedLayout, list[BlockCost]] = {}
         self._parts: dict[tuple[tuple[ParameterCost, ...], int], tuple[ParameterCost, ...]] = {}
-        self._ideal: dict[tuple[PricedLayout, int, int], list[list[tuple[float, float, float]]]] = {}
+        self._ideal: dict[tuple[LayoutKey, PricedLayout], list[list[tuple[float, float, float]]]] = {}
         self._tables: dict[tuple[object, ...], FloorTable] = {}
         self._added: dict[tuple[object, ...], tuple[list[Added], list[BlockCost]]] = {}
         self._priced: dict[tuple[object, ...], PricedFloors] = {}
 
     # --- divided perfectly
 
-    def perfect_split(self, unsplit: PricedLayout, step: Step) -> FloorTable:
-        """As if ``cp`` and ``tp`` divided everything and sent nothing.
+    def perfect_split(self, unsplit: PricedLayout, step: Step, block_s: tuple[float, ...] = ()) -> FloorTable:
+        """As if ``cp`` and ``tp`` divided everything and sent nothing but tokens to experts.
 
         Args:
             unsplit: the layout of the same micro-batch with neither axis.
+            block_s: of each block what it takes in a typing; empty: in any.
         """
-        key = (unsplit, *_kind(step))
+        key = (unsplit, *_kind(step), block_s)
         if key not in self._tables:
-            ranks, tp = step.mesh.cp * step.mesh.tp, step.mesh.tp
-            ideal = self._ideal_work(unsplit, ranks)
+            tp = step.mesh.tp
+            ideal = self._ideal_work(replace(unsplit.key, cp=step.mesh.cp, tp=tp), unsplit)
             added, parts = self._added_by(unsplit, step)
             known: dict[tuple[object, ...], BlockFloor] = {}
             found = []
             for k, cost in enumerate(self.costs(unsplit)):
-                same = unsplit.keys[k] if k else -1, self.blocks.modes[k], added[k]
+                typed_s = block_s[k] if block_s else 0.0
+                same = unsplit.keys[k] if k else -1, self.blocks.modes[k], added[k], typed_s
                 if same not in known:
-                    known[same] = self._split_floor(cost, parts[k], ideal[k], added[k], step, tp)
+                    known[same] = self._split_floor(cost, parts[k], ideal[k], added[k], step, tp, typed_s)
                 found.append(known[same])
             self._tables[key] = FloorTable(blocks=tuple(found))
         return self._tables[key]
 
     def _split_floor(
         self, cost: BlockCost, part: BlockCost, ideal: list[tuple[float, float, float]], added: Added,
-        step: Step, tp: int,
+        step: Step, tp: int, typed_s: float,
     ) -> BlockFloor:  # fmt: skip
-        """Of a block, from seconds of work (forward first), bytes kept and in passing of each mode."""
+        """Of a block, from seconds of work (forward first), bytes kept and in passing of each mode; ``typed_s``: of both passes at least."""
         (forward_s, work_s, _), *modes = ideal
         return BlockFloor(
             forward_s=forward_s,
@@ -122,28 +125,49 @@ class BlockFloors:
                 )
                 for again_s, kept, passing in modes
             ),
+            more_s=added.least_s(max(work_s, typed_s)) - added.least_s(work_s),
             once_s=self.model.of(step).block_once_s(part),
             static_bytes=self.model.of(step).block_static_bytes(cost) / tp,
         )
 
-    def _ideal_work(self, unsplit: PricedLayout, ranks: int) -> list[list[tuple[float, float, float]]]:
+    def _ideal_work(self, key: LayoutKey, unsplit: PricedLayout) -> list[list[tuple[float, float, float]]]:
         """Of each block: seconds of a forward, of both passes, and a zero; then of each mode what recompute adds, keeps, and has in passing."""
-        key = unsplit, ranks, int(self.moves)
-        if key not in self._ideal:
+        if (key, unsplit) not in self._ideal:
             costs = self.costs(unsplit)
             known: dict[tuple[object, ...], list[tuple[float, float, float]]] = {}
             made = []
             for k, cost in enumerate(costs):
                 same = unsplit.keys[k], self.blocks.modes[k], self.is_moved[k]
                 if same not in known:
-                    known[same] = self._ideal_modes(cost, self.blocks.modes[k], ranks)
+                    known[same] = self._ideal_modes(cost, self.blocks.modes[k], key)
                 made.append(known[same])
-            self._ideal[key] = made
-        return self._ideal[key]
+            self._ideal[key, unsplit] = made
+        return self._ideal[key, unsplit]
+
+    def _travels_s(self, cost: BlockCost, key: LayoutKey) -> tuple[float, float, float]:
+        """Seconds in which tokens travel to experts of other data ranks and back: forward, backward, and of a whole recompute.
+
+        However the mixture is laid out on ``cp`` and ``tp``, each rank sends a part of the tokens at the least, to the data ranks
+        alone or to those of ``tp`` too.
+        """
+        sent = [message for message in cost.messages if message.axis == EXPERTS_OVER_DATA]
+        collectives = self.model.collectives
+        if not sent or collectives.is_measured:  # a table of times need not grow with bytes
+            return 0.0, 0.0, 0.0
+        mesh, call_s = key.mesh(self.model.cluster.world_size), self.model.device.overheads.collective_s
+        ways = [EXPERTS_OVER_DATA, EXPERT_AXIS][: 1 + (key.tp > 1)]
+        seconds = [
+            call_s + min(collectives.time_s(m.kind, m.num_bytes // (key.cp * key.tp), mesh, (axis,)) for axis in ways)
+            for m in sent
+        ]
+        forward_s = sum(own for own, m in zip(seconds, sent, strict=True) if not m.backward)
+        again_s = sum(own for own, m in zip(seconds, sent, strict=True) if m.repeated and not m.backward)
+        return forward_s, sum(seconds) - forward_s, again_s
 
     def _ideal_modes(
-        self, cost: BlockCost, modes: tuple[Recompute, ...], ranks: int
+        self, cost: BlockCost, modes: tuple[Recompute, ...], key: LayoutKey
     ) -> list[tuple[float, float, float]]:
+        ranks, (there_s, back_s, again_s) = key.cp * key.tp, self._travels_s(cost, key)
         # a measured part may be quicker than its share of the whole (caches): then nothing is known before it is priced
         share = 0.0 if ranks > 1 and self.model.measured is not None else 1.0 / ranks
         device = self.model.device
@@ -151,7 +175,7 @@ class BlockFloors:
         forward_s = cost.forward_s * share
         # without other axes this is the layout; else what is made again may be other operators there
         kept = [(cost.kept_bytes(mode) if ranks == 1 else _least_kept(cost, mode)) / ranks for mode in modes]
-        seconds = {"none": 0.0, "selective": 0.0, "full": forward_s}
+        seconds = {"none": 0.0, "selective": 0.0, "full": forward_s + again_s}
         if "selective" in modes:
             # what is made again is written again, whichever layout says what that is
             written_s = byte_s * (max(kept) - kept[modes.index("selective")])
@@ -159,7 +183,8 @@ class BlockFloors:
         # a layout may need less in passing than its share of the whole: but for what backward needs, kept or made again
         needed = cost.kept_bytes("none") / ranks
         passing = [_least_passing(cost, m) if ranks == 1 else needed - own for m, own in zip(modes, kept, strict=True)]
-        found = [(forward_s, (cost.forward_s + cost.backward_s) * share, 0.0)]
+        work_s = (cost.forward_s + cost.backward_s) * share
+        found = [(forward_s + there_s, work_s + there_s + back_s, 0.0)]
         return found + [(seconds[m], own, pass_) for m, own, pass_ in zip(modes, kept, passing, strict=True)]
 
     def _added_by(self, unsplit: PricedLayout, step: Step) -> tuple[list[Added], list[BlockCost]]:
@@ -220,7 +245,7 @@ class BlockFloors:
         key = (layout, *_kind(step))
         if key not in self._priced:
             shared = at_both_ends(layout.costs) if step.mesh.pp > 1 else ()
-            costs = [*self.costs(layout, is_least=False)]
+            costs = [*self.costs(layout)]
             if shared:  # the rank of the last block has no other that brings these
                 costs[-1] = layout.costs[-1]
             found, first_s = self._priced_blocks(layout, costs, step)
@@ -268,7 +293,7 @@ class BlockFloors:
                 first_s = min(first_s, hidden_s)
                 known[same] = self._priced_floor(cost, step, self.blocks.modes[k], gather_s - hidden_s, pairs)
             found.append(known[same])
-        return self._moving(found, costs) if self.moves else found, first_s
+        return found, first_s
 
     def _priced_floor(
         self, cost: BlockCost, step: Step, modes: Sequence[Recompute], gather_s: float, beside: Sequence[Beside]
@@ -291,69 +316,28 @@ class BlockFloors:
             static_bytes=model.of(step).block_static_bytes(cost),
         )  # fmt: skip
 
-    def _moving(self, floors: Sequence[BlockFloor], costs: Sequence[BlockCost]) -> list[BlockFloor]:
-        """Floors of blocks that may keep on the host what their backward needs, or recompute fully.
-
-        A stage waits for its copies down no less than a share of what they take over its forwards, beside what is recomputed:
-        that is linear in its blocks.
-        """
-        host = self.model.host
-        down_s = [host.latency_s + cost.saved_bytes / host.to_host_bytes_per_s for cost in costs]
-        some = max(range(len(costs)), key=lambda k: self.blocks.counts[k] * costs[k].forward_s)
-        freed = costs[some].saved_bytes - costs[some].input_bytes
-        full_s = max(mode.backward_s for mode in floors[some].modes) - min(m.backward_s for m in floors[some].modes)
-        share = min(1.0, full_s * costs[some].saved_bytes / (freed * down_s[some])) if freed > 0 else 1.0
-        return [
-            _moving_floor(floor, cost, share, own_s, is_free="none" in modes and {*modes} <= {"none", "full"})
-            for floor, cost, own_s, modes in zip(floors, costs, down_s, self.blocks.modes, strict=True)
-        ]
-
     def beside(self, costs: Sequence[BlockCost], k: int) -> list[Beside]:
         """The blocks before and after those that block ``k`` of the compact graph stands for."""
         return [(None if i < 0 else costs[i], None if j < 0 else costs[j]) for i, j in sorted(self.neighbours[k])]
 
     # --- costs
 
-    def costs(self, layout: PricedLayout, *, is_least: bool = True) -> list[BlockCost]:
-        """Blocks without parameters that earlier ones have too; nothing kept where that is pinned to the host.
-
-        Args:
-            is_least: nor where it may be there.
-        """
-        key = layout, is_least
-        if key not in self._costs:
+    def costs(self, layout: PricedLayout) -> list[BlockCost]:
+        """Blocks without parameters that earlier ones have too; nothing kept where that is, or may be, on the host."""
+        if layout not in self._costs:
             found = []
             for k, cost in enumerate(layout.costs):
-                if self.is_moved[k] or (self.moves and is_least):
+                if self.is_moved[k] or self.moves:
                     cost = replace(cost, saved_bytes=0, input_bytes=0, saved_input_bytes=0)
                 found.append(without_shared(cost) if k else cost)
-            self._costs[key] = found
-        return self._costs[key]
+            self._costs[layout] = found
+        return self._costs[layout]
 
 
 def without_shared(cost: BlockCost) -> BlockCost:
     """A block without parameters that others read too: a rank that holds several of those has them once."""
     own = tuple(p for p in cost.parameters if not p.shared)
     return cost if len(own) == len(cost.parameters) else replace(cost, parameters=own)
-
-
-def _moving_floor(floor: BlockFloor, cost: BlockCost, share: float, down_s: float, *, is_free: bool) -> BlockFloor:
-    """``share``: from 0 to 1, of all blocks the same; ``down_s``: of what the block keeps; ``is_free``: no pin says what it recomputes."""
-    least = min(floor.modes, key=lambda mode: mode.backward_s)
-    if not is_free:  # it counts as if it kept nothing
-        modes: tuple[ModeFloor, ...] = (ModeFloor(backward_s=least.backward_s, kept_bytes=0.0, passing_bytes=0.0),)
-    else:
-        kept, freed = cost.saved_bytes, cost.saved_bytes - cost.input_bytes
-        full_s = max(mode.backward_s for mode in floor.modes) - least.backward_s
-        byte_s = share * down_s / kept if kept else 0.0
-        byte_s = min(byte_s, full_s / freed) if freed > 0 and full_s > 0 else byte_s
-        passing = min(mode.passing_bytes for mode in floor.modes)
-        away = min(mode.passing_bytes + mode.kept_bytes for mode in floor.modes)
-        modes = (
-            ModeFloor(backward_s=least.backward_s, kept_bytes=kept, passing_bytes=passing),
-            ModeFloor(backward_s=least.backward_s + byte_s * kept, kept_bytes=0.0, passing_bytes=away),
-        )
-    return replace(floor, modes=modes, hidden_s=share * own_times(cost, "none")[0])
 
 
 def _least_kept(cost: BlockCost, mode: Recompute) -> int:

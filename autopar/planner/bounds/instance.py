@@ -39,7 +39,6 @@ class BlockFloor:
         forward_s: of one micro-batch, whatever it recomputes.
         modes: what it may keep and recompute.
         more_s: what a forward and a backward take together over both of them alone, at the least: it may fall on either.
-        hidden_s: of copies to the host that the block's forward can hide for any block of its stage; in no time without copies.
         gather_s: what the step's first forward takes longer.
         once_s: once a step, after the rank's last backward.
         static_bytes: parameters, gradients and optimizer states.
@@ -48,7 +47,6 @@ class BlockFloor:
     forward_s: float
     modes: tuple[ModeFloor, ...]
     more_s: float = 0.0
-    hidden_s: float = 0.0
     gather_s: float = 0.0
     once_s: float = 0.0
     static_bytes: float = 0.0
@@ -59,8 +57,11 @@ class BlockFloor:
         return self.forward_s + min(mode.backward_s for mode in self.modes) + self.more_s
 
 
-FIELDS = 6
-"""Columns of :attr:`FloorTable.numbers` before those of modes: forward_s, more_s, hidden_s, gather_s, once_s, static_bytes."""
+FIELDS = 5
+"""Columns of :attr:`FloorTable.numbers` before those of modes: forward_s, more_s, gather_s, once_s, static_bytes."""
+
+FITS = 1 + 1e-9
+"""Times a limit of memory, up to which what is exactly as large fits."""
 
 MODES = 4
 """Modes of :attr:`FloorTable.numbers`, three columns each; a block with fewer has its last one again."""
@@ -80,7 +81,7 @@ class FloorTable:
         rows = []
         for own in self.blocks:
             modes = (*own.modes, *[own.modes[-1]] * MODES)[:MODES]
-            row = [own.forward_s, own.more_s, own.hidden_s, own.gather_s, own.once_s, own.static_bytes]
+            row = [own.forward_s, own.more_s, own.gather_s, own.once_s, own.static_bytes]
             row += [x for mode in modes for x in (mode.backward_s, mode.kept_bytes, mode.passing_bytes)]
             rows.append(row)
         object.__setattr__(self, "numbers", np.array(rows))
@@ -136,6 +137,21 @@ class PipelineInstance:
     def kind_of_block(self) -> NDArray[np.int64]:
         """Of each block in order."""
         return np.repeat([kind for kind, _ in self.runs], [count for _, count in self.runs])
+
+    def holds_in_order(self) -> bool:
+        """Whether one rank without a pipeline can hold its blocks at the peak of each.
+
+        At the peak of a block those before it still keep what their backward needs. The less they keep the more is left, so that
+        each takes the leanest of the modes that it has room for.
+        """
+        blocks, kept = self.floors[0].blocks, 0.0
+        room = self.limit_bytes[0] * FITS - sum(count * blocks[kind].static_bytes for kind, count in self.runs)
+        for kind in self.kind_of_block:
+            modes = [m.kept_bytes for m in blocks[kind].modes if kept + m.kept_bytes + m.passing_bytes <= room]
+            if not modes:
+                return False
+            kept += min(modes)
+        return True
 
 
 @lru_cache(maxsize=8192)

@@ -12,7 +12,7 @@ from autopar.planner.bounds.floors import BlockFloors
 from autopar.planner.bounds.gradient_sums import tie_s
 from autopar.planner.bounds.instance import FloorTable, PipelineInstance, runs_of
 from autopar.planner.context import SearchContext
-from autopar.planner.layouts.types import PricedLayout
+from autopar.planner.layouts.types import PricedLayout, TypedLayout
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.variants import origins
 from autopar.planner.stages.equal_blocks import EqualBlocks
@@ -50,11 +50,16 @@ class InstanceMaker:
         self._sent: dict[tuple[object, ...], tuple[float, ...]] = {}
 
     def perfect_split(self, candidate: Candidate) -> PipelineInstance:
-        """A candidate as if ``cp`` and ``tp`` divided everything and sent nothing."""
+        """A candidate as if ``cp`` and ``tp`` divided everything and sent nothing but tokens to experts."""
+        return self.typed(candidate, None)
+
+    def typed(self, candidate: Candidate, typed: TypedLayout | None) -> PipelineInstance:
+        """A candidate in a layout that is not priced: as if divided perfectly, but for the seconds of its blocks; None: in any."""
         unsplit = self.context.unsplit(candidate)
         step, tables = self.context.step(candidate, unsplit), {}
+        block_s = typed.solution.block_s if typed is not None and typed.solution is not None else ()
         for places in dict.fromkeys(self.places(candidate)):
-            tables[places] = self._of(places, candidate).perfect_split(self._on(places, unsplit), step)
+            tables[places] = self._of(places, candidate).perfect_split(self._on(places, unsplit), step, block_s)
         return self._instance(candidate, tables)
 
     def priced(self, candidate: Candidate, layout: PricedLayout) -> PipelineInstance:
@@ -66,7 +71,7 @@ class InstanceMaker:
         model, mesh = self.context.model, candidate.mesh
         prelude_s = [layouts[own].prelude_s for own in places]
         if mesh.pp == 1:
-            costs = self._of(None, candidate).costs(layout, is_least=False)
+            costs = self._of(None, candidate).costs(layout)
             ends_s = model.of(step).ends_s(costs[0], costs[-1])
             return replace(made, forward_s=tuple(own + ends_s for own in prelude_s))
         sends, back = self._sends_s(candidate, layout)

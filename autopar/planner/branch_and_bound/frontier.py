@@ -99,21 +99,25 @@ class Frontier:
     def _scout(self) -> Iterator[int]:
         """A primal heuristic for an early incumbent: of the smallest micro-batches, whose bounds are nearest to their plans.
 
-        Of the few of least bound the best one by the last bound is evaluated; where none of them fits, larger micro-batches are next.
+        Of the few of least bound the best one by the last bound is evaluated; where none of them fits, ever more are looked at, and
+        then larger micro-batches.
         """
         for size in sorted({key.micro_batch_size for key in self.parts}):
             own = [k for key, part in self.parts.items() if key.micro_batch_size == size for k in part]
-            few = (k for k in sorted(own, key=self._place) if self.group.claim(self.keys[k]))
-            some = [*islice(few, SCOUTS)]
-            for made in range(LAST):
-                self._raise(some, made)
-            first = min(some, key=self._place, default=-1)
-            if first >= 0 and self._level[first] == LAST and math.isfinite(self.bounds[self.pool[first]]):
-                self.given.add(first)
-                yield first
-            if math.isfinite(self.best_s()):
-                yield from self._quickest_by_chains(self.parts[self.keys[first]])
-                return
+            rest, count = (k for k in sorted(own, key=self._place) if self.group.claim(self.keys[k])), SCOUTS
+            while some := [*islice(rest, count)]:
+                self._raise(some, 0)
+                few = sorted(some, key=self._place)[:SCOUTS]
+                for made in range(1, LAST):
+                    self._raise([k for k in few if math.isfinite(self.bounds[self.pool[k]])], made)
+                first = min(few, key=self._place)
+                if self._level[first] == LAST and math.isfinite(self.bounds[self.pool[first]]):
+                    self.given.add(first)
+                    yield first
+                if math.isfinite(self.best_s()):
+                    yield from self._quickest_by_chains(self.parts[self.keys[first]])
+                    return
+                count *= 2
 
     def _quickest_by_chains(self, places: Sequence[int]) -> Iterator[int]:
         """Where ranks differ plans are far above their last bounds: of those that share a first plan's layouts the quickest by chains."""

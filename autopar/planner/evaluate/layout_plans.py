@@ -12,9 +12,8 @@ from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.layouts.types import PricedLayout
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.stages.block_options import BlockOptions, Placed
-from autopar.planner.stages.cut_problem import CutProblem, Failure, Fitting, Stops
+from autopar.planner.stages.cut_problem import CutProblem, Failure, Fitting, Stops, fitted, leanest_bytes
 from autopar.planner.stages.equal_blocks import EqualBlocks
-from autopar.planner.stages.fit import fitted, leanest_bytes
 from autopar.planner.stages.local_search import improved
 from autopar.planner.stages.refinement import refined
 from autopar.planner.stages.stage_cut import Mask, every_cut

@@ -21,7 +21,7 @@ from autopar.planner.layouts.types import LayoutKey, PricedLayout, layout_key_of
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.stages.activation_modes import none_if_moved
 from autopar.planner.stages.block_options import BlockOptions, Placed
-from autopar.planner.stages.fit import MAX_CUTS, MORE
+from autopar.planner.stages.cut_problem import MAX_CUTS, MORE
 from autopar.planner.stages.stage_cut import cut, stage_masks
 
 Modes = tuple[Recompute, ...]

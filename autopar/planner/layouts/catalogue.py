@@ -131,7 +131,7 @@ class Layouts:
         solutions = [[(kind, one) for one in self.typings.solutions(key, kind, order)] for kind in kinds]
         front: dict[str, TypedLayout] = {}
         for kind, solution in (one for at_price in zip(*solutions, strict=True) for one in at_price):
-            typed = TypedLayout(key=key, kind=kind, solution=solution, time_s=solution.time_s)
+            typed = TypedLayout(key=key, kind=kind, solution=solution)
             front.setdefault(typed.identity, typed)
         return tuple(front.values())
 
@@ -146,7 +146,7 @@ class Layouts:
                 if solutions is None:
                     every = []
                     break
-                every += [TypedLayout(key=key, kind=kind, solution=one, time_s=one.time_s) for one in solutions]
+                every += [TypedLayout(key=key, kind=kind, solution=one) for one in solutions]
             self._every[key] = tuple(every)
         return self._every[key]
 
@@ -180,6 +180,10 @@ class Layouts:
         if typed.identity not in priced:
             priced[typed.identity] = self._priced(typed)
         return priced[typed.identity]
+
+    def is_priced(self, typed: TypedLayout) -> bool:
+        """Whether :meth:`price` was asked for a layout."""
+        return typed.identity in self.memo(typed.key).priced
 
     def _priced(self, typed: TypedLayout) -> PricedLayout:
         key, kind, solution = typed.key, typed.kind, typed.solution

@@ -231,9 +231,8 @@ class RankGraphs:
         )
 
     def mesh(self, key: LayoutKey) -> Mesh:
-        """A mesh of the whole cluster with these degrees; groups of the inner axes are the same in every other."""
-        outside = max(self.model.cluster.world_size // (key.cp * key.tp), 1)
-        return Mesh(dp_replicate=outside, cp=key.cp, tp=key.tp, ep=key.ep_data, ep_data=key.ep_data)
+        """A mesh of the whole cluster with these degrees."""
+        return key.mesh(self.model.cluster.world_size)
 
 
 def padded(graph: Graph, ranks: int, multiple: int) -> Graph:

@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import dataclass, field, replace
 
 from autopar.cost.model import BlockCost
+from autopar.plan.mesh import Mesh
 from autopar.plan.plan import PaddedParameter
 from autopar.planner.sharding.block_chain import AxisSolution
 from autopar.planner.space.candidates import Candidate
@@ -38,6 +39,11 @@ class LayoutKey:
         """The same micro-batch with neither ``cp`` nor ``tp``."""
         return replace(self, cp=1, tp=1)
 
+    def mesh(self, world_size: int) -> Mesh:
+        """Of so many ranks with these degrees; groups of the inner axes are the same in every other."""
+        outside = max(world_size // (self.cp * self.tp), 1)
+        return Mesh(dp_replicate=outside, cp=self.cp, tp=self.tp, ep=self.ep_data, ep_data=self.ep_data)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TypedLayout:
@@ -48,13 +54,11 @@ class TypedLayout:
         kind: of attention on ``cp``; empty where that axis has one rank.
         solution: the typing on ``tp``; None where that axis has one rank.
         identity: a text, equal for equal layouts in every process.
-        time_s: no plan takes less for a micro-batch, forward and backward through all blocks; 0 where it is not known.
     """
 
     key: LayoutKey
     kind: str
     solution: AxisSolution | None
-    time_s: float = 0.0
     identity: str = field(init=False)
 
     def __post_init__(self) -> None:

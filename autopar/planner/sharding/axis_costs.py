@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
+from autopar.cost.blocks.block_collectives import SENDING, messages
 from autopar.cost.network.collectives import CollectiveModel
 from autopar.cost.operators.roofline import OperatorTimes, time_of_work
 from autopar.cost.operators.work import VIEWS, is_elementwise, work
@@ -69,9 +70,9 @@ class AxisPricing:
             time = self.measured.time(op, operands, time)
         return Cost(time.forward_s + time.backward_s, 0.0, done.saved_bytes)
 
-    def collective_time_s(self, kind: str, num_bytes: int) -> float:
-        """Seconds of a collective over the axis; bytes of the full tensor (all-to-all: of one rank's part)."""
-        return self.collective_weight * self.collectives.time_s(kind, num_bytes, self.mesh, (self.axis,))
+    def collective_time_s(self, kind: str, num_bytes: int, axis: str | None = None) -> float:
+        """Seconds of a collective over the axis, or over another one; bytes of the full tensor (all-to-all: of one rank's part)."""
+        return self.collective_weight * self.collectives.time_s(kind, num_bytes, self.mesh, (axis or self.axis,))
 
     def saves(self, op: Op, operands: Sequence[TensorSpec]) -> Sequence[Ref]:
         """Operands and outputs that backward needs."""
@@ -196,8 +197,13 @@ class AxisCosts:
         operands = tuple([self.local(s, t) for s, t in zip(specs, strategy.inputs, strict=True)])
         outputs = tuple([self.local(s, t) for s, t in zip(op.outputs, strategy.outputs, strict=True)])
         local = Local(axis=self.axis, size=self.parts, operands=operands, outputs=outputs)
-        cost = self.pricing.op_cost(rules.localize(op, strategy, local), operands)
-        sent_s = [self.pricing.collective_time_s(inside.kind, inside.num_bytes) for inside in strategy.communication]
+        called = rules.localize(op, strategy, local)
+        cost = self.pricing.op_cost(called, operands)
+        if op.target in SENDING:  # over axes that were applied before, or over these and this one
+            sent = messages(called, dict(zip(called.operands, operands, strict=True)).__getitem__)
+            sent_s = [self.pricing.collective_time_s(own.kind, own.num_bytes, own.axis) for own in sent]
+        else:
+            sent_s = [self.pricing.collective_time_s(own.kind, own.num_bytes) for own in strategy.communication]
         return Cost(cost.time_s + sum(sent_s), 0.0, cost.saved_bytes)
 
     def local(self, spec: TensorSpec, kind: Type) -> TensorSpec:

@@ -47,14 +47,13 @@ class AxisSolution:
         typing: of all operators and parameters.
         blocks: for each block of the compact graph its part, as plans write it.
         value: what it costs under the weights that it was found with.
-        time_s: seconds of a micro-batch, forward and backward, of all blocks that the graph stands for, without what is done
-            once a step.
+        block_s: of each of these blocks seconds of a micro-batch, forward and backward, without what is done once a step.
     """
 
     typing: Typing
     blocks: tuple[AxisTyping, ...]
     value: float
-    time_s: float
+    block_s: tuple[float, ...]
 
     @property
     def signature(self) -> tuple[object, ...]:
@@ -237,13 +236,13 @@ class AxisSolver:
 
     def _solution(self, assignments: Sequence[Assignment]) -> AxisSolution:
         """Choices of the block that a table was made for, carried over to each block that shares it."""
-        graph, time_s = self.compact.graph, 0.0
+        graph, block_s = self.compact.graph, list[float]()
         strategies: dict[str, Strategy] = {}
         parameters: dict[str, Type] = {}
         blocks = []
         for block, key, assignment in zip(graph.blocks, self.keys, assignments, strict=True):
-            choice, block_s = self._chosen(key, assignment)
-            time_s += len(self.compact.members[block.index]) * block_s
+            choice, own_s = self._chosen(key, assignment)
+            block_s.append(own_s)
             typing = self._typing(block, self.problems[key].block, choice)
             strategies |= typing.strategies
             parameters |= typing.parameters
@@ -251,7 +250,7 @@ class AxisSolver:
         typing_of_all = Typing(
             axis=self.costs.axis, size=Fraction(self.costs.size), strategies=strategies, parameters=parameters
         )
-        return AxisSolution(typing=typing_of_all, blocks=tuple(blocks), value=0.0, time_s=time_s)
+        return AxisSolution(typing=typing_of_all, blocks=tuple(blocks), value=0.0, block_s=tuple(block_s))
 
     def _chosen(self, key: Hashable, assignment: Assignment) -> tuple[Choice, float]:
         """The choice of a block and its seconds of a micro-batch."""

@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cost.step.simulation import Chain
-from autopar.planner.stages.cut_problem import CutProblem, Fitting, Stops, allows, exactly
-from autopar.planner.stages.fit import fitted
+from autopar.planner.stages.cut_problem import CutProblem, Fitting, Stops, allows, exactly, fitted
 from autopar.planner.stages.recompute import Array
 from autopar.planner.stages.refinement import covered, refined
 

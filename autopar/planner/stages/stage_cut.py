@@ -78,15 +78,24 @@ class CutBlocks:
         self.recomputes = Recomputes([one_of[key] for key in self.kinds.keys])
         self._taken: dict[tuple[int, int, float], list[dict[Way, int]]] = {}
 
-    def times_s(self, in_flight: Sequence[int], limit_bytes: Sequence[float], allowed: Mask) -> list[Array]:
-        """For each number of micro-batches and its limit the least time of blocks i:j at [i, j], where that may be a stage."""
+    def times_s(
+        self, in_flight: Sequence[int], limit_bytes: Sequence[float], allowed: Mask, known: KnownTimes
+    ) -> list[Array]:
+        """For each number of micro-batches and its limit the least time of blocks i:j at [i, j], where that may be a stage.
+
+        Args:
+            known: that were worked out for other ways to cut; more are added.
+        """
         asked = list(dict.fromkeys(zip(in_flight, limit_bytes, strict=True)))
+        rows = [known.setdefault((self, *key), np.full(len(self.kinds.counts), np.nan)) for key in asked]
         used = np.unique(self.kinds.which[allowed])
-        place = np.zeros(len(self.kinds.counts), dtype=np.int64)
-        place[used] = np.arange(len(used))
-        found = self.recomputes.times_s(self.kinds.counts[used], [a for a, _ in asked], [b for _, b in asked])
-        which = place[np.maximum(self.kinds.which, 0)]
-        made = {key: np.where(allowed, row[which], np.inf) for key, row in zip(asked, found, strict=True)}
+        new = used[np.isnan([row[used] for row in rows]).any(axis=0)]
+        if len(new):
+            found = self.recomputes.times_s(self.kinds.counts[new], [a for a, _ in asked], [b for _, b in asked])
+            for row, own in zip(rows, found, strict=True):
+                row[new] = own
+        which = np.maximum(self.kinds.which, 0)
+        made = {key: np.where(allowed, row[which], np.inf) for key, row in zip(asked, rows, strict=True)}
         return [made[key] for key in zip(in_flight, limit_bytes, strict=True)]
 
     def modes(
@@ -132,6 +141,10 @@ class CutBlocks:
         return {(b.key, o.mode): o.time_s for b in self.blocks for o in b.options}
 
 
+KnownTimes = dict[tuple[CutBlocks, int, float], Array]
+"""Times of stages by what of :class:`StageKinds` they are of, for blocks, micro-batches that they hold and their limit of bytes."""
+
+
 def cut(
     ranks: Sequence[CutBlocks],
     *,
@@ -139,6 +152,7 @@ def cut(
     limit_bytes: Sequence[float],
     num_micro_batches: int,
     allowed: Sequence[Mask],
+    known: KnownTimes | None = None,
 ) -> Cut | None:
     """The best cut; None when no cut fits.
 
@@ -148,7 +162,9 @@ def cut(
         limit_bytes: that each stage may fill.
         num_micro_batches: of a step.
         allowed: for each stage whether blocks i:j may be it (:func:`stage_masks`).
+        known: times of stages in other cuts of these blocks; None: there are none.
     """
+    known = {} if known is None else known
     stages = len(in_flight)
     own = [ranks[s % len(ranks)] for s in range(stages)]
     masks = [mask.tobytes() for mask in allowed]
@@ -162,7 +178,7 @@ def cut(
         may = np.logical_or.reduce([allowed[s] for s in mine])
         if not may.any():
             return None
-        found = blocks.times_s([in_flight[s] for s in mine], [limit_bytes[s] for s in mine], may)
+        found = blocks.times_s([in_flight[s] for s in mine], [limit_bytes[s] for s in mine], may, known)
         for s, table in zip(mine, found, strict=True):
             key = blocks, in_flight[s], limit_bytes[s], masks[s]
             if key not in alike:

@@ -18,8 +18,7 @@ from autopar.planner.planner import Planner
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
 from autopar.planner.stages.activation_modes import Way
-from autopar.planner.stages.cut_problem import CutProblem, Fitting, allows, evenly
-from autopar.planner.stages.fit import fitted
+from autopar.planner.stages.cut_problem import CutProblem, Fitting, allows, evenly, fitted
 from autopar.planner.stages.local_search import improved
 from autopar.planner.stages.refinement import refined
 from autopar.planner.task import Task
