@@ -19,9 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from autopar.util.revision import revision
-
 from tests.support.distributed import fit_script
+from tools.revision import revision
 
 LAYOUTS = {
     "dp_shard=2, ZeRO 3": ("dp_shard=2", "zero=3"),
