@@ -15,8 +15,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from autopar.util.revision import revision
-
 from autopar import api
 from autopar.graph.graph import Graph
 from autopar.models.resolve import resolve_model
