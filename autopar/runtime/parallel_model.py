@@ -5,13 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import spmd_types
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.data import Dataset
 
 from autopar.errors import UsageError
 from autopar.lower.program import SHARE, Program
@@ -40,6 +41,9 @@ from autopar.runtime.weights.from_model import Weights
 from autopar.runtime.weights.module_state import EXTRA_STATE, Names, names_of, put, shortened
 from autopar.runtime.world import World
 from autopar.tracing.batch import named_inputs
+
+if TYPE_CHECKING:
+    from autopar.runtime.data import PlannedLoader
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -298,6 +302,27 @@ class ParallelModel(PlannedModule):
             norm = self._norm()
         clip(self._assembly.held, norm, max_norm)
         return norm
+
+    def dataloader(self, dataset: Dataset[Any], **options: Any) -> PlannedLoader:
+        """A ``torchdata.stateful_dataloader.StatefulDataLoader`` that gives each rank its part of global batches.
+
+        Ranks that share samples load the same ones. A batch smaller than the plan's (the last of an epoch) is loaded whole by
+        every rank, as steps take it. All ranks give the same options.
+
+        Args:
+            dataset: with a length and numbered samples.
+            options: ``batch_size`` (of the global batch; the plan's, or smaller), ``shuffle`` (True), ``seed`` (0),
+                ``drop_last`` (False), and those of torch's ``DataLoader``, such as ``collate_fn`` and ``num_workers``.
+
+        Raises:
+            UsageError: torchdata is missing, the data set has no length, or its batches cannot be computed.
+        """
+        from autopar.runtime.data import planned_loader
+
+        def check_smaller(size: int) -> None:
+            check_partial(self._program, size)
+
+        return planned_loader(self.plan, self.data_rank, dataset, check_smaller=check_smaller, **options)
 
     # --- checkpoints
 
