@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial as bound
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -85,9 +86,6 @@ class ParallelModel(PlannedModule):
         self.data_rank, self.data_size = world.data_index, self.plan.mesh.data
         self.samples = self.plan.samples_of(self.data_rank)
         self._shared = SharedSamples(world, program.graph.inputs)
-        self._sizes = BatchSizes(
-            self.plan, self.data_rank, lambda batch: self._shared.are_equal(named_inputs(batch), self._alarm)
-        )
         self._is_timed = True
         self._data_group = world.axis_group(DATA_AXES)
         self._loss_group = world.axis_group(("pp", *DATA_AXES))
@@ -100,6 +98,8 @@ class ParallelModel(PlannedModule):
         recovers, launched = not self._assembly.is_fsdp, launched_on(world.device)
         self._alarm = Alarm(world.rank, self.plan.mesh.world_size, recovers=recovers, launched=launched)
         weakref.finalize(self, self._alarm.close)
+        # no reference back to self: a model that is left goes at once, and its hooks with it
+        self._sizes = BatchSizes(self.plan, self.data_rank, bound(_are_equal, self._shared, self._alarm))
         self._calls = Calls(world, self._alarm, world.meeting_group(), self._gradients)
         self._scale = scale = LossScale(self.plan.precision, held, self._calls, self._norm.group, world.device)
         stages = self._assembly.stages
@@ -513,6 +513,10 @@ class ParallelModel(PlannedModule):
             return local
         self._shared.check(named_inputs(batch), local, self.samples, self._alarm)
         return local
+
+
+def _are_equal(shared: SharedSamples, alarm: Alarm, batch: Batch) -> bool:
+    return shared.are_equal(named_inputs(batch), alarm)
 
 
 class _GlobalLoss(torch.autograd.Function):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import re
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -458,6 +460,21 @@ def test_torch_compile_of_an_optimizer_steps_as_it_does(steps_by: type[torch.opt
         step()
         found.append(parallel.train_step(batch).item())
     assert found[0] == pytest.approx(found[1])
+
+
+def test_a_model_that_is_left_goes_at_once_and_its_hooks_with_it() -> None:
+    """One in a circle of references stays until Python looks for circles, and steps of later optimizers go through its hooks."""
+    gc.collect()
+    gc.disable()
+    try:
+        parallel = build()
+        parallel.train_step(SUBJECT.make_batch(8, seed=0))
+        parallel.evaluate(SUBJECT.make_batch(3, seed=0))
+        left = weakref.ref(parallel)
+        del parallel
+        assert left() is None
+    finally:
+        gc.enable()
 
 
 def test_weights_that_are_loaded_into_the_model_too_late_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
