@@ -34,7 +34,15 @@ class PlannedBatches(Sampler[list[int]]):
     """
 
     def __init__(
-        self, plan: Plan, data_rank: int, num_samples: int, *, batch_size: int, shuffle: bool, seed: int, drop_last: bool
+        self,
+        plan: Plan,
+        data_rank: int,
+        num_samples: int,
+        *,
+        batch_size: int,
+        shuffle: bool,
+        seed: int,
+        drop_last: bool,
     ) -> None:
         self.num_samples, self.batch_size, self.drop_last = num_samples, batch_size, drop_last
         self._shuffle, self._seed = shuffle, seed
@@ -129,7 +137,7 @@ class PlannedLoader(StatefulDataLoader):  # type: ignore[misc]
         self._given = batches.start
 
 
-def planned_loader(
+def planned_loader(  # noqa: PLR0913  keywords of the public call
     plan: Plan,
     data_rank: int,
     dataset: Dataset[Any],

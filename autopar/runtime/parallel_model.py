@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import spmd_types
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
@@ -123,6 +123,11 @@ class ParallelModel(PlannedModule):
         self._show(held)
         self._show_buffers(self._state.named())
         self.monitor.holds(p for h in held for p in (h.parameter, self._local_steps.plain(h.parameter)))
+
+    @property
+    def original_model(self) -> nn.Module | None:
+        """What was given to ``autopar.parallelize``, as long as somebody has it: its config, and what its forward takes."""
+        return self._given.model
 
     # --- parameters
 

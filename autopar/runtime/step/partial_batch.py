@@ -159,7 +159,7 @@ class BatchSizes:
             if num_samples == complete != self._part:
                 self._are_global.add(purpose)
             return None
-        if num_samples == self._part and not isinstance(batch, WholeBatch):
-            if not (purpose in self._are_global and self._are_equal(batch)):
-                return None
+        is_known = isinstance(batch, WholeBatch)
+        if num_samples == self._part and not (is_known or (purpose in self._are_global and self._are_equal(batch))):
+            return None
         return partial_batch(self._plan, num_samples, self._data_rank)
