@@ -18,6 +18,7 @@ from autopar.errors import UsageError
 from autopar.integrations.loss import step_loss
 from autopar.runtime.job import choose_device_type, local_device
 from autopar.runtime.parallel_model import ParallelModel
+from autopar.runtime.step.gradients import local_part
 
 try:
     from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
@@ -209,6 +210,13 @@ class AutoparPrecision(Precision):  # type: ignore[misc]
         """By ``par.clip_grad_norm_``: a rank has only a part of the gradients."""
         (par,) = self._models
         par.clip_grad_norm_(float(clip_val))
+
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Element by element, on the parts that this rank has."""
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    local_part(p.grad).clamp_(-clip_val, clip_val)
 
 
 def _found(module: nn.Module) -> list[ParallelModel]:

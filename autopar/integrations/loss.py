@@ -7,10 +7,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from autopar.errors import UsageError
 from autopar.runtime.parallel_model import ParallelModel
+from autopar.runtime.step.gradients import local_part
 
 
 def loss_of(outputs: Any) -> Tensor:
@@ -73,15 +73,10 @@ class _Ready(torch.autograd.Function):
             )
         with torch.no_grad():
             if pairs:
-                torch._foreach_mul_([_local(grad) for _, grad in pairs], gradients[0])
+                torch._foreach_mul_([local_part(grad) for _, grad in pairs], gradients[0])
             for p, grad in pairs:
                 if p.grad is None:
                     p.grad = grad
                 else:
-                    _local(p.grad).add_(_local(grad))
+                    local_part(p.grad).add_(local_part(grad))
         return None, None, None
-
-
-def _local(value: Tensor) -> Tensor:
-    """What this rank has of it: operators on plain tensors cost a tenth of those on DTensors."""
-    return value._local_tensor if isinstance(value, DTensor) else value

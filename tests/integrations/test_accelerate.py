@@ -1,0 +1,47 @@
+"""Accelerate with a parallel model does what it does with the model itself; its own Accelerator refuses one."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from autopar.graph.graph import Graph
+from autopar.verification.rank_pool import WorkerPool
+from tests.support.close import assert_close
+from tests.support.integrations import accelerated
+from tests.support.integrations.ranks import PLANS, plan_of
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(240)]
+
+
+@cache
+def wanted(count: int) -> dict[str, Any]:
+    return accelerated.alone(count)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("name", PLANS)
+def test_a_loop_equals_one_process(pair: WorkerPool, graph: Graph, name: str, count: int) -> None:
+    """The order of samples too, though ranks had different seeds."""
+    ranks = pair.run(accelerated.parallel, plan_of(name, graph), graph, count, timeout_s=200.0)
+    expected = wanted(count)["steps"]
+    assert [step[-1] for step in expected] == [8, 8, 8, 3] * 2
+    for found in ranks:
+        for number, (mine, theirs) in enumerate(zip(found["steps"], expected, strict=True)):
+            assert_close(mine, theirs, 1e-5, place=f"step {number}")
+
+
+def test_what_would_not_train_it_says_what_does(pair: WorkerPool, graph: Graph) -> None:
+    for said in pair.run(accelerated.given_to_others, plan_of("tp2", graph), graph, timeout_s=100.0):
+        assert said == [
+            "A parallel model was given to accelerate's Accelerator. Use autopar.integrations.accelerate.Accelerator in its place.",
+            "A parallel model was given to transformers.Trainer. Use autopar.integrations.hf.Trainer in its place.",
+            "autopar's Accelerator was given a Linear, not a parallel model. Prepare what autopar.parallelize returned, and use "
+            "accelerate's own Accelerator for other models.",
+            "This Accelerator has no parallel model. Call accelerator.prepare(par, optimizer, ...) with the one that "
+            "autopar.parallelize returned.",
+            "accelerate was asked for mixed precision (bf16), but the plan has the precision. Leave it out (bf16=True, "
+            'mixed_precision=...), and call autopar.parallelize(model, precision="bf16").',
+        ]
