@@ -29,6 +29,7 @@ from autopar.graph.elements import (
     map_refs,
 )
 from autopar.graph.index import Index
+from autopar.graph.outputs import Outputs
 
 if TYPE_CHECKING:
     import networkx
@@ -74,6 +75,7 @@ class Graph:
             ``batch`` a group of ranks that each have all their samples in one micro-batch. Empty: samples are apart.
         exact: numbers may count samples, so that it is for a global batch of ``batch_size`` alone.
         pins: what the modules of the model carry for the plan (:mod:`autopar.pins.on_modules`).
+        outputs: what the model returns besides the loss; passes keep it as it was traced.
     """
 
     name: str
@@ -92,6 +94,7 @@ class Graph:
     mixing: str = ""
     exact: bool = False
     pins: tuple[str, ...] = ()
+    outputs: Outputs | None = None
 
     def spec(self, ref: Ref) -> TensorSpec:
         """The spec of any tensor.

@@ -29,6 +29,7 @@ from autopar.runtime.guard.shared_samples import SharedSamples
 from autopar.runtime.module import PlannedModule
 from autopar.runtime.monitor import Monitor
 from autopar.runtime.optimizer.local_step import LocalSteps
+from autopar.runtime.outputs.model_outputs import ModelOutputs
 from autopar.runtime.step.changed_buffers import State
 from autopar.runtime.step.fsdp import forget_gathered
 from autopar.runtime.step.gradients import Norm, clip
@@ -41,7 +42,7 @@ from autopar.runtime.weights import checkpoint
 from autopar.runtime.weights.from_model import Weights
 from autopar.runtime.weights.module_state import EXTRA_STATE, Names, names_of, put, shortened
 from autopar.runtime.world import World
-from autopar.tracing.batch import named_inputs
+from autopar.tracing.batch import named_inputs, positional, with_names
 
 if TYPE_CHECKING:
     from autopar.runtime.data import PlannedLoader
@@ -120,6 +121,8 @@ class ParallelModel(PlannedModule):
         weakref.finalize(self, self._given.remove)
         self._names = Names(program.graph.parameters, names_of(weights.model))
         self._is_lengthened = any(parameter.padding is not None for parameter in program.graph.parameters)
+        self._names_of_inputs = positional(weights.model)
+        self._outputs = ModelOutputs(program, world, weights, stages, held)
         self._show(held)
         self._show_buffers(self._state.named())
         self.monitor.holds(p for h in held for p in (h.parameter, self._local_steps.plain(h.parameter)))
@@ -213,51 +216,91 @@ class ParallelModel(PlannedModule):
             return self._evaluate(batch)
 
     def _evaluate(self, batch: Batch) -> Tensor:
+        return self._reported(self._quiet_forward(batch, "evaluate")[0])
+
+    def _quiet_forward(self, batch: Batch, purpose: str) -> tuple[Tensor | None, PartialBatch | None]:
+        """This rank's part of the loss, without gradients and dropout."""
         check_evaluates(self._program)
         check_modes(self.plan, self._world.device, learns=False)
         self._local_steps.restore()
         stages = self._assembly.stages
         with torch.no_grad():
-            partial = self._partial(batch, "evaluate")
+            partial = self._partial(batch, purpose)
             local = self._local(batch, partial)
         try:
             for stage in stages:
                 stage.eval()
             self._begin_forward(local, partial)
-            loss = self._runner.evaluate(local, self._count(partial))
+            return self._runner.evaluate(local, self._count(partial)), partial
         finally:
             for stage in stages:
                 stage.train()
-        return self._reported(loss)
 
     @_not_compiled
-    def forward(self, *given: object, **batch: Tensor) -> Tensor:
-        """What ``par(**batch)`` is: in training the loss of the global batch, whose ``backward()`` leaves summed gradients.
+    def predict(self, batch: Batch, *, gather: bool = True) -> Any:
+        """What the model returns for a batch, without gradients and dropout, under any plan; all ranks call it.
 
-        For plans of one pipeline stage; others have :meth:`train_step`. Micro-batches of the plan are kept all at once until
-        backward; :meth:`train_step` does not. After ``par.eval()`` it is :meth:`evaluate`, under any plan.
+        Parameters, gradients, counters and ``training`` stay as they are.
+
+        Args:
+            batch: as :meth:`evaluate` takes it. Inputs that only the loss needs (labels) may be left out: then the loss is None.
+            gather: tensors are complete for the batch that was given: of the global batch on every rank, or of this rank's samples.
+                False: tensors of the global batch stay split, as DTensors on the plan's mesh.
+
+        Returns:
+            The model's own structure, with the loss of the global batch where the model has it. What is neither a tensor nor a
+            plain value in it is None, as caches are.
+
+        Raises:
+            UsageError: as :meth:`evaluate`.
+        """
+        with ordinary(), self._calls.together("predict"):
+            self._calls.meet("predict")
+            return self._predict(batch, gather=gather)
+
+    def _predict(self, batch: Batch, *, gather: bool) -> Any:
+        full, missing = self._outputs.filled(batch)
+        if self._outputs.is_loss_alone:
+            return self._reported(self._quiet_forward(full, "predict")[0])
+        with self._outputs.taking():
+            loss, partial = self._quiet_forward(full, "predict")
+            total = self._reported(loss)
+            given = None if missing else total
+            return self._outputs.made(batch, partial, loss=given, missing=missing, gather=gather)
+
+    @_not_compiled
+    def forward(self, *given: Any, **batch: Any) -> Any:
+        """What ``par(**batch)`` is: what the model returns. After ``par.eval()`` it is :meth:`predict`, under any plan.
+
+        In training its loss is that of the global batch, whose ``backward()`` leaves summed gradients; for plans of one pipeline
+        stage, others have :meth:`train_step`. Micro-batches of the plan are kept all at once until backward, as :meth:`train_step`
+        does not. Other tensors have no gradient, and stay where they are: as DTensors, where this rank has not all of one for the
+        samples that it was given. Where ``loss_fn`` makes the loss it is the loss alone.
 
         Raises:
             UsageError: the model is in training and the plan has pipeline stages, or the batch does not fit the plan, or is not
                 given by names.
         """
-        if given:
-            raise UsageError(
-                f"The batch was given as a {type(given[0]).__name__} without a name",
-                fix="Write par(**batch), or par.train_step(batch), which takes a dict",
-            )
+        batch = with_names(given, batch, self._names_of_inputs)
         if not self.training:
-            return self.evaluate(batch)
+            return self.predict(batch)
         with ordinary(), self._calls.together("call"):
             if not torch.is_grad_enabled():
                 self._calls.meet("call without gradients")
             return self._call(batch)
 
-    def _call(self, batch: Batch) -> Tensor:
+    def _call(self, batch: Batch) -> Any:
+        if self._outputs.is_loss_alone or not self._outputs.has_loss:
+            return self._called_loss(batch)[0]
+        with self._outputs.taking():
+            loss, partial = self._called_loss(batch)
+            return self._outputs.made(batch, partial, loss=loss, gather=False, communicates=False)
+
+    def _called_loss(self, batch: Batch) -> tuple[Tensor, PartialBatch | None]:
         if self._single is None:
             raise UsageError(
                 f"A model of {len(self._program.stages)} pipeline stages cannot be called in training: forward and backward run together",
-                fix="Replace `loss = par(**batch); loss.backward()` by `loss = par.train_step(batch)`, or call par.eval() before",
+                fix="Replace `loss = par(**batch); loss.backward()` by `loss = par.train_step(batch)`. par.predict(batch) has the outputs",
             )
         check_modes(self.plan, self._world.device, learns=False)
         if torch.is_grad_enabled():
@@ -274,7 +317,7 @@ class ParallelModel(PlannedModule):
         self._commit()
         if loss.requires_grad:
             self.step_count += 1
-        return cast("Tensor", _GlobalLoss.apply(loss, self))  # type: ignore[no-untyped-call]
+        return cast("Tensor", _GlobalLoss.apply(loss, self)), partial  # type: ignore[no-untyped-call]
 
     def grad_scaler(self, **options: Any) -> ParallelScaler:
         """The ``torch.amp.GradScaler`` of this model, made once: for a plan in fp16, and switched off for others.

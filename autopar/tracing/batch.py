@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from autopar.errors import TraceError
+from autopar.errors import TraceError, UsageError
 from autopar.graph.graph import Input, TensorSpec
 
 
@@ -30,6 +30,36 @@ def named_batch(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[s
         )
     batch = dict(zip(names, args, strict=False)) | dict(kwargs)
     return {key: value for key, value in batch.items() if value is not None}
+
+
+def positional(model: torch.nn.Module) -> tuple[str, ...]:
+    """Names of the inputs that ``forward`` takes by position, in order."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(p.name for p in inspect.signature(model.forward).parameters.values() if p.kind in kinds)
+
+
+def with_names(given: tuple[Any, ...], batch: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    """A batch of which some inputs were given by position.
+
+    Raises:
+        UsageError: there are more of them than names, one is named as well, or the whole batch is given so.
+    """
+    if not given:
+        return batch
+    if isinstance(given[0], Mapping) and len(given) == 1 and not batch:
+        raise UsageError(
+            f"The batch was given as a {type(given[0]).__name__} without a name",
+            fix="Write par(**batch), or par.train_step(batch), which takes a dict",
+        )
+    taken = dict(zip(names, given, strict=False))
+    if len(given) > len(names) or not taken.keys().isdisjoint(batch):
+        raise UsageError(
+            f"{len(given)} inputs were given by position",
+            expected=f"at most those of the model's forward: {', '.join(names) or 'none'}",
+            got=f"{len(given)}, and {', '.join(batch) or 'none'} by name",
+            fix="Write par(**batch), with each input by name once",
+        )
+    return {name: value for name, value in {**taken, **batch}.items() if value is not None}
 
 
 def arguments(forward: Callable[..., Any], batch: Mapping[str, Any]) -> tuple[list[str], list[str]]:

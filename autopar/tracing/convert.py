@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -176,15 +176,19 @@ def _inner(owner: torch.nn.Module, head: object) -> fx.GraphModule:
     return inner
 
 
-def needs_decomposition(module: fx.GraphModule) -> bool:
+def needs_decomposition(module: fx.GraphModule, needed: Collection[str]) -> bool:
     """True when the exported calls mutate tensors or are composites without a form here.
 
     Decomposing traces everything once more, which a model of many layers need not pay for.
+
+    Args:
+        needed: names of the calls that count, of those that ``module`` makes itself.
     """
     for inner in module.modules():
         if not isinstance(inner, fx.GraphModule):
             continue
-        for target in {n.target for n in inner.graph.nodes if n.op == "call_function"}:
+        nodes = (n for n in inner.graph.nodes if inner is not module or n.name in needed)
+        for target in {n.target for n in nodes if n.op == "call_function"}:
             if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
                 continue
             composite = torch._C._dispatch_has_kernel_for_dispatch_key(_qualified(target), "CompositeImplicitAutograd")

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.errors import TraceError
 from autopar.graph.graph import Graph
+from autopar.graph.outputs import Outputs
 from autopar.ops.train_modes import as_trained
 from autopar.ops.train_modes import notes_of as notes_of_modes
 from autopar.pins.on_modules import pins_of
@@ -36,6 +37,9 @@ from autopar.tracing.guards.one_dtype import for_products
 from autopar.tracing.leaves import declare, loss_output
 from autopar.tracing.opaque.regions import TARGET as OPAQUE
 from autopar.tracing.opaque.regions import RegionError, Regions, around, notes_of, outermost, paths_of
+from autopar.tracing.outputs.calls import Calls, calls_of, cut, needed_nodes
+from autopar.tracing.outputs.kept import counts_samples, kept, with_counts
+from autopar.tracing.outputs.structure import Kept, with_twice
 
 LossFunction = Callable[[Any, dict[str, Any]], torch.Tensor]
 
@@ -51,7 +55,7 @@ def trace(
     exact: bool = False,
     repeats: bool = False,
 ) -> Graph:
-    """The forward pass of ``model`` in training, from a batch to a scalar loss, cleaned up.
+    """The forward pass of ``model`` in training, from a batch to a scalar loss, cleaned up; beside it what else ``model`` returns.
 
     Args:
         model: on any device, meta included; not changed, its weights never copied.
@@ -95,7 +99,7 @@ def trace(
     if not exact and counts.suspects(graph) and not _same_numbers(graph, job):
         counts.check(graph, _traced(job, times=2))
     notes = (*graph.notes, *notes_of_modes(model), *notes_of(graph, job.reasons))
-    found = replace(graph, exact=exact, pins=marks, notes=notes)
+    found = replace(graph, exact=exact, pins=marks, notes=notes, outputs=_counted(graph, job, exact=exact))
     found.look_up()
     return found
 
@@ -168,11 +172,25 @@ def _without_region(cause: TraceError, error: TraceError) -> TraceError:
     )
 
 
+def _counted(graph: Graph, job: _Job, *, exact: bool) -> Outputs | None:
+    """The outputs of a traced model, with the numbers in them at twice the batch size, where some may count samples."""
+    outputs = graph.outputs
+    if outputs is None or exact or not counts_samples(outputs):
+        return outputs
+    try:
+        twice = _traced(job, times=2).outputs
+    except TraceError:  # of one batch size alone: what its numbers count nobody can tell
+        twice = None
+    if twice is None:
+        return with_counts(outputs, replace(outputs, ops=()))
+    return replace(with_counts(outputs, twice), structure=with_twice(outputs.structure, twice.structure))
+
+
 def _traced(job: _Job, times: int = 1) -> Graph:
     """One trace, at ``times`` the batch size of the example."""
     model = job.model
     with _faked(job, times) as (wrapper, mode, batch, batch_size, held):
-        program = _export(wrapper, batch, model)
+        program, calls = _export(wrapper, batch, model)
         if held.refused is not None:  # caught by the model, which went on as no step would
             raise _within(explained(held.refused, model), module_of_failure(held.refused, wrapper.model))
         with _quiet():
@@ -196,7 +214,8 @@ def _traced(job: _Job, times: int = 1) -> Graph:
         loss=loss,
         mutations=mutations_of(program, outputs, converter.env),
     )
-    return replace(graph, notes=(*graph.notes, *notes, *checks.notes_of(held)))
+    found = kept(graph, builder, calls, wrapper.kept, program=program, env=converter.env, model=model)
+    return replace(graph, notes=(*graph.notes, *notes, *checks.notes_of(held)), outputs=found)
 
 
 @contextmanager
@@ -247,12 +266,13 @@ def _within(error: TraceError, path: str) -> TraceError:
 
 
 class _Training(torch.nn.Module):
-    """The user's model with its loss picked out; every input by name."""
+    """The user's model with its loss picked out and put before the other tensors that it returns; every input by name."""
 
     def __init__(self, model: torch.nn.Module, batch: dict[str, Any], loss_fn: LossFunction | None) -> None:
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
+        self.kept = Kept()
         self.positional, self.passed = arguments(model.forward, batch)
         unused = [k for k in batch if k not in self.passed and k not in self.positional]
         if unused and loss_fn is None:
@@ -262,12 +282,12 @@ class _Training(torch.nn.Module):
                 fix="Remove it, or give loss_fn=... that reads it",
             )
 
-    def forward(self, **batch: Any) -> torch.Tensor:
+    def forward(self, **batch: Any) -> tuple[torch.Tensor, ...]:
         with written_back(self.model), for_products(self.model):
             output = self.model(*(batch[k] for k in self.positional), **{k: batch[k] for k in self.passed})
-            if self.loss_fn is not None:
-                output = self.loss_fn(output, batch)
-        return pick_loss(output, type(self.model).__name__)
+            returned = output if self.loss_fn is None else self.loss_fn(output, batch)
+        loss = pick_loss(returned, type(self.model).__name__)
+        return (loss, *self.kept.take(output, loss))
 
 
 def pick_loss(output: Any, place: str) -> torch.Tensor:
@@ -321,14 +341,19 @@ def _fake_model(model: torch.nn.Module, mode: FakeTensorMode) -> torch.nn.Module
 # --- export ---------------------------------------------------------------------------------------
 
 
-def _export(wrapper: _Training, batch: dict[str, Any], model: torch.nn.Module) -> torch.export.ExportedProgram:
+def _export(
+    wrapper: _Training, batch: dict[str, Any], model: torch.nn.Module
+) -> tuple[torch.export.ExportedProgram, Calls]:
+    """The program of the loss alone, and the calls of one that gives all that the model returns."""
     with _quiet(), memory.casts_that_change_nothing(), memory.inference_as_no_grad(), memory.ParametersKept():
         try:
             program: torch.export.ExportedProgram = torch.export.export(wrapper, (), batch, strict=False)
             cut_off(program, source_of)
-            if needs_decomposition(program.graph_module):
+            if needs_decomposition(program.graph_module, needed_nodes(program)):
                 program = program.run_decompositions({})
-            return program
+            calls = calls_of(program)
+            cut(program)
+            return program, calls
         except TraceError:
             raise
         except FAILURES as error:

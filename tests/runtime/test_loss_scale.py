@@ -61,9 +61,10 @@ def test_gradients_that_are_still_scaled_are_not_stepped_by_or_clipped() -> None
     with pytest.raises(UsageError, match="second scaler"):
         parallel.grad_scaler()
     with pytest.raises(
-        UsageError, match=r"the scaler of this model has not scaled.*scaler\.scale\(par\(\*\*batch\)\)\.backward"
+        UsageError,
+        match=r"the scaler of this model has not scaled.*scaler\.scale\(loss\)\.backward\(\), where loss is that of par",
     ):
-        torch.amp.GradScaler("cpu").scale(parallel(**batch)).backward()
+        torch.amp.GradScaler("cpu").scale(parallel(**batch).loss).backward()
     before = parallel.full_state_dict()
     loss = parallel.train_step(batch)
     with pytest.raises(UsageError, match=r"has been scaled already.*Leave scaler\.scale\(loss\)\.backward\(\) out"):

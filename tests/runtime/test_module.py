@@ -212,15 +212,15 @@ def test_what_cannot_be_is_refused_in_one_sentence() -> None:
 
 def test_forward_hooks_and_compiled_models_are_called() -> None:
     parallel, batch, seen = build(), SUBJECT.make_batch(8, seed=0), list[float]()
-    wanted = parallel(**batch).item()
-    handle = parallel.register_forward_hook(lambda _, __, loss: seen.append(loss.item()))
+    wanted = parallel(**batch).loss.item()
+    handle = parallel.register_forward_hook(lambda _, __, output: seen.append(output.loss.item()))
     parallel(**batch)
     handle.remove()
     compiled = torch.compile(parallel, backend="eager")
-    assert compiled(**batch).item() == wanted
+    assert compiled(**batch).loss.item() == wanted
     assert [id(p) for p in compiled.parameters()] == [id(p) for p in parallel.parameters()]
     parallel.compile(backend="eager")
-    assert parallel(**batch).item() == wanted
+    assert parallel(**batch).loss.item() == wanted
     assert seen == [wanted]
 
 

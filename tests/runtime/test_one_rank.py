@@ -271,7 +271,7 @@ def test_a_step_that_failed_leaves_no_gradients(way: str) -> None:
         with pytest.raises(IndexError, match="out of bounds"):
             parallel.train_step(bad)
     else:
-        loss = parallel(**batch)
+        loss = parallel(**batch).loss
         first = next(iter(parallel._assembly.held)).leaf
         assert first is not None
         stop_there = first.register_hook(lambda _: {}["nothing"])

@@ -11,12 +11,12 @@ from autopar.hardware.detect.tf32 import multiplies_in_tf32
 from autopar.lower.emit import is_random
 from autopar.lower.program import Program
 from autopar.plan.plan import TF32_PRODUCTS, Plan, Precision
+from autopar.runtime.step.block_code import noise
 from autopar.runtime.step.gradients import Held
-from autopar.runtime.step.stage import noise
 
 _INSTEAD = {
     "module": "the model is what was given to autopar.parallelize; model.load_state_dict(par.full_state_dict(), strict=False)",
-    "backward": "par.train_step(batch) has done it, or par(**batch).backward()",
+    "backward": "par.train_step(batch) has done it; the loss of par(**batch) has one",
     "generate": "put par.full_state_dict() into the model itself, and generate with that",
     "config": "model.config, of the model that was given to autopar.parallelize",
     "is_first_rank": "par.is_main_process",

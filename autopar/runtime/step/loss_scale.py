@@ -127,7 +127,7 @@ class LossScale:
         if self.scaler is not None and self.scaler.is_enabled() and not self.scaler.has_been_asked:
             raise UsageError(
                 "This is the backward() of a loss that the scaler of this model has not scaled",
-                fix=f"Write {_MAKE}, then scaler.scale(par(**batch)).backward()",
+                fix=f"Write {_MAKE}, then scaler.scale(loss).backward(), where loss is that of par(**batch)",
             )
 
     def check_unscaled(self) -> None:
@@ -280,7 +280,7 @@ class StepLoss(Tensor):
         """
         raise UsageError(
             "A loss.backward() was called after par.train_step(batch), which has already run the backward pass",
-            fix="Leave backward() out (with one pipeline stage, `par(**batch).backward()` does the same)",
+            fix="Leave backward() out (with one pipeline stage, that of the loss of par(**batch) does the same)",
         )
 
     def __truediv__(self, other: Any) -> Tensor:

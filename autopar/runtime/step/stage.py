@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-from autopar.graph.graph import Op
-from autopar.graph.random import draws_random
+from autopar.graph.graph import Ref
 from autopar.lower.emit import SEED, SHARE
 from autopar.lower.program import BlockProgram, PreludeProgram, Program, StageProgram
-from autopar.ops import seeded
-from autopar.ops import sequence as sequence_ops
 from autopar.ops.collectives import on_meshes
 from autopar.runtime.step.activation_offload import Mover
+from autopar.runtime.step.block_code import variant
 from autopar.runtime.step.recomputation import Tape, with_tape
 from autopar.runtime.step.stage_io import ends_of, enter, leave
 
@@ -28,7 +25,12 @@ INPUT = "autopar_input_"
 
 
 class BlockModule(nn.Module):
-    """A block's emitted code with its parameters; the unit of FSDP and of recompute. After ``eval()`` it drops nothing."""
+    """A block's emitted code with its parameters; the unit of FSDP and of recompute. After ``eval()`` it drops nothing.
+
+    Attributes:
+        taps: values inside that outputs of the model are.
+        taken: where they are put, without their history; None: nowhere.
+    """
 
     def __init__(self, program: BlockProgram, meshes: Sequence[DeviceMesh]) -> None:
         super().__init__()
@@ -39,7 +41,9 @@ class BlockModule(nn.Module):
         self._mover: Mover | None = None
         self._tape: Tape | None = None
         self._code = program.module.graph
-        self._quiet: Callable[..., Any] | None = None
+        self._variants: dict[tuple[bool, bool], Callable[..., Any]] = {}
+        self.taps: tuple[Ref, ...] = ()
+        self.taken: dict[Ref, Tensor] | None = None
         if self.recompute == "selective":
             self.body = with_tape(program.module, program.again, lambda: self._tape)
 
@@ -55,29 +59,43 @@ class BlockModule(nn.Module):
         self._mover = mover
 
     def _run(self, *values: Any) -> tuple[Tensor, ...]:
-        if not self.training:
-            if self._quiet is None:
-                self._quiet = without_dropout(self.body, self._code)
-            return cast("tuple[Tensor, ...]", self._quiet(*values))
-        if self.recompute == "full" and torch.is_grad_enabled():
+        code = self._function()
+        if self.training and self.recompute == "full" and torch.is_grad_enabled():
             # emitted code draws from streams of its own: there is no state of generators to bring back
             run_again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-            return cast("tuple[Tensor, ...]", run_again(self._with_mesh, *values))
-        if self.recompute == "selective" and torch.is_grad_enabled():
-            return self._on_tape(values)
-        return cast("tuple[Tensor, ...]", self.body(*values))
+            made = cast("tuple[Tensor, ...]", run_again(partial(self._with_mesh, code), *values))
+        elif self.training and self.recompute == "selective" and torch.is_grad_enabled():
+            made = self._on_tape(code, values)
+        else:
+            made = cast("tuple[Tensor, ...]", code(*values))
+        if self.taken is None or not self.taps:
+            return made
+        count = len(self.outputs)
+        self.taken |= {ref: value.detach() for ref, value in zip(self.taps, made[count:], strict=True)}
+        return made[:count]
 
-    def _on_tape(self, values: Sequence[Any]) -> tuple[Tensor, ...]:
+    def _function(self) -> Callable[..., Any]:
+        """What computes the outputs, and the taps where they are taken."""
+        taps = self.taps if self.taken is not None else ()
+        if self.training and not taps:
+            return self.body
+        key = self.training, bool(taps)
+        if key not in self._variants:
+            code = self.body.graph if self.training else self._code
+            self._variants[key] = variant(self.body, code, drops=self.training, taps=taps)
+        return self._variants[key]
+
+    def _on_tape(self, code: Callable[..., Any], values: Sequence[Any]) -> tuple[Tensor, ...]:
         tape = self._tape = Tape(partial(on_meshes, self._meshes))
         try:
             with tape.record():
-                return cast("tuple[Tensor, ...]", self.body(*values))
+                return cast("tuple[Tensor, ...]", code(*values))
         finally:
             self._tape = None
 
-    def _with_mesh(self, *values: Any) -> tuple[Tensor, ...]:
+    def _with_mesh(self, code: Callable[..., Any], *values: Any) -> tuple[Tensor, ...]:
         with on_meshes(self._meshes):  # backward runs it again, on a thread of its own
-            return cast("tuple[Tensor, ...]", self.body(*values))
+            return cast("tuple[Tensor, ...]", code(*values))
 
 
 class StageModule(nn.Module):
@@ -87,6 +105,7 @@ class StageModule(nn.Module):
         totals: values of ``Program.sums`` over the global batch, set before the step's first micro-batch.
         state: buffers that steps change, as they were at the step's begin.
         new_state: what the last micro-batch made of those that this stage changes.
+        taken: for each micro-batch the values that outputs of the model are; None: they are not kept.
         seed: of the step; every micro-batch draws from a stream of its own.
         micro_batch: number of the one that the next forward is given.
         share: part of the plan's global batch that the step has.
@@ -116,6 +135,7 @@ class StageModule(nn.Module):
         self.totals: dict[str, Tensor] = {}
         self.state: dict[str, Tensor] = {}
         self.new_state: dict[str, Tensor] = {}
+        self.taken: dict[int, dict[Ref, Tensor]] | None = None
         self.seed = self.micro_batch = self.first_micro_batch = 0
         self._num_streams = whole.plan.num_micro_batches
         self.share = 1.0
@@ -148,8 +168,10 @@ class StageModule(nn.Module):
                 values.update(zip(self._prelude_program.outputs, made, strict=True))
             if self.mover is not None:
                 self.mover.begin(value for name, value in values.items() if name not in self.receives)
+            own = None if self.taken is None else self.taken.setdefault(self.micro_batch, {})
             for block in self.blocks:
                 assert isinstance(block, BlockModule)
+                block.taken = own
                 made = block(*[values[name] for name in block.inputs])
                 values.update(zip(block.outputs, made, strict=True))
         self.new_state = {buffer: values[name].detach() for buffer, name in self.mutations}
@@ -160,6 +182,12 @@ class StageModule(nn.Module):
         given = leave(self.ends, link, [values[name] for name in ((self.loss,) if self.is_last else self.sends)])
         return given[0] if self.is_last else given
 
+    def keep(self, taps: Mapping[int, Sequence[Ref]]) -> None:
+        """Which values inside of its blocks, by their positions here, are taken when values are."""
+        for position, block in enumerate(self.blocks):
+            assert isinstance(block, BlockModule)
+            block.taps = tuple(taps.get(position, ()))
+
     def holders(self) -> dict[str, nn.Module]:
         """For each parameter name the module that has it registered under that name."""
         found: dict[str, nn.Module] = {}
@@ -167,33 +195,3 @@ class StageModule(nn.Module):
             assert isinstance(block, BlockModule)
             found |= dict.fromkeys(block.body._parameters, block.body)
         return found | dict.fromkeys(self.shared_names, self)
-
-
-_PROBABILITIES: dict[Callable[..., Any], str] = {
-    seeded.dropout: "p",
-    seeded.attention: "dropout_p",
-    sequence_ops.attention_gathered: "dropout_p",
-    sequence_ops.attention_ring: "dropout_p",
-}
-"""The argument of each function that drops."""
-
-
-def without_dropout(body: fx.GraphModule, code: fx.Graph) -> Callable[..., Any]:
-    """``code`` that drops nothing, as a function that reads parameters, buffers and regions where ``body`` has them."""
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(code, {}))
-    for node in graph.nodes:
-        name = _PROBABILITIES.get(node.target) if node.op == "call_function" else None
-        if name is None:
-            continue
-        position = list(inspect.signature(node.target).parameters).index(name)
-        if position < len(node.args):
-            node.update_arg(position, 0.0)
-        else:
-            node.update_kwarg(name, 0.0)
-    return partial(type(fx.GraphModule(body, graph)).forward, body)
-
-
-def noise(made: Sequence[Op]) -> Op | None:
-    """An operator that draws random numbers which are no dropout; None: there is none."""
-    return next((op for op in made if draws_random(op.target) and op.target != "autopar.dropout"), None)

@@ -32,7 +32,7 @@ from autopar.runtime.step.fsdp import fsdp_modules
 from autopar.runtime.step.gradients import local_part
 from autopar.runtime.weights.from_model import ModelWeights
 from autopar.runtime.world import World
-from autopar.verification.against_one_device import adamw
+from autopar.verification.against_one_device import adamw, loss_of
 from tests.support.distributed.subjects import HfSubject
 
 Batch = Mapping[str, Tensor]
@@ -121,7 +121,7 @@ def left_alone() -> str:
 
 def called_back(parallel: ParallelModel, batch: Batch, *, fails: bool) -> None:
     """A backward that fails in its middle."""
-    loss = parallel(**batch)
+    loss = loss_of(parallel(**batch))
     with ExitStack() as stack:
         if fails:
             error = IndexError("Target 1000000 is out of bounds.")
@@ -269,11 +269,11 @@ def gradients_both_ways(subject: HfSubject, plan: Plan, graph: Graph, batch: Bat
     twice = parallel.full_gradients()
     for parameter in parallel.parameters():
         parameter.grad = None
-    called = parallel(**batch)
+    called = loss_of(parallel(**batch))
     called.backward()
     by_call = parallel.full_gradients()
     with torch.no_grad():
-        silent = parallel(**batch)
+        silent = loss_of(parallel(**batch))
     return {
         "losses": [stepped.item(), called.item(), silent.item()],
         "step": by_step,
@@ -291,7 +291,7 @@ def losses_after_looking(subject: HfSubject, plan: Plan, graph: Graph, batch: Ba
         parallel(**batch)
     optimizer.step()
     with torch.no_grad():
-        silent = parallel(**batch).item()
+        silent = loss_of(parallel(**batch)).item()
     return silent, parallel.train_step(batch).item()
 
 
@@ -623,7 +623,7 @@ def watched(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, folder: 
     optimizer = adamw(parallel.parameters())
     for _ in range(WARM_UP_STEPS + MEASURED_STEPS + 1):
         if called:
-            parallel(**batch).backward()
+            loss_of(parallel(**batch)).backward()
         else:
             parallel.train_step(batch)
         with torch.no_grad():  # an evaluation is no step

@@ -51,7 +51,7 @@ def steps(
     scaler, optimizer = parallel.grad_scaler(**scaling), sgd(parallel.parameters(), fused=fused)
     found: dict[str, list[Any]] = {"losses": [], "norms": [], "gradients": [], "parameters": [], "states": []}
     for number, batch in enumerate(batches):
-        loss = parallel(**batch) if called else parallel.train_step(batch)
+        loss = loss_of(parallel(**batch)) if called else parallel.train_step(batch)
         if called:
             scaler.scale(loss).backward()
         if infinite == (number, dist.get_rank()):

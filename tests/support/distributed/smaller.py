@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from autopar.graph.graph import Graph
 from autopar.plan.plan import Plan
+from autopar.verification.against_one_device import loss_of
 from tests.support.distributed.jobs import build
 from tests.support.distributed.subjects import HfSubject
 
@@ -36,7 +37,7 @@ def called(subject: HfSubject, plan: Plan, graph: Graph, batches: Sequence[Batch
     for batch in batches:
         for parameter in parallel.parameters():
             parameter.grad = None
-        loss = parallel(**batch)
+        loss = loss_of(parallel(**batch))
         loss.backward()
         found.append({"losses": (loss.item(), loss.item()), "gradients": parallel.full_gradients()})
     return found

@@ -1,0 +1,1 @@
+"""What a traced model returns besides its loss."""

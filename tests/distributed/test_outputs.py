@@ -1,0 +1,162 @@
+"""What a model returns, under any plan: on every rank the outputs that one device computes in ``eval()``."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from autopar import api
+from autopar.graph.graph import Graph
+from autopar.models.resolve import resolve_model
+from autopar.plan.plan import Plan
+from autopar.verification.against_one_device import loss_of
+from autopar.verification.rank_pool import WorkerPool
+from tests.support.close import assert_close
+from tests.support.distributed import returning
+from tests.support.distributed.returning import Returning, plain
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
+
+PINS = {
+    "tp2": ["tp=2"],
+    "tp4 lengthened": ["tp=4", "tokens.weight=tp:S(0)"],
+    "dp4 ZeRO 3": ["dp_shard=4", "zero=3", "micro_batch=1"],
+    "dp2 x tp2": ["dp_shard=2", "tp=2", "zero=3", "micro_batch=2"],
+    "pp2 x dp2": ["pp=2", "dp_replicate=2", "micro_batch=1"],
+    "pp2 x tp2": ["pp=2", "tp=2", "micro_batch=2"],
+    "pp4": ["pp=4", "micro_batch=1"],
+    "cp2": ["cp=2", "micro_batch=4"],
+    "cp2 x dp2 ring": ["cp=2", "dp_shard=2", "cp_attention=ring", "micro_batch=2"],
+    "dp2 recomputed": ["dp_replicate=2", "recompute=full", "micro_batch=2"],
+    "dp2 made again": ["dp_shard=2", "recompute=selective", "micro_batch=2"],
+}
+MODELS = {
+    "gpt2": "hf:gpt2?n_embd=32&n_layer=2&n_head=4&vocab_size=96&n_positions=16",
+    "llama": "hf:llama?num_hidden_layers=2&hidden_size=32&intermediate_size=64&num_attention_heads=4&num_key_value_heads=2"
+    "&vocab_size=97&max_position_embeddings=16&tie_word_embeddings=false",
+    "t5": "hf:t5?num_layers=2&d_model=32&num_heads=4&d_kv=8&d_ff=64&vocab_size=96",
+    "bert": "hf:bert?num_hidden_layers=2&hidden_size=32&num_attention_heads=4&vocab_size=96&intermediate_size=64",
+}
+
+
+@cache
+def traced(kind: str) -> tuple[Any, Graph]:
+    if kind in returning.BUILDERS:
+        own = Returning(kind)
+        return own, own.trace()
+    subject = resolve_model(MODELS[kind], sequence_length=16)
+    return subject, api.trace(subject.build(), example_inputs=subject.make_batch(2, seed=0))
+
+
+def planned(kind: str, layout: str) -> tuple[Any, Plan, Graph]:
+    subject, graph = traced(kind)
+    world = 4 if any(f"{axis}4" in layout or f"x {axis}2" in layout for axis in ("dp", "tp", "pp")) else 2
+    pins = [*PINS[layout], "vocab_multiple=1"]
+    return subject, api.estimate(graph, cluster=f"cpu:1x{world}", global_batch_size=8, pins=pins), graph
+
+
+def wanted(subject: Any, batch: dict[str, Tensor]) -> Any:
+    with torch.no_grad():
+        return plain(subject.build().eval()(**{name: value for name, value in batch.items() if name != "nothing"}))
+
+
+def assert_same(found: Any, expected: Any, place: str) -> None:
+    """Of one structure, with tensors that are close; where the model keeps a cache there is nothing."""
+    if isinstance(expected, dict):
+        for name, value in expected.items():
+            if name != "past_key_values":
+                assert_same(found[name], value, f"{place} {name}")
+        assert found.keys() == expected.keys(), place
+    elif isinstance(expected, list):
+        assert len(found) == len(expected), place
+        for number, value in enumerate(expected):
+            assert_same(found[number], value, f"{place} {number}")
+    elif isinstance(expected, Tensor):
+        assert_close(found, expected, place=place)
+    else:
+        assert (type(found), found) == (type(expected), expected), place
+
+
+CASES = [
+    *(("pair", layout) for layout in PINS),
+    *(("metrics", layout) for layout in ("tp4 lengthened", "dp2 x tp2", "pp2 x dp2", "cp2")),
+    *(("gpt2", layout) for layout in ("tp2", "dp4 ZeRO 3", "pp2 x tp2")),
+    *(("llama", layout) for layout in ("pp2 x dp2", "cp2 x dp2 ring", "dp2 x tp2")),
+    *(("t5", layout) for layout in ("pp2 x dp2", "tp2")),
+    ("bert", "pp2 x tp2"),
+]
+
+
+@pytest.mark.parametrize(("kind", "layout"), CASES)
+def test_outputs_are_those_of_one_device(pool: WorkerPool, kind: str, layout: str) -> None:
+    subject, plan, graph = planned(kind, layout)
+    batch = subject.make_batch(8, seed=1)
+    expected = wanted(subject, batch)
+    ranks = pool.run(
+        returning.predicted, subject, plan, graph, batch, kind == "pair", size=plan.mesh.world_size, timeout_s=90.0
+    )
+    for found in ranks:
+        for way in ("complete", "split", "called"):
+            assert_same(found[way], expected, f"{layout} {way}")
+        if "own" in found:
+            start, stop = found["samples"]
+            logits, _ = found["own"]
+            assert_close(logits, expected[0][start:stop], place=f"{layout} own")
+        first, again, _ = found["losses"]
+        assert first == again
+
+
+@pytest.mark.parametrize("layout", ["dp4 ZeRO 3", "tp2", "dp2 recomputed", "dp2 made again", "dp2 x tp2"])
+def test_a_call_in_training_gives_outputs_and_a_loss_with_gradients(pool: WorkerPool, layout: str) -> None:
+    subject, graph = traced("gpt2")
+    _, plan, _ = planned("gpt2", layout)
+    batch, model = subject.make_batch(8, seed=1), subject.build()
+    expected = model.train()(**batch)
+    expected.loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    for found in pool.run(returning.called, subject, plan, graph, batch, size=plan.mesh.world_size, timeout_s=90.0):
+        for way in ("output", "silent"):
+            assert_same(found[way], plain(expected), f"{layout} {way}")
+        assert_close(found["gradients"], gradients)
+
+
+@pytest.mark.parametrize("samples", [3, 6, 7])
+@pytest.mark.parametrize("layout", ["dp4 ZeRO 3", "pp2 x dp2"])
+def test_outputs_of_a_smaller_batch(pool: WorkerPool, layout: str, samples: int) -> None:
+    subject, plan, graph = planned("metrics", layout)
+    batch = subject.make_batch(samples, seed=1)
+    expected = wanted(subject, batch)
+    for found in pool.run(returning.predicted, subject, plan, graph, batch, False, size=4, timeout_s=90.0):
+        for way in ("complete", "split", "called"):
+            assert_same(found[way], expected, f"{layout} {way}")
+
+
+def test_outputs_where_a_function_makes_the_loss(pool: WorkerPool) -> None:
+    subject, plan, graph = planned("scores", "pp2 x dp2")
+    batch = subject.make_batch(8, seed=1)
+    logits = wanted(subject, {"idx": batch["idx"]})
+    for found in pool.run(returning.predicted, subject, plan, graph, batch, False, size=4, timeout_s=90.0):
+        assert_same(found["called"], logits, "called")
+
+
+def test_outputs_of_experts_over_data_ranks(pool: WorkerPool) -> None:
+    subject, graph = traced("experts")
+    plan = api.estimate(graph, cluster="cpu:1x2", global_batch_size=8, pins=["dp_shard=2", "ep=2", "micro_batch=2"])
+    assert plan.mesh.ep_data == 2
+    batch = subject.make_batch(8, seed=1)
+    expected = wanted(subject, batch)
+    for found in pool.run(returning.predicted, subject, plan, graph, batch, False, size=2, timeout_s=90.0):
+        for name in ("loss", "logits"):
+            assert_close(found["complete"][name], expected[name], place=name)
+
+
+def test_one_stage_is_needed_for_a_loss_with_gradients(pool: WorkerPool) -> None:
+    subject, plan, graph = planned("pair", "pp2 x dp2")
+    batch = subject.make_batch(8, seed=1)
+    with pytest.raises(Exception, match=r"par\.train_step\(batch\)`\. par\.predict\(batch\) has the outputs"):
+        pool.run(returning.called, subject, plan, graph, batch, size=4, timeout_s=90.0)
+    assert loss_of(subject.build()(**batch)).requires_grad

@@ -1,0 +1,175 @@
+"""What a parallel model returns, in a job of one rank: as the model itself, in each of its modes."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import autopar
+from autopar.errors import UsageError
+from autopar.lower.program import lower
+from autopar.plan.mesh import Mesh
+from autopar.runtime.parallel_model import ParallelModel
+from autopar.runtime.weights.from_model import ModelWeights
+from autopar.runtime.world import World
+from autopar.tracing.trace import trace
+from tests.support.close import assert_close
+from tests.support.distributed.plans import make_plan
+from tests.support.distributed.returning import Result, Returning
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+@cache
+def traced(kind: str) -> Any:
+    return Returning(kind).trace()
+
+
+def build(kind: str) -> tuple[ParallelModel, nn.Module]:
+    graph, model = traced(kind), Returning(kind).build()
+    plan = make_plan(graph, Mesh(), global_batch_size=8, micro_batch_size=2)
+    return ParallelModel(lower(plan, graph), World(plan.mesh, "cpu"), ModelWeights(model, 0)), model
+
+
+def batch(samples: int = 8) -> dict[str, Tensor]:
+    return Returning("pair").make_batch(samples)
+
+
+def test_a_call_in_eval_is_a_call_of_the_model() -> None:
+    parallel, model = build("metrics")
+    parallel.eval()
+    model.eval()
+    for way in (lambda m, b: m(**b), lambda m, b: m(b["idx"], b["targets"])):
+        found, wanted = way(parallel, batch()), way(model, batch())
+        assert type(found) is Result
+        assert_close(
+            (found.loss, found.logits, *found.more["states"]), (wanted.loss, wanted.logits, *wanted.more["states"])
+        )
+        assert found.more["samples"] == 8
+        assert found.more["accuracy"].item() == pytest.approx(wanted.more["accuracy"].item())
+        assert not found.loss.requires_grad
+
+
+def test_labels_may_be_left_out() -> None:
+    parallel, model = build("metrics")
+    found = parallel.predict({"idx": batch()["idx"]})
+    wanted = model.eval()(**batch())
+    assert found.loss is None
+    assert found.more["accuracy"] is None
+    assert_close(found.logits, wanted.logits)
+    assert torch.equal(found.more["guess"], wanted.more["guess"])
+    pair, _ = build("pair")
+    pair.eval()
+    logits, loss = pair(batch()["idx"], None)
+    assert loss is None
+    assert logits.shape == (8, 8, 30)
+    with pytest.raises(UsageError, match=r"The inputs of the batch are not those of the plan.*Add idx"):
+        parallel.predict({"targets": batch()["targets"]})
+
+
+def test_predictions_leave_everything_as_it_was() -> None:
+    """In training: dropout is off, and the next step draws as if nothing had been."""
+    parallel, model = build("pair")
+    other, _ = build("pair")
+    given = batch()
+    parallel.train_step(given)
+    other.train_step(given)
+    gradients = parallel.full_gradients()
+    for context in (torch.no_grad(), torch.inference_mode(), torch.enable_grad()):
+        with context:
+            logits, _ = parallel.predict(given)
+        assert_close(logits, model.eval()(**given)[0])
+        assert not logits.requires_grad
+        assert not logits.is_inference()
+    assert parallel.training
+    for name, value in parallel.full_gradients().items():
+        assert torch.equal(value, gradients[name]), name
+    assert parallel.train_step(given).item() == other.train_step(given).item()
+
+
+def test_a_call_in_training_has_outputs_without_gradients_and_a_loss_with_them() -> None:
+    parallel, _ = build("pair")
+    other, _ = build("pair")
+    logits, loss = parallel(**batch())
+    assert (logits.requires_grad, logits.shape) == (False, (8, 8, 30))
+    loss.backward()
+    assert loss.item() == other.train_step(batch()).item()
+    assert parallel.step_count == 1
+    wanted = other.full_gradients()
+    assert_close(parallel.full_gradients(), wanted)
+
+
+def test_where_a_function_makes_the_loss_a_call_gives_it_in_training_and_the_output_in_eval() -> None:
+    parallel, model = build("scores")
+    given = batch()
+    loss = parallel(**given)
+    loss.backward()
+    parallel.eval()
+    found = parallel(idx=given["idx"])
+    assert_close(found["logits"], model.eval()(idx=given["idx"])["logits"])
+    assert parallel(**given).keys() == {"logits"}
+    assert parallel.evaluate(given).item() == pytest.approx(
+        functional.cross_entropy(found["logits"].flatten(0, 1), given["targets"].flatten(), ignore_index=-1).item()
+    )
+
+
+def test_a_batch_by_position_has_the_names_of_forward() -> None:
+    parallel, _ = build("pair")
+    given = batch()
+    for call in (lambda: parallel(*given.values(), given["idx"]), lambda: parallel(given["idx"], idx=given["idx"])):
+        with pytest.raises(UsageError, match=r"inputs were given by position\. Expected at most .*: idx, targets, got"):
+            call()
+    with pytest.raises(UsageError, match=r"The batch was given as a dict without a name.*par\(\*\*batch\)"):
+        parallel(given)
+
+
+class Noise(nn.Module):
+    """One of its outputs no plan can make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        h = self.inner(x)
+        return {"loss": h.square().mean(), "h": h, "noise": torch.rand_like(h), "unused": 1}
+
+
+def test_an_output_that_cannot_be_made_is_none_and_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = Noise(), torch.randn(4, 4)
+    graph = trace(model, kwargs={"x": x})
+    plan = make_plan(graph, Mesh(), global_batch_size=4, micro_batch_size=4)
+    parallel = ParallelModel(lower(plan, graph), World(plan.mesh, "cpu"), ModelWeights(model, 0))
+    with caplog.at_level(logging.WARNING, "autopar"):
+        found = [parallel.predict({"x": x}) for _ in range(2)]
+    assert all(one["noise"] is None for one in found)
+    assert_close(found[0]["h"], model(x)["h"])
+    assert caplog.text.count("an output of the model is None, noise: it draws random numbers") == 1
+
+
+def test_a_class_inside_of_a_function_is_given_by_its_fields() -> None:
+    @dataclass
+    class Inside:
+        loss: Tensor
+        h: Tensor
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Inside:
+            h = self.inner(x)
+            return Inside(h.square().mean(), h)
+
+    model, x = Model(), torch.randn(4, 4)
+    parallel = autopar.parallelize(model, cluster="cpu:1x1", example_inputs={"x": x})
+    found = parallel.predict({"x": x})
+    assert_close((found.loss, found.h), (model(x).loss, model(x).h))

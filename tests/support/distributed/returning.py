@@ -1,0 +1,211 @@
+"""Models that return more than a loss, and what ranks find of it; imported on every rank, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+from autopar import api
+from autopar.graph.graph import Graph
+from autopar.lower.program import lower
+from autopar.plan.plan import Plan
+from autopar.runtime.parallel_model import ParallelModel
+from autopar.runtime.weights.from_model import ModelWeights
+from autopar.runtime.world import World
+from autopar.verification.against_one_device import loss_of
+from tests.support.distributed.mixtures import Model as Mixture
+
+VOCABULARY, LENGTH = 30, 8
+
+
+class Block(nn.Module):
+    """A layer of a transformer as nanoGPT writes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 16)
+        self.up, self.down, self.drop = nn.Linear(16, 32), nn.Linear(32, 16), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (4, 4)).transpose(1, 2) for part in self.qkv(self.norm(x)).split(16, -1))
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.drop(self.out(attended.transpose(1, 2).flatten(2)))
+        return x + self.drop(self.down(functional.gelu(self.up(x))))
+
+
+class Base(nn.Module):
+    """Tied weights and positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(VOCABULARY, 16), nn.Embedding(LENGTH, 16)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(16, VOCABULARY, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def states(self, idx: Tensor) -> list[Tensor]:
+        x = self.tokens(idx) + self.places(torch.arange(idx.shape[1], device=idx.device))
+        found = [x]
+        for block in self.blocks:
+            found.append(block(found[-1]))
+        return found
+
+
+def loss_from(logits: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1)
+
+
+class Pair(Base):
+    """``logits, loss``, as nanoGPT returns them."""
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        logits = self.head(self.states(idx)[-1])
+        return logits, None if targets is None else loss_from(logits, targets)
+
+
+class Named(NamedTuple):
+    """Of an inner structure."""
+
+    first: Tensor
+    counts: tuple[int, str, None]
+
+
+@dataclass
+class Result:
+    """A class of one's own."""
+
+    loss: Tensor
+    logits: Tensor
+    inner: Named
+    more: dict[str, Any]
+
+
+class Metrics(Base):
+    """Predictions, an accuracy, states of early layers, a head that the loss does not read, counts, inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(16, 3)
+
+    def forward(self, idx: Tensor, targets: Tensor) -> Result:
+        states = self.states(idx)
+        logits = self.head(states[-1])
+        with torch.no_grad():
+            guess = logits.argmax(-1)
+            accuracy = (guess == targets).float().sum() / targets.numel()
+        more = {
+            "guess": guess,
+            "accuracy": accuracy,
+            "top": logits.softmax(-1).topk(3),
+            "states": states[:2],
+            "extra": self.extra(states[1].mean(1)),
+            "again": self.head(states[-1][:, -1]),
+            "flat": logits.view(idx.shape[0] * idx.shape[1], -1),
+            "idx": idx,
+            "samples": idx.shape[0],
+        }
+        return Result(loss_from(logits, targets), logits, Named(states[0], (3, "kept", None)), more)
+
+
+class Scores(Base):
+    """Logits alone: the loss is a function beside it."""
+
+    def forward(self, idx: Tensor) -> dict[str, Tensor]:
+        return {"logits": self.head(self.states(idx)[-1])}
+
+
+def beside(output: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
+    return loss_from(output["logits"], batch["targets"])
+
+
+class Experts(Mixture):
+    """A mixture that returns its logits."""
+
+    def forward(self, idx: Tensor, targets: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        x, auxiliary = self.embed(idx), torch.zeros(())
+        for layer in self.layers:
+            x, one = layer(x)
+            auxiliary = auxiliary + one
+        logits = self.head(x)
+        return {"loss": loss_from(logits, targets), "logits": logits, "auxiliary": auxiliary}
+
+
+def experts() -> nn.Module:
+    return Experts(2, False, False)
+
+
+BUILDERS: dict[str, Any] = {"pair": Pair, "metrics": Metrics, "scores": Scores, "experts": experts}
+
+
+@dataclass(frozen=True)
+class Returning:
+    """One of them, with random weights."""
+
+    kind: str
+
+    def build(self) -> nn.Module:
+        torch.manual_seed(3)
+        model: nn.Module = BUILDERS[self.kind]()
+        return model.train()
+
+    def make_batch(self, samples: int, seed: int = 0) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        idx, targets = torch.randint(0, VOCABULARY, (2, samples, LENGTH), generator=generator)
+        targets[0, : LENGTH // 2] = -1
+        return {"idx": idx, "targets": targets}
+
+    def trace(self) -> Graph:
+        loss_fn = beside if self.kind == "scores" else None
+        return api.trace(self.build(), example_inputs=self.make_batch(4), loss_fn=loss_fn, name=self.kind)
+
+
+def build(subject: Any, plan: Plan, graph: Graph) -> ParallelModel:
+    world = World(plan.mesh, "cpu")
+    return ParallelModel(lower(plan, graph, rank=world.rank), world, ModelWeights(subject.build(), 0))
+
+
+def plain(value: Any) -> Any:
+    """Without classes that would have to be sent, DTensors whole."""
+    if isinstance(value, DTensor):
+        return value.full_tensor().detach().clone()
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if is_dataclass(value) and not isinstance(value, type):
+        return {"class": type(value).__name__} | {f.name: plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return {"class": type(value).__name__} | {name: plain(getattr(value, name)) for name in value._fields}
+    if isinstance(value, Mapping):
+        return {name: plain(item) for name, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def predicted(subject: Any, plan: Plan, graph: Graph, batch: dict[str, Tensor], own: bool) -> dict[str, Any]:
+    """What a rank finds of a batch: complete, kept split, of its own samples, and that nothing has changed by it."""
+    parallel = build(subject, plan, graph)
+    before = parallel.evaluate(batch).item()
+    found = {"complete": plain(parallel.predict(batch)), "split": plain(parallel.predict(batch, gather=False))}
+    if own:
+        mine = {name: value[parallel.samples.start : parallel.samples.stop] for name, value in batch.items()}
+        found["own"] = plain(parallel.predict(mine))
+    parallel.eval()
+    found["called"] = plain(parallel(**batch))
+    parallel.train()
+    found["losses"] = (before, parallel.evaluate(batch).item(), parallel.train_step(batch).item())
+    found["samples"] = (parallel.samples.start, parallel.samples.stop)
+    return found
+
+
+def called(subject: Any, plan: Plan, graph: Graph, batch: dict[str, Tensor]) -> dict[str, Any]:
+    """What a rank is given in training, and the gradients of its loss."""
+    parallel = build(subject, plan, graph)
+    output = parallel(**batch)
+    loss_of(output).backward()
+    with torch.no_grad():
+        silent = plain(parallel(**batch))
+    return {"output": plain(output), "silent": silent, "gradients": parallel.full_gradients()}

@@ -1,0 +1,156 @@
+"""What a model returns besides its loss is kept beside the graph, and changes nothing of it."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from autopar.graph.graph import Graph, Ref
+from autopar.graph.outputs import Leaf, Outputs
+from autopar.tracing.outputs.structure import Kept
+from autopar.tracing.trace import trace
+from tests.support import zoo
+from tests.support.distributed.returning import Returning
+
+KINDS = ["gpt2", "llama_tied", "bert", "t5", "mlp", "encoder", "handwritten"]
+OWN: dict[str, Any] = {"pair": Returning("pair"), "metrics": Returning("metrics")}
+
+
+def described(graph: Graph) -> list[str]:
+    """All of a graph but its outputs."""
+    parts = (*graph.inputs, *graph.parameters, *graph.prelude, *graph.ops, *graph.blocks, *graph.sums, *graph.mutations)
+    held = [
+        f"{b.name} {b.fqn} {b.spec} {None if b.value is None else b.value.flatten()[:64].tolist()}"
+        for b in graph.buffers
+    ]
+    return [*map(str, parts), *held, str(graph.loss), graph.fingerprint, *graph.notes, graph.name, str(graph.exact)]
+
+
+class Statistics(nn.Module):
+    """Changes buffers, so that its program is decomposed, that of its outputs too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fold, self.norm, self.out = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        h = self.norm(self.fold(x)).relu()
+        features = functional.adaptive_avg_pool2d(h, 1).view(h.shape[0], -1)
+        early = functional.layer_norm(features.view(-1, 2, 4), (4,)).view(-1, 8)
+        logits = self.out(features.flatten(1))
+        return {
+            "loss": functional.cross_entropy(logits, y),
+            "early": early,
+            "shares": functional.softmax(logits, -1),
+            "unit": functional.normalize(features, dim=-1),
+        }
+
+    def make_batch(self, samples: int) -> dict[str, Tensor]:
+        return {"x": torch.randn(samples, 3, 8, 8), "y": torch.arange(samples)}
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *OWN, "statistics"])
+def test_the_graph_is_what_it_is_without_outputs(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operators that only outputs need are none of the plan's: names, order, notes and fingerprint are those of the loss."""
+
+    def traced() -> Graph:
+        if kind in KINDS:
+            model, batch = zoo.subject(kind)
+            return trace(model, kwargs=batch)
+        if kind in OWN:
+            return trace(OWN[kind].build(), kwargs=OWN[kind].make_batch(2))
+        return trace(Statistics(), kwargs=Statistics().make_batch(4))
+
+    found = traced()
+    with monkeypatch.context() as patched:
+        patched.setattr(Kept, "take", lambda self, output, loss: [])
+        without = traced()
+    assert described(found) == described(without)
+    assert found.outputs is not None
+    assert without.outputs is not None
+    assert len(found.outputs.leaves) >= len(without.outputs.leaves) == 0
+
+
+def outputs_of(model: nn.Module, **batch: Tensor) -> Outputs:
+    found = trace(model, kwargs=batch).outputs
+    assert found is not None
+    assert pickle.loads(pickle.dumps(found)) == found
+    return found
+
+
+class Point(NamedTuple):
+    """A structure inside of another one."""
+
+    x: Tensor
+    label: str
+
+
+class Odd(nn.Module):
+    """Returns what is no tensor beside what is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.unused = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Any]:
+        h = self.inner(x)
+        loss = (h - y).square().mean()
+        return {
+            "loss": loss,
+            "h": h,
+            "same": h,
+            "point": Point(h.relu(), "here"),
+            "count": x.shape[0],
+            "half": x.shape[0] / 2,
+            "name": "odd",
+            "object": object(),
+            "unused": self.unused(h),
+            "noise": torch.rand_like(h),
+            "error": (h.detach() - y).abs().sum() / x.shape[0],
+            "past_key_values": (h, h),
+            "given": x,
+        }
+
+
+def test_what_is_kept_of_a_structure() -> None:
+    found = outputs_of(Odd(), x=torch.randn(2, 4), y=torch.randn(2, 4))
+    places = dict(zip(found.structure.names, found.structure.items, strict=True))
+    assert places["loss"].kind == "loss"
+    assert places["same"].index == places["h"].index
+    assert places["point"].type == (Point.__module__, "Point")
+    assert [(places[name].value, places[name].twice) for name in ("count", "half")] == [(2, 4), (1.0, 2.0)]
+    assert (places["name"].value, places["object"].value, places["past_key_values"].kind) == ("odd", None, "value")
+    leaves = {leaf.name: leaf for leaf in found.leaves}
+    assert leaves["given"] == Leaf(name="given", ref=Ref("x"), reads=("x",))
+    assert leaves["error"].reads == ("x", "y")
+    assert leaves["h"].reads == ("x",)
+    assert leaves["noise"].ref is None
+    assert "draws random numbers" in leaves["noise"].reason
+    assert {p.fqn for p in found.parameters} == {"unused.weight", "unused.bias"}
+
+
+def test_numbers_that_count_samples_follow_the_batch() -> None:
+    found = outputs_of(Odd(), x=torch.randn(2, 4), y=torch.randn(2, 4))
+    divided = {at: [op.args[1] for op in found.ops_at(at) if op.target == "aten.div.Tensor"] for at in (2, 5, 8)}
+    assert divided == {2: [2], 5: [5], 8: [8]}
+
+
+class Alone(nn.Module):
+    """Returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return functional.cross_entropy(self.inner(x), y)
+
+
+def test_a_loss_alone_has_no_outputs_beside_it() -> None:
+    found = outputs_of(Alone(), x=torch.randn(2, 4), y=torch.tensor([0, 1]))
+    assert (found.structure.kind, found.leaves, found.taps) == ("loss", (), ())
