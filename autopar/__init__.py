@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from autopar.api import estimate, parallelize, search, trace, verify
     from autopar.errors import (
         AutoparError,
+        CheckpointError,
         InfeasibleError,
         InternalError,
         PlanError,
@@ -27,12 +28,15 @@ if TYPE_CHECKING:
     from autopar.plan.plan import Plan
     from autopar.request import Request
     from autopar.rules.registry import register_rule
+    from autopar.runtime.checkpoint.series import Checkpoints
     from autopar.runtime.parallel_model import ParallelModel
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AutoparError",
+    "CheckpointError",
+    "Checkpoints",
     "Cluster",
     "Graph",
     "InfeasibleError",
@@ -60,6 +64,8 @@ __all__ = [
 
 _HOME = {
     "AutoparError": "autopar.errors",
+    "CheckpointError": "autopar.errors",
+    "Checkpoints": "autopar.runtime.checkpoint.series",
     "Cluster": "autopar.hardware.cluster",
     "Graph": "autopar.graph.graph",
     "InfeasibleError": "autopar.errors",

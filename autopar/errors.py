@@ -128,6 +128,10 @@ class PlanError(AutoparError):
     """A plan file is corrupt, newer than this autopar, or for another model or cluster."""
 
 
+class CheckpointError(PlanError):
+    """A checkpoint is damaged, incomplete or of a kind that is not read; an earlier one may be whole."""
+
+
 class PlanFileError(PlanError):
     """A plan file that the user named cannot be read, or holds no plan."""
 

@@ -141,7 +141,7 @@ class AutoparStrategy(Strategy):  # type: ignore[misc]
         value: _Value = held[0]
         return value
 
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002
         """Of all ranks, one of which may have had a signal."""
         if not dist.is_initialized():
             return decision

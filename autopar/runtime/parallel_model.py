@@ -20,6 +20,10 @@ from autopar.lower.program import SHARE, Program
 from autopar.plan.mesh import DATA_AXES
 from autopar.plan.run_log import DATA, PIPELINE
 from autopar.runtime.assemble import Assembly, assemble
+from autopar.runtime.checkpoint.export import Export, ModelFacts
+from autopar.runtime.checkpoint.of_model import Beside, Checkpointed
+from autopar.runtime.checkpoint.state_dict import full_state_dict
+from autopar.runtime.checkpoint.write import Save
 from autopar.runtime.guard.checks import Parameters, check_can_run, check_evaluates, check_modes
 from autopar.runtime.guard.collective_calls import Calls, launched_on, ordinary
 from autopar.runtime.guard.failure_watch import Alarm
@@ -38,14 +42,17 @@ from autopar.runtime.step.loss_scale import NUM_STATES, LossScale, ParallelScale
 from autopar.runtime.step.partial_batch import BatchSizes, PartialBatch, check_partial
 from autopar.runtime.step.runner import Accumulation, Batch, Pipeline, Runner, micro_batches
 from autopar.runtime.step.step_gradients import StepGradients
-from autopar.runtime.weights import checkpoint
 from autopar.runtime.weights.from_model import Weights
 from autopar.runtime.weights.module_state import EXTRA_STATE, Names, names_of, put, shortened
+from autopar.runtime.weights.untrained import Untrained
 from autopar.runtime.world import World
 from autopar.tracing.batch import named_inputs, positional, with_names
 
 if TYPE_CHECKING:
     from autopar.runtime.data import PlannedLoader
+
+_SCALER = "scaler"
+"""In the extra state."""
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -105,6 +112,9 @@ class ParallelModel(PlannedModule):
         self._scale = scale = LossScale(self.plan.precision, held, self._calls, self._norm.group, world.device)
         stages = self._assembly.stages
         self._state = State(program, world, weights, stages)
+        self._untrained = Untrained(program, world, weights)
+        self._facts = ModelFacts.of(weights.model)
+        self._checkpointed = Checkpointed(self.plan, world, held, self._state, self._untrained)
         inputs, is_single = program.graph.inputs, len(program.stages) == 1
         self._single = Accumulation(stages[0], self.plan, inputs, scale.of) if is_single else None
         self._runner: Runner = self._single or Pipeline(stages, program, world, self.monitor, scale.of)
@@ -135,23 +145,23 @@ class ParallelModel(PlannedModule):
     # --- parameters
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """All parameters whole, under all of the model's names, and the buffers that training changes, on every rank's CPU.
+        """The model's state dict, complete, on every rank's CPU: ``model.load_state_dict(par.full_state_dict())``.
 
-        All ranks call it. What training leaves alone (buffers that no step changes, parameters without influence on the loss,
-        which the plan's notes name) is not in it: ``model.load_state_dict(..., strict=False)``.
+        All ranks call it. Parameters that the loss does not use and buffers that no step changes are as they were given.
 
-        For models that fit one rank; others are saved by :meth:`save`.
+        For models that fit one rank; others are saved by :meth:`save` and :meth:`save_pretrained`.
         """
         self._given.knows_weights()
         with self._calls.at_once("full_state_dict"):
             self._memory.check_memory()
             state = self._state.named(self._state.own)
-            return checkpoint.full_state_dict(self._program, self._world, self._assembly.held, state)
+            trained = full_state_dict(self._program, self._world, self._assembly.held, state)
+            return self._untrained.completed(trained, self._checkpointed.meeting.all)
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """All gradients whole, as :meth:`full_state_dict`; of a scaled loss as long as they are not unscaled."""
+        """All gradients whole, on every rank's CPU; of a scaled loss as long as they are not unscaled. All ranks call it."""
         with self._calls.at_once("full_gradients"):
-            return checkpoint.full_state_dict(self._program, self._world, self._assembly.held, gradients=True)
+            return full_state_dict(self._program, self._world, self._assembly.held, gradients=True)
 
     # --- steps
 
@@ -374,36 +384,94 @@ class ParallelModel(PlannedModule):
 
     # --- checkpoints
 
-    def save(self, path: str | Path, optimizer: Optimizer | None = None) -> None:
-        """Writes parameters, buffers that training changes, the step counter, the scaler's state and the optimizer's.
+    def save(
+        self,
+        path: str | Path,
+        optimizer: Optimizer | None = None,
+        *,
+        scheduler: Any = None,
+        dataloader: Any = None,
+        extra: Any = None,
+    ) -> None:
+        """Writes a checkpoint, from which any plan goes on: in place of the one that is there, or not at all. All ranks call it.
 
-        Every rank writes what it holds.
-        """
-        with self._calls.at_once("save"):
-            self._memory.check_memory()
-            self._replicas.check_now()
-            checkpoint.save(path, self._assembly.held, self._progress(), optimizer, self._state.named())
+        It has the model complete, the optimizer, the scaler, seed and step, the plan, the random states of Python, numpy, torch and
+        CUDA on each rank, and what is given besides. Every rank writes its share; no file of it is a pickle.
 
-    def load(self, path: str | Path, optimizer: Optimizer | None = None) -> None:
-        """Reads what :meth:`save` wrote under any plan.
+        Args:
+            scheduler, dataloader: one, or a list of such: what has ``state_dict`` and ``load_state_dict``, with numbers, texts,
+                tensors and containers of them.
+            extra: such a value, that of rank 0; :meth:`load` gives it back.
 
         Raises:
-            PlanError: the checkpoint is of another model.
+            UsageError: the folder cannot be written, or a state cannot be kept; on all ranks alike. What was there is unchanged.
         """
-        progress = self._progress()
-        if self._scale.is_wanted:
-            progress[checkpoint.SCALER] = torch.zeros(NUM_STATES, dtype=torch.float64)
+        with self._calls.at_once("save"):
+            save = self._begin_save(path, optimizer, Beside(scheduler=scheduler, dataloader=dataloader, extra=extra))
+            save.write(self._checkpointed.meeting)
+
+    def _begin_save(self, path: str | Path, optimizer: Optimizer | None, beside: Beside) -> Save:
+        self._memory.check_memory()
+        self._replicas.check_now()
+        progress = {"seed": self.seed, "step": self.step_count, "scaler": self._scale.numbers}
+        return self._checkpointed.save(path, progress, optimizer, beside)
+
+    def save_pretrained(self, path: str | Path, *, max_shard_size: str | int = "5GB") -> None:
+        """Writes the weights as transformers does, in the model's dtypes: ``from_pretrained`` and ``weights=DIR`` read them.
+
+        Safetensors under the model's names (tied weights once), in files of at most ``max_shard_size`` with an index, and the
+        configuration, where the model has one of transformers. All ranks call it; none of them has the complete model.
+
+        Raises:
+            UsageError: the folder cannot be written; on all ranks alike.
+        """
+        with self._calls.at_once("save_pretrained"):
+            self._memory.check_memory()
+            export = Export(
+                graph=self._program.graph,
+                held=self._assembly.held,
+                buffers=self._state.named(self._state.own),
+                untrained=self._untrained,
+                facts=self._facts,
+                meeting=self._checkpointed.meeting,
+            )
+            export.save(path, max_shard_size)
+
+    def load(
+        self,
+        path: str | Path,
+        optimizer: Optimizer | None = None,
+        *,
+        scheduler: Any = None,
+        dataloader: Any = None,
+        allow_pickle: bool = False,
+    ) -> Any:
+        """Reads what :meth:`save` wrote under any plan; gives its ``extra``. All ranks call it.
+
+        Each rank reads and verifies what it needs before anything is changed. Random states are brought back where the number of
+        ranks is that of the job that saved.
+
+        Args:
+            allow_pickle: also read checkpoints of autopar before checkpoints had an index in JSON. Their index is a pickle, by which
+                whoever can write the file may run code in this job, and damage in them is not found. For files that you trust.
+
+        Raises:
+            CheckpointError: the folder has no checkpoint, or a damaged one: names the file and the tensor; on all ranks alike.
+            PlanError: the checkpoint is of another model, optimizer or number of data ranks; on all ranks alike.
+        """
         with self._calls.at_once("load"):
             self._memory.check_memory()
-            checkpoint.load(path, self._assembly.held, progress, optimizer, self._state.named())
-        self.seed, self.step_count = int(progress["seed"]), int(progress["step"])
-        if checkpoint.SCALER in progress:
-            self._scale.state = progress[checkpoint.SCALER]
+            beside = Beside(scheduler=scheduler, dataloader=dataloader)
+            progress, extra = self._checkpointed.load(path, optimizer, beside, allow_pickle=allow_pickle)
+        self.seed, self.step_count = progress["seed"], progress["step"]
+        if self._scale.is_wanted and progress.get("scaler") is not None:
+            self._scale.numbers = progress["scaler"]
+        return extra
 
     def _progress(self) -> dict[str, Tensor]:
         progress = {"seed": torch.tensor(self.seed), "step": torch.tensor(self.step_count)}
         scaler = self._scale.state
-        return progress if scaler is None else progress | {checkpoint.SCALER: scaler}
+        return progress if scaler is None else progress | {_SCALER: scaler}
 
     # --- as a module has it (``state_dict`` and ``load_state_dict``, which torch.distributed.checkpoint calls)
 
@@ -447,6 +515,7 @@ class ParallelModel(PlannedModule):
                 missing_keys.append(prefix + name)
             elif problem := put(target, padding, value):
                 error_msgs.append(f"{prefix}{name}: {problem}")
+        self._untrained.take(state_dict, prefix)
         if strict:
             unexpected_keys += self._names.unexpected(state_dict, prefix)
         if prefix + EXTRA_STATE in state_dict:
@@ -455,13 +524,13 @@ class ParallelModel(PlannedModule):
     def get_extra_state(self) -> dict[str, Tensor]:
         """The seed, the number of steps, and the scaler's state (zeros where there is none): tensors, which no file pickles."""
         none = torch.zeros(NUM_STATES, dtype=torch.float64)
-        return {checkpoint.SCALER: none, **self._progress()}
+        return {_SCALER: none, **self._progress()}
 
     def set_extra_state(self, state: Mapping[str, Tensor]) -> None:
         """What :meth:`get_extra_state` gave."""
         self.seed, self.step_count = int(state["seed"]), int(state["step"])
-        if self._scale.is_wanted and state[checkpoint.SCALER].any():
-            self._scale.state = state[checkpoint.SCALER]
+        if self._scale.is_wanted and state[_SCALER].any():
+            self._scale.state = state[_SCALER]
 
     # --- inside a step
 

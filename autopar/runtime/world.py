@@ -19,6 +19,9 @@ from autopar.runtime.job import DEFAULT_TIMEOUT_S, FAKE, how_to_start, local_dev
 _CLEARING = ("_clear_sharding_prop_cache", "_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache")
 """Of ``torch.distributed.tensor.debug``: torch 2.11 to 2.13 divide one cache in two, and the first of the names changed its sense."""
 
+DISKS = timedelta(hours=2)
+"""A rank that has died is noticed by others long before (:mod:`autopar.runtime.guard.failure_watch`)."""
+
 
 def _forget_meshes() -> None:
     """Clears what DTensor remembers of operators: its results hold the mesh that they were first asked for.
@@ -132,6 +135,10 @@ class World:
         """
         return self._beside(on_host=True)
 
+    def checkpoint_group(self) -> dist.ProcessGroup | None:
+        """Likewise for checkpoints, where ranks wait for each other as long as disks take."""
+        return self._beside(on_host=True, timeout=max(self._timeout, DISKS))
+
     def sums_group(self) -> dist.ProcessGroup | None:
         """Likewise for sums of tensors on the devices (a norm of all gradients), apart from all groups of steps."""
         return self._beside(on_host=False)
@@ -156,11 +163,11 @@ class World:
             dist.all_gather_object(names, socket.gethostname(), group=self.host_group())
         return max(num_cores() // names.count(socket.gethostname()), 1)
 
-    def _beside(self, *, on_host: bool) -> dist.ProcessGroup | None:
+    def _beside(self, *, on_host: bool, timeout: timedelta | None = None) -> dist.ProcessGroup | None:
         if self.mesh.world_size == 1:
             return None
         backend = dist.Backend.GLOO if on_host and dist.get_backend() != FAKE else None
-        made: dist.ProcessGroup = dist.new_group(backend=backend, timeout=self._timeout)
+        made: dist.ProcessGroup = dist.new_group(backend=backend, timeout=timeout or self._timeout)
         return made
 
     def _limit(self, group: dist.ProcessGroup) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints whose files name functions are refused by name, and nothing of them is run."""
+"""Older checkpoints, whose index is a pickle: files that name functions are refused by name, and nothing of them is run."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, CheckpointError
+from autopar.runtime.checkpoint.load import whole
+from autopar.runtime.checkpoint.older import OlderFolder, read_metadata
 from autopar.runtime.job import start, stop
-from autopar.runtime.weights.checkpoint_reader import Planner, Reader
-from autopar.runtime.weights.checkpoint_writer import Writer
 from autopar.verification.rank_pool import WorkerPool
 from tests.distributed.test_state import planned, traced
 from tests.support.distributed import jobs
@@ -67,33 +65,31 @@ def saved(tmp_path: Path) -> Any:
     start("cpu")
     state = {
         "a": torch.arange(6.0).bfloat16(),
-        "b.group": (("lr", 0.5), ("betas", (0.9, 0.99)), ("n", 3), ("yes", True)),
+        "optimizer.b.group": (("lr", 0.5), ("betas", (0.9, 0.99)), ("n", 3), ("yes", True)),
+        "progress.step": torch.tensor(3),
+        "progress.seed": torch.tensor(0),
     }
-    save(dict(state), storage_writer=Writer(tmp_path / "run"))
+    save(dict(state), checkpoint_id=tmp_path / "run")
     yield tmp_path / "run", state
     stop()
 
 
-def _read(path: Path, state: dict[str, Any]) -> dict[str, Any]:
-    found = {name: torch.zeros_like(v) if isinstance(v, torch.Tensor) else None for name, v in state.items()}
-    load(found, storage_reader=Reader(path), planner=Planner())
-    return found
-
-
 def test_what_was_saved_is_read(saved: tuple[Path, dict[str, Any]]) -> None:
-    found = _read(*saved)
-    assert torch.equal(found["a"], saved[1]["a"])
-    assert found["b.group"] == saved[1]["b.group"]
+    source = OlderFolder(saved[0])
+    source.check_files()
+    assert torch.equal(whole(source, "a", saved[0]), saved[1]["a"])
+    assert source.values["optimizer"]["settings"] == [
+        {"lr": 0.5, "betas": {"$tuple": [0.9, 0.99]}, "n": 3, "yes": True}
+    ]
+    assert source.values["progress"] == {"step": 3, "seed": 0}
 
 
 @pytest.mark.parametrize("said", FORGED)
 def test_forged_metadata_is_refused_by_name(saved: tuple[Path, dict[str, Any]], said: str, tmp_path: Path) -> None:
     made = tmp_path / "made"
     (saved[0] / ".metadata").write_bytes(FORGED[said](made))
-    with pytest.raises(pickle.UnpicklingError, match=said.replace(".", r"\.")):
-        Reader(saved[0]).read_metadata()
-    with pytest.raises(CheckpointException):
-        _read(*saved)
+    with pytest.raises(CheckpointError, match=said.replace(".", r"\.")):
+        OlderFolder(saved[0])
     assert not made.exists()
 
 
@@ -105,25 +101,33 @@ def test_the_forgeries_would_run(tmp_path: Path) -> None:
 
 
 def test_a_forged_value_is_refused_by_name(saved: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    made, metadata = tmp_path / "made", Reader(saved[0]).read_metadata()
-    stored = next(s for index, s in metadata.storage_data.items() if index.fqn == "b.group")
+    made, metadata = tmp_path / "made", read_metadata(saved[0])
+    stored = next(s for index, s in metadata.storage_data.items() if index.fqn == "optimizer.b.group")
     file = saved[0] / stored.relative_path
     value = io.BytesIO()
     torch.save(Touch(made), value)
-    file.write_bytes(value.getvalue())
-    stored.offset, stored.length = 0, len(value.getvalue())
+    before = file.read_bytes()
+    file.write_bytes(before + value.getvalue())
+    stored.offset, stored.length = len(before), len(value.getvalue())
     (saved[0] / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CheckpointException, match=r"b\.group names .*mkdir.*nothing of it was run"):
-        _read(saved[0], {"b.group": None})
+    with pytest.raises(CheckpointError, match=r"names what is no number or text.*nothing of it was run"):
+        OlderFolder(saved[0])
     assert not made.exists()
 
 
-def test_all_ranks_refuse_a_forged_checkpoint(pool: WorkerPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("forged", [".metadata", "checkpoint.json"])
+def test_all_ranks_refuse_a_forged_checkpoint(pool: WorkerPool, tmp_path: Path, forged: str) -> None:
     subject, graph = traced(statistics=False)
     batches = [subject.make_batch(8, seed=seed) for seed in range(2)]
     run, made = tmp_path / "run", tmp_path / "made"
     pool.run(jobs.save_run, subject, planned(graph, "tp2 x dp2"), graph, batches, str(run), timeout_s=60.0)
-    (run / ".metadata").write_bytes(pickle.dumps(Touch(made)))
-    with pytest.raises(AutoparError, match=r"PlanError.*mkdir, which no checkpoint is made of"):
+    (run / "checkpoint.json").unlink()
+    (run / forged).write_bytes(pickle.dumps(Touch(made)))
+    said = (
+        r"CheckpointError.*an older autopar: its index is a pickle"
+        if forged == ".metadata"
+        else r"CheckpointError.*checksum"
+    )
+    with pytest.raises(AutoparError, match=said):
         pool.run(jobs.load_run, subject, planned(graph, "tp2 x dp2"), graph, batches, str(run), timeout_s=60.0)
     assert not made.exists()

@@ -142,63 +142,77 @@ def _call(parallel: Any, batch: Any, record: Any) -> None:
         parallel(**batch).backward()
 
 
-def _save(parallel: Any, optimizer: Any, record: Any) -> dict[str, Any]:
-    """What goes to a checkpoint, but for the files."""
-    from autopar.runtime.weights import checkpoint
+def _save(parallel: Any, optimizer: Any, record: Any) -> tuple[set[str], dict[str, Any]]:
+    """What goes to a checkpoint, but for the files: names of tensors, and values."""
+    from autopar.runtime.checkpoint import contents, meeting, of_model
 
-    kept: list[Any] = []
+    kept: list[tuple[set[str], dict[str, Any]]] = []
+
+    def saved(path: str, own: Any, values: dict[str, Any], together: Any) -> Any:
+        of = dict.fromkeys(own.settings, 0)
+        sets = [next(iter(own.settings.values()))]
+        kept.append(
+            (
+                {part.name for part in own.parts},
+                values | {"optimizer": {"kind": "", "settings": sets, "of": of, "numbers": {}}},
+            )
+        )
+        return mock.Mock()
+
     record.phase = "save"
     with (
-        mock.patch.object(checkpoint, "save_state", lambda state, **_: kept.append(state)),
-        mock.patch.object(checkpoint, "Writer", mock.Mock()),
+        mock.patch.object(of_model, "Save", saved),
+        mock.patch.object(contents, "random_states", return_value={}),
+        mock.patch.object(contents, "compute_local_shape_and_global_offset", _places()),
+        mock.patch.object(meeting.Meeting, "all", lambda self, value: [value] * self.size),
     ):
         parallel.save("nowhere", optimizer)
-    assert kept
-    assert all(key.startswith(("model.", "optimizer.", "progress.", "buffer.")) for key in kept[0])
-    if parallel.plan.mesh.pp == 1:
-        parallel.full_state_dict()
-    state: dict[str, Any] = kept[0]
-    return state
+        if parallel.plan.mesh.pp == 1:
+            parallel.full_state_dict()
+    ((names, values),) = kept
+    assert names
+    assert all(name.startswith(("model.", "optimizer.", "buffer.")) for name in names)
+    return names, values | {"states": {}}
 
 
-def _load(parallel: Any, saved: dict[str, Any], record: Any) -> None:
-    """What comes from a checkpoint, for a job that has made no step yet: its optimizer is new, and has no states."""
-    import numpy
-    import torch
+def _places() -> Any:
     from torch._subclasses.fake_tensor import unset_fake_temporarily
-    from torch.distributed.tensor import DTensor
 
-    from autopar.runtime.weights import checkpoint
+    from autopar.runtime.checkpoint import contents
 
-    def read(path: Path, state: dict[str, Any]) -> None:
-        assert saved.keys() >= state.keys(), sorted(state.keys() - saved.keys())
-        for key, value in state.items():
-            if key == f"progress.{checkpoint.SCALER}":  # as the host reads it, which fake tensors have no numbers for
-                state[key] = numpy.ones(value.shape)
-                continue
-            if not isinstance(value, torch.Tensor) or key.startswith("progress."):
-                state[key] = saved[key]
-                continue
-            target = value._local_tensor if isinstance(value, DTensor) else value
-            target.detach().copy_(
-                torch.zeros(target.shape, dtype=target.dtype)
-            )  # as the planner of torch does from a file
-
-    def all_say(said: list[Any], own: Any, group: Any = None) -> None:
-        said[:] = [own] * len(said)
-
-    places = checkpoint.compute_local_shape_and_global_offset
+    places = contents.compute_local_shape_and_global_offset
 
     def places_of(*args: Any) -> Any:
         with unset_fake_temporarily():  # torch numbers the parts of a tensor by tensors of the host, and reads them
             return places(*args)
 
+    return places_of
+
+
+def _load(parallel: Any, saved: tuple[set[str], dict[str, Any]], record: Any) -> None:
+    """What comes from a checkpoint, for a job that has made no step yet: its optimizer is new, and has no states."""
+    import torch
+
+    from autopar.runtime.checkpoint import contents, meeting, of_model
+
+    names, values = saved
+
+    def put(parts: Any) -> None:
+        for part in parts:
+            part.value.copy_(torch.zeros(part.value.shape, dtype=part.value.dtype))  # as from a file
+
+    def check_holds(wanted: Any, more: Any) -> None:
+        assert not more
+        others = {parallel._untrained.key(name) for name in parallel._untrained.owners}  # what other ranks save
+        assert names >= set(wanted) - others, sorted(set(wanted) - others - names)
+
+    loading = mock.Mock(put=put, check_holds=check_holds)
+    loading.source.values, loading.source.is_complete = values, True
     record.phase = LOADS
     with (
-        mock.patch.object(checkpoint, "_load", read),
-        mock.patch.object(checkpoint, "_check_holds", mock.Mock()),
-        mock.patch.object(checkpoint, "compute_local_shape_and_global_offset", places_of),
-        mock.patch.object(torch.distributed, "all_gather_object", all_say),
+        mock.patch.object(of_model, "Loading", mock.Mock(begin=lambda *_, **__: loading)),
+        mock.patch.object(contents, "compute_local_shape_and_global_offset", _places()),
+        mock.patch.object(meeting.Meeting, "all", lambda self, value: [value] * self.size),
     ):
         parallel.load("nowhere", torch.optim.AdamW(parallel.parameters(), lr=1e-3))
 

@@ -21,12 +21,12 @@ from autopar.lower.emit import layout_of
 from autopar.lower.program import Program
 from autopar.ops.names import resolve
 from autopar.plan.plan import Plan
+from autopar.runtime.checkpoint.state_dict import full_state_dict
 from autopar.runtime.outputs.join import Join, Samples, Tap
 from autopar.runtime.outputs.rebuild import rebuilt
 from autopar.runtime.step.gradients import Held
 from autopar.runtime.step.partial_batch import PartialBatch, partial_batch
 from autopar.runtime.step.stage import StageModule
-from autopar.runtime.weights.checkpoint import full_state_dict
 from autopar.runtime.weights.from_model import Weights
 from autopar.runtime.world import World
 from autopar.tracing.batch import named_inputs

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -27,7 +27,7 @@ from autopar.runtime.step.gradients import Held
 
 _MAKE = "scaler = par.grad_scaler()"
 _STATE = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
-"""The entries of ``GradScaler.state_dict()``, in the order of a checkpoint's."""
+"""The entries of ``GradScaler.state_dict()``, in the order of :attr:`LossScale.state`."""
 NUM_STATES = len(_STATE)
 _WHOLE = frozenset({"growth_interval", "_growth_tracker"})
 
@@ -53,7 +53,7 @@ class LossScale:
     ) -> None:
         self._precision, self._held, self._device = precision, held, device
         self._calls, self._group = calls, group
-        self._loaded: Tensor | None = None
+        self._loaded: dict[str, float] | None = None
         self.scaler: ParallelScaler | None = None
 
     def make(self, **options: Any) -> ParallelScaler:
@@ -70,7 +70,7 @@ class LossScale:
         options.setdefault("enabled", self._precision.scales_loss)
         self.scaler = ParallelScaler(self._calls, self._group, self._device, **options)
         if self._loaded is not None:
-            self.state = self._loaded
+            self.numbers = self._loaded
         return self.scaler
 
     @property
@@ -79,19 +79,28 @@ class LossScale:
         return self._precision.scales_loss if self.scaler is None else self.scaler.is_enabled()
 
     @property
-    def state(self) -> Tensor | None:
-        """What a checkpoint keeps: five numbers in float64; None where there is no scale."""
+    def numbers(self) -> dict[str, float] | None:
+        """What a checkpoint keeps; None where there is no scale."""
         if self.scaler is None or not self.scaler.is_enabled():
             return self._loaded if self.is_wanted else None
         state = self.scaler.state_dict()
-        return torch.tensor([float(state[name]) for name in _STATE], dtype=torch.float64)
+        return {name: float(state[name]) for name in _STATE}
+
+    @numbers.setter
+    def numbers(self, numbers: Mapping[str, float]) -> None:
+        self._loaded = {name: float(numbers[name]) for name in _STATE}
+        if self.scaler is not None and self.scaler.is_enabled():
+            self.scaler.load_state_dict({name: int(n) if name in _WHOLE else n for name, n in self._loaded.items()})
+
+    @property
+    def state(self) -> Tensor | None:
+        """The same as a tensor of float64."""
+        numbers = self.numbers
+        return None if numbers is None else torch.tensor(list(numbers.values()), dtype=torch.float64)
 
     @state.setter
     def state(self, state: Tensor) -> None:
-        self._loaded = state
-        if self.scaler is not None and self.scaler.is_enabled():
-            numbers = zip(_STATE, state.tolist(), strict=True)
-            self.scaler.load_state_dict({name: int(n) if name in _WHOLE else n for name, n in numbers})
+        self.numbers = dict(zip(_STATE, state.tolist(), strict=True))
 
     def check(self) -> None:
         """Before a step whose gradients would be lost without a scale.

@@ -1,0 +1,254 @@
+"""The index of a checkpoint, ``checkpoint.json``: which tensor's elements lie where, with which checksums, and all that is no tensor.
+
+It begins with the SHA-256 of what follows, so that every changed byte of it is found. The tensors lie in safetensors files, one of
+each rank that wrote; the index has their places itself, and nothing of a checkpoint is a pickle.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autopar.errors import CheckpointError, reason
+
+NAME = "checkpoint.json"
+PLAN = "plan.json"
+FORMAT, VERSION = "autopar checkpoint", 1
+
+CHUNK_BYTES = 16 * 2**20
+"""About so much is read at once and has a checksum of its own, so that a rank that needs a few rows reads little more."""
+
+FILE = re.compile(r"data-(\d+)-(\d{5,})\.safetensors")
+"""Names of data files: ``data-GENERATION-RANK.safetensors``; the generation tells a save into the same folder from those before."""
+
+_HEAD = b'{"sha256": "%s",\n'
+_HEAD_BYTES = len(_HEAD) - 2 + 64
+
+AGAIN = "Copy the folder again from where it is undamaged, or load an earlier checkpoint"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class File:
+    """A data file: its length, and the length and checksum of the header that other programs read."""
+
+    name: str
+    num_bytes: int
+    header_bytes: int
+    header_sum: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A box of a tensor's elements, row by row in a file.
+
+    Attributes:
+        start: its first byte in the file.
+        offset, shape: of the box in the tensor.
+        sums: a checksum of each chunk of :func:`chunk_rows` rows.
+    """
+
+    file: str
+    start: int
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    sums: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A complete tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Index:
+    """What a checkpoint holds.
+
+    Attributes:
+        values: all that is no tensor, as JSON.
+    """
+
+    files: Mapping[str, File] = field(default_factory=dict)
+    tensors: Mapping[str, Entry] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+
+def chunk_rows(shape: Sequence[int], itemsize: int) -> int:
+    """How many rows (elements of the first dim) of a box are one chunk.
+
+    >>> chunk_rows((1024, 8192), 4), chunk_rows((3, 2**28), 4), chunk_rows((), 8)
+    (512, 1, 1)
+    """
+    row = max(prod(shape[1:]) * itemsize, 1)
+    rows = shape[0] if shape else 1
+    return max(min(rows, CHUNK_BYTES // row), 1)
+
+
+def num_chunks(shape: Sequence[int], itemsize: int) -> int:
+    """Of a box."""
+    rows, each = shape[0] if shape else 1, chunk_rows(shape, itemsize)
+    return (rows + each - 1) // each if prod(shape) else 0
+
+
+def encode(index: Index) -> bytes:
+    """The bytes of ``checkpoint.json``."""
+    names = {name: number for number, name in enumerate(index.files)}
+    body = {
+        "format": FORMAT,
+        "version": VERSION,
+        "files": [[f.name, f.num_bytes, f.header_bytes, f.header_sum] for f in index.files.values()],
+        "tensors": {
+            name: [
+                dtype_name(entry.dtype),
+                entry.shape,
+                [[names[p.file], p.start, p.offset, p.shape, p.sums] for p in entry.pieces],
+            ]
+            for name, entry in index.tensors.items()
+        },
+        "values": index.values,
+    }
+    text = json.dumps(body, allow_nan=False, separators=(",", ":")).encode()[1:]
+    return _HEAD % hashlib.sha256(text).hexdigest().encode() + text
+
+
+def read(folder: Path) -> tuple[Index, str]:
+    """The index of a folder, and what tells it from any other.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or of a later version.
+    """
+    path = folder / NAME
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(
+            f"Cannot read the checkpoint {folder}",
+            got=f"{NAME}: {reason(error)}",
+            fix="Name a folder that par.save(...) wrote, on a file system that all nodes share",
+        ) from error
+    head, text = data[:_HEAD_BYTES], data[_HEAD_BYTES:]
+    digest = hashlib.sha256(text).hexdigest()
+    if head != _HEAD % digest.encode():
+        raise CheckpointError(
+            "The index of the checkpoint is damaged: its checksum differs", where=str(path), fix=AGAIN
+        )
+    return decode(b"{" + text, path), digest
+
+
+def decode(text: bytes, path: Path) -> Index:
+    """The index from its JSON.
+
+    Raises:
+        CheckpointError: it is of a later version, or none that :func:`encode` wrote.
+    """
+    try:
+        body = json.loads(text)
+        version = body["version"] if body["format"] == FORMAT else None
+        if version == VERSION:
+            return _decoded(body)
+        problem = f"a checkpoint of version {version}, which this autopar does not know"
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        problem = f"no index of a checkpoint ({type(error).__name__}: {error})"
+    raise CheckpointError(
+        f"Cannot read the checkpoint {path.parent}",
+        got=problem,
+        fix="Use the autopar that wrote it, or load an earlier checkpoint",
+    )
+
+
+def _decoded(body: Any) -> Index:
+    files = [File(name=str(n), num_bytes=b, header_bytes=h, header_sum=c) for n, b, h, c in body["files"]]
+    for file in files:
+        _check(FILE.fullmatch(file.name) is not None, f"a file named {file.name}")
+        _check(all(_is_count(n) for n in (file.num_bytes, file.header_bytes, file.header_sum)), file.name)
+    tensors = {}
+    by_name = {file.name: file for file in files}
+    for name, (dtype, shape, pieces) in body["tensors"].items():
+        kind = dtype_of(dtype)
+        made = [
+            Piece(file=files[number].name, start=start, offset=tuple(offset), shape=tuple(size), sums=tuple(sums))
+            for number, start, offset, size, sums in pieces
+        ]
+        tensors[name] = Entry(dtype=kind, shape=_counts(shape, name), pieces=tuple(made))
+        for piece in made:
+            _check_piece(name, tensors[name], piece, by_name)
+    values = body["values"]
+    _check_values(values)
+    return Index(files=by_name, tensors=tensors, values=values)
+
+
+def _check_piece(name: str, entry: Entry, piece: Piece, files: Mapping[str, File]) -> None:
+    """Refuses a piece outside of its tensor or its file.
+
+    Raises:
+        ValueError: it is.
+    """
+    offset, shape = _counts(piece.offset, name), _counts(piece.shape, name)
+    _check(len(offset) == len(shape) == len(entry.shape), name)
+    _check(all(o + s <= whole for o, s, whole in zip(offset, shape, entry.shape, strict=True)), name)
+    _check(_is_count(piece.start) and all(_is_count(n) for n in piece.sums), name)
+    _check(len(piece.sums) == num_chunks(shape, entry.dtype.itemsize), name)
+    _check(piece.start + prod(shape) * entry.dtype.itemsize <= files[piece.file].num_bytes, name)
+
+
+def _check_values(values: Any) -> None:
+    """Refuses values without the entries that every checkpoint has.
+
+    Raises:
+        ValueError: one is not there, or of another kind.
+    """
+    progress, optimizer = values["progress"], values["optimizer"]
+    _check(_is_count(progress["step"]) and isinstance(progress["seed"], int), "progress")
+    _check(progress.get("scaler") is None or isinstance(progress["scaler"], dict), "the scaler's state")
+    _check(
+        all(isinstance(one, dict) for one in (*optimizer["settings"], optimizer["numbers"])), "the optimizer's groups"
+    )
+    _check(all(_is_count(n) and n < len(optimizer["settings"]) for n in optimizer["of"].values()), "a group")
+    for kind, state in values["states"].items():
+        _check(
+            _is_count(state["count"]) and bool(state["of"]) and isinstance(state["of"], dict),
+            f"the state of the {kind}",
+        )
+
+
+def _check(holds: bool, what: str) -> None:
+    if not holds:
+        raise ValueError(f"{what} cannot be")
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _counts(values: Iterable[object], name: str) -> tuple[int, ...]:
+    found = tuple(value for value in values if isinstance(value, int) and _is_count(value))
+    _check(len(found) == len(tuple(values)), name)
+    return found
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Without the module, as the index has it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype of that name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = getattr(torch, name, None) if isinstance(name, str) else None
+    if isinstance(found, torch.dtype):
+        return found
+    raise ValueError(f"{name!r} is no dtype")

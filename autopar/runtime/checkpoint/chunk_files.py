@@ -1,0 +1,198 @@
+"""The data files of a checkpoint: safetensors, written and read chunk by chunk, each with its checksum.
+
+The checksum is a CRC-32: it finds every change of up to 32 bits in a row and every one of up to three bits anywhere, and lets one in
+2**32 of all other damage pass. It runs as fast as memory is read. It is no protection from somebody who means to forge: he would write
+the sums, too; nothing of what he writes is run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from autopar.errors import CheckpointError, reason
+from autopar.runtime.checkpoint.checkpoint_index import AGAIN, File, Piece, chunk_rows
+
+_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+"""What safetensors calls them; the others are bytes there, and the index alone knows what they are."""
+
+_ALIGNED = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A box of a tensor that is written or read: ``value`` has the elements from ``offset`` on of a tensor of ``whole`` shape."""
+
+    name: str
+    whole: tuple[int, ...]
+    offset: tuple[int, ...]
+    value: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the box."""
+        return tuple(self.value.shape)
+
+
+def header(named: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], about: Mapping[str, str]) -> bytes:
+    """How a file of safetensors begins that has these tensors, one behind the other."""
+    entries: dict[str, object] = {"__metadata__": dict(about)}
+    end = 0
+    for name, dtype, shape in named:
+        start, end = end, end + prod(shape) * dtype.itemsize
+        known = _NAMES.get(dtype)
+        entries[name] = {
+            "dtype": known or "U8",
+            "shape": shape if known else [end - start],
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNED)
+    return len(text).to_bytes(8, "little") + text
+
+
+def in_order(parts: Sequence[Part]) -> list[Part]:
+    """As a file has them: long elements first, so that each is aligned."""
+    return sorted(parts, key=lambda part: (-part.value.element_size(), part.name))
+
+
+def write(path: Path, parts: Sequence[Part], about: Mapping[str, str]) -> tuple[File, dict[str, Piece]]:
+    """Writes a new file through to the disk; which pieces are where in it.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    parts = in_order(parts)
+    head = header([(part.name, part.value.dtype, part.shape) for part in parts], about)
+    pieces: dict[str, Piece] = {}
+    with path.open("xb") as file:
+        file.write(head)
+        start = len(head)
+        for part in parts:
+            sums = []
+            for data in _chunks(part.value):
+                sums.append(crc32(data))
+                file.write(data)
+            pieces[part.name] = Piece(
+                file=path.name, start=start, offset=part.offset, shape=part.shape, sums=tuple(sums)
+            )
+            start += part.value.numel() * part.value.element_size()
+        file.flush()
+        os.fsync(file.fileno())
+    return File(name=path.name, num_bytes=start, header_bytes=len(head), header_sum=crc32(head)), pieces
+
+
+def _chunks(value: Tensor) -> Iterator[memoryview]:
+    """The bytes of each chunk, on the host."""
+    value = value.detach().resolve_conj().resolve_neg()
+    if not value.numel():
+        return
+    rows = value.reshape(1) if value.ndim == 0 else value
+    each = chunk_rows(tuple(value.shape), value.element_size())
+    for first in range(0, rows.shape[0], each):
+        yield as_bytes(rows[first : first + each].cpu().contiguous())
+
+
+def as_bytes(value: Tensor) -> memoryview:
+    """The memory of a contiguous tensor of the host."""
+    found: Any = value.reshape(-1).view(torch.uint8).numpy()  # numpy knows fewer dtypes than torch
+    return memoryview(found)
+
+
+class Reader:
+    """Reads pieces of the files in ``folder``, each chunk of them verified; keeps one file open.
+
+    Raises:
+        CheckpointError: in all methods: a file cannot be read, or is not as it was written; names file and tensor.
+    """
+
+    def __init__(self, folder: Path, files: Mapping[str, File]) -> None:
+        self._folder, self._files = folder, files
+        self._name, self._file = "", None  # type: str, BinaryIO | None
+        self._verified: set[str] = set()
+
+    def close(self) -> None:
+        """Closes the file that is open."""
+        if self._file is not None:
+            self._file.close()
+        self._name, self._file = "", None
+
+    def check_files(self) -> None:
+        """All files are there, as long as they were, and begin as they did."""
+        try:
+            for name in self._files:
+                self._opened(name)
+        finally:
+            self.close()
+
+    def rows(self, name: str, piece: Piece, dtype: torch.dtype, first: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+        """Rows ``first`` to ``stop - 1`` of a piece of the tensor ``name``: chunk by chunk, with the number of each one's first row."""
+        shape = piece.shape or (1,)
+        each, row = chunk_rows(piece.shape, dtype.itemsize), prod(shape[1:])
+        file = self._opened(piece.file)
+        for chunk in range(first // each, (stop + each - 1) // each):
+            begin, end = chunk * each, min(chunk * each + each, shape[0])
+            data = torch.empty((end - begin) * row * dtype.itemsize, dtype=torch.uint8)
+            try:
+                file.seek(piece.start + begin * row * dtype.itemsize)
+                count = file.readinto(as_bytes(data))  # type: ignore[attr-defined]
+            except OSError as error:
+                raise self._unreadable(piece.file, error) from error
+            if count != data.numel() or crc32(as_bytes(data)) != piece.sums[chunk]:
+                raise CheckpointError(
+                    f"The checkpoint is damaged: {name} is not what was written (rows {begin} to {end - 1} of a part)",
+                    where=str(self._folder / piece.file),
+                    fix=AGAIN,
+                )
+            low, high = max(first, begin), min(stop, end)
+            values = data.view(dtype).view(end - begin, *shape[1:])
+            yield low, values[low - begin : high - begin]
+
+    def _opened(self, name: str) -> BinaryIO:
+        if self._file is None or self._name != name:
+            self.close()
+            try:
+                self._name, self._file = name, (self._folder / name).open("rb")
+            except OSError as error:
+                raise self._unreadable(name, error) from error
+        if name not in self._verified:
+            self._check(name, self._file)
+            self._verified.add(name)
+        return self._file
+
+    def _check(self, name: str, file: BinaryIO) -> None:
+        wanted = self._files[name]
+        try:
+            length = os.fstat(file.fileno()).st_size
+            file.seek(0)
+            begins = crc32(file.read(wanted.header_bytes))
+        except OSError as error:
+            raise self._unreadable(name, error) from error
+        if length != wanted.num_bytes:
+            problem = f"the file has {length} bytes of {wanted.num_bytes}"
+        elif begins != wanted.header_sum:
+            problem = "the file is another one, or its header has changed"
+        else:
+            return
+        raise CheckpointError(f"The checkpoint is damaged: {problem}", where=str(self._folder / name), fix=AGAIN)
+
+    def _unreadable(self, name: str, error: OSError) -> CheckpointError:
+        return CheckpointError(
+            "The checkpoint is damaged: a file cannot be read",
+            where=str(self._folder / name),
+            got=reason(error),
+            fix=AGAIN,
+        )

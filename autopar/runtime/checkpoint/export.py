@@ -1,0 +1,309 @@
+"""Weights out, as ``save_pretrained`` of transformers writes them: safetensors under the model's names, with an index beside several.
+
+Each rank writes some of the files. Of each tensor in them it gets the boxes that others have, and no rank has more of the model at once
+than what it trains and one tensor.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.errors import UsageError, reason
+from autopar.graph.graph import Graph
+from autopar.runtime.checkpoint import folder as folders
+from autopar.runtime.checkpoint.chunk_files import Part, as_bytes, header
+from autopar.runtime.checkpoint.contents import part_of
+from autopar.runtime.checkpoint.folder import Target
+from autopar.runtime.checkpoint.meeting import Meeting
+from autopar.runtime.step.gradients import Held
+from autopar.runtime.weights.untrained import Untrained
+
+_INDEX = "model.safetensors.index.json"
+_WRITTEN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|" + re.escape(_INDEX))
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+Place = tuple[str, tuple[int, ...], tuple[int, ...]]
+"""A box: name, offset, shape."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What a folder of transformers has beside the weights.
+
+    Attributes:
+        configs: what writes itself by ``save_pretrained``: the model's ``config`` and ``generation_config``, if it has them.
+        ignored: names that the model's own ``save_pretrained`` leaves out.
+    """
+
+    configs: tuple[Any, ...] = ()
+    ignored: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, model: Any) -> ModelFacts:
+        """Copies: the model may be changed later, or be gone."""
+        config: Any = getattr(model, "config", None)
+        if not callable(getattr(config, "save_pretrained", None)):
+            return cls()
+        config = copy.deepcopy(config)
+        config.architectures = [type(model).__name__]
+        config.dtype = str(getattr(model, "dtype", torch.float32)).removeprefix("torch.")
+        more = getattr(model, "generation_config", None)
+        configs = (config, copy.deepcopy(more)) if callable(getattr(more, "save_pretrained", None)) else (config,)
+        return cls(configs=configs, ignored=frozenset(getattr(model, "_keys_to_ignore_on_save", None) or ()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _File:
+    """One that is written: ``names`` of its tensors, in order, and which rank writes it."""
+
+    name: str
+    names: tuple[str, ...]
+    writer: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Export:
+    """The weights of one model; all ranks make one and call it."""
+
+    graph: Graph
+    held: Sequence[Held]
+    buffers: Mapping[str, Tensor]
+    untrained: Untrained
+    facts: ModelFacts
+    meeting: Meeting
+    _own: dict[Place, Part] = field(default_factory=dict)
+    _rank_of: dict[str, list[tuple[int, Place]]] = field(default_factory=dict)
+
+    def save(self, path: str | Path, max_shard_size: str | int) -> None:
+        """Writes the folder.
+
+        Raises:
+            UsageError: it cannot be written; on all ranks alike.
+        """
+        limit, place = num_bytes(max_shard_size), Path(path).absolute()
+        self._own = {(part.name, part.offset, part.shape): part for part in self._parts()}
+        said = self.meeting.all([(*one, part.whole) for one, part in self._own.items()])
+        self._rank_of = _chosen(said)
+        shapes = {name: whole for own in said for name, _, _, whole in own}
+        files = self._files(shapes, limit)
+        target = self.meeting.first(lambda: _begun(place))
+        failure = self._written(files, shapes, folders.staging(place, target))
+        if self.meeting.rank == 0 and failure is None:
+            failure = self._described(files, shapes, folders.staging(place, target))
+        try:
+            self.meeting.agree(failure)
+        except UsageError:
+            folders.give_up(place, target, own="", is_first=self.meeting.rank == 0)
+            raise
+        self.meeting.first(lambda: _commit(place, target))
+
+    def _parts(self) -> Iterable[Part]:
+        """What this rank has, as parts of the model's tensors; without what has no elements."""
+        parameters = {p.name: p for p in self.graph.parameters}
+        for h in self.held:
+            ir = parameters[h.name]
+            own = part_of(ir.fqn, h.parameter.detach(), h.padding)
+            if ir.part is not None:
+                start, whole = list(own.offset), list(own.whole)
+                start[ir.part.dim] += ir.part.start
+                whole[ir.part.dim] = self.untrained.shapes[ir.fqn][ir.part.dim]
+                own = Part(name=ir.fqn, whole=tuple(whole), offset=tuple(start), value=own.value)
+            if own.value.numel():
+                yield own
+        for name, value in (*self.buffers.items(), *self.untrained.own.items()):
+            if name in self.untrained.dtypes:
+                yield part_of(name, value)
+
+    def _files(self, shapes: Mapping[str, tuple[int, ...]], limit: int) -> list[_File]:
+        """Tensors in the order of the state dict, each tied one once, by its first name."""
+        names = [n for n in dict.fromkeys(self.untrained.names.values()) if n in shapes and n not in self.facts.ignored]
+        shards: list[list[str]] = [[]]
+        room = limit
+        for name in names:
+            size = prod(shapes[name]) * self.untrained.dtypes[name].itemsize
+            if shards[-1] and size > room:
+                shards.append([])
+                room = limit
+            shards[-1].append(name)
+            room -= size
+        count = len(shards)
+        return [
+            _File(
+                name="model.safetensors" if count == 1 else f"model-{i + 1:05d}-of-{count:05d}.safetensors",
+                names=tuple(own),
+                writer=i % self.meeting.size,
+            )
+            for i, own in enumerate(shards)
+        ]
+
+    def _written(self, files: Sequence[_File], shapes: Mapping[str, tuple[int, ...]], place: Path) -> UsageError | None:
+        """All ranks take part in each round: each writer gets one tensor of its files."""
+        turns = [
+            [(file, name) for file in files if file.writer == rank for name in file.names]
+            for rank in range(self.meeting.size)
+        ]
+        failure: UsageError | None = None
+        opened: BinaryIO | None = None
+        current = ""
+        for turn in range(max(map(len, turns), default=0)):
+            wanted = {rank: own[turn] for rank, own in enumerate(turns) if turn < len(own)}
+            value = self._exchanged({rank: name for rank, (_, name) in wanted.items()}, shapes)
+            if value is None or failure is not None:
+                continue
+            try:
+                file = wanted[self.meeting.rank][0]
+                if file.name != current or opened is None:
+                    _finish(opened)
+                    place.mkdir(parents=True, exist_ok=True)
+                    current, opened = file.name, (place / file.name).open("xb")
+                    named = [(name, self.untrained.dtypes[name], shapes[name]) for name in file.names]
+                    opened.write(header(named, {"format": "pt"}))
+                opened.write(as_bytes(value))
+            except OSError as error:
+                failure = _failed(place, error)
+        try:
+            _finish(opened)
+        except OSError as error:
+            failure = failure or _failed(place, error)
+        return failure
+
+    def _exchanged(self, wanted: Mapping[int, str], shapes: Mapping[str, tuple[int, ...]]) -> Tensor | None:
+        """The complete tensor that this rank wants, if it wants one; others get theirs."""
+        rank = self.meeting.rank
+        mine = wanted.get(rank)
+        result = None if mine is None else torch.empty(shapes[mine], dtype=self.untrained.dtypes[mine])
+        works, kept, boxes = list[Any](), list[Tensor](), list[tuple[Place, Tensor]]()
+        for writer, name in wanted.items():
+            for source, box in self._rank_of[name]:
+                if source == rank:
+                    own = self._own[box].value.to("cpu", self.untrained.dtypes[name]).contiguous()
+                    if writer == rank:
+                        boxes.append((box, own))
+                    else:
+                        kept.append(_flat(own))
+                        works.append(dist.isend(kept[-1], group=self.meeting.group, group_dst=writer))
+                elif writer == rank:
+                    got = torch.empty(box[2], dtype=self.untrained.dtypes[name])
+                    boxes.append((box, got))
+                    kept.append(_flat(got))
+                    works.append(dist.irecv(kept[-1], group=self.meeting.group, group_src=source))
+        for work in works:
+            work.wait()
+        if result is not None:
+            for (_, offset, shape), value in boxes:
+                result[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))] = value
+        return result
+
+    def _described(
+        self, files: Sequence[_File], shapes: Mapping[str, tuple[int, ...]], place: Path
+    ) -> UsageError | None:
+        try:
+            if len(files) > 1:
+                total = sum(
+                    prod(shapes[name]) * self.untrained.dtypes[name].itemsize for f in files for name in f.names
+                )
+                index = {
+                    "metadata": {"total_size": total},
+                    "weight_map": {name: file.name for file in files for name in file.names},
+                }
+                folders.write(place / _INDEX, json.dumps(index, indent=2).encode())
+            for config in self.facts.configs:
+                config.save_pretrained(place)
+        except OSError as error:
+            return _failed(place, error)
+        return None
+
+
+def num_bytes(size: str | int) -> int:
+    """A size as transformers writes it.
+
+    Raises:
+        UsageError: it is none.
+
+    >>> num_bytes("5GB"), num_bytes("20 KB"), num_bytes(7)
+    (5000000000, 20000, 7)
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?B)\s*", str(size).upper())
+    if isinstance(size, int) and size > 0:
+        return size
+    if match is None:
+        raise UsageError(
+            f"max_shard_size={size!r} is no size", fix='Write a number of bytes, or "5GB", "500MB", "2GiB"'
+        )
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def _chosen(said: Sequence[Sequence[tuple[Any, ...]]]) -> dict[str, list[tuple[int, Place]]]:
+    """Of each tensor its boxes, each with the rank that gives it: of those that have it the one with the least to give."""
+    holders: defaultdict[Place, list[int]] = defaultdict(list)
+    for rank, own in enumerate(said):
+        for name, offset, shape, _ in own:
+            holders[name, offset, shape].append(rank)
+    load = [0] * len(said)
+    found: defaultdict[str, list[tuple[int, Place]]] = defaultdict(list)
+    for box, ranks in holders.items():
+        chosen = min(ranks, key=lambda rank: (load[rank], rank))
+        load[chosen] += prod(box[2])
+        found[box[0]].append((chosen, box))
+    return found
+
+
+def _flat(value: Tensor) -> Tensor:
+    return value.reshape(-1).view(torch.uint8)
+
+
+def _finish(file: BinaryIO | None) -> None:
+    if file is not None and not file.closed:
+        with file:
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _begun(place: Path) -> Target:
+    try:
+        target = folders.look(place)
+        folders.begin(place, target)
+    except OSError as error:
+        raise _failed(place, error) from error
+    return target
+
+
+def _commit(place: Path, target: Target) -> None:
+    """Rank 0 puts what was written in the place of weights that are there; an index of several files comes last."""
+    staged = folders.staging(place, target)
+    try:
+        if not target.is_there:
+            staged.rename(place)
+            return
+        names = sorted((path.name for path in staged.iterdir()), key=lambda name: name == _INDEX)
+        for name in names:
+            (staged / name).replace(place / name)
+        staged.rmdir()
+    except OSError as error:
+        raise _failed(place, error) from error
+    with suppress(OSError):
+        for path in place.iterdir():
+            if _WRITTEN.fullmatch(path.name) and path.name not in names:
+                path.unlink()
+
+
+def _failed(place: Path, error: OSError) -> UsageError:
+    return UsageError(
+        f"Cannot write the weights to {place}",
+        got=reason(error),
+        fix="Name the same folder on all ranks, on a file system that all nodes share",
+    )

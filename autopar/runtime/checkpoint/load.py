@@ -1,0 +1,209 @@
+"""Reads a checkpoint into a job of any plan: each rank what it needs, verified before anything of the job is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.errors import AutoparError, CheckpointError, PlanError
+from autopar.runtime.checkpoint.checkpoint_index import AGAIN, Entry, Piece
+from autopar.runtime.checkpoint.chunk_files import Part
+from autopar.runtime.checkpoint.meeting import Meeting
+from autopar.runtime.checkpoint.source import Source, open_folder
+
+OTHER = "The checkpoint is of another model or optimizer"
+_TAKE_SAME = "Load it with the model and the kind of optimizer that were saved"
+_STAGED_BYTES = 2 * 2**30
+"""So much of what is verified is kept on the host until it is put in place; what goes beyond it is read a second time."""
+
+
+@dataclass(slots=True)
+class Loading:
+    """A checkpoint that is being read; all ranks make one and call the same methods.
+
+    Raises:
+        CheckpointError: it is damaged, or ranks read different ones; on all ranks alike.
+        PlanError: it does not fit; on all ranks alike.
+    """
+
+    path: Path
+    meeting: Meeting
+    source: Source
+    _staged: list[Tensor | None] = field(default_factory=list)
+
+    @classmethod
+    def begin(cls, path: Path, meeting: Meeting, *, allow_pickle: bool) -> Loading:
+        """Opens the folder."""
+        source, failure = None, None
+        try:
+            source = open_folder(path, allow_pickle=allow_pickle)
+            if meeting.rank == 0:
+                source.check_files()
+        except CheckpointError as error:
+            failure = error
+        meeting.agree(failure)
+        assert source is not None
+        digests = meeting.all(source.digest)
+        other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), 0)
+        if other:
+            raise PlanError(
+                f"Rank {other} loads another checkpoint than rank 0",
+                where=str(path),
+                fix="Choose the folder on one rank, and send its name to the others",
+            )
+        return cls(path, meeting, source)
+
+    def check_holds(self, names: Sequence[str], more: Sequence[str] = ()) -> None:
+        """Refuses a checkpoint that lacks tensors of these names on any rank, or the settings ``more``, which this rank has found missing."""
+        missing = sorted(name for name in set(names) if name not in self.source.tensors)
+        lacking = sorted({name for own in self.meeting.all([*missing, *more]) for name in own})
+        if lacking:
+            is_optimizers = all(name.startswith("optimizer.") for name in lacking)
+            raise PlanError(
+                OTHER,
+                where=str(self.path),
+                got=f"it lacks {lacking[0]}" + (f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""),
+                fix="Give the kind of optimizer that was saved, or load without one" if is_optimizers else _TAKE_SAME,
+            )
+
+    def verify(self, parts: Sequence[Part]) -> None:
+        """Reads all that the parts need; keeps some of it on the host."""
+        failure: AutoparError | None = None
+        self._staged, room = [], _STAGED_BYTES
+        try:
+            for part in parts:
+                entry = self._entry(part)
+                needed = part.value.numel() * entry.dtype.itemsize
+                keeps = needed <= room
+                room -= needed * keeps
+                kept = torch.empty(part.value.shape, dtype=entry.dtype) if keeps else None
+                self._read(part, entry, kept)
+                self._staged.append(kept)
+        except PlanError as error:
+            failure, self._staged = error, []
+        finally:
+            self.source.close()
+        self.meeting.agree(failure)
+
+    def put(self, parts: Sequence[Part]) -> None:
+        """Writes what has been verified into the parts."""
+        failure: AutoparError | None = None
+        try:
+            with torch.no_grad():
+                for i, part in enumerate(parts):
+                    kept, self._staged[i] = self._staged[i], None
+                    if kept is None:
+                        self._read(part, self._entry(part), part.value)
+                    else:
+                        part.value.copy_(kept)
+        except PlanError as error:
+            failure = error.becoming(CheckpointError, fix=f"Load it again: half of it is loaded. {error.fix}")
+        finally:
+            self.source.close()
+        self.meeting.agree(failure)
+
+    def tensor(self, name: str) -> Tensor:
+        """A complete tensor, verified."""
+        if name not in self.source.tensors:
+            raise CheckpointError(f"The index of the checkpoint lacks {name}", where=str(self.path), fix=AGAIN)
+        return whole(self.source, name, self.path)
+
+    def _entry(self, part: Part) -> Entry:
+        entry = self.source.tensors[part.name]
+        if entry.shape != part.whole:
+            raise PlanError(
+                OTHER,
+                where=str(self.path),
+                got=f"{part.name} has shape {entry.shape} there and {part.whole} here",
+                fix=_TAKE_SAME,
+            )
+        return entry
+
+    def _read(self, part: Part, entry: Entry, into: Tensor | None) -> None:
+        read_box(self.source, part, entry, into, self.path)
+
+
+def read_box(source: Source, part: Part, entry: Entry, into: Tensor | None, path: Path) -> None:
+    """Reads a box of a tensor out of the pieces that have elements of it.
+
+    Args:
+        into: gets the elements; None: they are verified alone.
+
+    Raises:
+        CheckpointError: something is damaged, or pieces do not have all of it.
+    """
+    found = 0
+    for piece in sorted(entry.pieces, key=lambda piece: (piece.file, piece.start)):
+        common = _common(part, piece)
+        if common is None:
+            continue
+        found += prod(high - low for low, high in common)
+        for first, values in _rows(source, part.name, piece, common):
+            if into is None:
+                continue
+            if not common:
+                into.copy_(values.view(()))
+                continue
+            low = piece.offset[0] + first
+            there = [(low, low + values.shape[0]), *common[1:]]
+            target = into[tuple(slice(a - o, b - o) for (a, b), o in zip(there, part.offset, strict=True))]
+            inner = (slice(a - o, b - o) for (a, b), o in zip(common[1:], piece.offset[1:], strict=True))
+            target.copy_(values[(slice(None), *inner)])
+    if found != part.value.numel():
+        raise CheckpointError(
+            f"The index of the checkpoint lacks elements of {part.name}, or has some twice", where=str(path), fix=AGAIN
+        )
+
+
+def _rows(source: Source, name: str, piece: Piece, common: Sequence[tuple[int, int]]) -> Iterator[tuple[int, Tensor]]:
+    if not common:
+        return source.rows(name, piece, 0, 1)
+    return source.rows(name, piece, common[0][0] - piece.offset[0], common[0][1] - piece.offset[0])
+
+
+def _common(part: Part, piece: Piece) -> list[tuple[int, int]] | None:
+    """Where two boxes meet, dim by dim; None where they do not."""
+    found = [
+        (max(a, b), min(a + m, b + n))
+        for a, m, b, n in zip(part.offset, part.shape, piece.offset, piece.shape, strict=True)
+    ]
+    return None if any(low >= high for low, high in found) else found
+
+
+def whole(source: Source, name: str, path: Path) -> Tensor:
+    """A complete tensor of a checkpoint.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    entry = source.tensors[name]
+    value = torch.empty(entry.shape, dtype=entry.dtype)
+    read_box(source, Part(name=name, whole=entry.shape, offset=(0,) * value.ndim, value=value), entry, value, path)
+    return value
+
+
+def state_of(values: Mapping[str, Any], kind: str, owner: int, count: int) -> Any:
+    """The encoded state of a kind that an owner had when it was saved; None where there is none.
+
+    Raises:
+        PlanError: there were as many states as ranks, and now there is another number of these.
+    """
+    saved = values["states"].get(kind)
+    if saved is None:
+        return None
+    if not saved["count"]:
+        return next(iter(saved["of"].values()))
+    if saved["count"] != count or str(owner) not in saved["of"]:
+        raise PlanError(
+            f"The state of the {kind} was saved for {saved['count']} ranks, each of which had its own",
+            expected=f"a plan with {saved['count']} of them",
+            got=count,
+            fix=f"Load without {kind}=, and begin it anew, or use the plan.json of the checkpoint",
+        )
+    return saved["of"][str(owner)]

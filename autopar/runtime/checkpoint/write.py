@@ -1,0 +1,254 @@
+"""Writes a checkpoint: every rank a share of the tensors that it has, rank 0 the index.
+
+What several ranks have is written by one of them, which rank 0 chooses so that all write about as much. The index is a
+deterministic function of what is saved: two saves of the same state by the same job are the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.errors import AutoparError, UsageError, reason
+from autopar.plan.file import dumps
+from autopar.runtime.checkpoint import folder as folders
+from autopar.runtime.checkpoint.checkpoint_index import NAME, PLAN, Entry, File, Index, Piece, encode
+from autopar.runtime.checkpoint.chunk_files import Part, write
+from autopar.runtime.checkpoint.contents import Own, State, once
+from autopar.runtime.checkpoint.folder import Target
+from autopar.runtime.checkpoint.meeting import Meeting
+
+Box = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...], torch.dtype]
+"""Name, whole shape, offset, shape, dtype."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Told:
+    """What a rank tells rank 0 before anything is written."""
+
+    boxes: tuple[Box, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+    states: Mapping[str, State] = field(default_factory=dict)
+    error: AutoparError | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Order:
+    """What rank 0 answers: which tensors to write, and where."""
+
+    names: frozenset[str] = frozenset()
+    target: Target = field(default_factory=Target)
+    error: AutoparError | None = None
+
+
+class Save:
+    """One save, begun: what is written, where. All ranks make one, then call the same methods.
+
+    Args:
+        own: what this rank has, or why it cannot be saved.
+        values: of the index, the same on all ranks.
+
+    Raises:
+        UsageError: the folder cannot be written, or a state cannot be kept; on all ranks alike.
+    """
+
+    def __init__(self, path: str | Path, own: Own | AutoparError, values: Mapping[str, Any], meeting: Meeting) -> None:
+        self.folder = Path(path).absolute()
+        self._plan = values["plan"]
+        parts = [] if isinstance(own, AutoparError) else once(own.parts)
+        told = _Told(error=own) if isinstance(own, AutoparError) else _told(parts, own)
+        said, self._values, self._shapes = meeting.gather(told), dict(values), dict[str, Box]()
+        orders: list[_Order] = []
+        if meeting.rank == 0:
+            try:
+                orders = self._orders(said)
+            except AutoparError as error:
+                orders = [_Order(error=error)] * meeting.size
+            except OSError as error:
+                orders = [_Order(error=self._failed(error))] * meeting.size
+        order = meeting.scatter(orders)
+        if order.error is not None:
+            raise order.error
+        self._target = order.target
+        self.parts = [part for part in parts if part.name in order.names]
+        self._name = f"data-{order.target.generation}-{meeting.rank:05d}.safetensors"
+
+    def write(self, meeting: Meeting) -> None:
+        """Writes and commits.
+
+        Raises:
+            UsageError: it cannot be written; on all ranks alike, and what was there before is as it was.
+        """
+        said = meeting.all(self._written(meeting.rank))
+        failed = [one for one in said if isinstance(one, AutoparError)]
+        problem = failed[0] if failed else None
+        if meeting.rank == 0 and problem is None:
+            problem = self._commit([one for one in said if not isinstance(one, AutoparError)])
+        if meeting.group is not None and not failed:
+            problem = next((one for one in meeting.all(problem) if one is not None), None)
+        if problem is not None:
+            folders.give_up(self.folder, self._target, own=self._name, is_first=meeting.rank == 0)
+            raise problem
+
+    def _orders(self, said: Sequence[_Told]) -> list[_Order]:
+        """On rank 0: who writes what; makes the folder for it.
+
+        Raises:
+            AutoparError: a rank cannot say what it has, or they do not fit together.
+            OSError: the folder cannot be made.
+        """
+        for told in said:
+            if told.error is not None:
+                raise told.error
+        states, dropped = _states(said)
+        names = _shares([told.boxes for told in said], dropped)
+        self._shapes = {box[0]: box for told in said for box in told.boxes}
+        self._values["optimizer"] |= _optimizer(said)
+        self._values["states"] = states
+        target = folders.look(self.folder)
+        folders.begin(self.folder, target)
+        return [_Order(names=frozenset(own), target=target) for own in names]
+
+    def _written(self, rank: int) -> tuple[File | None, dict[str, Piece]] | AutoparError:
+        """This rank's file."""
+        if not self.parts:
+            return None, {}
+        try:
+            place = folders.staging(self.folder, self._target)
+            place.mkdir(parents=True, exist_ok=True)
+            return write(place / self._name, self.parts, {"format": "pt", "rank": str(rank)})
+        except OSError as error:
+            return self._failed(error)
+
+    def _commit(self, said: Sequence[tuple[File | None, dict[str, Piece]]]) -> AutoparError | None:
+        """On rank 0, when all have written."""
+        place = folders.staging(self.folder, self._target)
+        try:
+            files = {file.name: file for file, _ in said if file is not None}
+            for rank, (file, _) in enumerate(said):
+                if file is not None and not (place / file.name).exists():
+                    raise FileNotFoundError(f"what rank {rank} wrote is not in the folder that rank 0 sees")
+            pieces: defaultdict[str, list[Piece]] = defaultdict(list)
+            for _, found in said:
+                for name, piece in found.items():
+                    pieces[name].append(piece)
+            tensors = {
+                name: Entry(
+                    dtype=self._shapes[name][4],
+                    shape=self._shapes[name][1],
+                    pieces=tuple(sorted(pieces[name], key=lambda piece: piece.offset)),
+                )
+                for name in sorted(pieces)
+            }
+            index = Index(files=files, tensors=tensors, values=self._values)
+            folders.write(place / PLAN, (dumps(self._plan) + "\n").encode())
+            folders.write(place / NAME, encode(index))
+            folders.commit(self.folder, self._target)
+        except OSError as error:
+            return self._failed(error)
+        return None
+
+    def _failed(self, error: OSError) -> UsageError:
+        return UsageError(
+            f"Cannot write the checkpoint {self.folder}",
+            got=reason(error),
+            fix="Name the same folder on all ranks, on a file system that all nodes share. A checkpoint that was there is unchanged",
+        )
+
+
+def copied(parts: Sequence[Part], buffers: dict[str, Tensor]) -> list[Part]:
+    """The parts in memory of the host that nothing else writes; ``buffers`` keeps it for the next time."""
+    done = []
+    for part in parts:
+        kept = buffers.get(part.name)
+        if kept is None or kept.shape != part.value.shape or kept.dtype != part.value.dtype:
+            kept = _host_memory(part.value)
+            buffers[part.name] = kept
+        kept.copy_(part.value, non_blocking=part.value.is_cuda)
+        done.append(replace(part, value=kept))
+    for name in buffers.keys() - {part.name for part in parts}:
+        del buffers[name]
+    if any(part.value.is_cuda for part in parts):
+        torch.cuda.synchronize()
+    return done
+
+
+def _host_memory(like: Tensor) -> Tensor:
+    with suppress(RuntimeError):  # the host may have no more memory that can be locked
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
+    return torch.empty(like.shape, dtype=like.dtype)
+
+
+def _told(parts: Sequence[Part], own: Own) -> _Told:
+    boxes = tuple((p.name, p.whole, p.offset, p.shape, p.value.dtype) for p in parts)
+    return _Told(boxes=boxes, settings=own.settings, numbers=own.numbers, states=own.states)
+
+
+def _shares(boxes: Sequence[Sequence[Box]], dropped: frozenset[str]) -> list[set[str]]:
+    """The names that each rank writes: every box once, and about as many bytes on each.
+
+    Raises:
+        UsageError: ranks have parts of a tensor that do not make it.
+    """
+    holders: defaultdict[Box, list[int]] = defaultdict(list)
+    for rank, own in enumerate(boxes):
+        for box in own:
+            if box[0] not in dropped:
+                holders[box].append(rank)
+    elements: defaultdict[str, int] = defaultdict(int)
+    for box in holders:
+        elements[box[0]] += prod(box[3])
+    for name, whole, _, _, _ in holders:
+        if elements[name] != prod(whole):
+            raise UsageError(
+                f"Ranks have {elements[name]} elements of {name}, which has {prod(whole)}",
+                fix="Use an optimizer whose states are as long as its parameters, or save without it",
+            )
+    shares: list[set[str]] = [set() for _ in boxes]
+    load = [0] * len(boxes)
+    size = {box: prod(box[3]) * box[4].itemsize for box in holders}
+    for box in sorted(holders, key=lambda box: (-size[box], box[0], box[2])):
+        chosen = min(holders[box], key=lambda rank: (load[rank], rank))
+        load[chosen] += size[box]
+        shares[chosen].add(box[0])
+    return shares
+
+
+def _optimizer(said: Sequence[_Told]) -> dict[str, Any]:
+    """Hyperparameters, each different set once, and states that are no tensors; of all ranks' parameters."""
+    merged = {key: value for told in said for key, value in told.settings.items()}
+    sets: dict[str, int] = {}
+    of = {}
+    for key in sorted(merged):
+        of[key] = sets.setdefault(json.dumps(merged[key]), len(sets))
+    numbers = {key: value for told in said for key, value in told.numbers.items()}
+    return {"settings": [json.loads(text) for text in sets], "of": of, "numbers": dict(sorted(numbers.items()))}
+
+
+def _states(said: Sequence[_Told]) -> tuple[dict[str, Any], frozenset[str]]:
+    """States by kind and owner, once where all are the same; and the names of tensors that are not needed."""
+    found: dict[str, Any] = {}
+    kept: set[str] = set()
+    for kind in sorted({kind for told in said for kind in told.states}):
+        own: dict[int, State] = {}
+        for told in said:
+            if kind in told.states:
+                own.setdefault(told.states[kind].owner, told.states[kind])
+        is_shared = len({state.digest for state in own.values()}) == 1
+        first = own[min(own)]
+        wanted = {first.owner: first} if is_shared else own
+        count = 0 if is_shared else len(own)
+        found[kind] = {"count": count, "of": {str(owner): state.value for owner, state in sorted(wanted.items())}}
+        kept |= {name for state in wanted.values() for name in state.tensors}
+    every = {name for told in said for state in told.states.values() for name in state.tensors}
+    return found, frozenset(every - kept)

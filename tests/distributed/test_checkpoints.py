@@ -1,0 +1,124 @@
+"""Checkpoints of several ranks: from plan to plan bit for bit, damaged, killed, beside training, with positions of loaders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from autopar.errors import AutoparError
+from autopar.plan.mesh import Mesh
+from autopar.verification.against_one_device import PRELOAD
+from autopar.verification.rank_pool import WorkerPool
+from tests.support.close import assert_close
+from tests.support.distributed import checkpoints as jobs
+from tests.support.distributed import jobs as jobs_
+from tests.support.distributed.layouts import batches, planned, traced
+from tests.support.distributed.plans import make_plan
+from tools.campaigns import checkpoints as campaign
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(180)]
+
+
+@pytest.mark.parametrize(
+    "route",
+    [
+        ("tp4, padded", "pp2 interleaved", "tp2 x dp2 ZeRO 3"),
+        ("dp3 ZeRO 3, optimizer on the host", "pp2 x dp2 ZeRO 1", "one rank", "HSDP 2 x 2"),
+    ],
+    ids=" to ".join,
+)
+def test_every_bit_is_the_same_under_another_plan(pool: WorkerPool, tmp_path: Path, route: tuple[str, ...]) -> None:
+    """All pairs of eight plans: ``tools.campaigns.checkpoints``."""
+    campaign.save(pool, route[0], tmp_path / "0")
+    for i, name in enumerate(route[1:]):
+        campaign.move(pool, tmp_path / f"{i}", name, tmp_path / f"{i + 1}")
+        assert campaign.difference(tmp_path / "0", tmp_path / f"{i + 1}") == "", name
+
+
+def test_damage_is_refused_by_all_ranks_alike(pool: WorkerPool, tmp_path: Path) -> None:
+    """A thousand: ``tools.campaigns.checkpoints``."""
+    outcomes = campaign.damages(pool, tmp_path, "tp2 x dp2 ZeRO 3", range(32))
+    assert {outcome.kind for outcome in outcomes} == set(campaign.KINDS)
+    for outcome in outcomes:
+        assert outcome.is_right, outcome
+        assert campaign.is_refused_alike(outcome) or not any(outcome.said), outcome
+    assert sum(map(campaign.is_refused_alike, outcomes)) >= 24
+
+
+@pytest.mark.parametrize(
+    ("rank", "where"), [(1, "write.write"), (0, "folder.commit"), (0, "beside write.write"), (1, "beside write.write")]
+)
+def test_a_rank_that_is_killed_in_a_save_leaves_the_checkpoint_before(tmp_path: Path, rank: int, where: str) -> None:
+    subject, graph = traced("gpt2")
+    plan = make_plan(graph, Mesh(dp_shard=2), global_batch_size=16, micro_batch_size=8, zero_stage=3)
+    root = str(tmp_path / "run")
+    with WorkerPool(2, preload=PRELOAD) as own:
+        with pytest.raises(AutoparError, match="died"):
+            own.run(jobs.killed, subject, plan, graph, batches(subject, 2), root, rank, where, timeout_s=60.0)
+        for found in own.run(jobs.resumed, subject, plan, graph, root, timeout_s=60.0):
+            assert found == (1, ["step-00000001"])
+
+
+def test_what_is_written_beside_steps_is_what_a_save_writes(pool: WorkerPool, tmp_path: Path) -> None:
+    subject, plan, graph = planned("tp2 x dp2 ZeRO 3", "gpt2")
+    pool.run(jobs.beside_and_at_once, subject, plan, graph, batches(subject, 3), str(tmp_path), timeout_s=90.0)
+    found = {path.relative_to(tmp_path / "beside") for path in (tmp_path / "beside").glob("*/*")}
+    assert len({path.parent for path in found}) == 3
+    assert found == {path.relative_to(tmp_path / "at_once") for path in (tmp_path / "at_once").glob("*/*")}
+    for path in found:
+        assert (tmp_path / "beside" / path).read_bytes() == (tmp_path / "at_once" / path).read_bytes(), path
+
+
+def test_each_data_rank_has_its_position_again(pool: WorkerPool, tmp_path: Path) -> None:
+    subject, plan, graph = planned("tp2 x dp2", "gpt2")
+    pool.run(jobs.saved_positions, subject, plan, graph, str(tmp_path), timeout_s=60.0)
+    for layout in ("tp2 x dp2", "pp2 x dp2"):
+        _, other, _ = planned(layout, "gpt2")
+        found = pool.run(jobs.loaded_positions, subject, other, graph, str(tmp_path), timeout_s=60.0)
+        assert sorted(found) == [(n, 10 * n, [n, n + 1, n + 2], {"epoch": 4}) for n in (0, 0, 1, 1)]
+    _, four, _ = planned("dp4", "gpt2")
+    for said in pool.run(jobs.loaded_positions, subject, four, graph, str(tmp_path), timeout_s=60.0):
+        assert "The state of the dataloader was saved for 2 ranks, each of which had its own" in said
+        assert "Load without dataloader=" in said
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind", "size"),
+    [
+        ("tp2 x dp2 ZeRO 3", "gpt2", "20KB"),
+        ("pp2 x tp2", "llama", "5GB"),
+        ("pp2 x dp2 ZeRO 1", "llama-untied", "30KB"),
+    ],
+)
+def test_weights_go_out_to_transformers_and_in_again(
+    pool: WorkerPool, tmp_path: Path, layout: str, kind: str, size: str
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    subject, plan, graph = planned(layout, kind)
+    folder = tmp_path / "out"
+    for _ in range(2):  # the second time in place of the first
+        found = pool.run(jobs.exported, subject, plan, graph, batches(subject, 1), str(folder), size, timeout_s=60.0)
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert type(model) is type(subject.build())
+    assert_close(dict(model.state_dict()), found[0], 0.0)
+    files = sorted(path.name for path in folder.iterdir())
+    wanted = tmp_path / "wanted"
+    model.save_pretrained(wanted, max_shard_size=size)
+    assert ("model.safetensors" in files) == (size == "5GB")
+    assert {"config.json", "generation_config.json"} <= set(files)
+    assert _tensors(folder) == _tensors(wanted)
+    for values in pool.run(jobs_.launched_from, subject, plan, graph, "meta", str(folder), timeout_s=60.0):
+        assert_close(values, {name: found[0][name] for name in values}, 0.0)
+
+
+def _tensors(folder: Path) -> set[str]:
+    found: set[str] = set()
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            found |= set(file.keys())
+    return found

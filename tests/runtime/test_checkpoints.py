@@ -1,0 +1,510 @@
+"""What a checkpoint of one rank holds, that damage in it is found, and that what is there is complete."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pickle
+import random
+import shutil
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    LinearLR,
+    MultiStepLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+)
+
+from autopar.errors import CheckpointError, PlanError, UsageError
+from autopar.lower.program import lower
+from autopar.plan.mesh import Mesh
+from autopar.plan.plan import Plan
+from autopar.runtime.checkpoint import chunk_files, folder, states
+from autopar.runtime.checkpoint.checkpoint_index import NAME, chunk_rows, decode, encode, read
+from autopar.runtime.checkpoint.series import Checkpoints
+from autopar.runtime.parallel_model import ParallelModel
+from autopar.runtime.weights.from_model import ModelWeights
+from autopar.runtime.world import World
+from autopar.tracing.trace import trace
+from tests.support.damage import KINDS, damage
+from tests.support.distributed.plans import make_plan
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+class Net(nn.Module):
+    """With what a plan leaves out: a parameter that no loss uses, buffers that no step changes, and one that no state dict has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.unused = nn.Parameter(torch.randn(5))
+        self.register_buffer("shift", torch.randn(16))
+        self.register_buffer("note", torch.arange(3))
+        self.register_buffer("steps", torch.tensor(0))
+        self.register_buffer("hidden", torch.randn(16), persistent=False)
+        self.again = self.shift
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        with torch.no_grad():
+            self.steps += 1
+        return {"loss": self.last(self.first(x).relu() + self.shift + self.hidden).square().mean()}
+
+
+def batch(seed: int = 0, size: int = 8) -> dict[str, Tensor]:
+    return {"x": torch.randn(size, 8, generator=torch.Generator().manual_seed(seed))}
+
+
+@cache
+def graph() -> Any:
+    return trace(Net(), kwargs=batch(size=2), name="net")
+
+
+def build(model: nn.Module | None = None) -> ParallelModel:
+    plan = make_plan(graph(), Mesh(), global_batch_size=8, micro_batch_size=8)
+    return ParallelModel(lower(plan, graph()), World(plan.mesh, "cpu"), ModelWeights(model or Net(), 0), seed=3)
+
+
+def trained(steps: int = 1) -> tuple[ParallelModel, torch.optim.Optimizer]:
+    par = build()
+    optimizer = torch.optim.AdamW(par.parameters(), lr=0.1)
+    for seed in range(steps):
+        step(par, optimizer, seed)
+    return par, optimizer
+
+
+def step(par: ParallelModel, optimizer: torch.optim.Optimizer, seed: int = 0) -> None:
+    par.train_step(batch(seed))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def values(par: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """All that a load changes."""
+    found = dict(par.full_state_dict())
+    for key, parameter in par.named_parameters():
+        for name, value in optimizer.state.get(parameter, {}).items():
+            found[f"{key} {name}"] = getattr(value, "full_tensor", lambda value=value: value)().clone()
+    return found
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def test_the_state_dict_is_complete_and_so_is_a_checkpoint(tmp_path: Path) -> None:
+    par, optimizer = trained()
+    mine = Net()
+    assert list(par.full_state_dict()) == list(mine.state_dict())
+    mine.load_state_dict(par.full_state_dict())
+    assert mine.steps == 1
+    par.save(tmp_path / "run", optimizer)
+    other = Net()
+    with torch.no_grad():
+        for tensor in (*other.parameters(), other.shift, other.note):
+            tensor.mul_(2)
+    loaded = build(other)
+    loaded.load(tmp_path / "run", torch.optim.AdamW(loaded.parameters()))
+    assert same(loaded.full_state_dict(), par.full_state_dict())
+    assert torch.equal(other.shift, 2 * Net().shift), "the user's model is as it was"
+    again = build(other)
+    again.load_state_dict(par.full_state_dict())
+    assert same(again.full_state_dict(), par.full_state_dict())
+    assert loaded.train_step(batch(5)).item() == par.train_step(batch(5)).item(), (
+        "steps read the buffers that were loaded"
+    )
+
+
+def test_the_files_are_json_and_safetensors(tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    par, optimizer = trained()
+    par.save(tmp_path / "run", optimizer)
+    assert Plan.load(tmp_path / "run" / "plan.json") == par.plan
+    index = json.loads((tmp_path / "run" / NAME).read_text())
+    assert (index["format"], index["version"]) == ("autopar checkpoint", 1)
+    assert Plan.from_dict(index["values"]["plan"]) == par.plan
+    with safe_open(tmp_path / "run" / "data-0-00000.safetensors", framework="pt") as file:
+        assert torch.equal(file.get_tensor("model.first.weight"), par.full_state_dict()["first.weight"])
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "cosine": lambda o: CosineAnnealingLR(o, 10),
+    "milestones": lambda o: MultiStepLR(o, [1, 4, 4]),
+    "one cycle": lambda o: OneCycleLR(o, 0.3, 10),
+    "two in a row": lambda o: SequentialLR(o, [LinearLR(o), CosineAnnealingLR(o, 5)], [2]),
+    "plateau": lambda o: ReduceLROnPlateau(o, patience=0),
+    "a list": lambda o: [CosineAnnealingLR(o, 10), MultiStepLR(o, [2])],
+}
+
+
+def _advance(scheduler: Any) -> None:
+    for one in scheduler if isinstance(scheduler, list) else [scheduler]:
+        one.step(1.0) if isinstance(one, ReduceLROnPlateau) else one.step()
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_schedulers_go_on(tmp_path: Path, kind: str) -> None:
+    rates = []
+    for loads in (False, True):
+        par = build()
+        optimizer = torch.optim.SGD(par.parameters(), lr=0.1, momentum=0.9)
+        scheduler = SCHEDULERS[kind](optimizer)
+        if loads:
+            par.load(tmp_path / "run", optimizer, scheduler=scheduler)
+        else:
+            for _ in range(2):
+                optimizer.step()
+                _advance(scheduler)
+            par.save(tmp_path / "run", optimizer, scheduler=scheduler)
+        after = []
+        for _ in range(4):
+            optimizer.step()
+            _advance(scheduler)
+            after.append(optimizer.param_groups[0]["lr"])
+        rates.append(after)
+    assert rates[0] == rates[1]
+    assert len(set(rates[0])) > 1
+
+
+class Loader:
+    def __init__(self, state: Any = None) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+def test_loaders_and_extras_come_back_as_they_were(tmp_path: Path) -> None:
+    par = build()
+    state = {
+        "epoch": 2,
+        7: ("a", None),
+        "order": torch.randperm(9),
+        "bytes": b"\x00\xff",
+        "array": np.arange(4.0),
+        "none": torch.empty(0, 3),
+        "$x": math.inf,
+    }
+    extra = {"best": {"loss": 0.1 + 0.2, "step": 3}, "names": ["a", True, None]}
+    par.save(tmp_path, dataloader=Loader(state), extra=extra)
+    found = Loader()
+    assert par.load(tmp_path, dataloader=found) == extra
+    assert found.state.keys() == state.keys()
+    assert torch.equal(found.state.pop("order"), state.pop("order"))
+    assert torch.equal(found.state.pop("none"), state.pop("none"))
+    array = found.state.pop("array")
+    assert isinstance(array, np.ndarray)
+    assert array.tolist() == state.pop("array").tolist()
+    assert found.state == state
+    with pytest.raises(UsageError, match=r"cannot hold the function in the state of the dataloader\.f\[1\]"):
+        par.save(tmp_path, dataloader=Loader({"f": [1, same]}))
+    with pytest.raises(UsageError, match="The scheduler is a int, which has no state_dict"):
+        par.save(tmp_path, scheduler=3)
+    with pytest.raises(PlanError, match=r"has no state of a scheduler.*without scheduler="):
+        par.load(tmp_path, scheduler=Loader())
+    assert par.load(tmp_path) == extra
+
+
+def test_generators_go_on(tmp_path: Path) -> None:
+    def draw() -> tuple[float, float, float]:
+        return random.random(), np.random.rand(), torch.rand(()).item()
+
+    par = build()
+    par.save(tmp_path)
+    wanted = draw()
+    assert draw() != wanted
+    par.load(tmp_path)
+    assert draw() == wanted
+
+
+def refusal(call: Callable[[], object]) -> str:
+    """What is said of a damaged checkpoint; empty where nothing is."""
+    try:
+        call()
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_damage_is_refused_by_name_and_changes_nothing(tmp_path: Path, kind: str) -> None:
+    par, optimizer = trained()
+    par.save(tmp_path / "run", optimizer)
+    wanted = values(par, optimizer)
+    step(par, optimizer)
+    par.save(tmp_path / "other", optimizer)
+    par.load(tmp_path / "other", optimizer)
+    before, refused = values(par, optimizer), 0
+    for seed in range(KINDS.index(kind), 12 * len(KINDS), len(KINDS)):
+        shutil.rmtree(tmp_path / "copy", ignore_errors=True)
+        shutil.copytree(tmp_path / "run", tmp_path / "copy")
+        _, what = damage(tmp_path / "copy", tmp_path / "other", seed)
+        said = refusal(lambda: par.load(tmp_path / "copy", optimizer))
+        if said:
+            refused += 1
+            assert any(part in said for part in (*what.split(), NAME)), (what, said)
+            assert "load an earlier checkpoint" in said or "Name a folder" in said
+            assert same(values(par, optimizer), before)
+        else:
+            assert same(values(par, optimizer), wanted), what
+            par.load(tmp_path / "other", optimizer)
+    assert refused >= 4
+
+
+class Touch:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def test_no_file_is_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    par, optimizer = trained()
+    par.save(tmp_path / "run", optimizer)
+    made = tmp_path / "made"
+    pickle.loads(pickle.dumps(Touch(made)))
+    made.rmdir()  # the forgery would run
+    for forged in ("checkpoint.json", "plan.json", "data-0-00000.safetensors", ".metadata", "__0_0.distcp"):
+        shutil.rmtree(tmp_path / "copy", ignore_errors=True)
+        shutil.copytree(tmp_path / "run", tmp_path / "copy")
+        (tmp_path / "copy" / forged).write_bytes(pickle.dumps(Touch(made)))
+        said = refusal(lambda: par.load(tmp_path / "copy", optimizer, allow_pickle=True))
+        assert said == "" or forged in said
+        assert not made.exists()
+    for reader in ("load", "loads", "Unpickler"):
+        monkeypatch.setattr(pickle, reader, None)
+    monkeypatch.setattr(torch, "load", None)
+    par.load(tmp_path / "run", optimizer)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"format":"autopar checkpoint"', '"format":"autopar checkpoints"'),
+        ('"version":1', '"version":2'),
+        ("data-0-00000.safetensors", "../data-0-00000.safetensor"),
+        ('"float32"', '"nn"'),
+        ('"seed":3', '"sead":3'),
+        (",[[0,", ",[[7,"),
+        (",[[0,", ",[[0,-"),
+    ],
+)
+def test_an_index_that_is_forged_with_its_checksum_is_refused(tmp_path: Path, old: str, new: str) -> None:
+    par, _ = trained()
+    par.save(tmp_path)
+    text = (tmp_path / NAME).read_text().partition("\n")[2]
+    assert old in text
+    from hashlib import sha256
+
+    text = text.replace(old, new)
+    (tmp_path / NAME).write_text(f'{{"sha256": "{sha256(text.encode()).hexdigest()}",\n{text}')
+    with pytest.raises(CheckpointError, match="Cannot read the checkpoint"):
+        par.load(tmp_path)
+
+
+def test_a_state_that_nobody_wrote_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"'\$eval' is no kind"):
+        states.decode({"$eval": "1"}, lambda name: torch.ones(1))
+
+
+def test_what_is_too_large_to_be_kept_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    par, optimizer = trained()
+    par.save(tmp_path, optimizer)
+    loaded = build()
+    fresh = torch.optim.AdamW(loaded.parameters())
+    monkeypatch.setattr("autopar.runtime.checkpoint.load._STAGED_BYTES", 100)
+    loaded.load(tmp_path, fresh)
+    assert same(values(loaded, fresh), values(par, optimizer))
+
+
+def test_an_index_is_what_was_written(tmp_path: Path) -> None:
+    par, optimizer = trained()
+    par.save(tmp_path, optimizer)
+    index, digest = read(tmp_path)
+    assert (tmp_path / NAME).read_bytes() == encode(index)
+    assert digest == json.loads((tmp_path / NAME).read_text())["sha256"]
+    assert decode((tmp_path / NAME).read_bytes(), tmp_path) == index
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.bfloat16, torch.bool, torch.int8, torch.complex64, torch.float8_e4m3fn]
+)
+def test_rows_of_large_tensors_are_read_by_chunks(
+    tmp_path: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autopar.runtime.checkpoint.checkpoint_index.CHUNK_BYTES", 256)
+    value = (torch.randn(37, 5) * 3).to(dtype)
+    written, pieces = chunk_files.write(
+        tmp_path / "data-0-00000.safetensors",
+        [chunk_files.Part(name="x", whole=(37, 5), offset=(0, 0), value=value)],
+        {},
+    )
+    piece, each = pieces["x"], chunk_rows((37, 5), dtype.itemsize)
+    assert len(piece.sums) == -(-37 // each) > 1 or dtype.itemsize == 1
+    reader = chunk_files.Reader(tmp_path, {written.name: written})
+    found = torch.cat([rows.view(torch.uint8) for _, rows in reader.rows("x", piece, dtype, 11, 30)])
+    reader.close()
+    assert torch.equal(found, value[11:30].contiguous().view(torch.uint8))
+    content = bytearray((tmp_path / written.name).read_bytes())
+    content[-1] ^= 1
+    (tmp_path / written.name).write_bytes(content)
+    reader = chunk_files.Reader(tmp_path, {written.name: written})
+    if dtype.itemsize > 1:
+        list(reader.rows("x", piece, dtype, 0, each))  # another chunk is damaged
+    with pytest.raises(CheckpointError, match=r"x is not what was written \(rows \d+ to 36 of"):
+        list(reader.rows("x", piece, dtype, 30, 37))
+    reader.close()
+
+
+class Killed(BaseException):
+    """As a signal: nothing that runs after it is to tidy up."""
+
+
+@pytest.mark.parametrize("where", ["files.write", "folder.write", "folder.commit", "folder._sync"])
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_save_that_is_killed_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, replaces: bool
+) -> None:
+    par, optimizer = trained()
+    checkpoints = Checkpoints(tmp_path)
+    kept = checkpoints.save(par, optimizer)
+    wanted = values(par, optimizer)
+    if not replaces:
+        step(par, optimizer)
+    with torch.no_grad():
+        for parameter in par.parameters():
+            parameter.mul_(2)
+    module, _, name = where.partition(".")
+    for after in range(3):  # at its first, second, third call
+        calls = []
+        original = getattr({"files": chunk_files, "folder": folder}[module], name)
+
+        def killed(*args: Any, after: int = after, calls: list[int] = calls, original: Any = original) -> Any:
+            calls.append(1)
+            if len(calls) > after:
+                raise Killed
+            return original(*args)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(f"autopar.runtime.checkpoint.{'write' if module == 'files' else module}.{name}", killed)
+            try:
+                checkpoints.save(par, optimizer)
+            except Killed:
+                loaded = build()
+                fresh = torch.optim.AdamW(loaded.parameters())
+                found = Checkpoints(tmp_path).latest()
+                assert found is not None
+                loaded.load(found, fresh)
+                if found == kept and not (where == "folder._sync" and after):  # the index is in place before the last
+                    assert same(values(loaded, fresh), wanted)
+    final = checkpoints.save(par, optimizer)
+    assert {path.name for path in tmp_path.iterdir()} == {kept.name, final.name}, "nothing is left of the others"
+    assert len(list(final.iterdir())) == 3
+    loaded = build()
+    fresh = torch.optim.AdamW(loaded.parameters())
+    loaded.load(final, fresh)
+    assert same(values(loaded, fresh), values(par, optimizer))
+
+
+def test_the_newest_are_kept_and_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    par, optimizer = trained(0)
+    checkpoints = Checkpoints(tmp_path / "runs", keep=2)
+    assert checkpoints.latest() is None
+    assert checkpoints.load(par, optimizer) is None
+    for n in range(4):
+        step(par, optimizer)
+        checkpoints.save(par, optimizer, extra={"n": n})
+    names = sorted(path.name for path in (tmp_path / "runs").iterdir())
+    assert names == ["step-00000003", "step-00000004"]
+    newest = checkpoints.latest()
+    assert newest is not None
+    assert newest.name == "step-00000004"
+    file = newest / "data-0-00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-7] ^= 16
+    file.write_bytes(content)
+    loaded = build()
+    again = Checkpoints(tmp_path / "runs", keep=2)
+    assert again.load(loaded, torch.optim.AdamW(loaded.parameters())) == 3
+    assert again.extra == {"n": 2}
+    assert "step-00000004 is damaged" in caplog.text
+    (tmp_path / "runs" / "step-00000003" / NAME).unlink()
+    with pytest.raises(CheckpointError, match=r"damaged.*No checkpoint in .* can be loaded"):
+        Checkpoints(tmp_path / "runs").load(loaded)
+    with pytest.raises(UsageError, match="keep=0"):
+        Checkpoints(tmp_path, keep=0)
+
+
+def test_what_is_written_beside_training_is_what_a_save_would_have_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    par, optimizer = trained()
+    beside = Checkpoints(tmp_path / "beside", asynchronous=True)
+    at_once = Checkpoints(tmp_path / "at_once")
+    for _ in range(3):
+        one = at_once.save(par, optimizer, extra=[1])
+        other = beside.save(par, optimizer, extra=[1])
+        memory = {name: value.data_ptr() for name, value in beside._buffers.items()}
+        step(par, optimizer)
+    beside.wait()
+    assert memory == {name: value.data_ptr() for name, value in beside._buffers.items()}, "one copy, used again"
+    for path in one.iterdir():
+        assert path.read_bytes() == (other / path.name).read_bytes(), path.name
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("autopar.runtime.checkpoint.folder.commit", full)
+        beside.save(par, optimizer)
+        with pytest.raises(UsageError, match="no space left on device"):
+            beside.save(par, optimizer)
+    assert beside.latest() == other
+    beside.save(par, optimizer)
+    beside.wait()
+
+
+def test_older_checkpoints_are_read_when_that_is_allowed(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    par, optimizer = trained(2)
+    state: dict[str, Any] = {f"model.{key}": p.detach() for key, p in par.named_parameters()}
+    state["buffer.steps"] = torch.tensor(2)
+    state |= {"progress.seed": torch.tensor(11), "progress.step": torch.tensor(2)}
+    for key, p in par.named_parameters():
+        state |= {f"optimizer.{key}.{name}": value for name, value in optimizer.state[p].items()}
+        state[f"optimizer.{key}.group"] = (("lr", 0.25), ("betas", (0.5, 0.75)), ("weight_decay", 0.0))
+    save(state, checkpoint_id=tmp_path)
+    loaded = build()
+    fresh = torch.optim.AdamW(loaded.parameters())
+    with pytest.raises(CheckpointError, match=r"its index is a pickle, which may run code.*allow_pickle=True"):
+        loaded.load(tmp_path, fresh)
+    assert loaded.step_count == 0
+    loaded.load(tmp_path, fresh, allow_pickle=True)
+    assert (loaded.seed, loaded.step_count, fresh.param_groups[0]["betas"]) == (11, 2, (0.5, 0.75))
+    assert same(values(loaded, fresh), values(par, optimizer))
+    loaded.save(tmp_path, fresh)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "checkpoint.json",
+        "data-0-00000.safetensors",
+        "plan.json",
+    ]
+    build().load(tmp_path)

@@ -1,0 +1,201 @@
+"""What tests of checkpoints, and the campaign of them, run on every rank; by name, so that workers can import it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.errors import AutoparError
+from autopar.graph.graph import Graph
+from autopar.plan.plan import Plan
+from autopar.runtime.checkpoint import contents
+from autopar.runtime.checkpoint.series import Checkpoints
+from autopar.runtime.parallel_model import ParallelModel
+from autopar.verification.against_one_device import adamw
+from tests.support.damage import damage
+from tests.support.distributed.jobs import build
+
+Batch = Mapping[str, Tensor]
+
+
+def trained(subject: Any, plan: Plan, graph: Graph, batches: Sequence[Batch]) -> tuple[ParallelModel, Any]:
+    """After a step of each batch."""
+    par = build(subject, plan, graph)
+    optimizer = adamw(par.parameters())
+    for batch in batches:
+        optimizer.zero_grad()
+        par.train_step(batch)
+        optimizer.step()
+    return par, optimizer
+
+
+def saved(subject: Any, plan: Plan, graph: Graph, batches: Sequence[Batch], folders: Sequence[str]) -> None:
+    """Trains a step, saves, trains a step, saves."""
+    par, optimizer = trained(subject, plan, graph, batches[:1])
+    for folder in folders:
+        par.save(folder, optimizer)
+        optimizer.zero_grad()
+        par.train_step(batches[-1])
+        optimizer.step()
+
+
+def moved(subject: Any, plan: Plan, graph: Graph, source: str, target: str) -> None:
+    """Loads one checkpoint into other weights, and saves another."""
+    par = build(subject, plan, graph, seed=5)
+    optimizer = torch.optim.AdamW(par.parameters(), lr=0.5)
+    par.load(source, optimizer)
+    par.save(target, optimizer)
+
+
+def exported(subject: Any, plan: Plan, graph: Graph, batches: Sequence[Batch], folder: str, size: str) -> Any:
+    """Trains, and writes weights; what the state dict was."""
+    par, _ = trained(subject, plan, graph, batches)
+    par.save_pretrained(folder, max_shard_size=size)
+    return par.full_state_dict()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Of a damaged checkpoint.
+
+    Attributes:
+        kind, what: the damage.
+        said: of each rank; empty where nothing was said.
+        is_right: what was loaded is what was saved, or nothing was changed.
+    """
+
+    kind: str
+    what: str
+    said: tuple[str, ...]
+    is_right: bool
+
+
+def damaged(
+    subject: Any, plan: Plan, graph: Graph, run: str, other: str, work: str, seeds: Sequence[int]
+) -> list[Outcome]:
+    """Damages copies of ``run``, loads each, and says what came of it; ``other`` is of another step."""
+    par = build(subject, plan, graph)
+    optimizer = adamw(par.parameters())
+    par.load(run, optimizer)
+    wanted = _values(par, optimizer)
+    par.load(other, optimizer)
+    before, copy, found = _values(par, optimizer), Path(work), list[Outcome]()
+    for seed in seeds:
+        done: list[Any] = [None]
+        if dist.get_rank() == 0:
+            shutil.rmtree(copy, ignore_errors=True)
+            shutil.copytree(run, copy)
+            done = [damage(copy, Path(other), seed)]
+        dist.broadcast_object_list(done)
+        try:
+            par.load(copy, optimizer)
+            mine = "", _same(_values(par, optimizer), wanted)
+        except AutoparError as error:
+            mine = f"{type(error).__name__}: {error}", _same(_values(par, optimizer), before)
+        said: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(said, mine)
+        found.append(
+            Outcome(
+                kind=done[0][0],
+                what=done[0][1],
+                said=tuple(text for text, _ in said),
+                is_right=all(ok for _, ok in said),
+            )
+        )
+        if not mine[0]:
+            par.load(other, optimizer)
+    return found
+
+
+def _values(par: ParallelModel, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    named = contents.tensors_of(par._assembly.held, optimizer)
+    return [contents.box(value)[2].clone() for _, value, _ in named]
+
+
+def _same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def killed(subject: Any, plan: Plan, graph: Graph, batches: Sequence[Batch], root: str, rank: int, where: str) -> None:
+    """Saves one step, and is killed on one rank while it saves the next."""
+    par, optimizer = trained(subject, plan, graph, batches[:1])
+    checkpoints = Checkpoints(root, asynchronous=where.startswith("beside "))
+    checkpoints.save(par, optimizer)
+    checkpoints.wait()
+    optimizer.zero_grad()
+    par.train_step(batches[1])
+    optimizer.step()
+
+    def kill(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    name = "autopar.runtime.checkpoint." + where.removeprefix("beside ")
+    with mock.patch(name, kill) if dist.get_rank() == rank else mock.patch("builtins.print"):
+        checkpoints.save(par, optimizer)
+        checkpoints.wait()
+
+
+def resumed(subject: Any, plan: Plan, graph: Graph, root: str) -> tuple[int | None, list[str]]:
+    """The step that is loaded, and what is in the folder after the next save."""
+    par = build(subject, plan, graph, seed=5)
+    optimizer = torch.optim.AdamW(par.parameters(), lr=0.5)
+    checkpoints = Checkpoints(root)
+    step = checkpoints.load(par, optimizer)
+    checkpoints.save(par, optimizer)
+    return step, sorted(path.name for path in Path(root).iterdir())
+
+
+def beside_and_at_once(subject: Any, plan: Plan, graph: Graph, batches: Sequence[Batch], root: str) -> list[float]:
+    """Saves each step both ways, in the background with steps going on; losses."""
+    par, optimizer = trained(subject, plan, graph, batches[:1])
+    one, other = Checkpoints(f"{root}/at_once"), Checkpoints(f"{root}/beside", asynchronous=True)
+    losses = []
+    for batch in batches:
+        one.save(par, optimizer)
+        other.save(par, optimizer)
+        optimizer.zero_grad()
+        losses.append(par.train_step(batch).item())
+        optimizer.step()
+    other.wait()
+    return losses
+
+
+class Position:
+    """As a loader's: where each data rank is."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+def saved_positions(subject: Any, plan: Plan, graph: Graph, folder: str) -> None:
+    """A position of each data rank, and a scheduler's state that all share."""
+    par = build(subject, plan, graph)
+    state = {"seen": 10 * par.data_rank, "order": torch.arange(3) + par.data_rank}
+    par.save(folder, dataloader=Position(state), scheduler=Position({"epoch": 4}))
+
+
+def loaded_positions(subject: Any, plan: Plan, graph: Graph, folder: str) -> Any:
+    """The data rank, its position and the scheduler's state; or what is said."""
+    par = build(subject, plan, graph)
+    position, scheduler = Position(None), Position(None)
+    try:
+        par.load(folder, dataloader=position, scheduler=scheduler)
+    except AutoparError as error:
+        return str(error)
+    return par.data_rank, position.state["seen"], position.state["order"].tolist(), scheduler.state
