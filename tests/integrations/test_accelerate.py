@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,3 +46,16 @@ def test_what_would_not_train_it_says_what_does(pair: WorkerPool, graph: Graph) 
             "accelerate was asked for mixed precision (bf16), but the plan has the precision. Leave it out (bf16=True, "
             'mixed_precision=...), and call autopar.parallelize(model, precision="bf16").',
         ]
+
+
+def test_a_loop_goes_on_in_an_epoch_under_another_plan(pair: WorkerPool, graph: Graph, tmp_path: Path) -> None:
+    """With ``par.dataloader``, whose ranks load different samples under data parallelism."""
+    folder = str(tmp_path / "state")
+    (whole, _) = pair.run(accelerated.own_loader, plan_of("tp2", graph), graph, {}, timeout_s=100.0)
+    options = {"save_after": (6, folder)}
+    ranks = pair.run(accelerated.own_loader, plan_of("ZeRO 3", graph), graph, options, timeout_s=100.0)
+    for found in ranks:
+        assert_close([step[:3] for step in found["steps"]], [step[:3] for step in whole["steps"][:6]], 1e-5)
+    ranks = pair.run(accelerated.own_loader, plan_of("pp2", graph), graph, {"resume": folder}, timeout_s=100.0)
+    for found in ranks:
+        assert_close(found["steps"], whole["steps"][6:], 1e-5)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from autopar.graph.graph import Graph
 from autopar.verification.rank_pool import WorkerPool
@@ -20,6 +21,11 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(240
 @cache
 def wanted(accumulated: int) -> dict[str, Any]:
     return hf.alone("unused", {"gradient_accumulation_steps": accumulated}, metrics=False)
+
+
+@cache
+def undisturbed() -> dict[str, Any]:
+    return hf.alone("unused", {}, metrics=True)
 
 
 def assert_logs_close(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
@@ -43,3 +49,42 @@ def test_what_is_logged_equals_one_process(
         assert_logs_close(found["logs"], expected["logs"])
         assert found["called"] == expected["called"]
         assert_close(found["train_loss"], expected["train_loss"], 1e-5)
+
+
+@pytest.mark.parametrize(("first", "second"), [("tp2", "pp2"), ("ZeRO 3", "tp2")])
+def test_metrics_predictions_and_resuming_under_another_plan(
+    pair: WorkerPool, graph: Graph, tmp_path: Path, first: str, second: str
+) -> None:
+    changes = {"save_strategy": "steps", "save_steps": 3, "save_total_limit": 1, "report_to": ["tensorboard"]}
+    begun = pair.run(
+        hf.parallel, plan_of(first, graph), graph, str(tmp_path), changes, {"metrics": True, "stop_after": 5}
+    )
+    assert begun[0]["called"] == {"step": 5, "evaluate": 2, "save": 1}
+    (tmp_path / "checkpoint-7").mkdir()  # one that was being written when the job was killed
+    ranks = pair.run(
+        hf.parallel, plan_of(second, graph), graph, str(tmp_path), changes, {"metrics": True, "resume": True}
+    )
+    expected = undisturbed()
+    for found in ranks:
+        assert_logs_close(found["logs"][:-1], expected["logs"][:-1])
+        assert found["called"] == {"step": 5, "evaluate": 2, "save": 2}  # at the end too
+        assert_close(found["test"], expected["test"], 2e-5)
+        assert_close(torch.tensor(found["predictions"]), torch.tensor(expected["predictions"]), 1e-3)
+    files = hf.all_files(tmp_path)
+    assert any("tfevents" in name for name in files)
+    assert [name for name in files if name.endswith((".bin", ".pt", ".pth", ".pkl", "optimizer.pt"))] == []
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-8"]
+
+
+def test_the_best_model_is_loaded_at_the_end(pair: WorkerPool, graph: Graph, tmp_path: Path) -> None:
+    changes = {
+        "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "learning_rate": 3e-2,
+        "load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": False,
+    }  # fmt: skip
+    ranks = pair.run(
+        hf.parallel, plan_of("ZeRO 3", graph), graph, str(tmp_path / "parallel"), changes, {"metrics": True}
+    )
+    expected = hf.alone(str(tmp_path / "alone"), changes, metrics=True)
+    assert expected["logs"][-2]["eval_loss"] > min(log.get("eval_loss", 9.0) for log in expected["logs"])
+    for found in ranks:
+        assert_close(found["test"], expected["test"], 1e-4)

@@ -34,3 +34,34 @@ def test_a_training_equals_one_process(
     for found in ranks:
         for part in ("seen", "validated", "logged"):
             assert_close(found[part], expected[part], 1e-5, place=part)
+
+
+@pytest.mark.parametrize(("first", "second"), [("tp2", "pp2"), ("ZeRO 3", "tp2")])
+def test_a_training_goes_on_under_another_plan(
+    pair: WorkerPool, graph: Graph, tmp_path: Path, first: str, second: str
+) -> None:
+    begin = {"epochs": 1, "saving": True, "tensorboard": True}
+    pair.run(lit.parallel, plan_of(first, graph), graph, str(tmp_path), begin, timeout_s=200.0)
+    last = tmp_path / "last.ckpt"
+    assert (last / "autopar.json").is_file() or last.is_dir()
+    goes_on = {"epochs": 2, "resume": str(last)}
+    ranks = pair.run(lit.parallel, plan_of(second, graph), graph, str(tmp_path), goes_on, timeout_s=200.0)
+    expected = wanted(1)
+    for found in ranks:
+        assert_close(found["seen"], expected["seen"][4:], 2e-5)
+        assert_close(found["validated"], expected["validated"][1:], 2e-5)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert any("tfevents" in path.name for path in files)
+    (metrics,) = (path for path in files if path.name == "metrics.csv")
+    assert metrics.read_text().count("\n") > 4
+
+
+def test_what_would_go_wrong_is_refused(pair: WorkerPool, graph: Graph, tmp_path: Path) -> None:
+    for said in pair.run(lit.refused, plan_of("tp2", graph), graph, str(tmp_path), timeout_s=200.0):
+        assert said[0].startswith(
+            "The LightningModule has no parallel model. Write in configure_model of the LightningModule: "
+        )
+        assert said[1].startswith(
+            "The LightningModule has parameters outside of the parallel model (other.weight, other.bias)"
+        )
+        assert said[2].startswith("A LightningModule with several optimizers is not supported.")

@@ -23,12 +23,24 @@ def forget() -> None:
     GradientState._reset_state()
 
 
-def loop(accelerator: Any, model: nn.Module, loader: Any, *, epochs: int = 2) -> dict[str, Any]:
+def loop(
+    accelerator: Any,
+    model: nn.Module,
+    loader: Any,
+    *,
+    epochs: int = 2,
+    save_after: tuple[int, str] | None = None,
+    resume: str | None = None,
+) -> dict[str, Any]:
+    """Leaves off after a checkpoint."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=12)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-    steps = []
-    for epoch in range(epochs):
+    steps: list[tuple[float, float, float, int]] = []
+    if resume is not None:
+        accelerator.load_state(resume)
+    begin = loader.state_dict()["epoch"] if resume is not None else 0
+    for epoch in range(begin, epochs):
         loader.set_epoch(epoch)
         for batch in loader:
             with accelerator.accumulate(model):
@@ -43,6 +55,9 @@ def loop(accelerator: Any, model: nn.Module, loader: Any, *, epochs: int = 2) ->
             mean = accelerator.reduce(loss.detach(), "mean")
             count = len(accelerator.gather_for_metrics(batch["labels"]))
             steps.append((mean.item(), norm.item(), scheduler.get_last_lr()[0], count))
+            if save_after is not None and len(steps) == save_after[0]:
+                accelerator.save_state(save_after[1])
+                return {"steps": steps}
     return {"steps": steps}
 
 
@@ -99,3 +114,15 @@ def given_to_others(plan: Plan, graph: Graph) -> list[str]:
                 said.append("")
     forget()
     return said
+
+
+def own_loader(plan: Plan, graph: Graph, options: dict[str, Any]) -> dict[str, Any]:
+    """One rank, with a loader of the parallel model."""
+    from autopar.integrations.accelerate import Accelerator
+
+    forget()
+    model = SUBJECT.build()
+    with as_under_torchrun():
+        par = parallel_model(model, plan, graph)
+        accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True)
+        return loop(accelerator, par, par.dataloader(Texts(), seed=4), **options)

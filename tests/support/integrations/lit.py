@@ -98,3 +98,33 @@ def parallel(plan: Plan, graph: Graph, folder: str, options: dict[str, Any]) -> 
 
 def alone(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
     return trained(Lit(), str(folder), **options)
+
+
+class WithOthers(Lit):
+    """Has a layer beside the parallel model."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.other = nn.Linear(2, 2)
+
+
+class WithTwoOptimizers(Lit):
+    automatic_optimization = False  # Lightning refuses them otherwise
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.SGD(self.parameters(), lr=0.1)]
+
+
+def refused(plan: Plan, graph: Graph, folder: str) -> list[str]:
+    """What is said of modules that cannot be trained so."""
+    from autopar.errors import UsageError
+    from autopar.integrations.lightning import AutoparStrategy
+
+    said = []
+    with as_under_torchrun():
+        for module in (Lit(), WithOthers(plan, graph), WithTwoOptimizers(plan, graph)):
+            try:
+                trained(module, folder, strategy=AutoparStrategy(), gradient_clip_val=None)
+            except UsageError as error:
+                said.append(str(error))
+    return said
