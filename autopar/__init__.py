@@ -12,6 +12,8 @@ if TYPE_CHECKING:
         CheckpointError,
         InfeasibleError,
         InternalError,
+        NonFiniteError,
+        OutOfMemoryError,
         PlanError,
         PlanFileError,
         RankFailedError,
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from autopar.request import Request
     from autopar.rules.registry import register_rule
     from autopar.runtime.checkpoint.series import Checkpoints
+    from autopar.runtime.fit import fit
     from autopar.runtime.parallel_model import ParallelModel
 
 __version__ = "0.1.0"
@@ -42,6 +45,8 @@ __all__ = [
     "InfeasibleError",
     "InternalError",
     "Mesh",
+    "NonFiniteError",
+    "OutOfMemoryError",
     "ParallelModel",
     "Plan",
     "PlanError",
@@ -54,6 +59,7 @@ __all__ = [
     "UsageError",
     "VerificationError",
     "estimate",
+    "fit",
     "parallelize",
     "pin",
     "register_rule",
@@ -71,6 +77,8 @@ _HOME = {
     "InfeasibleError": "autopar.errors",
     "InternalError": "autopar.errors",
     "Mesh": "autopar.plan.mesh",
+    "NonFiniteError": "autopar.errors",
+    "OutOfMemoryError": "autopar.errors",
     "ParallelModel": "autopar.runtime.parallel_model",
     "Plan": "autopar.plan.plan",
     "PlanError": "autopar.errors",
@@ -83,6 +91,7 @@ _HOME = {
     "UsageError": "autopar.errors",
     "VerificationError": "autopar.errors",
     "estimate": "autopar.api",
+    "fit": "autopar.runtime.fit",
     "parallelize": "autopar.api",
     "pin": "autopar.pins.on_modules",
     "register_rule": "autopar.rules.registry",

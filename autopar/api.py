@@ -165,6 +165,7 @@ def parallelize(  # noqa: PLR0913  keywords of the public call
     space: str = "default",
     trials: int | None = None,
     search_timeout_s: float | None = None,
+    on_resize: Literal["error", "replan"] = "error",
     collective_timeout_s: float = 600.0,
     weights: str | Path | None = None,
     loss_fn: LossFunction | None = None,
@@ -181,6 +182,8 @@ def parallelize(  # noqa: PLR0913  keywords of the public call
         cluster: None: the machines that the ranks stand on.
         plan: a plan or its file, instead of a search; None: that of ``autopar run``, if that started this rank.
         global_batch_size: None: the samples of ``example_inputs``, or 8 a rank.
+        on_resize: where the job has another number of ranks than the plan or the cluster: an ``error``, or ``replan``: search a
+            plan for the machines that the ranks stand on, with the global batch and the precision of the plan that is given.
         collective_timeout_s: of every collective. A search is waited for without a limit.
         weights: a folder of safetensors files, read slice by slice: of parameters, and of buffers that a ``state_dict()`` has.
         seed: of dropout, and of the initialisation of a model on meta.
@@ -204,7 +207,8 @@ def parallelize(  # noqa: PLR0913  keywords of the public call
         cluster=cluster, global_batch_size=global_batch_size, example_inputs=example_inputs, pins=pins, precision=precision,
         optimizer=optimizer, space=space, loss_fn=loss_fn, opaque=opaque,
     )  # fmt: skip
-    device_type, make = _prepared(model, plan, request, trials, search_timeout_s, collective_timeout_s)
+    limits = trials, search_timeout_s
+    device_type, make = _prepared(model, plan, request, limits, collective_timeout_s, replans=on_resize == "replan")
     return launch(
         model, make, device_type=device_type, weights=weights, seed=seed, collective_timeout_s=collective_timeout_s,
         log_dir=None if log_dir is None else Path(log_dir),
@@ -215,9 +219,10 @@ def _prepared(
     model: torch.nn.Module,
     plan: Plan | None,
     request: Request,
-    trials: int | None,
-    search_timeout_s: float | None,
+    limits: tuple[int | None, float | None],
     collective_timeout_s: float,
+    *,
+    replans: bool,
 ) -> tuple[str, Callable[[], tuple[Plan, Graph]]]:
     """The kind of device of a job that has started, and what rank 0 gets its plan by, and the graph that it is for."""
     from autopar.hardware.detect.places import cluster_at, gathered_places
@@ -227,6 +232,8 @@ def _prepared(
     where = Cluster.parse(request.cluster) if isinstance(request.cluster, str) else request.cluster
     device_type = _device_type(plan, where)
     is_alone = start(device_type, collective_timeout_s=collective_timeout_s)
+    if replans:
+        plan, where, request = _resized(plan, where, request)
     ranks = _job_size(None if plan is not None else where)
     if is_alone and where is None and plan is None:
         check_alone()
@@ -244,10 +251,45 @@ def _prepared(
             return plan, _graph_of(plan, model, request.example_inputs, request.loss_fn)
         from autopar.planner.task import Limits
 
-        limits = Limits(trials=trials, search_timeout_s=search_timeout_s)
-        return _searched(model, replace(request, cluster=where or cluster_at(places)), ranks, limits)
+        most = Limits(trials=limits[0], search_timeout_s=limits[1])
+        return _searched(model, replace(request, cluster=where or cluster_at(places)), ranks, most)
 
     return device_type, make
+
+
+def _resized(
+    plan: Plan | None, cluster: Cluster | None, request: Request
+) -> tuple[Plan | None, Cluster | None, Request]:
+    """What is planned for: a plan or a cluster of another number of ranks than the job has gives way to the machines that there are."""
+    size = dist.get_world_size()
+    if plan is not None and plan.mesh.world_size != size:
+        _LOGGER.warning(
+            "the plan is for %d ranks, and this job has %d: a new one is searched", plan.mesh.world_size, size
+        )
+        samples = request.global_batch_size or plan.global_batch_size
+        request = replace(request, global_batch_size=samples, precision=_precision_of(plan))
+        plan, cluster = None, None
+    if cluster is not None and cluster.world_size != size:
+        _LOGGER.warning(
+            "the cluster %s has %d devices, and this job %d ranks: it is left", cluster.name, cluster.world_size, size
+        )
+        cluster = None
+    return plan, cluster, request
+
+
+def _precision_of(plan: Plan) -> PrecisionName:
+    """The name of the plan's precision, as a search takes it.
+
+    Raises:
+        RuntimeMismatchError: it has none.
+    """
+    for name, known in PRECISIONS.items():
+        if known == plan.precision:
+            return name
+    raise RuntimeMismatchError(
+        f"A plan in a precision of its own ({plan.precision.name}) cannot be searched anew for another number of ranks",
+        fix='Start as many ranks as it has, or give the precision and the cluster: parallelize(model, cluster=..., precision="bf16")',
+    )
 
 
 def _graph_of(

@@ -146,6 +146,14 @@ class RankFailedError(AutoparError):
     """Another rank of the job has failed, or an earlier step of it; ``got`` names the rank, the stage and its error."""
 
 
+class OutOfMemoryError(AutoparError):
+    """A device, or its host, has no memory left for a step; ``got`` holds what is there against the prediction."""
+
+
+class NonFiniteError(AutoparError):
+    """A loss or a gradient is infinite or no number, and training was to stop there."""
+
+
 class VerificationError(AutoparError):
     """The sharded program differs from the single device."""
 

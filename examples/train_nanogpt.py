@@ -107,7 +107,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """One rank of the job."""
     options = arguments()
-    checkpoint, step, record = options.folder / "checkpoint", 0, []
+    checkpoint, start, record = options.folder / "checkpoint", 0, []
     options.folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     model = GPT(options.layers, options.hidden, 4, options.dropout)
@@ -117,9 +117,9 @@ def main() -> None:
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
     if checkpoint.exists():
-        model.load(checkpoint, optimizer)  # autopar, was: step = load(checkpoint, model, optimizer)
-        step = model.step_count // ACCUMULATED  # autopar
-    for step in range(step, options.stop or options.steps):
+        model.load(checkpoint, optimizer)  # autopar, was: start = load(checkpoint, model, optimizer)
+        start = model.step_count // ACCUMULATED  # autopar
+    for step in range(start, options.stop or options.steps):
         for group in optimizer.param_groups:
             group["lr"] = rate(step, options.steps)
         mean = 0.0

@@ -327,5 +327,12 @@ def recompute_text(blocks: Sequence[BlockPlan]) -> str:
 PrecisionName = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp64"]
 
 
-PRECISIONS = {"fp32": FP32, "tf32": TF32, "bf16": BF16, "fp16": FP16, "fp8": FP8, "fp64": FP64}
+PRECISIONS: dict[PrecisionName, Precision] = {
+    "fp32": FP32,
+    "tf32": TF32,
+    "bf16": BF16,
+    "fp16": FP16,
+    "fp8": FP8,
+    "fp64": FP64,
+}
 """The runtime runs all but fp8, which is priced; fp16 with a scaler (``ParallelModel.grad_scaler``)."""

@@ -17,6 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 from autopar.errors import RuntimeMismatchError
 from autopar.hardware.detect.gpu_names import shipped_profile_name
 from autopar.plan.plan import RankGroup
+from autopar.runtime.fresh_store import fresh
 
 DEFAULT_TIMEOUT_S = 600.0
 
@@ -66,7 +67,7 @@ def start(device_type: str, *, collective_timeout_s: float = DEFAULT_TIMEOUT_S) 
                 fix="Start the ranks with torchrun, or set the missing one on each of them",
             ) from error
         store, rank, size = HashStore(), 0, 1
-    store, device = PrefixStore("autopar", store), None
+    store, device = fresh(PrefixStore("autopar", store), rank, size, timeout_s=collective_timeout_s), None
     backend = "gloo"
     if device_type == "cuda":
         backend, device = "nccl", local_device(device_type)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from autopar.errors import UsageError
+from autopar.errors import AutoparError, UsageError
 from autopar.lower.program import SHARE, Program
 from autopar.plan.mesh import DATA_AXES
 from autopar.plan.run_log import DATA, PIPELINE
@@ -28,6 +28,7 @@ from autopar.runtime.guard.checks import Parameters, check_can_run, check_evalua
 from autopar.runtime.guard.collective_calls import Calls, launched_on, ordinary
 from autopar.runtime.guard.failure_watch import Alarm
 from autopar.runtime.guard.original_model import Given
+from autopar.runtime.guard.out_of_memory import MemoryReport
 from autopar.runtime.guard.replicas import Replicas
 from autopar.runtime.guard.shared_samples import SharedSamples
 from autopar.runtime.module import PlannedModule
@@ -38,7 +39,7 @@ from autopar.runtime.step.changed_buffers import State
 from autopar.runtime.step.fsdp import forget_gathered
 from autopar.runtime.step.gradients import Norm, clip
 from autopar.runtime.step.local_batch import local_batch, num_samples
-from autopar.runtime.step.loss_scale import NUM_STATES, LossScale, ParallelScaler, StepLoss
+from autopar.runtime.step.loss_scale import SCALER_NUMBERS, LossScale, ParallelScaler, StepLoss
 from autopar.runtime.step.partial_batch import BatchSizes, PartialBatch, check_partial
 from autopar.runtime.step.runner import Accumulation, Batch, Pipeline, Runner, micro_batches
 from autopar.runtime.step.step_gradients import StepGradients
@@ -50,9 +51,6 @@ from autopar.tracing.batch import named_inputs, positional, with_names
 
 if TYPE_CHECKING:
     from autopar.runtime.data import PlannedLoader
-
-_SCALER = "scaler"
-"""In the extra state."""
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -127,6 +125,7 @@ class ParallelModel(PlannedModule):
             threads=world.host_threads() if "optimizer" in self.plan.offload else None,
         )
         weakref.finalize(self, self._local_steps.remove)
+        self._memory_report = self._calls.memory = MemoryReport(self.plan, world, held, self._local_steps)
         self._given = Given(weights.model)
         weakref.finalize(self, self._given.remove)
         self._names = Names(program.graph.parameters, names_of(weights.model))
@@ -355,11 +354,45 @@ class ParallelModel(PlannedModule):
         Raises:
             UsageError: gradients are still those of a scaled loss.
         """
-        self._scale.check_unscaled()
-        with self._calls.at_once("clip_grad_norm_", meets=False):  # the norm is a meeting of its own
-            norm = self._norm()
+        norm = self._norm_of("clip_grad_norm_")
         clip(self._assembly.held, norm, max_norm)
         return norm
+
+    def grad_norm(self) -> Tensor:
+        """The 2-norm of all gradients of the whole model, a scalar, the same on every rank; all ranks call it.
+
+        Raises:
+            UsageError: gradients are still those of a scaled loss.
+        """
+        return self._norm_of("grad_norm")
+
+    def scale_gradients_(self, norm: Tensor, max_norm: float) -> None:
+        """What :meth:`clip_grad_norm_` does once it has the norm."""
+        clip(self._assembly.held, norm, max_norm)
+
+    def _norm_of(self, call: str) -> Tensor:
+        self._scale.check_unscaled()
+        with self._calls.at_once(call, meets=False):  # the norm is a meeting of its own
+            return self._norm()
+
+    def non_finite_gradients(self) -> list[str]:
+        """Names of up to three parameters on each rank whose gradients are infinite or no number, of all ranks, on every rank."""
+        own = [h.key for h in self._assembly.held if h.gradient is not None and not bool(h.gradient.isfinite().all())]
+        found: list[Any] = [own[:3]]
+        with self._calls.at_once("non_finite_gradients"):
+            if self._norm.group is not None:
+                found = [None] * self.world_size
+                dist.all_gather_object(found, own[:3], group=self._norm.group)
+        return sorted({name for names in found for name in names})
+
+    def largest(self, *values: float) -> list[float]:
+        """Of each number the largest that any rank gives; the same on every rank, all of which call it."""
+        with self._calls.at_once("largest", meets=False):
+            return self._calls.largest(values)
+
+    def memory_error(self, error: BaseException) -> AutoparError:
+        """Of an error of torch's that there is no memory left: one that says what was predicted, and what there is."""
+        return self._memory_report.error(error)
 
     def dataloader(self, dataset: Dataset[Any], **options: Any) -> PlannedLoader:
         """A ``torchdata.stateful_dataloader.StatefulDataLoader`` that gives each rank its part of global batches.
@@ -468,11 +501,6 @@ class ParallelModel(PlannedModule):
             self._scale.numbers = progress["scaler"]
         return extra
 
-    def _progress(self) -> dict[str, Tensor]:
-        progress = {"seed": torch.tensor(self.seed), "step": torch.tensor(self.step_count)}
-        scaler = self._scale.state
-        return progress if scaler is None else progress | {_SCALER: scaler}
-
     # --- as a module has it (``state_dict`` and ``load_state_dict``, which torch.distributed.checkpoint calls)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -523,14 +551,15 @@ class ParallelModel(PlannedModule):
 
     def get_extra_state(self) -> dict[str, Tensor]:
         """The seed, the number of steps, and the scaler's state (zeros where there is none): tensors, which no file pickles."""
-        none = torch.zeros(NUM_STATES, dtype=torch.float64)
-        return {_SCALER: none, **self._progress()}
+        numbers = self._scale.numbers or {}
+        scaler = torch.tensor([numbers.get(name, 0.0) for name in SCALER_NUMBERS], dtype=torch.float64)
+        return {"scaler": scaler, "seed": torch.tensor(self.seed), "step": torch.tensor(self.step_count)}
 
     def set_extra_state(self, state: Mapping[str, Tensor]) -> None:
         """What :meth:`get_extra_state` gave."""
         self.seed, self.step_count = int(state["seed"]), int(state["step"])
-        if self._scale.is_wanted and state[_SCALER].any():
-            self._scale.state = state[_SCALER]
+        if self._scale.is_wanted and state["scaler"].any():
+            self._scale.numbers = dict(zip(SCALER_NUMBERS, state["scaler"].tolist(), strict=True))
 
     # --- inside a step
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from autopar.errors import UsageError
@@ -13,7 +16,15 @@ from autopar.plan.plan import Plan
 from autopar.runtime.job import PLAN
 
 
-def start(plan: Plan, file: Path, script: Sequence[str], *, nodes: int = 1, rendezvous: str | None = None) -> int:
+def start(
+    plan: Plan,
+    file: Path,
+    script: Sequence[str],
+    *,
+    nodes: int = 1,
+    rendezvous: str | None = None,
+    max_restarts: int = 0,
+) -> int:
     """Run a script on this machine's share of a plan's ranks, and wait for its end.
 
     Args:
@@ -22,18 +33,19 @@ def start(plan: Plan, file: Path, script: Sequence[str], *, nodes: int = 1, rend
         script: and its arguments.
         nodes: machines, on each of which this is called.
         rendezvous: ``HOST:PORT`` of one of them.
+        max_restarts: how often all ranks are started anew after one has failed.
 
     Returns:
-        The exit code of torchrun.
+        The exit code of torchrun. SIGTERM is passed on to it, and by it to the ranks.
 
     Raises:
         UsageError: as :func:`command`; there is no such script.
     """
     if not Path(script[0]).is_file():
         raise UsageError.missing(f"script {script[0]}", fix="Give the path of a Python file")
-    ranks = command(plan, script, nodes=nodes, rendezvous=rendezvous)
+    ranks = command(plan, script, nodes=nodes, rendezvous=rendezvous, max_restarts=max_restarts)
     environment = {"OMP_NUM_THREADS": "1", **os.environ, PLAN: str(file.resolve())}
-    with subprocess.Popen(ranks, env=environment) as job:
+    with subprocess.Popen(ranks, env=environment) as job, _passed_on(job):
         while True:
             try:
                 return job.wait()
@@ -41,7 +53,22 @@ def start(plan: Plan, file: Path, script: Sequence[str], *, nodes: int = 1, rend
                 continue
 
 
-def command(plan: Plan, script: Sequence[str], *, nodes: int = 1, rendezvous: str | None = None) -> list[str]:
+@contextmanager
+def _passed_on(job: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Inside, SIGTERM goes to the job; Python lets its main thread alone decide about signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: job.terminate())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def command(
+    plan: Plan, script: Sequence[str], *, nodes: int = 1, rendezvous: str | None = None, max_restarts: int = 0
+) -> list[str]:
     """What starts the ranks of one machine.
 
     Raises:
@@ -58,7 +85,16 @@ def command(plan: Plan, script: Sequence[str], *, nodes: int = 1, rendezvous: st
             f"{nodes} machines need a place to meet" if nodes > 1 else "One machine alone meets nobody",
             fix="Give --nodes and --rendezvous HOST:PORT together",
         )
+    again = [f"--max-restarts={max_restarts}"] if max_restarts else []
     place = ["--standalone"]
     if rendezvous is not None:
         place = [f"--nnodes={nodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={rendezvous}", "--rdzv-id=autopar"]
-    return [sys.executable, "-m", "torch.distributed.run", *place, f"--nproc-per-node={ranks // nodes}", *script]
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        *place,
+        f"--nproc-per-node={ranks // nodes}",
+        *again,
+        *script,
+    ]

@@ -18,6 +18,7 @@ from autopar.verification.rank_pool import WorkerPool
 from tests.support.close import assert_close
 from tests.support.distributed import returning
 from tests.support.distributed.returning import Returning, plain
+from tests.support.mixed_clusters import two_kinds
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
 
@@ -26,6 +27,7 @@ PINS = {
     "tp4 lengthened": ["tp=4", "tokens.weight=tp:S(0)"],
     "dp4 ZeRO 3": ["dp_shard=4", "zero=3", "micro_batch=1"],
     "dp2 x tp2": ["dp_shard=2", "tp=2", "zero=3", "micro_batch=2"],
+    "dp2 x tp2 vocabulary": ["dp_shard=2", "tp=2", "tokens.weight=tp:S(0)", "micro_batch=2"],
     "pp2 x dp2": ["pp=2", "dp_replicate=2", "micro_batch=1"],
     "pp2 x tp2": ["pp=2", "tp=2", "micro_batch=2"],
     "pp4": ["pp=4", "micro_batch=1"],
@@ -160,3 +162,24 @@ def test_one_stage_is_needed_for_a_loss_with_gradients(pool: WorkerPool) -> None
     with pytest.raises(Exception, match=r"par\.train_step\(batch\)`\. par\.predict\(batch\) has the outputs"):
         pool.run(returning.called, subject, plan, graph, batch, size=4, timeout_s=90.0)
     assert loss_of(subject.build()(**batch)).requires_grad
+
+
+@pytest.mark.parametrize("samples", [8, 5])
+def test_outputs_of_unequal_shares(pool: WorkerPool, samples: int) -> None:
+    subject, graph = traced("metrics")
+    plan = api.estimate(graph, cluster=two_kinds(1, 1, factor=3.0), global_batch_size=8, pins=["data_shares=3-1"])
+    assert [len(plan.samples_of(rank)) for rank in range(2)] == [6, 2]
+    batch = subject.make_batch(samples, seed=1)
+    expected = wanted(subject, batch)
+    for found in pool.run(returning.predicted, subject, plan, graph, batch, False, size=2, timeout_s=90.0):
+        for way in ("complete", "split", "called"):
+            assert_same(found[way], expected, way)
+
+
+def test_split_outputs_stay_where_they_are(pool: WorkerPool) -> None:
+    """Logits over samples and vocabulary; what is lengthened is whole."""
+    for layout, kinds in (("dp2 x tp2 vocabulary", ["S(0)", "S(2)"]), ("cp2", ["S(1)"]), ("tp4 lengthened", ["R"])):
+        subject, plan, graph = planned("pair", layout)
+        batch = subject.make_batch(8, seed=1)
+        ranks = pool.run(returning.placements, subject, plan, graph, batch, size=plan.mesh.world_size, timeout_s=90.0)
+        assert ranks == [kinds] * plan.mesh.world_size, layout

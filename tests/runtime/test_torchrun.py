@@ -50,6 +50,7 @@ def test_one_machine_takes_all_ranks_and_several_meet() -> None:
     several = command(plan, ["train.py"], nodes=2, rendezvous="first:29500")
     assert several[-2:] == ["--nproc-per-node=8", "train.py"]
     assert {"--nnodes=2", "--rdzv-endpoint=first:29500"} <= set(several)
+    assert command(plan, ["train.py"], max_restarts=3)[-3:] == ["--nproc-per-node=16", "--max-restarts=3", "train.py"]
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,8 @@ def damage(folder: Path, other: Path, seed: int) -> tuple[str, str]:
                 for _ in range(draw.randrange(2, 400)):
                     content[draw.randrange(len(content))] ^= draw.randrange(1, 256)
             else:
-                content[place : place + draw.randrange(1, 4096)] = bytes(len(content[place : place + 4096]))
+                stop = min(place + draw.randrange(1, 4096), len(content))
+                content[place:stop] = bytes(stop - place)
             file.write_bytes(content)
             return kind, f"{file.name} at {place}"
         case "truncated":

@@ -151,7 +151,7 @@ def page(moves: dict[tuple[str, str], str], outcomes: Sequence[jobs.Outcome], se
         (
             "Each is one random damage to a copy of a checkpoint, which all ranks then load. *Refused*: all ranks raise the same "
             "CheckpointError, it names a file, and nothing of the job is changed. *The same*: it loads, and every bit is as it was "
-            "saved (the damage was to `plan.json`, the index of another checkpoint was its own, or bytes were zeros before)."
+            "saved (the damage was to `plan.json`, which the index has once more, or the bytes were zeros before)."
         ),
         "",
         "| damage | tried | refused | the same | anything else |",

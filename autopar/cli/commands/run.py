@@ -22,11 +22,21 @@ def run(
     rendezvous: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="With --nodes: where the machines meet, one of them.")
     ] = None,
+    max_restarts: Annotated[
+        int, typer.Option(min=0, metavar="N", help="How often all ranks are started anew after one has failed.")
+    ] = 0,
 ) -> None:
     """Start a script by torchrun on the plan's ranks; parallelize() takes the plan where the script names none."""
     from autopar.plan.plan import Plan
     from autopar.runtime.torchrun import start
 
     raise typer.Exit(
-        start(Plan.load(plan_file), plan_file, [script, *context.args], nodes=nodes, rendezvous=rendezvous)
+        start(
+            Plan.load(plan_file),
+            plan_file,
+            [script, *context.args],
+            nodes=nodes,
+            rendezvous=rendezvous,
+            max_restarts=max_restarts,
+        )
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from zlib import crc32
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from autopar.errors import AutoparError, UsageError
 from autopar.runtime.guard.failure_watch import Alarm, Launched
+from autopar.runtime.guard.out_of_memory import MemoryReport, is_out_of_memory
 from autopar.runtime.step.step_gradients import StepGradients
 from autopar.runtime.world import World
 
@@ -58,10 +59,14 @@ class Calls:
     Args:
         group: of all ranks on their hosts, for calls besides steps; None where there is one rank.
         gradients: of the step that may fail.
+
+    Attributes:
+        memory: makes the error of a call for which there is no memory left.
     """
 
     def __init__(self, world: World, alarm: Alarm, group: dist.ProcessGroup | None, gradients: StepGradients) -> None:
         self._world, self._alarm, self._group, self._gradients = world, alarm, group, gradients
+        self.memory: MemoryReport | None = None
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
@@ -75,6 +80,8 @@ class Calls:
                 yield
             except Exception as error:
                 self._gradients.abandon()
+                if self.memory is not None and is_out_of_memory(error):
+                    raise self.memory.error(error) from error
                 if found := _LACKING.match(str(error)):
                     raise _no_kernel(*found.groups()) from error
                 raise
@@ -92,6 +99,15 @@ class Calls:
             except AutoparError:
                 self._alarm.met()
                 raise
+
+    def largest(self, values: Sequence[float]) -> list[float]:
+        """Of each the largest that any rank has; inside of a call that all make."""
+        found = torch.tensor(values, dtype=torch.float64)
+        if self._group is not None:
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group)
+            self._alarm.met()
+        largest: list[float] = found.tolist()
+        return largest
 
     def meet(self, what: str) -> None:
         """Before what is called seldom: waits for all ranks.

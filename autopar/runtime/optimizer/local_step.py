@@ -10,6 +10,7 @@ which one kernel of torch steps where it has one for CPUs.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -78,6 +79,7 @@ class LocalSteps:
         self._check = check
         self._parts = {id(p): name for p, name in parts}
         self._told: set[type[Optimizer]] = set()
+        self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._own = {id(p): p for p in parameters if isinstance(p, DTensor)}
         self._on_host, self._is_staged = on_host, is_staged
         self._hosts: dict[int, HostCopy] = {}
@@ -113,6 +115,13 @@ class LocalSteps:
             self._plain[id(parameter)] = known
         return known[1]
 
+    def states(self) -> Iterator[Tensor]:
+        """Those of this model's parameters that optimizers have which have stepped."""
+        for optimizer in tuple(self._seen):
+            for parameter in self._own.values():
+                values = optimizer.state.get(parameter, {}) if parameter in optimizer.state else {}
+                yield from (value for value in values.values() if isinstance(value, Tensor))
+
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> None:
         if self._check is not None:
             self._check(optimizer)
@@ -121,6 +130,7 @@ class LocalSteps:
             self._refuse_what_needs_others(optimizer)
             self._tell_of_parts(optimizer)
             return
+        self._seen.add(optimizer)
         self.restore()
         self._copies.wait()
         lists = [group["params"] for group in optimizer.param_groups]

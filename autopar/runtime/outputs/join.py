@@ -126,10 +126,11 @@ class Join:
             del kinds[BATCH]
         else:
             value = self._batch(tap, value, samples, over_data=False)
-        placements = [_placement(kinds.get(BATCH if axis in DATA_AXES else axis)) for axis in _MESH]
-        if all(getattr(self._world.mesh, axis) == 1 for axis in _MESH):
+        axes = tuple(axis for axis in _MESH if getattr(self._world.mesh, axis) > 1)
+        if not axes:
             return value
-        return DTensor.from_local(value, self._world.device_mesh[_MESH], placements, run_check=False)
+        placements = [_placement(kinds.get(BATCH if axis in DATA_AXES else axis)) for axis in axes]
+        return DTensor.from_local(value, self._world.device_mesh[axes], placements, run_check=False)
 
     def is_local(self, tap: Tap, samples: Samples) -> bool:
         """Whether this rank has all of the value for the samples that it was given."""

@@ -26,9 +26,8 @@ from autopar.runtime.guard.collective_calls import Calls
 from autopar.runtime.step.gradients import Held
 
 _MAKE = "scaler = par.grad_scaler()"
-_STATE = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
-"""The entries of ``GradScaler.state_dict()``, in the order of :attr:`LossScale.state`."""
-NUM_STATES = len(_STATE)
+SCALER_NUMBERS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+"""The entries of ``GradScaler.state_dict()``."""
 _WHOLE = frozenset({"growth_interval", "_growth_tracker"})
 
 
@@ -84,23 +83,13 @@ class LossScale:
         if self.scaler is None or not self.scaler.is_enabled():
             return self._loaded if self.is_wanted else None
         state = self.scaler.state_dict()
-        return {name: float(state[name]) for name in _STATE}
+        return {name: float(state[name]) for name in SCALER_NUMBERS}
 
     @numbers.setter
     def numbers(self, numbers: Mapping[str, float]) -> None:
-        self._loaded = {name: float(numbers[name]) for name in _STATE}
+        self._loaded = {name: float(numbers[name]) for name in SCALER_NUMBERS}
         if self.scaler is not None and self.scaler.is_enabled():
             self.scaler.load_state_dict({name: int(n) if name in _WHOLE else n for name, n in self._loaded.items()})
-
-    @property
-    def state(self) -> Tensor | None:
-        """The same as a tensor of float64."""
-        numbers = self.numbers
-        return None if numbers is None else torch.tensor(list(numbers.values()), dtype=torch.float64)
-
-    @state.setter
-    def state(self, state: Tensor) -> None:
-        self.numbers = dict(zip(_STATE, state.tolist(), strict=True))
 
     def check(self) -> None:
         """Before a step whose gradients would be lost without a scale.

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
 from autopar import api
@@ -209,3 +209,9 @@ def called(subject: Any, plan: Plan, graph: Graph, batch: dict[str, Tensor]) -> 
     with torch.no_grad():
         silent = plain(parallel(**batch))
     return {"output": plain(output), "silent": silent, "gradients": parallel.full_gradients()}
+
+
+def placements(subject: Any, plan: Plan, graph: Graph, batch: dict[str, Tensor]) -> list[str]:
+    """How the logits lie on the mesh where they stay split."""
+    logits, _ = build(subject, plan, graph).predict(batch, gather=False)
+    return [f"S({p.dim})" if isinstance(p, Shard) else "R" if p.is_replicate() else "P" for p in logits.placements]

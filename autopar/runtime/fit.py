@@ -1,0 +1,270 @@
+"""A training loop that goes on where the last one ended: resumed, saved, and stopped in good order."""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from torch.optim import Optimizer
+
+from autopar.errors import NonFiniteError, UsageError
+from autopar.runtime.checkpoint.series import Checkpoints
+from autopar.runtime.guard.out_of_memory import is_out_of_memory
+from autopar.runtime.guard.termination import Termination
+from autopar.runtime.step.runner import Batch
+
+if TYPE_CHECKING:
+    from autopar.runtime.parallel_model import ParallelModel
+
+_LOGGER = logging.getLogger("autopar")
+
+_AGREE_EVERY_S = 1.0
+"""About as often ranks ask each other whether one was told to end."""
+
+MAX_SKIPPED = 10
+"""Steps in a row that may be skipped: later ones would not be finite either."""
+
+OnNonFinite = Literal["stop", "skip", "ignore"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepDone:
+    """What a step of the optimizer did.
+
+    ``loss`` is the mean over its batches. ``grad_norm`` is that of the complete model before it was clipped, None where nobody
+    asked for it. ``is_skipped``: parameters are as they were, as ``loss`` or ``grad_norm`` is not finite.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float | None
+    learning_rate: float
+    is_skipped: bool = False
+
+
+def fit(  # noqa: PLR0913  keywords of the public call
+    par: ParallelModel,
+    optimizer: Optimizer,
+    batches: Iterable[Batch],
+    *,
+    steps: int,
+    scheduler: Any = None,
+    checkpoints: Checkpoints | None = None,
+    save_every: int = 1000,
+    accumulate: int = 1,
+    max_norm: float | None = None,
+    on_non_finite: OnNonFinite = "stop",
+    on_step: Callable[[StepDone], object] | None = None,
+) -> int:
+    """Trains until the optimizer has made ``steps`` steps, those of earlier runs counted; every rank calls it.
+
+    It begins at the newest of ``checkpoints``, saves every ``save_every`` steps and at the end. Under a launcher that starts ranks
+    anew (``torchrun --max-restarts``) a job whose ranks die thus goes on from its last checkpoint. Where a rank gets SIGTERM, as
+    before a preemption, all ranks save after the step in which they are, and end with exit code 0.
+
+    Args:
+        batches: gone through again when it is at its end. One with ``state_dict`` and ``load_state_dict``, as that of
+            ``par.dataloader``, is saved and goes on where it was; of another one as many batches are passed over as were
+            trained on. ``set_epoch(n)`` is called where there is one.
+        scheduler: stepped after each step of the optimizer that is not skipped.
+        accumulate: batches of one step of the optimizer; the gradient is their mean.
+        max_norm: of the gradients, to which they are clipped.
+        on_non_finite: what to do where the loss or the norm of the gradients is infinite or no number: ``stop`` with an error that
+            names parameters, ``skip`` the step (at most :data:`MAX_SKIPPED` in a row), or ``ignore`` it. In fp16 the scaler skips
+            steps by itself.
+        on_step: called after each step, on every rank.
+
+    Returns:
+        The number of steps made.
+
+    Raises:
+        NonFiniteError: see ``on_non_finite``.
+        OutOfMemoryError: a device has no memory left; says what was predicted and what there is.
+        UsageError: a number is out of range, or ``batches`` is empty.
+    """
+    for name, value in (("steps", steps), ("save_every", save_every), ("accumulate", accumulate)):
+        if value < 1:
+            raise UsageError(f"{name} is {value}", fix=f"Give {name} of 1 or more")
+    if on_non_finite not in get_args(OnNonFinite):
+        raise UsageError(f"on_non_finite is {on_non_finite!r}", fix="Give stop, skip or ignore")
+    loop = _Loop(par, optimizer, batches, scheduler, checkpoints, accumulate, max_norm, on_non_finite)
+    loop.resume()
+    termination = Termination()
+    with termination.noted():
+        while loop.step < steps:
+            done = loop.make_step()
+            if on_step is not None:
+                on_step(done)
+            is_last = loop.step == steps
+            if loop.step % save_every == 0 or is_last:
+                loop.save()
+            if not is_last and loop.is_to_end(termination):
+                loop.save()
+                loop.finish()
+                if par.is_main_process:
+                    _LOGGER.warning("%s", loop.parting())
+                sys.exit(0)
+    loop.finish()
+    return loop.step
+
+
+class _Loop:
+    """The state of one :func:`fit`."""
+
+    def __init__(
+        self,
+        par: ParallelModel,
+        optimizer: Optimizer,
+        batches: Iterable[Batch],
+        scheduler: Any,
+        checkpoints: Checkpoints | None,
+        accumulate: int,
+        max_norm: float | None,
+        on_non_finite: OnNonFinite,
+    ) -> None:
+        self.par, self.optimizer, self.batches, self.scheduler = par, optimizer, batches, scheduler
+        self.checkpoints, self.accumulate, self.max_norm = checkpoints, accumulate, max_norm
+        self.on_non_finite = on_non_finite
+        self.step, self.saved, self.skipped, self.epoch = 0, 0, 0, 0
+        self.has_state = hasattr(batches, "state_dict") and hasattr(batches, "load_state_dict")
+        self.scaler = par.grad_scaler() if par.plan.precision.scales_loss else None
+        self.iterator: Iterator[Batch] | None = None
+        self.agreed, self.next_agreement, self.agreed_at = 0, 1, time.monotonic()
+
+    def resume(self) -> None:
+        """Where there is a checkpoint: at its step."""
+        if self.checkpoints is None:
+            return
+        loader = self.batches if self.has_state else None
+        if self.checkpoints.load(self.par, self.optimizer, scheduler=self.scheduler, dataloader=loader) is None:
+            return
+        known = self.checkpoints.extra or {}
+        self.step, self.epoch = int(known["fit"]["step"]), int(known["fit"]["epoch"])
+        self.saved, self.skipped = self.step, int(known["fit"]["skipped"])
+        self.agreed, self.next_agreement = self.step, self.step + 1
+        if not self.has_state:
+            self.epoch = 0
+            for _ in range(self.step * self.accumulate):
+                self.next_batch()
+        if self.par.is_main_process:
+            _LOGGER.info("training goes on at step %d", self.step)
+
+    def next_batch(self) -> Batch:
+        """The next one, of the next epoch where this one is at its end."""
+        for _ in range(2):
+            if self.iterator is None:
+                if callable(set_epoch := getattr(self.batches, "set_epoch", None)):
+                    set_epoch(self.epoch)
+                self.iterator = iter(self.batches)
+            for batch in self.iterator:
+                return batch
+            self.iterator, self.epoch = None, self.epoch + 1
+        raise UsageError("There is no batch to train on", fix="Give batches that can be gone through more than once")
+
+    def make_step(self) -> StepDone:
+        """One step of the optimizer."""
+        try:
+            return self._make_step()
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise self.par.memory_error(error) from error
+            raise
+
+    def _make_step(self) -> StepDone:
+        par, optimizer = self.par, self.optimizer
+        losses = [par.train_step(self.next_batch()) for _ in range(self.accumulate)]
+        if self.accumulate > 1:
+            for parameter in par.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.div_(self.accumulate)
+        if self.scaler is not None:
+            self.scaler.unscale_(optimizer)
+        norm = None
+        if self.max_norm is not None or (self.on_non_finite != "ignore" and self.scaler is None):
+            norm = par.grad_norm()
+        loss = sum(value.item() for value in losses) / self.accumulate
+        is_skipped = self._is_to_skip(loss, None if norm is None else norm.item())
+        if norm is not None and self.max_norm is not None and not is_skipped:
+            par.scale_gradients_(norm, self.max_norm)
+        rate = float(optimizer.param_groups[0]["lr"]) if optimizer.param_groups else 0.0
+        if self.scaler is not None:
+            scale = self.scaler.get_scale()
+            self.scaler.step(optimizer)
+            self.scaler.update()
+            is_skipped = self.scaler.get_scale() < scale
+        elif not is_skipped:
+            optimizer.step()
+        optimizer.zero_grad()
+        if self.scheduler is not None and not is_skipped:
+            self.scheduler.step()
+        self.step += 1
+        return StepDone(
+            step=self.step,
+            loss=loss,
+            grad_norm=None if norm is None else norm.item(),
+            learning_rate=rate,
+            is_skipped=is_skipped,
+        )
+
+    def _is_to_skip(self, loss: float, norm: float | None) -> bool:
+        """Whether parameters are to stay as they are; the loss and the norm are those of all ranks, and so is the answer.
+
+        Raises:
+            NonFiniteError: training is to stop.
+        """
+        if self.on_non_finite == "ignore" or self.scaler is not None:
+            return False
+        if math.isfinite(loss) and (norm is None or math.isfinite(norm)):
+            self.skipped = 0
+            return False
+        self.skipped += 1
+        if self.on_non_finite == "skip" and self.skipped <= MAX_SKIPPED:
+            if self.par.is_main_process:
+                _LOGGER.warning(
+                    "step %d is skipped: the loss is %g, the norm of its gradients %s", self.step + 1, loss, norm
+                )
+            return True
+        named = self.par.non_finite_gradients()
+        count = f" in {self.skipped} steps in a row" if self.on_non_finite == "skip" else ""
+        raise NonFiniteError(
+            f"The loss or a gradient is not finite{count}, at step {self.step + 1}",
+            got=f"a loss of {loss:g}, "
+            + (f"no finite gradient of {', '.join(named)}" if named else "finite gradients"),
+            fix=("Parameters are those of the step before. " if self.on_non_finite == "stop" else "")
+            + 'Lower the learning rate, clip by max_norm=, or leave such steps out by on_non_finite="skip"',
+        )
+
+    def is_to_end(self, termination: Termination) -> bool:
+        """Whether any rank was told to end: the same on all ranks, which ask each other about once a second."""
+        if self.step < self.next_agreement:
+            return False
+        step_time_s = (time.monotonic() - self.agreed_at) / max(self.step - self.agreed, 1)
+        is_asked, slowest_s = self.par.largest(termination.is_asked, step_time_s)
+        self.agreed, self.agreed_at = self.step, time.monotonic()
+        self.next_agreement = self.step + max(1, int(_AGREE_EVERY_S / max(slowest_s, 1e-3)))
+        return bool(is_asked)
+
+    def save(self) -> None:
+        """A checkpoint of this step, unless there is one."""
+        if self.checkpoints is None or self.saved == self.step:
+            return
+        loader = self.batches if self.has_state else None
+        known = {"fit": {"step": self.step, "epoch": self.epoch, "skipped": self.skipped}}
+        self.checkpoints.save(self.par, self.optimizer, scheduler=self.scheduler, dataloader=loader, extra=known)
+        self.saved = self.step
+
+    def finish(self) -> None:
+        """Until all is written."""
+        if self.checkpoints is not None:
+            self.checkpoints.wait()
+
+    def parting(self) -> str:
+        """What is said at an end before the last step."""
+        if self.checkpoints is None:
+            return f"SIGTERM: training ends after step {self.step}. Nothing is saved, as fit was given no checkpoints"
+        return f"SIGTERM: training ends after step {self.step}, which is saved in {self.checkpoints.root}; a new start goes on there"

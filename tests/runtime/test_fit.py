@@ -1,0 +1,271 @@
+"""The training loop on one rank: resumes, saves, ends when it is told to, and what it does with numbers that are none."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore, PrefixStore
+
+import autopar
+from autopar import api
+from autopar.errors import NonFiniteError, OutOfMemoryError, RankFailedError, UsageError
+from autopar.lower.program import lower
+from autopar.plan.mesh import Mesh
+from autopar.plan.plan import FP16
+from autopar.runtime.fit import MAX_SKIPPED, StepDone
+from autopar.runtime.fresh_store import fresh
+from autopar.runtime.parallel_model import ParallelModel
+from autopar.runtime.weights.from_model import ModelWeights
+from autopar.runtime.world import World
+from tests.support.close import assert_close
+from tests.support.distributed.plans import make_plan
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.drop = nn.Linear(8, 16), nn.Linear(16, 8), nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.last(self.drop(self.first(x).relu())) - x).square().mean()
+
+
+def batches(count: int = 5) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [{"x": torch.randn(4, 8, generator=generator)} for _ in range(count)]
+
+
+@cache
+def traced() -> Any:
+    return api.trace(Net(), example_inputs=batches()[0])
+
+
+def build(**options: Any) -> ParallelModel:
+    plan = make_plan(traced(), Mesh(), global_batch_size=4, micro_batch_size=2, **options)
+    return ParallelModel(lower(plan, traced()), World(plan.mesh, "cpu"), ModelWeights(Net(), 0))
+
+
+def job(**options: Any) -> tuple[ParallelModel, torch.optim.Optimizer, Any]:
+    par = build(**options)
+    optimizer = torch.optim.AdamW(par.parameters(), lr=0.05)
+    return par, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+
+
+class Loader:
+    """Counts what it gives, as loaders with a state do."""
+
+    def __init__(self, data: list[dict[str, Tensor]]) -> None:
+        self.data, self.next, self.epochs = data, 0, list[int]()
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        while self.next < len(self.data):
+            self.next += 1
+            yield self.data[self.next - 1]
+        self.next = 0
+
+    def set_epoch(self, number: int) -> None:
+        self.epochs.append(number)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.next = state["next"]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("make", [list, Loader])
+def test_a_run_in_parts_is_as_one(tmp_path: Path, make: Any, asynchronous: bool) -> None:
+    wanted = list[StepDone]()
+    par, optimizer, scheduler = job()
+    assert autopar.fit(par, optimizer, make(batches()), steps=9, scheduler=scheduler, on_step=wanted.append) == 9
+    found, parts = list[StepDone](), list[ParallelModel]()
+    for steps in (2, 7, 7, 9):
+        one, own, rates = job()
+        checkpoints = autopar.Checkpoints(tmp_path, keep=2, asynchronous=asynchronous)
+        more = {"steps": steps, "scheduler": rates, "save_every": 3, "checkpoints": checkpoints}
+        assert autopar.fit(one, own, make(batches()), on_step=found.append, **more) == steps
+        parts.append(one)
+    assert found == wanted
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["step-00000007", "step-00000009"]
+    for name, value in par.full_state_dict().items():
+        assert torch.equal(value, parts[-1].full_state_dict()[name]), name
+
+
+def test_several_batches_make_one_step_of_their_mean() -> None:
+    par, optimizer, _ = job()
+    done = list[StepDone]()
+    autopar.fit(par, optimizer, batches(3), steps=2, accumulate=3, max_norm=0.1, on_step=done.append)
+    other, own, _ = job()
+    norms = []
+    for _ in range(2):
+        for batch in batches(3):
+            other.train_step(batch)
+        for parameter in other.parameters():
+            assert parameter.grad is not None
+            parameter.grad /= 3
+        norms.append(other.clip_grad_norm_(0.1).item())
+        own.step()
+        own.zero_grad()
+    assert [one.grad_norm for one in done] == pytest.approx(norms)
+    assert_close(par.full_state_dict(), other.full_state_dict())
+
+
+def test_a_loader_is_told_of_its_epochs() -> None:
+    par, optimizer, _ = job()
+    loader = Loader(batches(2))
+    autopar.fit(par, optimizer, loader, steps=5)
+    assert loader.epochs == [0, 1, 2]
+
+
+def test_a_step_that_is_not_finite_stops_training_and_names_parameters(tmp_path: Path) -> None:
+    par, optimizer, _ = job()
+    data = batches(3)
+    data[2]["x"][0, 0] = math.inf
+    checkpoints = autopar.Checkpoints(tmp_path)
+    with pytest.raises(
+        NonFiniteError, match=r"at step 3: a loss of \S+, no finite gradient of first.bias.*Lower"
+    ) as caught:
+        autopar.fit(par, optimizer, data, steps=9, save_every=1, checkpoints=checkpoints)
+    assert "\n" not in str(caught.value)
+    assert all(value.isfinite().all() for value in par.full_state_dict().values())
+    assert checkpoints.latest() == tmp_path / "step-00000002"
+
+
+def test_steps_that_are_not_finite_are_skipped_but_not_forever() -> None:
+    par, optimizer, scheduler = job()
+    data = batches(4)
+    data[1]["x"][0, 0] = math.nan
+    done = list[StepDone]()
+    more = {"scheduler": scheduler, "max_norm": 1.0, "on_non_finite": "skip"}
+    autopar.fit(par, optimizer, data, steps=5, on_step=done.append, **more)
+    assert [one.is_skipped for one in done] == [False, True, False, False, False]
+    assert all(value.isfinite().all() for value in par.full_state_dict().values())
+    other, own, rates = job()
+    bad = [data[1]]
+    with pytest.raises(NonFiniteError, match=rf"in {MAX_SKIPPED + 1} steps in a row, at step {MAX_SKIPPED + 1}"):
+        autopar.fit(other, own, bad, steps=50, scheduler=rates, on_non_finite="skip")
+    autopar.fit(other, own, bad, steps=2, on_non_finite="ignore")
+    assert any(value.isnan().any() for value in other.full_state_dict().values())
+
+
+def test_a_scaler_skips_by_itself() -> None:
+    half = traced_in_half()
+    plan = make_plan(half, Mesh(), global_batch_size=4, micro_batch_size=2, precision=FP16)
+    par = ParallelModel(lower(plan, half), World(plan.mesh, "cpu"), ModelWeights(Net(), 0))
+    optimizer = torch.optim.AdamW(par.parameters(), lr=0.01)
+    data = batches(3)
+    data[1]["x"][0, 0] = math.inf
+    done = list[StepDone]()
+    autopar.fit(par, optimizer, data, steps=3, max_norm=1.0, on_step=done.append)
+    assert done[1].is_skipped and not done[2].is_skipped
+    assert all(value.isfinite().all() for value in par.full_state_dict().values())
+
+
+@cache
+def traced_in_half() -> Any:
+    return api.trace(Net(), example_inputs=batches()[0], precision="fp16")
+
+
+def test_sigterm_saves_and_ends_with_a_word(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    par, optimizer, _ = job()
+
+    def told(done: StepDone) -> None:
+        if done.step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as caught:
+        autopar.fit(par, optimizer, batches(), steps=10**6, checkpoints=autopar.Checkpoints(tmp_path), on_step=told)
+    assert caught.value.code == 0
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert "SIGTERM: training ends after step 1, which is saved in" in caplog.text
+    assert autopar.Checkpoints(tmp_path).latest() == tmp_path / "step-00000001"
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"steps": 0}, "steps is 0. Give steps of 1 or more"),
+        ({"steps": 1, "save_every": 0}, "save_every is 0"),
+        ({"steps": 1, "accumulate": -1}, "accumulate is -1"),
+        ({"steps": 1, "on_non_finite": "raise"}, "on_non_finite.*'raise'.*stop, skip or ignore"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(options: dict[str, Any], text: str) -> None:
+    par, optimizer, _ = job()
+    with pytest.raises(UsageError, match=text):
+        autopar.fit(par, optimizer, batches(), **options)
+
+
+def test_batches_that_are_none_or_gone_are_refused() -> None:
+    par, optimizer, _ = job()
+    with pytest.raises(UsageError, match="There is no batch to train on"):
+        autopar.fit(par, optimizer, [], steps=1)
+    with pytest.raises(
+        UsageError, match=r"There is no batch to train on\. Give batches that can be gone through more than once"
+    ):
+        autopar.fit(par, optimizer, iter(batches(2)), steps=3)
+
+
+def test_out_of_memory_says_what_was_planned_and_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = api.estimate(traced(), cluster="cpu:1x1", global_batch_size=4, pins=["micro_batch=2", "recompute=none"])
+    par = ParallelModel(lower(plan, traced()), World(plan.mesh, "cpu"), ModelWeights(Net(), 0))
+    optimizer = torch.optim.AdamW(par.parameters(), lr=0.05)
+    autopar.fit(par, optimizer, batches(), steps=1)
+
+    def fails(*_: object) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(par._runner, "run", fails)
+    with pytest.raises(
+        OutOfMemoryError, match=r"Rank 0 ran out of memory on cpu: parameters 1.09 KiB \(predicted "
+    ) as caught:
+        par.train_step(batches()[0])
+    text = str(caught.value)
+    assert "gradients 0 B (predicted" in text
+    assert "optimizer states 2.2 KiB (predicted" in text
+    assert text.endswith("Search a plan that needs less: pin recompute=full or micro_batch=1.")
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.optim.AdamW, "step", fails)
+    with pytest.raises(OutOfMemoryError, match="ran out of memory"):
+        autopar.fit(par, optimizer, batches(), steps=2)
+
+
+def test_starts_of_a_job_share_nothing_in_its_store() -> None:
+    """The names that the ranks of a killed start have left are there, and no rank of the next one takes them."""
+    store, places = HashStore(), list[str]()
+
+    def meet(rank: int, size: int, found: list[Any]) -> None:
+        found.append(fresh(PrefixStore("job", store), rank, size, timeout_s=20.0))
+
+    def begin(ranks: list[int], size: int) -> list[Any]:
+        found = list[Any]()
+        threads = [threading.Thread(target=meet, args=(rank, size, found)) for rank in ranks]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return found
+
+    for size in (3, 3, 2, 4):
+        found = begin(list(reversed(range(size))), size)
+        assert len(found) == size
+        found[0].set("place", str(len(places)))
+        places.append("")
+        assert {one.get("place").decode() for one in found} == {str(len(places) - 1)}
+    with pytest.raises(RankFailedError, match="Some rank did not come"):
+        fresh(PrefixStore("alone", store), 0, 2, timeout_s=0.1)
