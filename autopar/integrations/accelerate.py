@@ -225,7 +225,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             )
         return self._optimizers[0].optimizer if self._optimizers else None
 
-    def _beside(self) -> dict[str, list[Any]]:
+    def _beside(self) -> dict[str, Any]:
         """What has a state besides model and optimizer."""
         return {
             "scheduler": [one.scheduler for one in self._schedulers],

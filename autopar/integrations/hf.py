@@ -43,6 +43,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         UsageError: the model is not parallel, the batch is not that of the plan, or something is asked for that the plan has settled.
     """
 
+    accelerator: Any
+    _signature_columns: Any
+
     def __init__(
         self, model: ParallelModel, args: transformers.TrainingArguments, *others: Any, **options: Any
     ) -> None:

@@ -43,6 +43,8 @@ def test_what_would_not_train_it_says_what_does(pair: WorkerPool, graph: Graph) 
             "This Accelerator has no parallel model",
             "accelerate was asked for mixed precision (bf16), but the plan has the precision",
         ]
+        assert "Use autopar.integrations.accelerate.Accelerator in its place" in said[0]
+        assert "Use autopar.integrations.hf.Trainer in its place" in said[1]
 
 
 def test_a_loop_goes_on_in_an_epoch_under_another_plan(pair: WorkerPool, graph: Graph, tmp_path: Path) -> None:

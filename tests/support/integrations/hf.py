@@ -111,5 +111,35 @@ def parallel(plan: Plan, graph: Graph, folder: str, changes: dict[str, Any], opt
         return trained(Trainer, par, folder, changes, **options)
 
 
+def refused(plan: Plan, graph: Graph, folder: str) -> list[str]:
+    """What is said where the Trainer is asked for what the plan has settled, or for what it cannot do."""
+    from autopar.errors import UsageError
+    from autopar.integrations.hf import Trainer
+
+    model, said = SUBJECT.build(), []
+    asked: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
+        (model, {}, {}),
+        (None, {"per_device_train_batch_size": 4}, {}),
+        (None, {}, {"compute_loss_func": lambda *_: 0}),
+        (None, {"bf16": True}, {}),
+        (None, {"auto_find_batch_size": True}, {}),
+    ]
+    with as_under_torchrun():
+        par = parallel_model(model, plan, graph)
+        for given, changes, options in asked:
+            AcceleratorState._reset_state(reset_partial_state=True)
+            try:
+                args = arguments(folder, **changes)
+                Trainer(given or par, args, train_dataset=Texts(), eval_dataset=Texts(), **options)
+            except UsageError as error:
+                said.append(str(error))
+        trainer = Trainer(par, arguments(folder), train_dataset=Texts(), eval_dataset=Texts())
+        try:
+            trainer.train(resume_from_checkpoint=True)
+        except UsageError as error:
+            said.append(str(error))
+    return said
+
+
 def all_files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
