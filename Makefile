@@ -44,9 +44,9 @@ gpu gpus:
 		if ls wheels/*.whl >/dev/null 2>&1; then \
 			$(PYTHON) -m pip install --quiet --no-index --no-deps --upgrade --target out/site wheels/*.whl; \
 		fi; \
-		PYTHONPATH=.:out/site $(PYTHON) -m autopar.benchmark.$@ --out out/$@ $(GPU); \
+		PYTHONPATH=.:out/site $(PYTHON) -m tools.$@ --out out/$@ $(GPU); \
 	else \
-		$(MAKE) --no-print-directory setup && $(BIN)/python -m autopar.benchmark.$@ --out out/$@ $(GPU); \
+		$(MAKE) --no-print-directory setup && $(BIN)/python -m tools.$@ --out out/$@ $(GPU); \
 	fi
 
 clean:

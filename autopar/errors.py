@@ -204,3 +204,12 @@ def _sentence(text: str) -> str:
 
 def _made(kind: type[AutoparError], problem: str, where: str, expected: str, got: str, fix: str) -> AutoparError:
     return kind(problem, where=where, expected=expected, got=got or None, fix=fix)
+
+
+# --- Texts of errors: the first line of another error.
+
+
+def first_line(error: BaseException) -> str:
+    """What an exception says, in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__)[:200]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from autopar.errors import UsageError
 from autopar.hardware.cluster import Cluster
@@ -62,14 +62,16 @@ class Request:
     cache_dir: Path | None = None
 
     def __post_init__(self) -> None:
-        """A pin or a name alone is one of them, and not one for each of its letters.
+        """One text is one pin or name, or several with commas between them, as in the shell; never one for each letter.
 
-        >>> Request(pins="tp=2").pins, Request(pins=["tp=2", "pp=1"]).pins
-        (('tp=2',), ('tp=2', 'pp=1'))
+        >>> Request(pins="tp=2, pp=1").pins, Request(pins=["tp=2", "pp=1"]).pins
+        (('tp=2', 'pp=1'), ('tp=2', 'pp=1'))
+
+        Raises:
+            UsageError: they are no texts.
         """
-        for name in ("pins", "opaque"):
-            given = getattr(self, name)
-            object.__setattr__(self, name, (given,) if isinstance(given, str) else tuple(given))
+        for name, example in (("pins", "tp<=4"), ("opaque", "layers.0.mlp")):
+            object.__setattr__(self, name, _texts(name, getattr(self, name), example))
 
     @property
     def recipe(self) -> Precision:
@@ -81,3 +83,21 @@ class Request:
         if self.precision not in PRECISIONS:
             raise UsageError.unknown("precision", self.precision, PRECISIONS)
         return PRECISIONS[self.precision]
+
+
+def _texts(name: str, given: object, example: str) -> tuple[str, ...]:
+    """Several texts, or those of one that has commas.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    if isinstance(given, str):
+        return tuple(part.strip() for part in given.split(",") if part.strip())
+    found = tuple(given) if isinstance(given, Iterable) and not isinstance(given, Mapping) else (given,)
+    wrong = [one for one in found if not isinstance(one, str)]
+    if wrong:
+        raise UsageError(
+            f"{name} takes texts, but got {wrong[0]!r}",
+            fix=f"Write {name}=['{example}', ...] or {name}='{example},...'",
+        )
+    return cast("tuple[str, ...]", found)

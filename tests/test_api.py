@@ -96,6 +96,22 @@ def test_a_request_says_what_is_missing_or_unknown(changes: dict[str, Any], mess
         task_of(mlp(), request)
 
 
+@pytest.mark.parametrize("wrong", [{"tp": 2}, 2, [("tp", 2)], None], ids=repr)
+@pytest.mark.parametrize("keyword", ["pins", "opaque"])
+def test_pins_that_are_no_texts_are_refused(keyword: str, wrong: Any) -> None:
+    with pytest.raises(UsageError, match=rf"^{keyword} takes texts, but got .*\. Write {keyword}=\["):
+        autopar.estimate(mlp(), cluster="cpu:1x2", global_batch_size=4, **{keyword: wrong})
+
+
+def test_one_text_of_pins_means_what_it_means_in_the_shell() -> None:
+    one, several = (
+        autopar.estimate(mlp(), cluster="cpu:1x2", global_batch_size=4, pins=pins)
+        for pins in ("tp=2, recompute=none", ["tp=2", "recompute=none"])
+    )
+    assert one.mesh.tp == 2
+    assert one.pins == several.pins == ("tp=2", "recompute=none")
+
+
 def test_a_graph_stands_for_the_model_that_it_was_traced_of() -> None:
     net = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8))
     traced: dict[str, Any] = {"example_inputs": [torch.randn(4, 8)], "loss_fn": lambda y, batch: y.square().mean()}

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from autopar.errors import InfeasibleError
 from autopar.plan.file import plan_to_dict
 from autopar.plan.plan import Plan
-from autopar.plan.words import micro_batch_text
+from autopar.plan.text import micro_batch_text
 from autopar.planner.planner import Planner, Task
 from autopar.planner.task import Limits
 

@@ -4,40 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-import typer
+from typing import TYPE_CHECKING, Any, Literal
 
 from autopar.cli.console import kept_dir, print_json, print_text, progress, warn
-from autopar.cli.options import parse_cluster
+from autopar.cli.options import Asked, parse_cluster
 
 if TYPE_CHECKING:
     from autopar.plan.plan import Plan
 
 
-Output = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the plan here.")]
-
-
-def make_plan(
-    verb: Literal["search", "estimate"],
-    model: str,
-    *,
-    cluster: str,
-    global_batch_size: int,
-    sequence: int | None,
-    precision: str,
-    optimizer: str,
-    pins: list[str],
-    opaque: list[str],
-    space: str = "default",
-    options: dict[str, Any] | None = None,
-) -> Plan:
+def make_plan(verb: Literal["search", "estimate"], asked: Asked, **options: Any) -> Plan:
     """Resolve the model and the cluster, then call ``autopar.api``'s ``verb``.
+
+    Args:
+        options: of this verb alone, as ``autopar.api`` names them.
 
     Raises:
         AutoparError: of any of these parts.
     """
-    found = parse_cluster(cluster)
+    found, pins, opaque = parse_cluster(asked.cluster), asked.pins, asked.opaque or []
     with progress("reading the model") as advance:
         from autopar import api
         from autopar.models.graph_cache import traced
@@ -45,11 +30,11 @@ def make_plan(
         from autopar.planner.space.pins import Pins
 
         graph = traced(
-            model,
-            sequence=sequence,
-            precision=precision,
+            asked.model,
+            sequence=asked.seq,
+            precision=asked.precision,
             opaque=tuple(dict.fromkeys((*opaque, *Pins.parse(pins).opaque))),
-            global_batch_size=global_batch_size,
+            global_batch_size=asked.global_batch,
             samples_apart=samples_apart,
             cache_dir=kept_dir(),
             advance=advance,
@@ -58,15 +43,15 @@ def make_plan(
         return call(
             graph,
             cluster=found,
-            global_batch_size=global_batch_size,
-            precision=precision,
-            optimizer=optimizer,
+            global_batch_size=asked.global_batch,
+            precision=asked.precision,
+            optimizer=asked.optimizer,
             pins=pins,
             opaque=opaque,
-            space=space,
+            space=asked.space,
             progress=advance,
             cache_dir=kept_dir(),
-            **(options or {}),
+            **options,
         )
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, dataclass, fields
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
@@ -67,6 +70,69 @@ MaxStepTime = Annotated[
     float | None, typer.Option("--max-step-time", min=0, metavar="S", help="Slower plans do not count.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+Output = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the plan here.")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What every command that makes plans is asked for: its fields are the options, as they stand in the shell."""
+
+    model: Model
+    cluster: ClusterOption
+    global_batch: GlobalBatch
+    seq: Sequence_ = None
+    precision: PrecisionOption = "fp32"
+    optimizer: Optimizer = "adamw"
+    pin: Pin = None
+    opaque: Opaque = None
+    space: Space = "default"
+    max_step_time: MaxStepTime = None
+    output: Output = None
+    as_json: Json = False
+
+    @property
+    def pins(self) -> list[str]:
+        """One by one."""
+        return split_pins(self.pin or ())
+
+
+Verb = Callable[..., None]
+
+
+def asks(*, without: Sequence[str] = (), **otherwise: Any) -> Callable[[Verb], Verb]:
+    """Gives a command the options of :class:`Asked`, which it gets as its first argument; its own follow in the help.
+
+    Args:
+        without: options that the command does not have.
+        otherwise: those that mean something else to it, by name.
+    """
+    keyword = inspect.Parameter.KEYWORD_ONLY
+
+    def with_options(verb: Verb) -> Verb:
+        hints = get_type_hints(Asked, include_extras=True) | otherwise
+        shared = {
+            option.name: inspect.Parameter(
+                option.name,
+                keyword,
+                annotation=hints[option.name],
+                default=inspect.Parameter.empty if option.default is MISSING else option.default,
+            )
+            for option in fields(Asked)
+            if option.name not in without
+        }
+        _, *own = inspect.signature(verb, eval_str=True).parameters.values()
+
+        @wraps(verb)
+        def command(**given: Any) -> None:
+            asked = Asked(**{name: given.pop(name) for name in shared})
+            verb(asked, **given)
+
+        parameters = [*shared.values(), *(one.replace(kind=keyword) for one in own)]
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {one.name: one.annotation for one in parameters}
+        return command
+
+    return with_options
 
 
 def parse_cluster(text: str) -> Cluster:

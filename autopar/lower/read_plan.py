@@ -7,6 +7,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 from autopar.errors import PlanError
+from autopar.graph.compact import signature
 from autopar.graph.graph import Graph, Op, digest
 from autopar.graph.vocabulary_padding import pad
 from autopar.plan.mesh import Mesh
@@ -15,7 +16,6 @@ from autopar.plan.tensor_types import Type
 from autopar.rules import registry as rules
 from autopar.rules.apply import experts_over_data as spread
 from autopar.rules.apply.apply import BATCH, crosses_samples, shard
-from autopar.rules.apply.signature import signature
 from autopar.rules.check.missing import complete
 from autopar.rules.strategy import Strategy, Typing
 

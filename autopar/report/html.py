@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from autopar.plan.file import dumps, plan_to_dict
 from autopar.plan.plan import recompute_text
-from autopar.plan.text import layout_groups
-from autopar.plan.words import (
+from autopar.plan.text import (
     batch_text,
     devices_text,
     fits,
     groups_text,
+    layout_groups,
     memory_parts,
     memory_text,
     schedule_text,

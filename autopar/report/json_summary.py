@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from autopar.plan.words import fits
+from autopar.plan.text import fits
 
 if TYPE_CHECKING:
     from autopar.plan.plan import Plan

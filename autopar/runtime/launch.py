@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import Store
 
-from autopar.errors import AutoparError, RankFailedError
+from autopar.errors import AutoparError, RankFailedError, first_line
 from autopar.graph.graph import Graph
 from autopar.lower.check_gradients import check_program
 from autopar.lower.program import lower
@@ -25,7 +25,6 @@ from autopar.runtime.parallel_model import ParallelModel
 from autopar.runtime.weights.from_files import FileWeights
 from autopar.runtime.weights.from_model import ModelWeights, Weights
 from autopar.runtime.world import World
-from autopar.util.text import first_line
 
 Make = Callable[[], tuple[Plan, Graph]]
 """Gives the plan and the traced model that it is for."""

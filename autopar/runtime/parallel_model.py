@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from functools import partial as bound
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-import spmd_types
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -16,9 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from autopar.errors import AutoparError, UsageError
-from autopar.lower.program import SHARE, Program
-from autopar.plan.mesh import DATA_AXES
-from autopar.plan.run_log import DATA, PIPELINE
+from autopar.lower.program import Program
 from autopar.runtime.assemble import Assembly, assemble
 from autopar.runtime.checkpoint.export import Export, ModelFacts
 from autopar.runtime.checkpoint.of_model import Beside, Checkpointed
@@ -35,19 +31,20 @@ from autopar.runtime.module import PlannedModule
 from autopar.runtime.monitor import Monitor
 from autopar.runtime.optimizer.local_step import LocalSteps
 from autopar.runtime.outputs.model_outputs import ModelOutputs
+from autopar.runtime.step.batches import Batches
 from autopar.runtime.step.changed_buffers import State
 from autopar.runtime.step.fsdp import forget_gathered
+from autopar.runtime.step.global_loss import GlobalLoss
 from autopar.runtime.step.gradients import Norm, clip
-from autopar.runtime.step.local_batch import local_batch, num_samples
 from autopar.runtime.step.loss_scale import SCALER_NUMBERS, LossScale, ParallelScaler, StepLoss
-from autopar.runtime.step.partial_batch import BatchSizes, PartialBatch, check_partial
+from autopar.runtime.step.partial_batch import PartialBatch
 from autopar.runtime.step.runner import Accumulation, Batch, Pipeline, Runner, micro_batches
 from autopar.runtime.step.step_gradients import StepGradients
 from autopar.runtime.weights.from_model import Weights
-from autopar.runtime.weights.module_state import EXTRA_STATE, Names, names_of, put, shortened
+from autopar.runtime.weights.module_state import EXTRA_STATE, ModuleState, names_of
 from autopar.runtime.weights.untrained import Untrained
 from autopar.runtime.world import World
-from autopar.tracing.batch import named_inputs, positional, with_names
+from autopar.tracing.batch import positional, with_names
 
 if TYPE_CHECKING:
     from autopar.runtime.data import PlannedLoader
@@ -93,20 +90,18 @@ class ParallelModel(PlannedModule):
         self.samples = self.plan.samples_of(self.data_rank)
         self._shared = SharedSamples(world, program.graph.inputs)
         self._is_timed = True
-        self._data_group = world.axis_group(DATA_AXES)
-        self._loss_group = world.axis_group(("pp", *DATA_AXES))
         held = self._assembly.held
         self._memory = Parameters(held)
         self._gradients = StepGradients(self._assembly, self.plan, self.monitor)
-        self._number = torch.float64 if self.plan.precision.compute == "float64" else torch.float32
-        self._norm = Norm(held, world.sums_group(), world.device, self._number)
+        self._loss = GlobalLoss(self.plan, world, self.monitor)
+        self._norm = Norm(held, world.sums_group(), world.device, self._loss.dtype)
         self._replicas = Replicas(held, world, self._norm.group)
         recovers, launched = not self._assembly.is_fsdp, launched_on(world.device)
         self._alarm = Alarm(world.rank, self.plan.mesh.world_size, recovers=recovers, launched=launched)
         weakref.finalize(self, self._alarm.close)
-        # no reference back to self: a model that is left goes at once, and its hooks with it
-        self._sizes = BatchSizes(self.plan, self.data_rank, bound(_are_equal, self._shared, self._alarm))
         self._calls = Calls(world, self._alarm, world.meeting_group(), self._gradients)
+        # this and what else is kept has no reference back to self: a model that is left goes at once, and its hooks with it
+        self._batches = Batches(program, world, self._shared, self._alarm, self._calls)
         self._scale = scale = LossScale(self.plan.precision, held, self._calls, self._norm.group, world.device)
         stages = self._assembly.stages
         self._state = State(program, world, weights, stages)
@@ -128,8 +123,7 @@ class ParallelModel(PlannedModule):
         self._memory_report = self._calls.memory = MemoryReport(self.plan, world, held, self._local_steps)
         self._given = Given(weights.model)
         weakref.finalize(self, self._given.remove)
-        self._names = Names(program.graph.parameters, names_of(weights.model))
-        self._is_lengthened = any(parameter.padding is not None for parameter in program.graph.parameters)
+        self._module_state = ModuleState(program.graph.parameters, names_of(weights.model), held)
         self._names_of_inputs = positional(weights.model)
         self._outputs = ModelOutputs(program, world, weights, stages, held)
         self._show(held)
@@ -197,15 +191,15 @@ class ParallelModel(PlannedModule):
         self._scale.check()
         self._local_steps.restore()
         partial = self._begin_step(batch, "train_step")
-        local = self._local(batch, partial)
+        local = self._batches.local(batch, partial)
         self._begin_forward(local, partial)
-        self._gradients.begin(self._count(partial))
-        loss = self._runner.run(local, self._count(partial))
+        self._gradients.begin(self._batches.count(partial))
+        loss = self._runner.run(local, self._batches.count(partial))
         self._gradients.finish()
         self._scale.done()
         self._commit()
         self.step_count += 1
-        total = self._reported(loss)
+        total = self._loss.of(loss)
         self._end_step()
         return total
 
@@ -225,7 +219,7 @@ class ParallelModel(PlannedModule):
             return self._evaluate(batch)
 
     def _evaluate(self, batch: Batch) -> Tensor:
-        return self._reported(self._quiet_forward(batch, "evaluate")[0])
+        return self._loss.of(self._quiet_forward(batch, "evaluate")[0])
 
     def _quiet_forward(self, batch: Batch, purpose: str) -> tuple[Tensor | None, PartialBatch | None]:
         """This rank's part of the loss, without gradients and dropout."""
@@ -234,13 +228,13 @@ class ParallelModel(PlannedModule):
         self._local_steps.restore()
         stages = self._assembly.stages
         with torch.no_grad():
-            partial = self._partial(batch, purpose)
-            local = self._local(batch, partial)
+            partial = self._batches.partial(batch, purpose)
+            local = self._batches.local(batch, partial)
         try:
             for stage in stages:
                 stage.eval()
             self._begin_forward(local, partial)
-            return self._runner.evaluate(local, self._count(partial)), partial
+            return self._runner.evaluate(local, self._batches.count(partial)), partial
         finally:
             for stage in stages:
                 stage.train()
@@ -270,10 +264,10 @@ class ParallelModel(PlannedModule):
     def _predict(self, batch: Batch, *, gather: bool) -> Any:
         full, missing = self._outputs.filled(batch)
         if self._outputs.is_loss_alone:
-            return self._reported(self._quiet_forward(full, "predict")[0])
+            return self._loss.of(self._quiet_forward(full, "predict")[0])
         with self._outputs.taking():
             loss, partial = self._quiet_forward(full, "predict")
-            total = self._reported(loss)
+            total = self._loss.of(loss)
             given = None if missing else total
             return self._outputs.made(batch, partial, loss=given, missing=missing, gather=gather)
 
@@ -316,9 +310,9 @@ class ParallelModel(PlannedModule):
             self._scale.check()
             partial = self._begin_step(batch, "call")
         else:
-            partial = self._partial(batch, "call")
-        local = self._local(batch, partial)
-        count = self._count(partial)
+            partial = self._batches.partial(batch, "call")
+        local = self._batches.local(batch, partial)
+        count = self._batches.count(partial)
         self._begin_forward(local, partial)
         parts = micro_batches(local, self._program.graph.inputs, count)
         losses = [self._single.forward(part, number) for number, part in enumerate(parts)]
@@ -326,7 +320,7 @@ class ParallelModel(PlannedModule):
         self._commit()
         if loss.requires_grad:
             self.step_count += 1
-        return cast("Tensor", _GlobalLoss.apply(loss, self)), partial  # type: ignore[no-untyped-call]
+        return self._loss.called(loss, self._begin_called, self._finish_called), partial
 
     def grad_scaler(self, **options: Any) -> ParallelScaler:
         """The ``torch.amp.GradScaler`` of this model, made once: for a plan in fp16, and switched off for others.
@@ -508,14 +502,10 @@ class ParallelModel(PlannedModule):
 
         All ranks call it where the plan has lengthened a vocabulary, which is in it as the model has it.
         """
-        with self._calls.at_once("state_dict", meets=self._is_lengthened):
+        with self._calls.at_once("state_dict", meets=self._module_state.is_lengthened):
             self._memory.check_memory()
             super()._save_to_state_dict(destination, prefix, keep_vars)
-            for name in self._parameters.keys() - {held.key for held in self._assembly.held}:
-                destination.pop(prefix + name, None)  # further copies, and what stands for none
-            for held in self._assembly.held:
-                if held.padding is not None:
-                    destination[prefix + held.key] = shortened(held.parameter.detach(), held.padding)
+            self._module_state.complete(destination, prefix, self._parameters.keys())
 
     def _load_from_state_dict(
         self,
@@ -532,20 +522,12 @@ class ParallelModel(PlannedModule):
             error_msgs.append("load_state_dict(assign=True) would replace the memory that steps read: leave assign out")
             return
         self._memory.check_memory()
-        targets = [
-            (h.key, h.parameter.detach(), h.padding, self._names.find(h, state_dict, prefix))
-            for h in self._assembly.held
-        ]
-        buffers = self._state.named()
-        targets += [(name, value, None, state_dict.get(prefix + name)) for name, value in buffers.items()]
-        for name, target, padding, value in targets:
-            if value is None:
-                missing_keys.append(prefix + name)
-            elif problem := put(target, padding, value):
-                error_msgs.append(f"{prefix}{name}: {problem}")
+        missing, problems = self._module_state.put(state_dict, prefix, self._state.named())
+        missing_keys += missing
+        error_msgs += problems
         self._untrained.take(state_dict, prefix)
         if strict:
-            unexpected_keys += self._names.unexpected(state_dict, prefix)
+            unexpected_keys += self._module_state.unexpected(state_dict, prefix)
         if prefix + EXTRA_STATE in state_dict:
             self.set_extra_state(state_dict[prefix + EXTRA_STATE])
 
@@ -568,17 +550,13 @@ class ParallelModel(PlannedModule):
         self._state.commit()
         self._show_buffers(self._state.named())
 
-    def _count(self, partial: PartialBatch | None) -> int:
-        """Micro-batches of a step."""
-        return self.plan.num_micro_batches if partial is None else len(partial.micro_batches)
-
     def _begin_forward(self, local: Batch, partial: PartialBatch | None) -> None:
         """Totals of the global batch and random streams, before the first micro-batch."""
         self._memory.check()
         self._given.check(self.step_count)
         self._alarm.runs()
         self._replicas.check(self.step_count)
-        totals = self._totals(local, partial)
+        totals = self._batches.totals(local, partial, self._state.values)
         base = (self.seed * 1_000_003 + self.step_count) * (self.plan.num_micro_batches + 1)
         for stage in self._assembly.stages:
             forget_gathered(stage)
@@ -600,39 +578,9 @@ class ParallelModel(PlannedModule):
         self._alarm.end()
         self._end_step()
 
-    def _totals(self, local: Batch, partial: PartialBatch | None) -> dict[str, Tensor]:
-        sums = self._program.sums
-        if sums is None:
-            return {}
-        totals: list[Tensor] = []
-        with torch.no_grad(), spmd_types.set_current_mesh(self._world.device_mesh):
-            for number, part in enumerate(micro_batches(local, self._program.graph.inputs, self._count(partial))):
-                given = self._state.values | part | {SHARE: 1.0 if partial is None else partial.share}
-                made = sums.module(*[given[name] for name in sums.inputs])
-                if partial is not None:
-                    made = [partial.weighed(value, number) for value in made]
-                totals = list(made) if not totals else [a + b for a, b in zip(totals, made, strict=True)]
-        for i, total in enumerate(totals):
-            if self._data_group is not None:
-                totals[i] = total.contiguous().clone()
-                dist.all_reduce(totals[i], group=self._data_group)
-        return dict(zip(sums.outputs, totals, strict=True))
-
-    def _reported(self, loss: Tensor | None) -> Tensor:
-        """The loss of the global batch from this rank's part, if it has one."""
-        none = torch.zeros((), device=self._world.device, dtype=self._number)
-        return self._global_loss(none if loss is None else loss.to(self._number))
-
-    def _global_loss(self, loss: Tensor) -> Tensor:
-        if self._loss_group is not None:
-            # the ranks of a pipeline end at different times, and wait for the last one here
-            with self.monitor.part(PIPELINE if self.plan.mesh.pp > 1 else DATA):
-                dist.all_reduce(loss, group=self._loss_group)
-        return loss
-
     def _begin_step(self, batch: Batch, purpose: str) -> PartialBatch | None:
         """Of a step with gradients; the time of one of fewer samples than the plan's says nothing of the plan."""
-        partial = self._partial(batch, purpose)
+        partial = self._batches.partial(batch, purpose)
         self._is_timed = partial is None
         if self._is_timed:
             self.monitor.begin_step()
@@ -641,42 +589,3 @@ class ParallelModel(PlannedModule):
     def _end_step(self) -> None:
         if self._is_timed:
             self.monitor.end_step()
-
-    def _partial(self, batch: Batch, purpose: str) -> PartialBatch | None:
-        """How this rank computes a batch that is smaller than the plan's; all ranks meet for one that is."""
-        size = num_samples(batch, self._program.graph.inputs)
-        partial = self._sizes.partial(batch, size, purpose)
-        if partial is not None and size is not None:
-            check_partial(self._program, size)
-            self._calls.meet(f"{purpose} of {size} samples")
-        return partial
-
-    def _local(self, batch: Batch, partial: PartialBatch | None) -> dict[str, Tensor]:
-        """This rank's samples of a batch, on its device."""
-        inputs = self._program.graph.inputs
-        local = local_batch(batch, inputs, self.plan, self.data_rank, self._world.device, partial)
-        if partial is not None:
-            return local
-        self._shared.check(named_inputs(batch), local, self.samples, self._alarm)
-        return local
-
-
-def _are_equal(shared: SharedSamples, alarm: Alarm, batch: Batch) -> bool:
-    return shared.are_equal(named_inputs(batch), alarm)
-
-
-class _GlobalLoss(torch.autograd.Function):
-    """Forward: the sum of the ranks' parts. Backward: passes on, and has the gradient sums done at its end."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, owner: ParallelModel) -> Tensor:
-        ctx.owner = owner
-        return owner._global_loss(loss.detach().clone())
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        ctx.owner._begin_called()
-        engine = torch.autograd.Variable._execution_engine
-        # Twice, so that it comes after the callback that FSDP queues in the course of this backward.
-        engine.queue_callback(lambda: engine.queue_callback(ctx.owner._finish_called))
-        return gradients[0], None

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from autopar.errors import TraceError
+from autopar.errors import TraceError, first_line
 from autopar.graph.graph import Argument, Ref, TensorSpec
 from autopar.graph.random import draws_random
 from autopar.tracing.builder import Builder, Call, Value
@@ -25,7 +25,6 @@ from autopar.tracing.forms.products import PRODUCTS
 from autopar.tracing.forms.random import random_call
 from autopar.tracing.forms.recurrent import LAYERS
 from autopar.tracing.opaque.regions import opaque_of
-from autopar.util.text import first_line
 
 _ALL_HANDLERS = (
     HANDLERS | LAYERS | INDEXING | PRODUCTS | LOSSES | SUMS | SHIFTS | {"autopar.experts.default": experts_of}

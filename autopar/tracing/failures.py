@@ -11,8 +11,7 @@ from pathlib import Path
 
 import torch
 
-from autopar.errors import TraceError
-from autopar.util.text import first_line
+from autopar.errors import TraceError, first_line
 
 FAILURES = (
     ArithmeticError,

@@ -30,8 +30,7 @@ from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
 from autopar.tracing.trace import trace
 from autopar.validate.foreign import ForeignRuntime
-from autopar.validate.kernels.filled import filled
-from autopar.validate.kernels.fusion import EAGER, ForeignKernels
+from autopar.validate.foreign_kernels import EAGER, PRACTICES, ForeignKernels, filled
 from autopar.validate.practice import as_megatron, attention_core, cheap, regathered, second_products
 from autopar.validate.runs import Run
 from autopar.validate.sites import PLAIN, Site
@@ -40,6 +39,12 @@ TRACED_LAYERS = 4
 """The fewest of which one has equal layers before and behind it, and another like it."""
 PADDED_VOCABULARY = 128
 """Megatron pads the vocabulary to a multiple of 128 * tp (``--make-vocab-size-divisible-by``)."""
+
+STRUCTURAL = frozenset((
+    "whole_vocabulary", "regathers", "recomputes_products", "recomputes_attention", "deterministic",
+    "sequence_parallel",
+))  # fmt: skip
+"""The practices that decide which operators a block has, besides those of :func:`sizes_of` and :func:`kernels_of`."""
 
 PRECISIONS = {
     "fp32": Precision(),
@@ -90,11 +95,7 @@ class Expressed:
             sizes_of(run, site),
             layout,
             kernels_of(site, run),
-            site.whole_vocabulary,
-            site.regathers,
-            site.recomputes_products,
-            site.recomputes_attention,
-            site.deterministic,
+            site.practices & STRUCTURAL,
         )
         if key not in self._structures:
             self._structures[key] = tuple(self._solved(run))
@@ -111,7 +112,7 @@ class Expressed:
         return [_structure(layouts, split, option, run, kind, site) for option in found.values()]
 
     def _layouts_of(self, run: Run) -> Layouts:
-        sizes, whole_vocabulary = sizes_of(run, self.site_of(run)), self.site_of(run).whole_vocabulary
+        sizes, whole_vocabulary = sizes_of(run, self.site_of(run)), "whole_vocabulary" in self.site_of(run).practices
         split_rows = _splits_rows(run, self.site_of(run))
         key = (sizes, run.device, None if run.tp == 1 else (split_rows, whole_vocabulary))
         if key not in self._layouts:
@@ -149,21 +150,21 @@ def sizes_of(run: Run, site: Site = PLAIN) -> Sizes:
         sequence=run.seq,
         attention=run.attention,
         dtype=PRECISIONS[run.precision].compute,
-        autocast=site.autocast,
-        dropout=site.dropout,
-        plain_scores=site.plain_scores,
-        operator_chains=site.operator_chains,
+        autocast="autocast" in site.practices,
+        dropout="dropout" in site.practices,
+        plain_scores="plain_scores" in site.practices,
+        operator_chains="operator_chains" in site.practices,
     )
 
 
 def precision_of(run: Run, site: Site = PLAIN) -> Precision:
     """The dtypes of a run."""
     found = PRECISIONS[run.precision]
-    return replace(found, storage=found.compute) if site.plain_storage else found
+    return replace(found, storage=found.compute) if "plain_storage" in site.practices else found
 
 
 def _splits_rows(run: Run, site: Site) -> bool | None:
-    return True if run.sequence_parallel is None and site.sequence_parallel else run.sequence_parallel
+    return True if run.sequence_parallel is None and "sequence_parallel" in site.practices else run.sequence_parallel
 
 
 def _recomputes(run: Run) -> str:
@@ -174,11 +175,11 @@ def _structure(
     layouts: Layouts, split: LayoutKey, option: PricedLayout, run: Run, kind: KernelKind, site: Site
 ) -> Structure:
     graph = layouts.local_graph(option)
-    again: list[Callable[[Op], bool]] = [regathered] if site.regathers else []
+    again: list[Callable[[Op], bool]] = [regathered] if "regathers" in site.practices else []
     if _recomputes(run) == "selective":
-        by_operator = run.attention == "flash" and not site.recomputes_attention
+        by_operator = run.attention == "flash" and "recomputes_attention" not in site.practices
         again.append(cheap if by_operator else attention_core)
-        if site.recomputes_products:
+        if "recomputes_products" in site.practices:
             seconds = second_products(graph)
             again.append(lambda op: op.name in seconds)
     kernels = kernels_of(site, run)
@@ -188,7 +189,7 @@ def _structure(
         )
         for b in graph.blocks
     )
-    if site.deterministic:
+    if "deterministic" in site.practices:
         works = tuple(filled(done, graph) for done in works)
     members = tuple(len(m) for m in layouts.compact.members)
     flops = tuple(flops_of_block(layouts.compact, i, kind) for i in range(len(members)))
@@ -197,18 +198,12 @@ def _structure(
 
 def kernels_of(site: Site, run: Run) -> ForeignKernels:
     """The kernels of a site's software; BLOOM's scores add to positions."""
-    keeps_scores = site.megatron_kernels and run.attention == "scores"
-    return ForeignKernels(
-        elementwise=site.fused_elementwise,
-        loss=site.fused_loss,
-        half_loss=site.half_loss,
-        projections=site.fused_projections,
-        ring=site.fused_ring,
-        dropout=site.dropout,
-        megatron=keeps_scores,
-        biased_scores=keeps_scores and run.family == "bloom",
-        copied_logits=site.copied_logits,
-    )
+    found = site.practices & PRACTICES
+    if run.attention != "scores":
+        found -= {"megatron_kernels"}
+    elif "megatron_kernels" in found and run.family == "bloom":
+        found |= {"biased_scores"}
+    return ForeignKernels(practices=found)
 
 
 def scaled(members: Sequence[int], layers: int) -> tuple[int, ...]:
@@ -287,7 +282,9 @@ def _laid_out(run: Run, structure: Structure, model: CostModel, site: Site) -> t
         layers: list[Recompute] = ["full" if full and 0 < i < len(costs) - 1 else "none" for i in range(start, stop)]
         stages.append(StageCost(blocks=tuple(costs[start:stop]), recompute=tuple(layers)))
     micro_batches = run.global_batch // (run.dp * run.micro_batch)
-    if site.shards_over_context:  # the blocks' own collectives are priced: what is left are the data axes
+    if (
+        "shards_over_context" in site.practices
+    ):  # the blocks' own collectives are priced: what is left are the data axes
         mesh = replace(mesh, dp_shard=mesh.dp_shard * mesh.cp, cp=1)
     step = Step(
         mesh=mesh,
@@ -297,26 +294,20 @@ def _laid_out(run: Run, structure: Structure, model: CostModel, site: Site) -> t
         global_batch_size=run.global_batch,
         flops_per_sample=structure.flops_per_sample,
         tokens_per_sample=run.seq,
-        adds_gradients=not site.adds_in_products,
+        adds_gradients="adds_in_products" not in site.practices,
     )
     return stages, step
 
 
 def runtime_of(run: Run, site: Site) -> ForeignRuntime:
-    """How the site's program carries out the steps of a run."""
-    return ForeignRuntime(
-        blocking_sends=site.blocking_sends,
-        partitioned_sends=site.partitioned_sends and run.sequence_parallel is False,
-        copied_sends=site.copied_sends and run.pp > 1,
-        overlapped_reductions=site.overlapped_reductions,
-        gathers_after_step=site.gathers_after_step,
-        casts_gradients=site.casts_gradients and run.precision == "bf16_fp32_grad_accum",
-        late_reductions=site.late_reductions,
-        reduces_last=site.reduces_last,
-        quantized_gathers=site.quantized_gathers and run.precision == "fp8",
-        all_reduces=site.all_reduces_sums,
-        broadcasts=site.broadcasts_parameters,
-    )
+    """How the site's program carries out the steps of a run: as its practices say, as far as they concern the run."""
+    concerned = {
+        "partitioned_sends": run.sequence_parallel is False,
+        "copied_sends": run.pp > 1,
+        "casts_gradients": run.precision == "bf16_fp32_grad_accum",
+        "quantized_gathers": run.precision == "fp8",
+    }
+    return ForeignRuntime(practices=frozenset(name for name in site.practices if concerned.get(name, True)))
 
 
 def exposed(message: Message, *, site: Site, mesh: Mesh, interference: float) -> float:
@@ -326,10 +317,10 @@ def exposed(message: Message, *, site: Site, mesh: Mesh, interference: float) ->
     ranks, which copy engines move: one part has no product beside it, and the others take nothing from the multiprocessors. Megatron
     sums a gradient over ``tp`` beside the product that makes the weight's.
     """
-    if site.overlapped_tensor_parallel:
+    if "overlapped_tensor_parallel" in site.practices:
         return 1.0 / mesh.size((message.axis,))
     sums_gradient = message.backward and message.kind in ("all_reduce", "reduce_scatter")
-    is_beside = site.overlapped_gradients and sums_gradient and message.axis == "tp"
+    is_beside = "overlapped_gradients" in site.practices and sums_gradient and message.axis == "tp"
     return interference if is_beside else 1.0
 
 

@@ -17,60 +17,28 @@ from autopar.plan.plan import Precision
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignRuntime(Runtime):
-    """A program by what it does otherwise; without any of it autopar's own.
+    """A program by its practices (``profiles/sites/practices.toml``); without any of them autopar's own."""
 
-    Attributes:
-        blocking_sends: messages between stages occupy both ranks, as when they stand in the stream of computation
-            (DeepSpeed's pipeline).
-        partitioned_sends: each rank of ``tp`` sends its part of a message that all of them hold, and the receivers gather
-            it (DeepSpeed's ``is_pipe_partitioned``, Megatron's scatter and gather).
-        copied_sends: such messages are DeepSpeed's ``PartitionedTensor``, which copies and fills besides (:func:`copies_s`).
-        late_reductions: gradients are summed over the data axes after the last backward, nothing beside them (Megatron until 2022).
-        reduces_last: at ZeRO 2 and 3 too whole gradients are kept from micro-batch to micro-batch, and reduced at the last one
-            alone (FSDP2's ``set_requires_gradient_sync(False)``).
-        quantized_gathers: parameters are gathered in the byte an element that fp8 products take (torchtitan's and Megatron's
-            float8 gathers).
-        overlapped_reductions: those after a pipeline's last backward run beside it and the next step's forwards (Megatron's
-            ``overlap_grad_reduce`` and ``overlap_param_gather``).
-        casts_gradients: a kernel of its own casts each gradient before it is added to a sum in a longer dtype (DeepSpeed's
-            BF16_Optimizer); torch's adds do so inside.
-        gathers_after_step: at ZeRO 1 and 2 all ranks gather parameters at once when they have been stepped (DeepSpeed,
-            Megatron), so that no stage's first forward waits for those of the stages before.
-        all_reduces: gradients are summed whole on every data rank although each steps a part (DeepSpeed's BF16_Optimizer).
-        broadcasts: at ZeRO 1 each parameter is stepped whole by one rank of dp_shard, which sends it to the others, one after
-            the other and in place (InternEvo and ColossalAI).
-    """
-
-    blocking_sends: bool = False
-    partitioned_sends: bool = False
-    copied_sends: bool = False
-    late_reductions: bool = False
-    reduces_last: bool = False
-    quantized_gathers: bool = False
-    overlapped_reductions: bool = False
-    casts_gradients: bool = False
-    gathers_after_step: bool = False
-    all_reduces: bool = False
-    broadcasts: bool = False
+    practices: frozenset[str] = frozenset()
 
     def data_parallel(self, step: Step, precision: Precision) -> DataParallel:
         """Sums that are late wait for the last backward as those of a pipeline do."""
-        is_late = step.mesh.pp > 1 or self.late_reductions
-        return DataParallel(step.mesh, step.zero_stage, precision, is_late, self.reduces_last)
+        is_late = step.mesh.pp > 1 or "late_reductions" in self.practices
+        return DataParallel(step.mesh, step.zero_stage, precision, is_late, "reduces_last" in self.practices)
 
     def gather_s(self, parts: Parts, data: DataParallel, collectives: CollectiveModel, device: Device) -> float:
         """Each parameter by a broadcast, or all of them by one gather."""
         size = itemsize(data.precision.compute)
-        if self.broadcasts:
+        if "broadcasts_parameters" in self.practices:
             sizes = [p.numel * size for p, _ in parts if p.shape]
             return sum(collectives.time_s("broadcast", own, data.mesh, ("dp_shard",)) for own in sizes)
-        whole = data.padded(parts) * (1 if self.quantized_gathers else size)
+        whole = data.padded(parts) * (1 if "quantized_gathers" in self.practices else size)
         moved_s = collectives.time_s("all_gather", whole, data.mesh, ("dp_shard",))
         return moved_s + 2 * whole / device.memory_bandwidth_bytes_per_s
 
     def reduce_s(self, parts: Parts, data: DataParallel, collectives: CollectiveModel, device: Device) -> float:
         """By an all-reduce or a reduce-scatter."""
-        kind = "all_reduce" if self.all_reduces else "reduce_scatter"
+        kind = "all_reduce" if "all_reduces_sums" in self.practices else "reduce_scatter"
         return self._reduced_s(kind, parts, data, collectives, device)
 
     def adding_s(self, units: Sequence[Unit], data: DataParallel, num_micro_batches: int, device: Device) -> float:
@@ -78,7 +46,7 @@ class ForeignRuntime(Runtime):
         whole, kept = data.accumulates(num_micro_batches), itemsize(data.precision.storage)
         if data.uses_fsdp and whole:
             kept = itemsize(data.precision.reduce)
-        if not (self.casts_gradients and whole and kept > itemsize(data.precision.compute)):
+        if not ("casts_gradients" in self.practices and whole and kept > itemsize(data.precision.compute)):
             return Runtime.adding_s(self, units, data, num_micro_batches, device)
         moved, launches = data.added(units, num_micro_batches)
         moved += 2 * sum(u.trained_numel + u.spread_numel for u in units) * kept
@@ -86,7 +54,7 @@ class ForeignRuntime(Runtime):
 
     def message_bytes(self, num_bytes: int, mesh: Mesh) -> float:
         """A rank's part of ``tp``, where messages are partitioned."""
-        return num_bytes / mesh.tp if self.partitioned_sends else num_bytes
+        return num_bytes / mesh.tp if "partitioned_sends" in self.practices else num_bytes
 
     def stage_times(
         self, sums: StageSums, messages: StageMessages, mesh: Mesh, collectives: CollectiveModel, device: Device
@@ -94,25 +62,26 @@ class ForeignRuntime(Runtime):
         """With what a stage waits for messages that block it, gathers what arrived in parts, and copies."""
 
         def gather_s(size: int) -> float:
-            return collectives.time_s("all_gather", size, mesh, ("tp",)) if self.partitioned_sends else 0.0
+            is_gathered = "partitioned_sends" in self.practices
+            return collectives.time_s("all_gather", size, mesh, ("tp",)) if is_gathered else 0.0
 
         forward_waits = backward_waits = 0.0
-        if self.blocking_sends:
+        if "blocking_sends" in self.practices:
             waits = messages.sent_s + messages.received_s
             forward_waits = waits + gather_s(messages.received_bytes)
             # DeepSpeed gathers a stage's outputs, of which it kept its part, once more beside their gradients
-            backward_waits = waits + (1 + self.copied_sends) * gather_s(messages.sent_bytes)
+            backward_waits = waits + (2 if "copied_sends" in self.practices else 1) * gather_s(messages.sent_bytes)
         forward_host, backward_host = messages.forward_host_s, messages.backward_host_s
-        if self.copied_sends:
+        if "copied_sends" in self.practices:
             copies = copies_s(messages.received_bytes, messages.sent_bytes, mesh.tp, device)
             forward_host, backward_host = forward_host + copies[0], backward_host + copies[1]
-        is_free = not self.blocking_sends
+        is_free = "blocking_sends" not in self.practices
         return StageTimes(
             forward_s=sums.forward_s + forward_waits + forward_host,
             backward_s=sums.backward_s + backward_waits + backward_host,
             send_forward_s=messages.sent_s + gather_s(messages.sent_bytes) if is_free else 0.0,
             send_backward_s=messages.sent_back_s + gather_s(messages.received_bytes) if is_free else 0.0,
-            first_forward_s=0.0 if self.gathers_after_step else sums.data_first_s,
+            first_forward_s=0.0 if "gathers_after_step" in self.practices else sums.data_first_s,
             schedule_s=forward_waits + backward_waits + forward_host + backward_host,
         )
 
@@ -120,7 +89,7 @@ class ForeignRuntime(Runtime):
         self, sums: Sequence[StageSums], units: Sequence[Unit], data: DataParallel, device: Device
     ) -> float:
         """Where they follow the optimizer nothing runs beside them."""
-        if not self.gathers_after_step:
+        if "gathers_after_step" not in self.practices:
             return Runtime.first_gathers_s(self, sums, units, data, device)
         if not data.uses_fsdp or data.gathers_always:
             return 0.0
@@ -128,7 +97,7 @@ class ForeignRuntime(Runtime):
 
     def late_share(self, device: Device) -> float:
         """What they slow the computation beside them by, where there is any."""
-        return device.interference if self.overlapped_reductions else 1.0
+        return device.interference if "overlapped_reductions" in self.practices else 1.0
 
 
 def copies_s(received: int, sent: int, ranks: int, device: Device) -> tuple[float, float]:

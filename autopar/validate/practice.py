@@ -8,7 +8,7 @@ from __future__ import annotations
 from autopar.cost.operators.work import LINEAR
 from autopar.graph.graph import Graph, Op, Ref
 from autopar.rules.strategy import Strategy
-from autopar.validate.kernels.fusion import LOSSES
+from autopar.validate.foreign_kernels import LOSSES
 
 TABLE = Ref("p_embedding_weight")
 """The vocabulary of the models of ``families.py``."""

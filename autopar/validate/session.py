@@ -226,13 +226,13 @@ class Session:
             return False
         match parameter.name:
             case "launch_s":
-                return not site.blocking_launches
+                return "blocking_launches" not in site.practices
             case "blocking_launch_s":
-                return site.blocking_launches
+                return "blocking_launches" in site.practices
             case "triton" | "triton_backward":
-                return site.triton_attention
+                return "triton_attention" in site.practices
             case "attention" | "attention_backward":
-                return run.attention == "flash" and not (site.triton_attention or site.flash2_attention)
+                return run.attention == "flash" and not site.practices & {"triton_attention", "flash2_attention"}
             case "unaligned":
                 return run.attention == "scores" and bool(run.hidden // run.heads % ALIGNED_ELEMENTS)
             case "float8":

@@ -6,8 +6,9 @@ own may say the same in optional columns.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
+from autopar.errors import UsageError
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.device import Device
 from autopar.hardware.device_rates import MatmulRate
@@ -33,50 +34,8 @@ class Site:
         link_bandwidth_bytes_per_s: 0: as the profile says; else what links inside a node reached, all of which arrives in a step.
         nics_per_node, nic_bandwidth_bytes_per_s: 0: as the profile says; else as collectives reached on that cluster.
         slowdown: by what part every step took longer, by the source's own words, than on the same machines later.
-        blocking_launches: the host waits for every kernel (``CUDA_LAUNCH_BLOCKING=1``).
-        blocking_sends: pipeline messages stand in the stream of computation.
-        partitioned_sends: each rank of ``tp`` sends its part of such a message.
-        copied_sends: such messages, or whole ones, are those of DeepSpeed's pipeline, which copies and fills besides.
-        fused_elementwise: chains of elementwise operators run as one kernel each.
-        fused_loss: so does cross entropy.
-        half_loss: cross entropy computes in the dtype of the logits, which nothing casts.
-        whole_vocabulary: embedding and loss are whole on every rank of ``tp``, and so is the head where the sequence is not split.
-        fused_projections: linear layers of one input run as one product.
-        fused_ring: attention over a split sequence is a ring of fused kernels.
-        autocast: norms compute in single precision, with a cast before and after.
-        triton_attention: fused attention is the first one in Triton.
-        flash2_attention: fused attention is FlashAttention-2, torch's own, where the profile knows a faster one.
-        dropout: attention and feed-forward drop some of what they add; attention that keeps its scores some of these.
-        operator_chains: GELU and RMS norms are chains of torch's operators, each a kernel of its own (Hugging Face's
-            transformers, minGPT).
-        plain_scores: attention that keeps its scores scales, masks and normalizes them by torch's operators, each a kernel of
-            its own, and not by one fused softmax.
-        megatron_kernels: norms, attention that keeps its scores and the loss are Megatron's of 2021 and 2022.
-        copied_logits: this loss copies its logits first (Megatron-DeepSpeed).
-        overlapped_tensor_parallel, overlapped_reductions: collectives of tensor and data parallelism run beside
-            computation.
-        overlapped_gradients: sums of an input's gradient over ``tp`` run beside the product of its weight's gradient.
-        sequence_parallel: rows that do not say so split the sequence between products of ``tp``.
-        adds_in_products: gradients of weights add to those of the micro-batches before in the products that make them.
-        casts_gradients: gradients in half precision are cast by kernels of their own before they add to sums in single
-            precision (DeepSpeed's BF16_Optimizer).
-        gathers_after_step: ranks gather parameters all at once after the optimizer (ZeRO 1 of DeepSpeed and Megatron).
-        regathers: linear layers keep their part of an input gathered over ``tp`` and gather it again in backward.
-        recomputes_products: selective recompute makes every second product of a layer again, besides what is cheap.
-        recomputes_attention: selective recompute makes attention again, also where it is one fused kernel (Megatron's
-            ``core_attn``), and keeps all else.
-        shards_over_context: states are sharded over the ranks of ``cp`` as well as those of data parallelism.
-        all_reduces_sums: gradients are summed whole on every data rank, of which each then steps its part (DeepSpeed).
-        broadcasts_parameters: each data rank steps whole parameters and sends them to all others, one after the other.
-        late_reductions: gradients are summed over data ranks after the last backward (Megatron until 2022).
-        reduces_last: gradients of several micro-batches are reduced at the last one, also where parameters are sharded (FSDP2's
-            ``set_requires_gradient_sync``).
-        plain_storage: parameters and optimizer states lie in the dtype of products, with no copy in single precision.
-        quantized_gathers: runs in fp8 gather parameters in one byte an element.
-        fixed_segments: the caching allocator cannot join its segments (PyTorch before 2.1).
-        deterministic: kernels add up in one order, and Transformer Engine fills what it allocates before it writes to it
-            (``torch.use_deterministic_algorithms``).
-        ring_collectives: collectives run on rings alone (``NCCL_ALGO=Ring``).
+        practices: what its software does otherwise than torch's eager mode and autopar's runtime; ``profiles/sites/practices.toml`` says
+            what each is.
     """
 
     source: str
@@ -90,50 +49,14 @@ class Site:
     nics_per_node: int = 0
     nic_bandwidth_bytes_per_s: float = 0.0
     slowdown: float = 0.0
-    blocking_launches: bool = False
-    blocking_sends: bool = False
-    partitioned_sends: bool = False
-    copied_sends: bool = False
-    fused_elementwise: bool = False
-    fused_loss: bool = False
-    half_loss: bool = False
-    whole_vocabulary: bool = False
-    fused_projections: bool = False
-    fused_ring: bool = False
-    autocast: bool = False
-    triton_attention: bool = False
-    flash2_attention: bool = False
-    dropout: bool = False
-    operator_chains: bool = False
-    plain_scores: bool = False
-    megatron_kernels: bool = False
-    copied_logits: bool = False
-    overlapped_tensor_parallel: bool = False
-    overlapped_reductions: bool = False
-    overlapped_gradients: bool = False
-    sequence_parallel: bool = False
-    casts_gradients: bool = False
-    gathers_after_step: bool = False
-    adds_in_products: bool = False
-    regathers: bool = False
-    recomputes_products: bool = False
-    recomputes_attention: bool = False
-    shards_over_context: bool = False
-    all_reduces_sums: bool = False
-    broadcasts_parameters: bool = False
-    fixed_segments: bool = False
-    late_reductions: bool = False
-    reduces_last: bool = False
-    plain_storage: bool = False
-    quantized_gathers: bool = False
-    deterministic: bool = False
-    ring_collectives: bool = False
+    practices: frozenset[str] = frozenset()
     provenance: str = ""
 
 
 PLAIN = Site(source="")
 LAYOUTS = ("", "megatron")
-FLAGS = tuple(f.name for f in fields(Site) if f.type == "bool")
+PRACTICES = "practices"
+"""The file that says what each practice is."""
 
 
 def load_sites() -> tuple[Site, ...]:
@@ -142,14 +65,12 @@ def load_sites() -> tuple[Site, ...]:
     Raises:
         UsageError: a file is malformed; names file, line and key.
     """
-    return tuple(
-        site_from(item)
-        for path in resources.files("profiles/sites").values()
-        for item in Table.load(path).tables("site")
-    )
+    found = resources.files("profiles/sites")
+    known = frozenset(Table.load(found.pop(PRACTICES)).table(PRACTICES).names())
+    return tuple(site_from(item, known) for path in found.values() for item in Table.load(path).tables("site"))
 
 
-def site_from(table: Table) -> Site:
+def site_from(table: Table, known_practices: frozenset[str]) -> Site:
     """Read one ``[[site]]``.
 
     Raises:
@@ -167,8 +88,8 @@ def site_from(table: Table) -> Site:
         nics_per_node=table.integer("nics_per_node", 0, positive=False),
         nic_bandwidth_bytes_per_s=table.number("nic_bandwidth_bytes_per_s", 0.0, positive=False),
         slowdown=table.number("slowdown", 0.0, positive=False),
+        practices=frozenset(table.text("practices", "").split()),
         provenance=table.text("provenance"),
-        **{flag: table.flag(flag, False) for flag in FLAGS},
     )
     for key, value, known in (
         ("family", site.family, FAMILIES), ("attention", site.attention, ATTENTIONS),
@@ -176,6 +97,8 @@ def site_from(table: Table) -> Site:
     ):  # fmt: skip
         if value and value not in known:
             raise table.wrong(key, f"nothing or one of {', '.join(filter(None, known))}", repr(value))
+    for name in sorted(site.practices - known_practices):
+        raise UsageError.unknown("practice", name, sorted(known_practices), where=table.place("practices"))
     if site.slowdown >= 1:
         raise table.wrong("slowdown", "the part by which a step takes longer, below 1", site.slowdown)
     table.finish()
@@ -220,7 +143,7 @@ def cluster_of(run: Run, profile: MachineProfile, site: Site, library: Collectiv
     )
     name = f"{run.device}:{num_nodes}x{group.devices_per_node}"
     library = library or load_library(profile.library)
-    if site.ring_collectives:
+    if "ring_collectives" in site.practices:
         rings = tuple(a for a in library.algorithms if a.name == "ring")
         library = replace(library, name=f"{library.name}, rings", algorithms=rings)
     return Cluster(name=name, groups=(group,), tiers=(), library=library)
@@ -234,12 +157,12 @@ def _reached(link: Link, bandwidth_bytes_per_s: float, site: Site) -> Link:
 
 
 def _as_run(device: Device, site: Site) -> Device:
-    if site.blocking_launches and device.blocking_launch_s:
+    if "blocking_launches" in site.practices and device.blocking_launch_s:
         around = replace(device.overheads, collective_s=device.overheads.collective_s or device.blocking_launch_s)
         device = replace(device, launch_s=device.blocking_launch_s, interference=1.0, overheads=around)
-    if site.fixed_segments and device.fixed_segments:
+    if "fixed_segments" in site.practices and device.fixed_segments:
         device = replace(device, fragmentation=device.fixed_segments)
-    if site.triton_attention or site.flash2_attention or site.deterministic:
+    if site.practices & {"triton_attention", "flash2_attention", "deterministic"}:
         device = replace(device, matmul=tuple(_as_computed(rate, site) for rate in device.matmul))
     return device
 
@@ -247,10 +170,10 @@ def _as_run(device: Device, site: Site) -> Device:
 def _as_computed(rate: MatmulRate, site: Site) -> MatmulRate:
     """The rate with the site's kernel of fused attention, where the profile knows it."""
     forward, backward = rate.attention_fraction, rate.attention_backward_fraction
-    if site.triton_attention and rate.triton_fraction:
+    if "triton_attention" in site.practices and rate.triton_fraction:
         forward, backward = rate.triton_fraction, rate.triton_backward_fraction
-    elif site.flash2_attention and rate.flash2_fraction and not site.triton_attention:
+    elif "flash2_attention" in site.practices and rate.flash2_fraction and "triton_attention" not in site.practices:
         forward, backward = rate.flash2_fraction, rate.flash2_backward_fraction
-    if site.deterministic and rate.ordered_fraction:
+    if "deterministic" in site.practices and rate.ordered_fraction:
         backward = (backward or forward) * rate.ordered_fraction
     return replace(rate, attention_fraction=forward, attention_backward_fraction=backward)

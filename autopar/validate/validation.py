@@ -10,7 +10,7 @@ from typing import Any
 from autopar.hardware.read import MachineProfile, profile_to_dict
 from autopar.planner.task import Progress
 from autopar.util.files import as_toml
-from autopar.validate.pages.report import failures, markdown, parameters_table, worst
+from autopar.validate.report import failures, markdown, parameters_table, worst
 from autopar.validate.robust_fit import Fit
 from autopar.validate.runs import read_rows
 from autopar.validate.scores import Outcome, calibrate, evaluate, write_profile
@@ -44,8 +44,11 @@ class Validation:
         shown = [markdown(self.outcome.scores)]
         if self.fit is not None:
             shown.append(parameters_table(self.fit.values, self.session.start, self.fit.num_seen))
-        shown.append("missed most:\n" + "\n".join(worst(self.session.runs, self.outcome.predictions)))
-        shown.append("\n".join(failures(self.outcome.failed, self.num_rows)))
+        shown.append(
+            "Missed most:\n\n" + "\n".join(f"- {line}" for line in worst(self.session.runs, self.outcome.predictions))
+        )
+        missing = failures(self.outcome.failed, self.num_rows)
+        shown += ["\n".join(missing)] if missing else []
         if with_profiles:
             shown += [as_toml(profile_to_dict(p), comment=f"{name}.toml") for name, p in self.profiles.items()]
         return "\n\n".join(shown)

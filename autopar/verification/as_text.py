@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from autopar.plan.words import micro_batch_text
+from autopar.plan.text import micro_batch_text
 from autopar.util.text_table import plain_table
 
 if TYPE_CHECKING:

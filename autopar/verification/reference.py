@@ -9,12 +9,11 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor, nn
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, first_line
 from autopar.plan.plan import FP32, Precision
 from autopar.runtime.parallel_model import ParallelModel
 from autopar.tracing.failures import FAILURES, explained
 from autopar.tracing.trace import pick_loss
-from autopar.util.text import first_line
 from autopar.verification.results import RankErrors
 
 LEARNING_RATE = 1e-3

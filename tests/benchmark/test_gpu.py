@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +11,11 @@ import pytest
 import torch
 
 from autopar.benchmark.batches import Launch, local_ranks
-from autopar.benchmark.gpu import __main__ as gpu
-from autopar.benchmark.gpu.device_page import page
-from autopar.benchmark.gpu.one_device import Comparison, Setting, cluster_of, compare, false_fits
 from autopar.benchmark.rank_runs import Job
 from autopar.hardware.read import load_profile
 from tools.benchmarks import device as ratios
+from tools.gpu import __main__ as gpu
+from tools.gpu.one_device import Comparison, Setting, cluster_of, compare, false_fits
 
 LLAMA = (
     "hf:llama?hidden_size=32&intermediate_size=64&num_hidden_layers=2&num_attention_heads=4&num_key_value_heads=2"
@@ -28,20 +25,12 @@ SMALL = Setting(model=LLAMA, sequence=16, precision="fp32", global_batch_size=2,
 RECOMPUTES = ("none", "selective", "full")
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: the command would run everything")
-def test_without_a_gpu_the_command_says_what_it_would_do(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "autopar.benchmark.gpu", "--out", str(tmp_path / "out")],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        cwd=Path(__file__).parents[2],
-    )
-    assert done.returncode == 0, done.stderr
+def test_without_a_gpu_the_command_says_what_it_would_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.main(["--out", str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().out
     for step in gpu.STEPS.values():
-        assert step.title in done.stdout
+        assert step.title in said
     assert not (tmp_path / "out").exists()
 
 
@@ -107,7 +96,7 @@ def test_a_plan_that_runs_out_of_memory_is_a_false_fit(tmp_path: Path) -> None:
     found = compare(SMALL, clusters, fake, device_type="cpu", folder=tmp_path)
     outcome = found.outcomes["shipped"]
     assert len(false_fits(outcome.rows)) == outcome.score.failures == 1
-    text = page([Comparison(setting=SMALL, outcomes=found.outcomes)], "a device")
+    text = gpu.page([Comparison(setting=SMALL, outcomes=found.outcomes)], "a device")
     assert "| fp32-16 | shipped | 5 | 1 | 1 |" in text and "CUDA out of memory. / Tried" in text
 
 

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.benchmark.gpu import __main__ as gpu
-from autopar.benchmark.gpus import __main__ as gpus
-from autopar.benchmark.gpus import ranks
-from autopar.benchmark.gpus.cases import BATCH, cases_of
-from autopar.benchmark.gpus.page import page
-from autopar.benchmark.machine_facts import facts_text, machine_facts
 from autopar.planner.space.pins import Pins
+from autopar.verification.against_one_device import PRELOAD
+from autopar.verification.rank_pool import WorkerPool
+from tools.gpu import __main__ as gpu
+from tools.gpu.machine_facts import facts_text, machine_facts
+from tools.gpus import __main__ as gpus
+from tools.gpus import ranks
+from tools.gpus.ranks import BATCH, cases_of
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 1, reason="there are GPUs: the command would run everything")
@@ -48,21 +49,25 @@ def test_every_axis_has_a_plan_whose_degrees_are_the_ranks(num_ranks: int) -> No
 
 @pytest.mark.distributed
 @pytest.mark.timeout(240)
-def test_plans_are_held_against_one_device_and_a_failure_is_told(tmp_path: Path) -> None:
-    chosen = [case for case in cases_of(2) if case.name in {"tensor parallel, GPT-2", "experts over data in bf16"}]
-    arguments = ["--device", "cpu", "--ranks", "2", "--out", str(tmp_path), "--only", "failure"]
-    assert gpus.main(arguments) == 0
+def test_a_failure_is_told(tmp_path: Path) -> None:
+    assert gpus.main(["--device", "cpu", "--ranks", "2", "--out", str(tmp_path), "--only", "failure"]) == 0
     found: dict[str, Any] = json.loads((tmp_path / "gpus.json").read_text(encoding="utf-8"))
     assert found["failure"]["is_told"]
     assert "RuntimeError: a failure made on purpose" in (tmp_path / "gpus.md").read_text(encoding="utf-8")
-    options = type("Options", (), {"device": "cpu", "ranks": 2})()
-    for number, case in enumerate(cases_of(2)):
-        if case in chosen:
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(240)
+def test_plans_are_held_against_one_device(tmp_path: Path) -> None:
+    chosen = {case.name: (number, case.precision) for number, case in enumerate(cases_of(2))}
+    models = [f"transformers.models.{kind}.modeling_{kind}" for kind in ("gpt2", "mixtral")]
+    with WorkerPool(2, preload=[*PRELOAD, *models, "tools.gpus.ranks"]) as pool:
+        for name in ("tensor parallel, GPT-2", "experts over data in bf16"):
+            number, precision = chosen[name]
             result = tmp_path / f"{number}.json"
-            code, text = gpus._job(options, tmp_path / "log", "train", result, str(number))  # type: ignore[arg-type]
-            assert code == 0, text[-3000:]
+            pool.run(ranks.main, ["train", str(result), "cpu", str(number)], timeout_s=120.0)
             row = json.loads(result.read_text(encoding="utf-8"))
-            assert gpus._is_right(row["loss_error"], row["parameter_error"], case.precision), row
+            assert gpus._is_right(row["loss_error"], row["parameter_error"], precision), row
             assert row["num_parameters"] > 10 and row["step_s"] > 0 and row["predicted_s"] > 0
 
 
@@ -98,7 +103,7 @@ def test_a_page_says_what_failed_and_what_is_wrong() -> None:
         "machine": machine_facts(), "ranks": 2, "trainings": {"one": row, "other": {"failure": "Traceback\nNCCL error"}},
         "failure": {"said": "The others were not told."},
     }  # fmt: skip
-    text = page(found)
+    text = gpus.page(found)
     assert "| one | tp=2 | 1.0e-07 | 5.0e-01 | no | 100 ms | 200 ms | 3 |" in text
     assert "| other | | | | failed | | | |" in text and "NCCL error" in text
     assert facts_text(machine_facts()) in text

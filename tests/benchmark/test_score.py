@@ -2,10 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.benchmark.batches import Outcome
+from autopar.benchmark.batches import Outcome, render
 from autopar.benchmark.chosen_plans import Choice
 from autopar.benchmark.score import Row, measured, rank_correlation, score
-from autopar.benchmark.tables import render
 
 
 def row(key: str, predicted_s: float, measured_s: float | None, **others: object) -> Row:

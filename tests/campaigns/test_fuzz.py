@@ -43,7 +43,7 @@ def test_a_wrong_rule_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     default_table().put("aten.linear.default", default_table().rules["aten.linear.default"])
     try:
-        found = any(run_chunk(40, number, None, shrink=False).wrong for number in range(8))
+        found = any(run_chunk(40, seed, None, shrink=False).wrong for seed in (5, 2, 6, 0, 1, 3, 4, 7))
     finally:
         default_table().put("aten.linear.default", torch_rules()["aten.linear.default"])
     assert found

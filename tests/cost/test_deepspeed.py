@@ -16,9 +16,10 @@ from autopar.models.transformer import Sizes, build
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import FP32, Precision
 from autopar.tracing.trace import trace
-from autopar.validate.foreign import ForeignRuntime, copies_s
-from autopar.validate.kernels.fusion import ForeignKernels
+from autopar.validate.foreign import copies_s
+from autopar.validate.foreign_kernels import ForeignKernels
 from tests.support.blocks_by_hand import block, stage, step
+from tests.support.practices import kernels, runtime
 
 H100 = Cluster.parse("h100-sxm5-80gb:4x8")
 BATCH, SEQUENCE, HIDDEN, HEADS, VOCABULARY, HALF = 2, 32, 64, 4, 96, 2
@@ -27,8 +28,8 @@ SIZES = Sizes(
     family="bloom", hidden=HIDDEN, ffn=4 * HIDDEN, heads=HEADS, kv_heads=HEADS, vocabulary=VOCABULARY,
     sequence=SEQUENCE, attention="scores", dtype="bfloat16", dropout=True,
 )  # fmt: skip
-PLAIN = ForeignKernels(elementwise=True, projections=True, dropout=True)
-MEGATRON = replace(PLAIN, megatron=True)
+PLAIN = kernels(fused_elementwise=True, fused_projections=True, dropout=True)
+MEGATRON = ForeignKernels(practices=PLAIN.practices | {"megatron_kernels"})
 
 
 def blocks(count: int, **changes: object) -> list[BlockCost]:
@@ -52,7 +53,7 @@ def test_scores_are_a_product_with_a_factor_that_adds_to_positions(graph: Graph)
     assert scores.num_bytes == plain.num_bytes
     assert scores.beside_bytes - plain.beside_bytes == 2 * 2 * VALUES * HALF  # gradients of queries and keys times it
     assert scores.backward_launches - plain.backward_launches == 2
-    biased = replace(MEGATRON, biased_scores=True)
+    biased = ForeignKernels(practices=MEGATRON.practices | {"biased_scores"})
     assert works(graph, biased, "aten.matmul.default")[0].num_bytes - scores.num_bytes == SCORES * HALF
     before, after = (works(graph, k, "aten.softmax.int")[0] for k in (MEGATRON, biased))
     assert (after.num_bytes - before.num_bytes, after.launches - before.launches) == (SCORES * HALF, 1)
@@ -86,7 +87,7 @@ def test_the_loss_computes_on_whole_logits_one_kernel_after_the_other(graph: Gra
         (found,) = works(graph, kernels, "autopar.cross_entropy_sum")
         return found
 
-    own, copied = loss(MEGATRON), loss(replace(MEGATRON, copied_logits=True))
+    own, copied = loss(MEGATRON), loss(ForeignKernels(practices=MEGATRON.practices | {"copied_logits"}))
     cast = LOGITS * (HALF + 4)
     assert own.num_bytes == cast + (1 + 2 + 2 + 1 + 2) * 4 * LOGITS
     assert copied.num_bytes - own.num_bytes == 2 * 4 * LOGITS
@@ -96,7 +97,7 @@ def test_the_loss_computes_on_whole_logits_one_kernel_after_the_other(graph: Gra
 def test_deepspeeds_messages_are_copied() -> None:
     stages = [stage(b) for b in blocks(4, sends=(10**7,), send_gradients=(10**7,))]
     mesh, count = Mesh(pp=4, tp=8), 8
-    runtimes = [ForeignRuntime(blocking_sends=True, partitioned_sends=True, copied_sends=c) for c in (False, True)]
+    runtimes = [runtime(blocking_sends=True, partitioned_sends=True, copied_sends=c) for c in (False, True)]
     model, other = (CostModel(H100, FP32, "sgd", runtime=runtime) for runtime in runtimes)
     how = step(mesh, schedule="1F1B", count=count)
     parts, copied = model.predict(stages, how), other.predict(stages, how)
@@ -133,6 +134,6 @@ def test_gradients_that_are_cast_first() -> None:
     bandwidth = model.device.memory_bandwidth_bytes_per_s
     inside = model.of(how).block_adding_s(first)
     assert inside == pytest.approx((10 * numel / bandwidth + launches * model.device.launch_s) * (count - 1) / count)
-    casting = CostModel(H100, precision, "sgd", runtime=ForeignRuntime(casts_gradients=True))
+    casting = CostModel(H100, precision, "sgd", runtime=runtime(casts_gradients=True))
     apart = casting.of(how).block_adding_s(first)
     assert apart == pytest.approx(18 * numel / bandwidth + 2 * launches * model.device.launch_s)

@@ -13,8 +13,9 @@ from autopar.cost.operators.work_record import Work
 from autopar.graph.graph import Graph, Op, Ref, TensorSpec
 from autopar.models.transformer import Sizes, build
 from autopar.tracing.trace import trace
-from autopar.validate.kernels.fusion import EAGER, ForeignKernels, fuse_ring
+from autopar.validate.foreign_kernels import EAGER, ForeignKernels, fuse_ring
 from autopar.validate.practice import second_products
+from tests.support.practices import kernels
 
 HIDDEN, FFN, TOKENS, HALF = 64, 160, 2 * 32, 2
 SIZES = Sizes(
@@ -40,7 +41,7 @@ def linear(done: BlockWork) -> list[Work]:
 
 
 def test_projections_of_one_input_are_one_product(graph: Graph) -> None:
-    plain, joined = layer(graph, EAGER), layer(graph, ForeignKernels(projections=True))
+    plain, joined = layer(graph, EAGER), layer(graph, kernels(fused_projections=True))
     assert sum(w.flops for w in linear(plain)) == sum(w.flops for w in linear(joined))
     assert sum(w.backward_flops for w in linear(plain)) == sum(w.backward_flops for w in linear(joined))
     widths = [w.products[0].columns for w in linear(joined) if w.products]
@@ -58,7 +59,7 @@ def test_dropout_by_torchs_kernel_writes_a_mask(graph: Graph) -> None:
         return [w for w, op in zip(done.works, done.ops, strict=True) if op.target == "autopar.dropout"]
 
     scores, added = 2 * 4 * 32 * 32, TOKENS * HIDDEN
-    own, chained = dropped(ForeignKernels(dropout=True)), dropped(ForeignKernels(dropout=True, elementwise=True))
+    own, chained = dropped(kernels(dropout=True)), dropped(kernels(dropout=True, fused_elementwise=True))
     assert [w.num_bytes for w in own] == [5 * scores, 5 * added, 5 * added]
     assert [w.num_bytes for w in chained] == [5 * scores, added, added]
     assert [w.backward_bytes for w in chained] == [w.backward_bytes for w in own]

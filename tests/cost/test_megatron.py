@@ -28,7 +28,7 @@ from autopar.validate.sites import Site
 B, S, H, A, T = 2, 512, 1024, 8, 4  # so large that splitting rows between blocks pays for its launches
 SBH, SCORES = S * B * H, A * S * S * B
 
-SITES = [Site(source="megatron", regathers=True), Site(source="runtime")]
+SITES = [Site(source="megatron", practices=frozenset({"regathers"})), Site(source="runtime")]
 """Megatron gathers inputs of linear layers again in backward; the runtime of autopar keeps them."""
 
 

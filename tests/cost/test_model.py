@@ -17,8 +17,8 @@ from autopar.hardware.device import HostLink, Overheads
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import BF16, FP32, Recompute
 from autopar.plan.prediction import Prediction
-from autopar.validate.foreign import ForeignRuntime
 from tests.support.blocks_by_hand import block, stage, step
+from tests.support.practices import runtime
 from tests.support.step_traffic import traffic
 
 H100 = Cluster.parse("h100-sxm5-80gb:4x8")
@@ -84,7 +84,7 @@ def test_messages_between_stages_are_exposed_in_part() -> None:
 
 def foreign(**does: bool) -> CostModel:
     """The model of H100s for a program that does otherwise than autopar's runtime."""
-    return CostModel(H100, FP32, "sgd", runtime=ForeignRuntime(**does))
+    return CostModel(H100, FP32, "sgd", runtime=runtime(**does))
 
 
 def test_blocking_messages_are_part_of_the_step() -> None:
@@ -156,7 +156,7 @@ def test_gathers_after_the_step_do_not_add_up_along_a_pipeline() -> None:
 
 def test_sums_that_every_rank_takes_whole_cost_an_all_reduce() -> None:
     """DeepSpeed's BF16_Optimizer: each rank steps a part, and has summed all of it."""
-    models, how = [foreign(all_reduces=a) for a in (False, True)], step(Mesh(dp_shard=8), zero=1)
+    models, how = [foreign(all_reduces_sums=a) for a in (False, True)], step(Mesh(dp_shard=8), zero=1)
     stages = [stage(*layers(3))]
     parts, whole = (model.predict(stages, how).breakdown for model in models)
     scattered_s, summed_s = (sum(model.of(how).unit(b).reduce_s for b in stages[0].blocks) for model in models)
@@ -167,7 +167,7 @@ def test_sums_that_every_rank_takes_whole_cost_an_all_reduce() -> None:
 def test_parameters_that_their_owners_broadcast_cost_a_ring_each() -> None:
     """InternEvo's ZeRO 1: one collective for each parameter, whose hops grow with the ranks, and no copies."""
     mesh, blocks = Mesh(dp_shard=8), layers(3)
-    gathering, sending = (foreign(gathers_after_step=True, broadcasts=a) for a in (False, True))
+    gathering, sending = (foreign(gathers_after_step=True, broadcasts_parameters=a) for a in (False, True))
     stages, how = [stage(*blocks)], step(mesh, zero=1)
     unit = sending.of(how).unit(stages[0].blocks[0])
     time_s = sending.collectives.time_s

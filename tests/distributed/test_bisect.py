@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -55,97 +54,51 @@ def the(local: Graph, block: int, target: str, number: int = 0) -> Op:
     return [op for op in local.block_ops(local.blocks[block]) if target in op.target][number]
 
 
-@dataclass(frozen=True)
-class Case:
-    """A plan, a fault, and what must be said of it."""
-
-    plan: Any
-    block: int
-    target: str
-    fault: str
-    wrong: str
-    ranks: tuple[int, ...]
-    strategy: str
+VALUE, GRADIENT = "the value that it makes", "the gradient that it passes back to "
 
 
-CASES = {
-    "a sum forgotten forward": Case(
-        plan=lambda: made(Mesh(tp=2)),
-        block=2,
-        target="reduce_scatter",
-        fault="no_sum",
-        wrong="the value that it makes",
-        ranks=(0, 1),
-        strategy="tp: change of type P to S(0)",
-    ),
-    "one rank": Case(
-        plan=lambda: made(Mesh(dp_shard=2, tp=2), zero_stage=3, recompute="full"),
-        block=1,
-        target="gelu",
-        fault="one_rank",
-        wrong="the value that it makes",
-        ranks=(3,),
-        strategy="tp: ",
-    ),
-    "a sum forgotten backward": Case(
-        plan=lambda: made(Mesh(tp=2)),
-        block=1,
-        target="all_gather",
-        fault="no_gradient_sum",
-        wrong="the gradient that it passes back to layer_norm_1",
-        ranks=(0, 1),
-        strategy="tp: change of type S(0) to R",
-    ),
-    "the second stage, backward": Case(
-        plan=lambda: made(Mesh(pp=2, dp_replicate=2)),
-        block=3,
-        target="layer_norm",
-        fault="gradient",
-        wrong="the gradient that it passes back to add_11",
-        ranks=(2, 3),
-        strategy="batch: ",
-    ),
-    "a split sequence": Case(
-        plan=with_ring,
-        block=2,
-        target="attention_ring",
-        fault="value",
-        wrong="the value that it makes",
-        ranks=(0, 1),
-        strategy="cp: ring",
-    ),
-    "a split sequence, backward": Case(
-        plan=with_ring,
-        block=1,
-        target="attention_ring",
-        fault="gradient",
-        wrong="the gradient that it passes back to ",
-        ranks=(0, 1),
-        strategy="cp: ring",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_planted_fault_is_found(workers: WorkerPool, name: str) -> None:
-    case = CASES[name]
-    subject, graph, plan = case.plan()
-    number = -1 if case.fault == "no_gradient_sum" else 0  # the last all-gather of a block is of activations
-    op = the(local_graph(plan, graph), case.block, case.target, number)
-    report = verify(Faulty(subject, Fault(op.name, case.fault)), plan, graph, steps=1, pool=workers, run_timeout_s=90.0)
+@pytest.mark.parametrize(
+    ("planned", "block", "target", "fault", "wrong", "ranks", "strategy"),
+    [
+        pytest.param(lambda: made(Mesh(tp=2)), 2, "reduce_scatter", "no_sum", VALUE, (0, 1),
+                     "tp: change of type P to S(0)", id="a sum forgotten forward"),
+        pytest.param(lambda: made(Mesh(dp_shard=2, tp=2), zero_stage=3, recompute="full"), 1, "gelu", "one_rank", VALUE, (3,),
+                     "tp: ", id="one rank"),
+        pytest.param(lambda: made(Mesh(tp=2)), 1, "all_gather", "no_gradient_sum", f"{GRADIENT}layer_norm_1", (0, 1),
+                     "tp: change of type S(0) to R", id="a sum forgotten backward"),
+        pytest.param(lambda: made(Mesh(pp=2, dp_replicate=2)), 3, "layer_norm", "gradient", f"{GRADIENT}add_11", (2, 3),
+                     "batch: ", id="the second stage, backward"),
+        pytest.param(with_ring, 2, "attention_ring", "value", VALUE, (0, 1), "cp: ring", id="a split sequence"),
+        pytest.param(with_ring, 1, "attention_ring", "gradient", GRADIENT, (0, 1), "cp: ring", id="a split sequence, backward"),
+    ],
+)  # fmt: skip
+def test_a_planted_fault_is_found(
+    workers: WorkerPool,
+    planned: Callable[[], tuple[HfSubject, Graph, Plan]],
+    block: int,
+    target: str,
+    fault: str,
+    wrong: str,
+    ranks: tuple[int, ...],
+    strategy: str,
+) -> None:
+    subject, graph, plan = planned()
+    number = -1 if fault == "no_gradient_sum" else 0  # the last all-gather of a block is of activations
+    op = the(local_graph(plan, graph), block, target, number)
+    report = verify(Faulty(subject, Fault(op.name, fault)), plan, graph, steps=1, pool=workers, run_timeout_s=90.0)
     assert not report.passed
     difference = found(report)
-    assert (difference.block, difference.op, difference.target) == (case.block, op.name, op.target)
-    assert difference.what.startswith(case.wrong)
-    assert difference.mismatch.ranks == case.ranks
+    assert (difference.block, difference.op, difference.target) == (block, op.name, op.target)
+    assert difference.what.startswith(wrong)
+    assert difference.mismatch.ranks == ranks
     assert difference.mismatch.micro_batches == tuple(range(plan.num_micro_batches))
     text = render_verification(report, plan)
-    stage = next(s.index for s in plan.stages if s.start <= case.block < s.stop)
-    assert f"first difference  step 1, block {case.block} ({graph.blocks[case.block].label}), stage {stage}" in text
+    stage = next(s.index for s in plan.stages if s.start <= block < s.stop)
+    assert f"first difference  step 1, block {block} ({graph.blocks[block].label}), stage {stage}" in text
     assert f"operator          {op.name}: {op.target}" in text
     assert op.source in text
-    assert case.strategy in text
-    with pytest.raises(VerificationError, match=f"first in block {case.block} .*operator {op.name} "):
+    assert strategy in text
+    with pytest.raises(VerificationError, match=f"first in block {block} .*operator {op.name} "):
         report.check()
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 
 from autopar import api
+from autopar.graph.graph import Graph
+from autopar.plan.plan import Plan
 from autopar.tracing.trace import trace
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.distributed import jobs
@@ -22,46 +25,37 @@ def largest_of(rows: Sequence[Mapping[str, int]], pp_rank: int) -> dict[str, int
     return {key: max(row[key] for row in ranks) for key in ("parameters", "gradients", "optimizer")}
 
 
-@pytest.mark.parametrize(
-    ("kind", "pins"),
-    [
-        ("gpt2", "dp_replicate=2 tp=2 zero=0 num_micro_batches=2"),
-        ("llama-untied", "tp=4 num_micro_batches=2"),
-        ("gpt2", "pp=2 tp=2 num_micro_batches=2"),
-        ("llama-untied", "dp_shard=4 zero=1 num_micro_batches=1"),
-        ("gpt2", "dp_shard=4 zero=2 num_micro_batches=2"),
-        ("gpt2", "dp_shard=2 tp=2 zero=3 num_micro_batches=2"),
-        ("llama-untied", "dp_shard=2 dp_replicate=2 zero=3 num_micro_batches=2"),
-        ("gpt2", "dp_shard=2 cp=2 zero=2 num_micro_batches=2"),
-    ],
-)
-def test_states_are_those_predicted(pool: WorkerPool, kind: str, pins: str) -> None:
-    subject, graph = traced(kind)
-    plan = api.estimate(graph, cluster="cpu:1x4", global_batch_size=16, pins=pins.split())
-    batch = subject.make_batch(16, seed=0)
+def check_states(pool: WorkerPool, subject: Any, graph: Graph, plan: Plan, *, shards: int = 1) -> None:
+    """``shards``: of whole gradients that every data rank holds until the last micro-batch, and a shard of them after the step."""
+    batch = subject.make_batch(plan.global_batch_size, seed=0)
     rows = pool.run(jobs.held_bytes, subject, plan, graph, batch, timeout_s=60.0)
     for predicted in plan.predicted.memory:
         largest = largest_of(rows, predicted.pp_rank)
+        assert shards * largest.pop("gradients") == predicted.gradients
         assert largest == {key: getattr(predicted, key) for key in largest}
 
 
 @pytest.mark.parametrize(
-    ("kind", "pins"),
+    ("kind", "pins", "shards"),
     [
-        ("gpt2", "pp=2 dp_shard=2 zero=3 num_micro_batches=4"),
-        ("llama-untied", "pp=2 dp_shard=2 zero=1 num_micro_batches=2"),
-        ("llama-untied", "dp_shard=2 tp=2 zero=1 num_micro_batches=2"),
+        ("gpt2", "dp_replicate=2 tp=2 zero=0 num_micro_batches=2", 1),
+        ("llama-untied", "tp=4 num_micro_batches=2", 1),
+        ("gpt2", "pp=2 tp=2 num_micro_batches=2", 1),
+        ("llama-untied", "dp_shard=4 zero=1 num_micro_batches=1", 1),
+        ("gpt2", "dp_shard=4 zero=2 num_micro_batches=2", 1),
+        ("gpt2", "dp_shard=2 tp=2 zero=3 num_micro_batches=2", 1),
+        ("llama-untied", "dp_shard=2 dp_replicate=2 zero=3 num_micro_batches=2", 1),
+        ("gpt2", "dp_shard=2 cp=2 zero=2 num_micro_batches=2", 1),
+        # whole gradients accumulate
+        ("gpt2", "pp=2 dp_shard=2 zero=3 num_micro_batches=4", 2),
+        ("llama-untied", "pp=2 dp_shard=2 zero=1 num_micro_batches=2", 2),
+        ("llama-untied", "dp_shard=2 tp=2 zero=1 num_micro_batches=2", 2),
     ],
 )
-def test_states_where_whole_gradients_accumulate(pool: WorkerPool, kind: str, pins: str) -> None:
-    """Every data rank holds whole gradients until the last micro-batch, and its shard of them after the step."""
+def test_states_are_those_predicted(pool: WorkerPool, kind: str, pins: str, shards: int) -> None:
     subject, graph = traced(kind)
     plan = api.estimate(graph, cluster="cpu:1x4", global_batch_size=16, pins=pins.split())
-    rows = pool.run(jobs.held_bytes, subject, plan, graph, subject.make_batch(16, seed=0), timeout_s=60.0)
-    for predicted in plan.predicted.memory:
-        largest = largest_of(rows, predicted.pp_rank)
-        assert plan.mesh.dp_shard * largest.pop("gradients") == predicted.gradients
-        assert largest == {key: getattr(predicted, key) for key in largest}
+    check_states(pool, subject, graph, plan, shards=shards)
 
 
 @pytest.mark.parametrize("pins", ["dp_shard=2 tp=2 zero=3 num_micro_batches=2", "pp=2 tp=2 num_micro_batches=2"])
@@ -69,10 +63,7 @@ def test_states_in_float16(pool: WorkerPool, pins: str) -> None:
     subject, _ = traced("gpt2")
     graph = api.trace(subject.build(), example_inputs=subject.make_batch(2, seed=0), precision="fp16")
     plan = api.estimate(graph, cluster="cpu:1x4", global_batch_size=16, pins=pins.split(), precision="fp16")
-    rows = pool.run(jobs.held_bytes, subject, plan, graph, subject.make_batch(16, seed=0), timeout_s=60.0)
-    for predicted in plan.predicted.memory:
-        largest = largest_of(rows, predicted.pp_rank)
-        assert largest == {key: getattr(predicted, key) for key in largest}
+    check_states(pool, subject, graph, plan)
 
 
 @pytest.mark.parametrize("optimizer", ["momentum", "adafactor"])
@@ -97,7 +88,5 @@ def test_states_of_experts_over_data_ranks(pool: WorkerPool, pins: str) -> None:
     subject = Subject()
     graph = trace(subject.build(), (), subject.make_batch(2, seed=0))
     plan = api.estimate(graph, cluster="cpu:1x4", global_batch_size=8, pins=pins.split())
-    rows = pool.run(jobs.held_bytes, subject, plan, graph, subject.make_batch(8, seed=0), timeout_s=60.0)
-    (predicted,) = plan.predicted.memory
-    largest = largest_of(rows, predicted.pp_rank)
-    assert largest == {key: getattr(predicted, key) for key in largest}
+    assert len(plan.predicted.memory) == 1
+    check_states(pool, subject, graph, plan)

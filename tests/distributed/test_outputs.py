@@ -11,12 +11,16 @@ from torch import Tensor
 
 from autopar import api
 from autopar.graph.graph import Graph
+from autopar.lower.emit import layout_of
+from autopar.lower.program import lower
 from autopar.models.resolve import resolve_model
+from autopar.plan.mesh import Mesh
 from autopar.plan.plan import Plan
 from autopar.verification.against_one_device import loss_of
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.close import assert_close
 from tests.support.distributed import returning
+from tests.support.distributed.plans import make_plan
 from tests.support.distributed.returning import Returning, plain
 from tests.support.mixed_clusters import two_kinds
 
@@ -27,11 +31,10 @@ PINS = {
     "tp4 lengthened": ["tp=4", "tokens.weight=tp:S(0)"],
     "dp4 ZeRO 3": ["dp_shard=4", "zero=3", "micro_batch=1"],
     "dp2 x tp2": ["dp_shard=2", "tp=2", "zero=3", "micro_batch=2"],
-    "dp2 x tp2 vocabulary": ["dp_shard=2", "tp=2", "tokens.weight=tp:S(0)", "micro_batch=2"],
     "pp2 x dp2": ["pp=2", "dp_replicate=2", "micro_batch=1"],
     "pp2 x tp2": ["pp=2", "tp=2", "micro_batch=2"],
     "pp4": ["pp=4", "micro_batch=1"],
-    "cp2": ["cp=2", "micro_batch=4"],
+    "cp2": ["cp=2", "cp_attention=gather", "micro_batch=4"],
     "cp2 x dp2 ring": ["cp=2", "dp_shard=2", "cp_attention=ring", "micro_batch=2"],
     "dp2 recomputed": ["dp_replicate=2", "recompute=full", "micro_batch=2"],
     "dp2 made again": ["dp_shard=2", "recompute=selective", "micro_batch=2"],
@@ -59,6 +62,20 @@ def planned(kind: str, layout: str) -> tuple[Any, Plan, Graph]:
     world = 4 if any(f"{axis}4" in layout or f"x {axis}2" in layout for axis in ("dp", "tp", "pp")) else 2
     pins = [*PINS[layout], "vocab_multiple=1"]
     return subject, api.estimate(graph, cluster=f"cpu:1x{world}", global_batch_size=8, pins=pins), graph
+
+
+SPLIT: dict[str, tuple[Mesh, dict[str, Any]]] = {
+    "tp2": (Mesh(tp=2), {}),
+    "tp2 x dp2 ZeRO 3": (Mesh(tp=2, dp_shard=2), {"zero_stage": 3}),
+    "pp2 x tp2": (Mesh(pp=2, tp=2), {}),
+}
+"""Where memory is dear: logits are parts of a sum, or split by vocabulary."""
+
+
+def split(kind: str, layout: str) -> tuple[Any, Plan, Graph]:
+    subject, graph = traced(kind)
+    mesh, options = SPLIT[layout]
+    return subject, make_plan(graph, mesh, global_batch_size=8, micro_batch_size=2, **options), graph
 
 
 def wanted(subject: Any, batch: dict[str, Tensor]) -> Any:
@@ -110,6 +127,23 @@ def test_outputs_are_those_of_one_device(pool: WorkerPool, kind: str, layout: st
             assert_close(logits, expected[0][start:stop], place=f"{layout} own")
         first, again, _ = found["losses"]
         assert first == again
+
+
+@pytest.mark.parametrize("layout", SPLIT)
+@pytest.mark.parametrize(("kind", "type_on_tp"), [("metrics", "P"), ("gpt2", "S(2)"), ("t5", "S(2)")])
+def test_parts_of_logits_are_joined(pool: WorkerPool, kind: str, type_on_tp: str, layout: str) -> None:
+    subject, plan, graph = split(kind, layout)
+    assert graph.outputs is not None
+    logits = next(leaf.ref for leaf in graph.outputs.leaves if leaf.name == "logits")
+    assert logits is not None
+    assert str(dict(layout_of(lower(plan, graph).graph, logits))["tp"]) == type_on_tp
+    for samples in (8, 5):
+        batch = subject.make_batch(samples, seed=1)
+        expected = wanted(subject, batch)
+        size = plan.mesh.world_size
+        for found in pool.run(returning.predicted, subject, plan, graph, batch, False, size=size, timeout_s=90.0):
+            for way in ("complete", "split", "called"):
+                assert_same(found[way], expected, f"{layout} {way}")
 
 
 @pytest.mark.parametrize("layout", ["dp4 ZeRO 3", "tp2", "dp2 recomputed", "dp2 made again", "dp2 x tp2"])
@@ -178,8 +212,13 @@ def test_outputs_of_unequal_shares(pool: WorkerPool, samples: int) -> None:
 
 def test_split_outputs_stay_where_they_are(pool: WorkerPool) -> None:
     """Logits over samples and vocabulary; what is lengthened is whole."""
-    for layout, kinds in (("dp2 x tp2 vocabulary", ["S(0)", "S(2)"]), ("cp2", ["S(1)"]), ("tp4 lengthened", ["R"])):
-        subject, plan, graph = planned("pair", layout)
+    cases = (
+        (split("gpt2", "tp2 x dp2 ZeRO 3"), ["S(0)", "S(2)"]),
+        (split("metrics", "tp2"), ["P"]),
+        (planned("metrics", "cp2"), ["S(1)"]),
+        (planned("llama", "tp2"), ["R"]),
+    )
+    for number, ((subject, plan, graph), kinds) in enumerate(cases):
         batch = subject.make_batch(8, seed=1)
         ranks = pool.run(returning.placements, subject, plan, graph, batch, size=plan.mesh.world_size, timeout_s=90.0)
-        assert ranks == [kinds] * plan.mesh.world_size, layout
+        assert list(ranks) == [kinds] * plan.mesh.world_size, number

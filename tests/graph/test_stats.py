@@ -10,10 +10,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.cost.operators.work import work
 from autopar.graph.aliasing import contiguous, storage_roots
-from autopar.graph.flops import backward_flops, op_flops
 from autopar.graph.graph import Graph, Ref
 from autopar.graph.interpreter import evaluate
 from autopar.models.resolve import resolve_model
+from autopar.report.traced_model import backward_flops, op_flops
 from tests.support.zoo import loss_of, subject, traced
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.hardware.measured_times import pieces_time_s
-from autopar.measure.piecewise_fit import fit_pieces, residual
+from autopar.measure.link_fit import fit_pieces, residual
 from autopar.measure.rank_groups import GroupSet, group_sets
 
 SIZES = [1024 * 4**i for i in range(11)]

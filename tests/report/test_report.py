@@ -19,8 +19,7 @@ from autopar.plan.schedule import schedule_actions
 from autopar.plan.text import render_plan
 from autopar.report.compare import render_comparison
 from autopar.report.html import render_html
-from autopar.report.perfetto import perfetto_trace
-from autopar.report.timeline import timeline
+from autopar.report.timeline import perfetto_trace, timeline
 from tests.support.example_plans import llama_plan, single_plan
 from tests.support.strategies import plans
 

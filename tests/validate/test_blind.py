@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,12 +15,13 @@ from autopar.hardware.read import known_devices, load_profile
 from autopar.plan.prediction import Memory
 from autopar.validate import parameters as free
 from autopar.validate.express import predict
-from autopar.validate.pages import blind as blind_page
-from autopar.validate.pages.blind import TESTS, hidden, page, read_before, read_figures
 from autopar.validate.runs import Run, read_runs
 from autopar.validate.scores import evaluate
 from autopar.validate.session import Session
 from autopar.validate.sites import PLAIN, cluster_of, load_sites, site_of
+from tests.support.practices import doing
+from tools.evidence import blind as blind_page
+from tools.evidence.blind import TESTS, hidden, page, read_before, read_figures
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "data"
@@ -28,115 +29,49 @@ OWN = Path(__file__).parent / "runs.csv"
 CALIBRATION = Path(__file__).parents[3] / "shared" / "validation" / "calibration.csv"
 
 
-@pytest.fixture(scope="module")
-def blind() -> tuple[Run, ...]:
-    return read_runs(DATA / "blind_runs.csv")
+@cache
+def table(test: str) -> tuple[Run, ...]:
+    """The runs of a blind test."""
+    return read_runs(DATA / TESTS[test].replace("before", "runs").replace(".json", ".csv"))
 
 
-@pytest.fixture(scope="module")
-def again() -> tuple[Run, ...]:
-    return read_runs(DATA / "blind_runs_2.csv")
-
-
-@pytest.fixture(scope="module")
-def last() -> tuple[Run, ...]:
-    return read_runs(DATA / "blind_runs_3.csv")
-
-
-@pytest.fixture(scope="module")
-def newest() -> tuple[Run, ...]:
-    return read_runs(DATA / "blind_runs_4.csv")
-
-
-@pytest.fixture(scope="module")
-def fifth() -> tuple[Run, ...]:
-    return read_runs(DATA / "blind_runs_5.csv")
-
-
-@pytest.fixture(scope="module")
-def sixth() -> tuple[Run, ...]:
-    return read_runs(DATA / "blind_runs_6.csv")
-
-
-def table_of(before: str) -> Path:
-    """The runs that a file of earlier predictions is of."""
-    return DATA / before.replace("before", "runs").replace(".json", ".csv")
-
-
-@pytest.mark.parametrize("before_file", TESTS.values(), ids=list(TESTS))
-def test_every_blind_row_has_a_device_and_was_predicted_before(before_file: str) -> None:
-    runs = read_runs(table_of(before_file))
+@pytest.mark.parametrize("test", TESTS)
+def test_every_blind_row_has_a_device_and_was_predicted_before(test: str) -> None:
+    runs = table(test)
     known = {name: load_profile(name) for name in {run.device for run in runs}}
     for run in runs:
         assert known[run.device].device.rate("float16" if run.precision == "fp16" else "bfloat16")
-    before = json.loads((DATA / before_file).read_text())
+    before = json.loads((DATA / TESTS[test]).read_text())
     assert [(r["row"], r["name"]) for r in before["runs"]] == [(run.line, run.name) for run in runs]
     for r, run in zip(before["runs"], runs, strict=True):
         assert r["step_time_s"] == (run.step_time_s and pytest.approx(run.step_time_s, rel=1e-3))
 
 
-def check_new(table: Sequence[Run], others: Sequence[Run], *, least: int) -> None:
-    """Neither a source nor a row of a table is in the others."""
-    assert len(table) >= least
-    assert len({run.publisher for run in table}) >= 5
-    assert {run.publisher for run in table}.isdisjoint(run.publisher for run in others)
-    assert {_facts(run) for run in table}.isdisjoint(_facts(run) for run in others)
-
-
-def test_the_second_table_has_new_sources_and_no_row_of_the_first(
-    blind: tuple[Run, ...], again: tuple[Run, ...]
-) -> None:
-    check_new(again, blind, least=25)
-
-
-def test_the_third_table_has_new_sources_and_no_row_of_the_others(
-    blind: tuple[Run, ...], again: tuple[Run, ...], last: tuple[Run, ...]
-) -> None:
-    check_new(last, (*blind, *again), least=40)
-
-
-def test_the_fourth_table_has_new_sources_and_no_row_of_the_others(
-    blind: tuple[Run, ...], again: tuple[Run, ...], last: tuple[Run, ...], newest: tuple[Run, ...]
-) -> None:
-    check_new(newest, (*blind, *again, *last), least=30)
-
-
-def test_the_fifth_table_has_new_sources_and_no_row_of_the_others(
-    blind: tuple[Run, ...],
-    again: tuple[Run, ...],
-    last: tuple[Run, ...],
-    newest: tuple[Run, ...],
-    fifth: tuple[Run, ...],
-) -> None:
-    check_new(fifth, (*blind, *again, *last, *newest), least=30)
-
-
-def test_the_sixth_table_has_new_sources_and_no_row_of_the_others(sixth: tuple[Run, ...]) -> None:
-    earlier = [run for file in list(TESTS.values())[:-1] for run in read_runs(table_of(file))]
-    check_new(sixth, earlier, least=50)
+@pytest.mark.parametrize(
+    ("test", "least"), [("second", 25), ("third", 40), ("fourth", 30), ("fifth", 30), ("sixth", 50)]
+)
+def test_each_table_has_new_sources_and_no_row_of_those_before(test: str, least: int) -> None:
+    runs = table(test)
+    others = [run for earlier in list(TESTS)[: list(TESTS).index(test)] for run in table(earlier)]
+    assert len(runs) >= least
+    assert len({run.publisher for run in runs}) >= 5
+    assert {run.publisher for run in runs}.isdisjoint(run.publisher for run in others)
+    assert {_facts(run) for run in runs}.isdisjoint(_facts(run) for run in others)
 
 
 @pytest.mark.skipif(not CALIBRATION.exists(), reason="the published table of runs is not here")
-def test_no_blind_row_is_in_the_calibration_table(
-    blind: tuple[Run, ...],
-    again: tuple[Run, ...],
-    last: tuple[Run, ...],
-    newest: tuple[Run, ...],
-    fifth: tuple[Run, ...],
-    sixth: tuple[Run, ...],
-) -> None:
+@pytest.mark.parametrize("test", TESTS)
+def test_no_blind_row_is_in_the_calibration_table(test: str) -> None:
     known = read_runs(CALIBRATION)
-    all_blind = (*blind, *again, *last, *newest, *fifth, *sixth)
-    assert {_facts(run) for run in all_blind}.isdisjoint(_facts(run) for run in known)
-    assert {run.publisher for run in (*last, *newest, *fifth, *sixth)}.isdisjoint(run.publisher for run in known)
+    assert {_facts(run) for run in table(test)}.isdisjoint(_facts(run) for run in known)
+    if test not in ("first", "second"):
+        assert {run.publisher for run in table(test)}.isdisjoint(run.publisher for run in known)
 
 
-def test_names_of_sites_are_those_of_rows(
-    last: tuple[Run, ...], fifth: tuple[Run, ...], sixth: tuple[Run, ...]
-) -> None:
+def test_names_of_sites_are_those_of_rows() -> None:
     """A name that no row has would leave a site's facts unused."""
     for site in load_sites():
-        for runs in (last, sixth, [run for run in fifth if site.source != "torchtitan"]):
+        for runs in (table("third"), table("sixth"), [r for r in table("fifth") if site.source != "torchtitan"]):
             rows = {run.name for run in runs if site.source and site.source.lower() in run.source.lower()}
             assert not rows or rows.issuperset(site.names)
 
@@ -159,35 +94,35 @@ def test_sums_of_gradients_over_the_tensor_axis_beside_products_cost_less() -> N
     cluster = cluster_of(run, session.profiles[run.device], plain)
     spent = [
         predict(run, session.structures[0], cluster, site).breakdown.tensor_parallel_s
-        for site in (plain, replace(plain, overlapped_gradients=True), replace(plain, overlapped_tensor_parallel=True))
+        for site in (plain, doing(plain, overlapped_gradients=True), doing(plain, overlapped_tensor_parallel=True))
     ]
     assert spent[0] > spent[1] > spent[2]
 
 
-def test_shards_over_context_let_long_sequences_fit(fifth: tuple[Run, ...]) -> None:
+def test_shards_over_context_let_long_sequences_fit() -> None:
     """torchtitan's 262 thousand tokens on eight devices took 84 GiB; whole states on each would be 192."""
-    (run,) = (run for run in fifth if run.name == "Llama-3.1-8B#39")
+    (run,) = (run for run in table("fifth") if run.name == "Llama-3.1-8B#39")
     site = site_of(run, load_sites())
-    assert (run.cp, run.dp, run.zero, site.shards_over_context) == (8, 1, 3, True)
+    assert (run.cp, run.dp, run.zero, "shards_over_context" in site.practices) == (8, 1, 3, True)
     session = Session([run], sites=[site])
     cluster = cluster_of(run, session.profiles[run.device], site)
     held = [
         sum(m.parameters + m.gradients + m.optimizer for m in predict(run, session.structures[0], cluster, s).memory)
-        for s in (site, replace(site, shards_over_context=False))
+        for s in (site, doing(site, shards_over_context=False))
     ]
     assert held[1] > 7 * held[0]
 
 
-def test_what_a_site_keeps_in_half_precision_whole_or_to_the_last_micro_batch(fifth: tuple[Run, ...]) -> None:
+def test_what_a_site_keeps_in_half_precision_whole_or_to_the_last_micro_batch() -> None:
     """A small KempnerForge: by hand, bytes of an element of the states, and products of the head."""
-    run = next(run for run in fifth if run.name == "Llama-7B#7")
+    run = next(run for run in table("fifth") if run.name == "Llama-7B#7")
     run = replace(run, layers=2, source="x")
     plain = replace(PLAIN, source="x")
     session = Session([run], sites=[plain])
     cluster = cluster_of(run, session.profiles[run.device], plain)
 
     def memory(**flags: bool) -> Memory:
-        return predict(run, session.structures[0], cluster, replace(plain, **flags)).memory[0]
+        return predict(run, session.structures[0], cluster, doing(plain, **flags)).memory[0]
 
     full, half = memory(), memory(plain_storage=True)
     shard = full.parameters / 4
@@ -197,15 +132,15 @@ def test_what_a_site_keeps_in_half_precision_whole_or_to_the_last_micro_batch(fi
     assert last.gradients / shard == pytest.approx(4 * run.dp, rel=0.01)  # whole, in single precision
     times = [
         predict(run, session.structures[0], cluster, site).breakdown.data_parallel_s
-        for site in (plain, replace(plain, reduces_last=True))
+        for site in (plain, doing(plain, reduces_last=True))
     ]
     assert times[1] < times[0]
 
 
-def test_a_whole_vocabulary_has_whole_logits_and_in_pipelines_a_whole_head(fifth: tuple[Run, ...]) -> None:
-    run = next(run for run in fifth if run.name == "Llama-7B#7")
+def test_a_whole_vocabulary_has_whole_logits_and_in_pipelines_a_whole_head() -> None:
+    run = next(run for run in table("fifth") if run.name == "Llama-7B#7")
     run = replace(run, layers=2, source="x")
-    plain, whole = replace(PLAIN, source="x"), replace(PLAIN, source="x", whole_vocabulary=True)
+    plain, whole = replace(PLAIN, source="x"), doing(whole_vocabulary=True)
     for sequence_parallel, factor in ((True, 1), (False, run.tp)):
         row = replace(run, sequence_parallel=sequence_parallel)
         works = [Session([row], sites=[site]).structures[0][0].works for site in (plain, whole)]
@@ -215,7 +150,7 @@ def test_a_whole_vocabulary_has_whole_logits_and_in_pipelines_a_whole_head(fifth
         assert tables[1] == pytest.approx(run.tp * tables[0], rel=0.01)
         kept = [found[-1].shape.saved_bytes for found in works]
         assert kept[1] > 2 * kept[0]
-    half = Session([row], sites=[replace(whole, half_loss=True)]).structures[0][0].works
+    half = Session([row], sites=[doing(whole, half_loss=True)]).structures[0][0].works
     assert kept[1] - half[-1].shape.saved_bytes == pytest.approx(2 * row.micro_batch * row.seq * row.vocab, rel=0.01)
 
 
@@ -251,23 +186,23 @@ def _unnamed(**columns: object) -> Run:
 def test_columns_tell_what_software_an_unknown_source_ran() -> None:
     sites = load_sites()
     old = site_of(_unnamed(tp=4, pp=2, zero=1, attention="scores", family="gpt"), sites)
-    assert old.late_reductions and old.dropout and not old.overlapped_reductions
+    assert {"late_reductions", "dropout"} <= old.practices and "overlapped_reductions" not in old.practices
     new = site_of(_unnamed(tp=4, pp=2, zero=None, attention="flash", family="llama", precision="bf16"), sites)
-    assert new.overlapped_reductions and new.fused_projections and not new.dropout
+    assert {"overlapped_reductions", "fused_projections"} <= new.practices and "dropout" not in new.practices
     sharded = _unnamed(tp=8, pp=1, zero=3, attention="flash", family="llama", precision="bf16")
     assert site_of(sharded, sites) == PLAIN
-    assert site_of(replace(sharded, precision="fp8"), sites).fused_elementwise
-    assert site_of(_unnamed(tp=1, pp=1, zero=3, attention="flash", family="mpt"), sites).triton_attention
+    assert "fused_elementwise" in site_of(replace(sharded, precision="fp8"), sites).practices
+    assert "triton_attention" in site_of(_unnamed(tp=1, pp=1, zero=3, attention="flash", family="mpt"), sites).practices
 
 
 def test_a_source_is_known_by_its_name_whatever_its_letters() -> None:
     sites = load_sites()
     run = replace(_unnamed(tp=1, pp=1, zero=1, attention="flash"), source="runs of NVIDIA NEMO (1.0); somewhere")
-    assert site_of(run, sites).overlapped_tensor_parallel
-    assert site_of(replace(run, source="BigScience BLOOM A100, nemo"), sites).blocking_launches
+    assert "overlapped_tensor_parallel" in site_of(run, sites).practices
+    assert "blocking_launches" in site_of(replace(run, source="BigScience BLOOM A100, nemo"), sites).practices
 
 
-def test_nodes_of_one_link_domain_are_one(blind: tuple[Run, ...]) -> None:
+def test_nodes_of_one_link_domain_are_one() -> None:
     rack = load_profile("gb200")
     assert (rack.group(16, 4).num_nodes, rack.group(16, 4).devices_per_node) == (1, 64)
     assert (rack.group(64, 4).num_nodes, rack.group(64, 4).nics_per_node) == (4, 64)
@@ -278,7 +213,7 @@ def test_megatrons_selective_recompute_makes_fused_attention_again() -> None:
     run = replace(read_runs(OWN)[3], recompute="selective", device="h100-sxm5-80gb", tp=4, zero=1, source="x")
     plain = replace(PLAIN, source="x")
     session = Session([run], sites=[plain])
-    again = Session([run], sites=[replace(plain, recomputes_attention=True)])
+    again = Session([run], sites=[doing(plain, recomputes_attention=True)])
     none = Session([replace(run, recompute="none")], sites=[plain])
     works = [s.structures[0][0].works for s in (none, again, session)]
     attention = [sum("attention" in w.ops[i].target for w in some for i in w.again) for some in works]
@@ -295,23 +230,23 @@ def test_late_sums_cost_time_and_gathers_in_fp8_save_it() -> None:
     cluster = cluster_of(run, session.profiles[run.device], plain)
     times = [
         predict(run, session.structures[0], cluster, site).step_time_s
-        for site in (plain, replace(plain, late_reductions=True), replace(plain, quantized_gathers=True))
+        for site in (plain, doing(plain, late_reductions=True), doing(plain, quantized_gathers=True))
     ]
     assert times[1] > times[0] > times[2]
 
 
 def works_of(run: Run, **facts: bool) -> dict[str, list[Work]]:
     """The works of an inner layer of a run at a source with these facts, by operator."""
-    (structure,) = Session([run], sites=[replace(PLAIN, source="x", **facts)]).structures[0]
+    (structure,) = Session([run], sites=[doing(**facts)]).structures[0]
     found: dict[str, list[Work]] = {}
     for op, work in zip(structure.works[2].ops, structure.works[2].works, strict=True):
         found.setdefault(op.target, []).append(work)
     return found
 
 
-def test_scores_of_torchs_operators_are_scaled_and_masked_by_kernels_of_their_own(sixth: tuple[Run, ...]) -> None:
+def test_scores_of_torchs_operators_are_scaled_and_masked_by_kernels_of_their_own() -> None:
     """Where a site says so: a division and a mask over [4, 12, 512, 512] in float16 besides; a table's `scores` are fused."""
-    row = replace(sixth[25], source="x")
+    row = replace(table("sixth")[25], source="x")
     assert (row.micro_batch, row.heads, row.seq, row.precision, row.attention) == (4, 12, 512, "fp16", "scores")
     scores, mask = 2 * 4 * 12 * 512 * 512, 512 * 512
     plain = works_of(row, plain_scores=True)
@@ -324,9 +259,9 @@ def test_scores_of_torchs_operators_are_scaled_and_masked_by_kernels_of_their_ow
     assert "aten.masked_fill.Scalar" not in works_of(row)
 
 
-def test_chains_of_operators_move_what_each_of_them_reads_and_writes(sixth: tuple[Run, ...]) -> None:
+def test_chains_of_operators_move_what_each_of_them_reads_and_writes() -> None:
     """GELU of [4, 512, 3072] in float16 and an RMS norm of [2, 512, 4096] in float32, counted operator by operator."""
-    gelu = works_of(replace(sixth[25], source="x", attention="flash"), operator_chains=True)
+    gelu = works_of(replace(table("sixth")[25], source="x", attention="flash"), operator_chains=True)
     assert "aten.gelu.default" not in gelu
     n = 2 * 4 * 512 * 3072
     (half,), (power,), (tanh,) = (gelu[f"aten.{o}"] for o in ("div.Tensor", "pow.Tensor_Scalar", "tanh.default"))
@@ -335,7 +270,7 @@ def test_chains_of_operators_move_what_each_of_them_reads_and_writes(sixth: tupl
     assert len(chain) == 8
     assert sum(w.num_bytes for w in chain) == (2 * 6 + 3 * 2) * n  # two of them read two tensors
     assert (power.backward_bytes, power.backward_launches) == (7 * n, 3)
-    row = replace(sixth[51], source="x", seq=512, recompute="none")
+    row = replace(table("sixth")[51], source="x", seq=512, recompute="none")
     assert (row.micro_batch, row.hidden, row.precision) == (2, 4096, "bf16_true")
     norm = works_of(row, operator_chains=True)
     wide = 4 * 2 * 512 * 4096
@@ -346,21 +281,20 @@ def test_chains_of_operators_move_what_each_of_them_reads_and_writes(sixth: tupl
     assert [w.backward_bytes for w in norm["aten.mean.dim"]] == 2 * [wide + token]  # the expanded gradient, divided
 
 
-def test_no_rank_has_a_part_of_the_rows_or_weights_of_a_norms_chain(last: tuple[Run, ...]) -> None:
+def test_no_rank_has_a_part_of_the_rows_or_weights_of_a_norms_chain() -> None:
     """With ``tp`` 2 all ranks have whole norms, as where a norm is one operator; blocks keep no part of their inputs."""
-    run = replace(next(run for run in last if run.name == "Llama-2-7B#33"), source="x", pp=1)
+    run = replace(next(run for run in table("third") if run.name == "Llama-2-7B#33"), source="x", pp=1)
     assert (run.tp, run.sequence_parallel, run.recompute) == (2, False, "full")
     whole, chain = (
-        Session([run], sites=[replace(PLAIN, source="x", operator_chains=chained)]).predictions()[0].memory[0]
-        for chained in (False, True)
+        Session([run], sites=[doing(operator_chains=chained)]).predictions()[0].memory[0] for chained in (False, True)
     )
     assert chain.parameters == whole.parameters
     assert chain.activations >= whole.activations
 
 
-def test_a_run_wholly_in_bfloat16_holds_eight_bytes_a_parameter(sixth: tuple[Run, ...]) -> None:
+def test_a_run_wholly_in_bfloat16_holds_eight_bytes_a_parameter() -> None:
     """torchtune's ``bf16``, Lightning's ``bf16-true``: parameter, gradient and both of AdamW's states in two bytes each."""
-    row = replace(sixth[44], source="x")
+    row = replace(table("sixth")[44], source="x")
     assert row.precision == "bf16_true"
     h, f, v = row.hidden, row.ffn, row.vocab
     layer = 2 * h * h + 2 * h * (h // 3) + 3 * h * f + 2 * h  # 8 of 24 heads have keys
@@ -401,9 +335,9 @@ def test_a_test_that_is_run_again_takes_the_place_of_its_figures(tmp_path: Path)
     assert read_figures(DATA)["fourth"].worst[0] in text
 
 
-def test_a_file_of_no_blind_test_is_refused() -> None:
-    with pytest.raises(UsageError, match="of no blind test"):
-        blind_page.name_of(Path("mine.json"))
+def test_an_unknown_blind_test_is_refused() -> None:
+    with pytest.raises(UsageError, match="Unknown blind test 'seventh'"):
+        blind_page.main(["seventh"])
 
 
 def test_a_file_without_scores_is_named(tmp_path: Path) -> None:

@@ -10,14 +10,15 @@ import pytest
 from autopar.hardware.device_rates import MatmulRate
 from autopar.hardware.read import load_profile
 from autopar.validate.express import predict
-from autopar.validate.kernels.filled import is_filled
+from autopar.validate.foreign_kernels import is_filled
 from autopar.validate.runs import Run, read_runs
 from autopar.validate.session import Session
-from autopar.validate.sites import PLAIN, Site, cluster_of, load_sites, site_of
+from autopar.validate.sites import Site, cluster_of, load_sites, site_of
+from tests.support.practices import doing
 
 OWN = Path(__file__).parent / "runs.csv"
-MEGATRON = replace(PLAIN, source="x", fused_elementwise=True, fused_projections=True)
-ORDERED = replace(MEGATRON, deterministic=True)
+MEGATRON = doing(fused_elementwise=True, fused_projections=True)
+ORDERED = doing(MEGATRON, deterministic=True)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,7 @@ def test_backward_of_attention_alone_is_slower_in_one_order(run: Run) -> None:
     assert ordered.attention_backward_fraction == plain.attention_backward_fraction * plain.ordered_fraction
     assert 0 < plain.ordered_fraction < 1
     assert ordered.attention_fraction == plain.attention_fraction
-    older = rate(run, replace(ORDERED, flash2_attention=True))
+    older = rate(run, doing(ORDERED, flash2_attention=True))
     assert older.attention_fraction == plain.flash2_fraction
     assert older.attention_backward_fraction == plain.flash2_backward_fraction * plain.ordered_fraction
 
@@ -68,7 +69,7 @@ def test_a_deterministic_run_is_slower_for_both_reasons(run: Run) -> None:
 
 def test_rings_alone_are_no_faster_than_the_best(run: Run) -> None:
     profile = load_profile(run.device)
-    free, rings = (cluster_of(run, profile, replace(PLAIN, ring_collectives=r)).library for r in (False, True))
+    free, rings = (cluster_of(run, profile, doing(ring_collectives=r)).library for r in (False, True))
     assert {a.name for a in rings.algorithms} == {"ring"} < {a.name for a in free.algorithms}
     assert rings.name != free.name
 
@@ -78,5 +79,5 @@ def test_megatrons_tests_ran_so_and_on_gb200_by_flash_attention_2(run: Run) -> N
     ci = replace(run, source="Megatron-LM CI golden values; x")
     names = ("gpt/gpt3_7b_tp4_pp1_memory_speed#898", "gpt/gpt3_7b_tp4_pp1_memory_speed#899")
     found = [site_of(replace(ci, name=name), sites) for name in names]
-    assert [site.deterministic and site.ring_collectives for site in found] == [True, True]
-    assert [site.flash2_attention for site in found] == [True, False]
+    assert [{"deterministic", "ring_collectives"} <= site.practices for site in found] == [True, True]
+    assert ["flash2_attention" in site.practices for site in found] == [True, False]

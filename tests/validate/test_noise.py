@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from autopar.validate.noise import bound, bounds_table
 from autopar.validate.runs import Run, read_runs
+from tools.evidence.noise import bound, bounds_table
 
 OWN = Path(__file__).parent / "runs.csv"
 PUBLISHED = Path(__file__).parents[3] / "shared" / "validation" / "calibration.csv"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,13 +15,12 @@ from autopar.hardware.read import load_profile, profile_to_dict
 from autopar.util.toml import Table
 from autopar.validate import parameters as free
 from autopar.validate.express import scaled
-from autopar.validate.figures import as_read, may_fit, score
-from autopar.validate.pages.document import ERRATA, document, unslowed, without_errata
-from autopar.validate.pages.report import markdown, render_html
+from autopar.validate.report import markdown, render_html
 from autopar.validate.runs import read_runs
-from autopar.validate.scores import calibrate, evaluate, memory_width, write_profile
+from autopar.validate.scores import as_read, calibrate, evaluate, may_fit, memory_width, score, write_profile
 from autopar.validate.session import Session
 from autopar.validate.sites import cluster_of, load_sites, site_from, site_of
+from tools.evidence.accuracy import ERRATA, document, unslowed, without_errata
 
 OWN = Path(__file__).parent / "runs.csv"
 PUBLISHED = Path(__file__).parents[3] / "shared" / "validation" / "calibration.csv"
@@ -145,7 +146,7 @@ def test_a_site_is_found_by_source_and_name_and_has_its_own_kernels() -> None:
     table = "torchtitan benchmarks; benchmarks/llama3_h100_202412_torchtitan.md Table 1"
     eager = site_of(replace(row, source=table, name="Llama-3.1-8B#2489"), sites)
     compiled = site_of(replace(row, source=table, name="Llama-3.1-8B#2490"), sites)
-    assert (eager.fused_elementwise, compiled.fused_elementwise) == (False, True)
+    assert ("fused_elementwise" in eager.practices, "fused_elementwise" in compiled.practices) == (False, True)
     known = profile.device.rate("bfloat16")
     for site in (eager, compiled):
         rate = cluster_of(row, profile, site).groups[0].device.rate("bfloat16")
@@ -230,12 +231,27 @@ def test_the_erratum_is_the_row_before_with_columns_exchanged() -> None:
     assert replace(wrong, **told) == replace(twin, **told)  # memory too
 
 
-def test_a_slowdown_is_a_part_of_a_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("slowdown = 1.5", r"slowdown.*below 1|below 1.*slowdown"),
+        ('practices = "dropout fused_los"', r"Unknown practice 'fused_los'.* Did you mean 'fused_loss'"),
+    ],
+)
+def test_what_a_site_states_is_checked(tmp_path: Path, line: str, message: str) -> None:
     file = tmp_path / "sites.toml"
-    file.write_text('[[site]]\nsource = "x"\nslowdown = 1.5\nprovenance = "in percent"\n')
+    file.write_text(f'[[site]]\nsource = "x"\n{line}\nprovenance = "in percent"\n')
     (table,) = Table.load(file).tables("site")
-    with pytest.raises(UsageError, match=r"slowdown.*below 1|below 1.*slowdown"):
-        site_from(table)
+    with pytest.raises(UsageError, match=message):
+        site_from(table, frozenset({"dropout", "fused_loss"}))
+
+
+def test_every_practice_means_something_to_predictions_and_nothing_else_does(checkout: Path) -> None:
+    known = set(tomllib.loads((checkout / "profiles/sites/practices.toml").read_text())["practices"])
+    code = "".join(path.read_text() for path in (checkout / "autopar" / "validate").rglob("*.py"))
+    assert {name for name in known if f'"{name}"' not in code} == set()
+    asked = re.findall(r'"(\w+)" (?:not )?in (?:self|site|self\.site_of\(run\))\.practices', code)
+    assert len(asked) > 30 and set(asked) - known == {"biased_scores"}
 
 
 def test_scores_count_pairs_regret_and_ranks(session: Session) -> None:

@@ -32,8 +32,8 @@ from autopar.planner.space.space import load_space
 from autopar.planner.task import Limits
 from autopar.tracing.trace import trace
 from autopar.util.files import write_text
-from autopar.util.revision import revision
 from tools.benchmarks.tpe import Sampler
+from tools.revision import revision
 
 TIMES, LEAST_TRIALS, SEED = 10, 100, 0
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from autopar.util.revision import revision
 from tools.fakes.build import build
 from tools.fakes.cases import LISTED, PLANS, Case
+from tools.revision import revision
 
 PAGE = Path(__file__).parents[2] / "docs" / "evidence" / "launches.md"
 

@@ -32,8 +32,8 @@ from autopar.hardware.detect.machine import machine_profile
 from autopar.hardware.measured_times import load_json
 from autopar.hardware.read import MachineProfile
 from autopar.util.files import write_json, write_text
-from autopar.util.revision import revision
 from autopar.util.units import seconds
+from tools.revision import revision
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = {

@@ -36,15 +36,15 @@ from autopar.hardware.detect.machine import machine_profile
 from autopar.hardware.read import load_library
 from autopar.models.resolve import resolve_model
 from autopar.plan.plan import FP32, Plan, Precision
-from autopar.plan.words import micro_batch_text
+from autopar.plan.text import micro_batch_text
 from autopar.planner.planner import Planner
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
 from autopar.planner.task import Limits, Task
 from autopar.util.files import write_text
-from autopar.util.revision import revision
 from autopar.util.units import seconds
 from autopar.verification.rank_pool import WorkerPool
+from tools.revision import revision
 
 FP16 = Precision(name="fp16", compute="float16", storage="float32", reduce="float32")
 """What both devices multiply fast; for planning alone, since nothing scales the loss."""

@@ -25,8 +25,8 @@ from autopar.planner.planner import Planner, Task
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import SamplerName, load_space
 from autopar.planner.task import Limits
-from autopar.util.revision import revision
 from tools.benchmarks import baselines
+from tools.revision import revision
 
 ROUND = BY_BOUNDS + BY_SAMPLER
 METHODS: dict[str, tuple[SamplerName, int, int]] = {

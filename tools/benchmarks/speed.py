@@ -27,7 +27,7 @@ from autopar import api
 from autopar.graph.graph import Graph
 from autopar.models.resolve import resolve_model
 from autopar.util.files import write_text
-from autopar.util.revision import revision
+from tools.revision import revision
 
 SELF = "tools.benchmarks.speed"
 WORKERS = 2

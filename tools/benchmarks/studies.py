@@ -16,7 +16,7 @@ from typing import Any
 from autopar.plan.plan import Plan
 from autopar.questions.published_layouts import load_study, run_study, study_files
 from autopar.util.files import write_text
-from autopar.util.revision import revision
+from tools.revision import revision
 
 HEAD = """# Published layouts
 

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from statistics import median
 
-from autopar.util.revision import revision
 from tools.campaigns.brute import ROUNDING, Result
+from tools.revision import revision
 
 _HEAD = """# The search beside every plan of small problems
 

@@ -15,6 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from autopar.util.revision import revision
+
 from autopar import api
 from autopar.graph.graph import Graph
 from autopar.models.resolve import resolve_model
@@ -22,7 +24,6 @@ from autopar.plan.plan import Plan
 from autopar.runtime.checkpoint.chunk_files import as_bytes
 from autopar.runtime.checkpoint.load import whole
 from autopar.runtime.checkpoint.source import open_folder
-from autopar.util.revision import revision
 from autopar.verification.against_one_device import PRELOAD
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.damage import KINDS

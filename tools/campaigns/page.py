@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from autopar.util.revision import revision
 from autopar.verification.results import DOUBLE_TENSOR_TOLERANCE, LOSS_TOLERANCE, TENSOR_TOLERANCE
 from tools.campaigns.models import EXPERT_LAYOUTS, LAYOUTS, SEQUENCE_LAYOUTS, Result, Row
+from tools.revision import revision
 
 _HEAD = """# Model families
 

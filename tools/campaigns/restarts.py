@@ -20,6 +20,7 @@ from pathlib import Path
 from statistics import median
 
 from autopar.util.revision import revision
+
 from tests.support.distributed import fit_script
 
 LAYOUTS = {

@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining.stage import InferenceMode
 from torch.optim import adam
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 MIX, BLOCKS, SYNC, FORK = "devices mixed", "copy that blocks", "host waits", "state of generators kept"
 
@@ -129,7 +128,7 @@ class Watch(TorchDispatchMode):
 
     def _look(self, name: str, args: Any, kwargs: dict[str, Any]) -> None:
         record, base = self.record, name.split(".")[1] if "." in name else name
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = _tensors((*args, *kwargs.values()))
         kinds = {tensor.device.type for tensor in tensors}
         target = kwargs.get("device")
         made = torch.device(target).type if target is not None else None
@@ -148,6 +147,17 @@ class Watch(TorchDispatchMode):
                 record.add(MIX, name)
         if "cuda" in kinds and (base in _READS or _reads_sizes(name, base, args, kwargs)):
             record.add(SYNC, name)
+
+
+def _tensors(values: Sequence[Any]) -> list[Tensor]:
+    """All of an operator's arguments, which may be in lists."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += _tensors(value)
+    return found
 
 
 def _reads_sizes(name: str, base: str, args: Any, kwargs: dict[str, Any]) -> bool:

@@ -78,9 +78,9 @@ def local(
     With a GPU: one device, every micro-batch, recompute and precision of the space; or, with --as-rank, one rank of plans
     without a pipeline for --ranks devices.
     """
+    from autopar.benchmark.batches import render
     from autopar.benchmark.local import BenchmarkRequest, run_local
     from autopar.benchmark.rank_runs import QUIET_PROFILER
-    from autopar.benchmark.tables import render
     from autopar.util.files import check_writable
 
     if output is not None:

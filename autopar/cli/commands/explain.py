@@ -9,7 +9,7 @@ import typer
 
 from autopar.cli.console import print_json, print_text
 from autopar.cli.make_plan import make_plan
-from autopar.cli.options import Json, split_pins
+from autopar.cli.options import Asked, Json, split_pins
 
 
 def explain(
@@ -41,14 +41,16 @@ def explain(
     name = model or model_of(plan, plan_file)
     other = make_plan(
         "search",
-        name,
-        cluster=plan.cluster,
-        global_batch_size=plan.global_batch_size,
-        sequence=sequence_of(plan, name),
-        precision=plan.precision.name,
-        optimizer=plan.optimizer,
-        pins=replaced(plan.pins, pins),
-        opaque=list(plan.opaque),
+        Asked(
+            model=name,
+            cluster=plan.cluster,
+            global_batch=plan.global_batch_size,
+            seq=sequence_of(plan, name),
+            precision=plan.precision.name,
+            optimizer=plan.optimizer,
+            pin=replaced(plan.pins, pins),
+            opaque=list(plan.opaque),
+        ),
     )
     if as_json:
         print_json({"why_not": pins, **comparison(plan, other)})

@@ -16,7 +16,7 @@ def published(name: Name = None, space: Space = "default", as_json: Json = False
     """List published layouts, or search a plan for the model and cluster of one and print it beside the layout."""
     from autopar.planner.branch_and_bound.process_group import cores
     from autopar.planner.space.space import load_space
-    from autopar.questions import published_as_text as text
+    from autopar.questions import answers_as_text as text
     from autopar.questions.published_layouts import load_study, run_study, study_files
 
     if name is None:

@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from autopar.cli.console import kept_dir, print_json, print_text, progress
-from autopar.cli.make_plan import Output, check_output, save
-from autopar.cli.options import (
-    ClusterOption,
-    GlobalBatch,
-    Json,
-    MaxStepTime,
-    Model,
-    Opaque,
-    Optimizer,
-    Pin,
-    PrecisionOption,
-    Sequence_,
-    Space,
-    split_pins,
-)
+from autopar.cli.make_plan import check_output, save
+from autopar.cli.options import Asked, asks
 from autopar.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from autopar.questions.ask import Ask
     from autopar.questions.sizing import Answer
@@ -58,122 +44,48 @@ Objectives = Annotated[
 Step = Annotated[int, typer.Option(min=1, metavar="N", help="Tokens by which sequences grow.")]
 
 
-def smallest_cluster(
-    model: Model,
-    cluster: LargestCluster,
-    global_batch: GlobalBatch,
-    seq: Sequence_ = None,
-    precision: PrecisionOption = "fp32",
-    optimizer: Optimizer = "adamw",
-    pin: Pin = None,
-    opaque: Opaque = None,
-    space: Space = "default",
-    max_step_time: MaxStepTime = None,
-    output: Output = None,
-    as_json: Json = False,
-) -> None:
+@asks(cluster=LargestCluster)
+def smallest_cluster(asked: Asked) -> None:
     """Find the fewest devices with a plan within --max-step-time."""
     from autopar.questions.sizing import smallest_cluster as answer
 
-    _answer(answer, output, as_json, model=model, cluster=cluster, global_batch=global_batch, seq=seq, precision=precision,
-            optimizer=optimizer, pin=pin, opaque=opaque, space=space, max_step_time=max_step_time)  # fmt: skip
+    _answer(answer, asked)
 
 
-def cheapest_cluster(
-    model: Model,
-    cluster: LargestCluster,
-    global_batch: GlobalBatch,
-    price: Price = None,
-    or_cluster: OrCluster = None,
-    seq: Sequence_ = None,
-    precision: PrecisionOption = "fp32",
-    optimizer: Optimizer = "adamw",
-    pin: Pin = None,
-    opaque: Opaque = None,
-    space: Space = "default",
-    max_step_time: MaxStepTime = None,
-    output: Output = None,
-    as_json: Json = False,
-) -> None:
+@asks(cluster=LargestCluster)
+def cheapest_cluster(asked: Asked, price: Price = None, or_cluster: OrCluster = None) -> None:
     """Find the cluster on which a step costs least within --max-step-time."""
     from autopar.questions.sizing import cheapest_cluster as cheapest
     from autopar.questions.sizing import parse_prices
 
     prices = parse_prices(price or ())
-
-    def answer(ask: Ask) -> Answer:
-        return cheapest(ask, prices, or_cluster or ())
-
-    _answer(answer, output, as_json, model=model, cluster=cluster, global_batch=global_batch, seq=seq, precision=precision,
-            optimizer=optimizer, pin=pin, opaque=opaque, space=space, max_step_time=max_step_time)  # fmt: skip
+    _answer(lambda ask: cheapest(ask, prices, or_cluster or ()), asked)
 
 
-def longest_sequence(
-    model: Model,
-    cluster: ClusterOption,
-    global_batch: GlobalBatch,
-    step: Step = 1024,
-    precision: PrecisionOption = "fp32",
-    optimizer: Optimizer = "adamw",
-    pin: Pin = None,
-    opaque: Opaque = None,
-    space: Space = "default",
-    max_step_time: MaxStepTime = None,
-    output: Output = None,
-    as_json: Json = False,
-) -> None:
+@asks(without=("seq",))
+def longest_sequence(asked: Asked, step: Step = 1024) -> None:
     """Find the longest sequence with a plan, in multiples of --step tokens."""
     from autopar.models.described import is_factory
     from autopar.questions.sizing import longest_sequence as longest
 
-    if is_factory(model):
+    if is_factory(asked.model):
         raise UsageError(
             "The longest sequence cannot be searched for a factory, which decides the length",
             fix="Name a model as hf:TYPE or gpt:...",
         )
-
-    def answer(ask: Ask) -> Answer:
-        return longest(ask, step=step)
-
-    _answer(answer, output, as_json, model=model, cluster=cluster, global_batch=global_batch, seq=None, precision=precision,
-            optimizer=optimizer, pin=pin, opaque=opaque, space=space, max_step_time=max_step_time)  # fmt: skip
+    _answer(lambda ask: longest(ask, step=step), asked)
 
 
-def largest_batch(
-    model: Model,
-    cluster: ClusterOption,
-    global_batch: LargestBatch,
-    seq: Sequence_ = None,
-    precision: PrecisionOption = "fp32",
-    optimizer: Optimizer = "adamw",
-    pin: Pin = None,
-    opaque: Opaque = None,
-    space: Space = "default",
-    max_step_time: MaxStepTime = None,
-    output: Output = None,
-    as_json: Json = False,
-) -> None:
+@asks(global_batch=LargestBatch)
+def largest_batch(asked: Asked) -> None:
     """Find the largest batch that fits without gradient accumulation, of divisors and multiples of the number of devices."""
     from autopar.questions.sizing import largest_batch as answer
 
-    _answer(answer, output, as_json, model=model, cluster=cluster, global_batch=global_batch, seq=seq, precision=precision,
-            optimizer=optimizer, pin=pin, opaque=opaque, space=space, max_step_time=max_step_time)  # fmt: skip
+    _answer(answer, asked)
 
 
-def sweep(
-    model: Model,
-    cluster: ClusterOption,
-    global_batch: GlobalBatch,
-    scale: Scale,
-    seq: Sequence_ = None,
-    precision: PrecisionOption = "fp32",
-    optimizer: Optimizer = "adamw",
-    pin: Pin = None,
-    opaque: Opaque = None,
-    space: Space = "default",
-    max_step_time: MaxStepTime = None,
-    as_json: Json = False,
-) -> None:
+@asks(without=("output",))
+def sweep(asked: Asked, scale: Scale) -> None:
     """Find the fastest plan with a number of the cluster times each factor."""
     from autopar.questions.answers_as_text import render_sweep, sweep_summary
     from autopar.questions.sweep import parse_sweep
@@ -181,35 +93,20 @@ def sweep(
 
     name, factors = parse_sweep(scale)
     with progress("reading the model") as advance:
-        ask = _ask(advance, model=model, cluster=cluster, global_batch=global_batch, seq=seq, precision=precision,
-                   optimizer=optimizer, pin=pin, opaque=opaque, space=space, max_step_time=max_step_time)  # fmt: skip
-        swept = swept_over(ask, name, factors)
-    _print(as_json, lambda: sweep_summary(name, swept), lambda: render_sweep(name, swept))
+        swept = swept_over(_ask(advance, asked), name, factors)
+    _print(asked, lambda: sweep_summary(name, swept), lambda: render_sweep(name, swept))
 
 
+@asks()
 def pareto(
-    model: Model,
-    cluster: ClusterOption,
-    global_batch: GlobalBatch,
-    objectives: Objectives = "time,memory",
-    price: Price = None,
-    or_cluster: OrCluster = None,
-    seq: Sequence_ = None,
-    precision: PrecisionOption = "fp32",
-    optimizer: Optimizer = "adamw",
-    pin: Pin = None,
-    opaque: Opaque = None,
-    space: Space = "default",
-    max_step_time: MaxStepTime = None,
-    output: Output = None,
-    as_json: Json = False,
+    asked: Asked, objectives: Objectives = "time,memory", price: Price = None, or_cluster: OrCluster = None
 ) -> None:
     """Find the plans that no other one beats in all objectives; -o writes the fastest of them."""
     from autopar.questions.answers_as_text import front_summary, render_front
     from autopar.questions.pareto import front, parse_objectives
     from autopar.questions.sizing import parse_prices
 
-    check_output(output)
+    check_output(asked.output)
     wanted, prices = parse_objectives(objectives), parse_prices(price or ())
     if prices and "price" not in wanted:
         raise UsageError(
@@ -217,55 +114,39 @@ def pareto(
             fix=f"Leave it out, or ask for --objectives {objectives},price",
         )
     with progress("reading the model") as advance:
-        ask = _ask(advance, model=model, cluster=cluster, global_batch=global_batch, seq=seq, precision=precision,
-                   optimizer=optimizer, pin=pin, opaque=opaque, space=space, max_step_time=max_step_time)  # fmt: skip
-        points = front(ask, wanted, prices, or_cluster or ())
-    _print(as_json, lambda: front_summary(points), lambda: render_front(points))
-    if output is not None:
-        save(points[0].plan, output)
+        points = front(_ask(advance, asked), wanted, prices, or_cluster or ())
+    _print(asked, lambda: front_summary(points), lambda: render_front(points))
+    if asked.output is not None:
+        save(points[0].plan, asked.output)
 
 
-def _answer(answer: Callable[[Ask], Answer], output: Path | None, as_json: bool, **given: Any) -> None:
+def _answer(answer: Callable[[Ask], Answer], asked: Asked) -> None:
     """Ask, print the answer and write its plan."""
     from autopar.questions.answers_as_text import answer_summary, render_answer
 
-    check_output(output)
+    check_output(asked.output)
     with progress("reading the model") as advance:
-        found = answer(_ask(advance, **given))
-    _print(as_json, lambda: answer_summary(found), lambda: render_answer(found))
-    if output is not None:
-        save(found.plan, output)
+        found = answer(_ask(advance, asked))
+    _print(asked, lambda: answer_summary(found), lambda: render_answer(found))
+    if asked.output is not None:
+        save(found.plan, asked.output)
 
 
-def _ask(
-    advance: Callable[[str, int, int], None],
-    *,
-    model: str,
-    cluster: str,
-    global_batch: int,
-    seq: int | None,
-    precision: str,
-    optimizer: str,
-    pin: list[str] | None,
-    opaque: list[str] | None,
-    space: str,
-    max_step_time: float | None,
-) -> Ask:
-    """The options that all questions have."""
+def _ask(advance: Callable[[str, int, int], None], asked: Asked) -> Ask:
     from autopar.planner.branch_and_bound.process_group import cores
     from autopar.questions.ask import Ask, tracer
 
-    names = tuple(opaque or ())
+    names = tuple(asked.opaque or ())
     return Ask(
-        graph_at=tracer(model, precision=precision, opaque=names, cache_dir=kept_dir()),
-        cluster=cluster,
-        global_batch_size=global_batch,
-        sequence=seq,
-        pins=tuple(split_pins(pin or ())),
-        precision=precision,
-        optimizer=optimizer,
-        space=space,
-        max_step_time_s=max_step_time,
+        graph_at=tracer(asked.model, precision=asked.precision, opaque=names, cache_dir=kept_dir()),
+        cluster=asked.cluster,
+        global_batch_size=asked.global_batch,
+        sequence=asked.seq,
+        pins=tuple(asked.pins),
+        precision=asked.precision,
+        optimizer=asked.optimizer,
+        space=asked.space,
+        max_step_time_s=asked.max_step_time,
         opaque=names,
         cache_dir=kept_dir(),
         progress=advance,
@@ -273,8 +154,8 @@ def _ask(
     )
 
 
-def _print(as_json: bool, summary: Callable[[], object], text: Callable[[], str]) -> None:
-    if as_json:
+def _print(asked: Asked, summary: Callable[[], object], text: Callable[[], str]) -> None:
+    if asked.as_json:
         print_json(summary())
     else:
         print_text(text())

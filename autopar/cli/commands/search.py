@@ -6,21 +6,8 @@ from typing import Annotated
 
 import typer
 
-from autopar.cli.make_plan import Output, check_output, give, make_plan
-from autopar.cli.options import (
-    ClusterOption,
-    GlobalBatch,
-    Json,
-    MaxStepTime,
-    Model,
-    Opaque,
-    Optimizer,
-    Pin,
-    PrecisionOption,
-    Sequence_,
-    Space,
-    split_pins,
-)
+from autopar.cli.make_plan import check_output, give, make_plan
+from autopar.cli.options import Asked, asks
 
 Trials = Annotated[int | None, typer.Option(min=1, metavar="N", help="At most so many trials.")]
 Timeout = Annotated[float | None, typer.Option(min=0, metavar="S", help="At most so many seconds of search.")]
@@ -54,51 +41,31 @@ Sampler = Annotated[
 SamplerSeed = Annotated[int, typer.Option("--sampler-seed", min=0, metavar="N", help="Of the sampler's numbers.")]
 
 
+@asks()
 def search(
-    model: Model,
-    cluster: ClusterOption,
-    global_batch: GlobalBatch,
-    seq: Sequence_ = None,
-    precision: PrecisionOption = "fp32",
-    optimizer: Optimizer = "adamw",
-    pin: Pin = None,
-    opaque: Opaque = None,
-    space: Space = "default",
+    asked: Asked,
     trials: Trials = None,
     timeout: Timeout = None,
-    max_step_time: MaxStepTime = None,
     storage: Storage = None,
     study_name: StudyName = None,
     workers: Workers = None,
     sampler: Sampler = None,
     sampler_seed: SamplerSeed = 0,
-    output: Output = None,
-    as_json: Json = False,
 ) -> None:
     """Find the fastest plan that fits; exits with 3 and names the conflict when there is none."""
     from autopar.planner.branch_and_bound.process_group import cores
 
-    check_output(output)
+    check_output(asked.output)
     plan = make_plan(
         "search",
-        model,
-        cluster=cluster,
-        global_batch_size=global_batch,
-        sequence=seq,
-        precision=precision,
-        optimizer=optimizer,
-        pins=split_pins(pin or ()),
-        opaque=opaque or [],
-        space=space,
-        options={
-            "trials": trials,
-            "search_timeout_s": timeout,
-            "max_step_time_s": max_step_time,
-            "storage": storage,
-            "study_name": study_name,
-            "workers": workers or (cores() if storage is None else 1),
-            "sampler": sampler,
-            "sampler_seed": sampler_seed,
-        },
+        asked,
+        trials=trials,
+        search_timeout_s=timeout,
+        max_step_time_s=asked.max_step_time,
+        storage=storage,
+        study_name=study_name,
+        workers=workers or (cores() if storage is None else 1),
+        sampler=sampler,
+        sampler_seed=sampler_seed,
     )
-    give(plan, output, as_json)
+    give(plan, asked.output, asked.as_json)

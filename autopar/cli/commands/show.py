@@ -31,7 +31,7 @@ def show(
 
         write_report(html, render_html(plan))
     if perfetto is not None:
-        from autopar.report.perfetto import perfetto_trace
+        from autopar.report.timeline import perfetto_trace
 
         write_report(perfetto, json.dumps(perfetto_trace(plan)) + "\n")
     if as_json:

@@ -31,12 +31,6 @@ Out = Annotated[
 ]
 Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a scatter of all runs.")]
 Markdown = Annotated[Path | None, typer.Option("--markdown", metavar="FILE", help="Write the figures.")]
-Before = Annotated[
-    Path | None,
-    typer.Option(
-        "--before", metavar="JSON", help="With --markdown: the page of the blind tests, with one of them run again."
-    ),
-]
 
 
 def validate(
@@ -47,7 +41,6 @@ def validate(
     out: Out = None,
     html: Html = None,
     markdown: Markdown = None,
-    before: Before = None,
     as_json: Json = False,
 ) -> None:
     """Predict measured runs and print how far off: error, rank, interval, memory, by source.
@@ -59,26 +52,17 @@ def validate(
         return
     if out is not None:
         _check_out(out, calibrate)
-    _check(files or (), before, [path for path in (html, markdown) if path is not None],
-           is_plain=markdown is not None and not leave_one_out and not calibrate)  # fmt: skip
-    from autopar.validate.pages import blind
-    from autopar.validate.pages.document import document
-    from autopar.validate.pages.report import render_html
+    _check(files or (), [path for path in (html, markdown) if path is not None])
+    from autopar.validate.report import render_html
     from autopar.validate.validation import validated
 
-    test = None if before is None else blind.name_of(before)
     with progress("reading runs") as advance:
         found = validated(files or (), sources=calibrate or (), leave_one_out=leave_one_out, progress=advance)
-        session, outcome = found.session, found.outcome
-        compared = None
-        if before is not None and test is not None:
-            kept = blind.read_figures(before.parent) | {test: blind.figures(session, outcome, advance)}
-            blind.write_figures(before.parent, kept)
-            compared = blind.page(before.parent, kept)
+    session, outcome = found.session, found.outcome
     if html is not None:
         write_report(html, render_html(outcome.scores, session.runs, outcome.predictions, outcome.failed))
     if markdown is not None:
-        write_report(markdown, compared or document(session, outcome, leave_one_out=leave_one_out))
+        write_report(markdown, f"{found.text(with_profiles=False)}\n")
     for path in found.write_profiles(out) if out is not None else ():
         warn(f"wrote {path}")
     if as_json:
@@ -102,21 +86,16 @@ def _check_out(folder: Path, calibrate: list[str] | None) -> None:
     check_writable(folder / "profile.toml", make_folder=True)
 
 
-def _check(files: Sequence[Path], before: Path | None, written: Sequence[Path], *, is_plain: bool) -> None:
+def _check(files: Sequence[Path], written: Sequence[Path]) -> None:
     """Refuse what cannot end well, before anything is computed.
 
     Raises:
-        UsageError: no runs, options that do not go together, a file that cannot be written.
+        UsageError: no runs, or a file that cannot be written.
     """
     from autopar.util.files import check_writable
 
     if not files:
         raise UsageError("No runs to validate with", fix="Give RUNS.csv files, or --from-run DIR")
-    if before is not None and not is_plain:
-        raise UsageError(
-            f"--before {before} needs --markdown, and goes with neither --leave-one-out nor --calibrate",
-            fix="Give --before and --markdown alone",
-        )
     for path in written:
         check_writable(path)
 
@@ -124,7 +103,7 @@ def _check(files: Sequence[Path], before: Path | None, written: Sequence[Path], 
 def _from_run(folder: Path, files: list[Path], as_json: bool) -> None:
     """What the first steps of a run measured, against its plan's prediction."""
     from autopar.plan.run_log import read_log
-    from autopar.report.run import render_run, run_summary
+    from autopar.report.compare import render_run, run_summary
 
     if files:
         raise UsageError(f"--from-run does not go with a file of runs ({files[0]})", fix="Leave one of them out")

@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from autopar.errors import InternalError, RuleError
+from autopar.graph.compact import signature
 from autopar.graph.graph import Argument, Block, Graph, Input, Layout, Op, Parameter, Ref, TensorSpec, digest
 from autopar.plan.tensor_types import I, P, R, S, Type
 from autopar.rules.apply import zigzag
@@ -32,7 +33,6 @@ from autopar.rules.apply.batch_axis_laws import SampleSums
 from autopar.rules.apply.conversions import conversion, emitted_arguments
 from autopar.rules.apply.literals import LOCALIZERS, localize
 from autopar.rules.apply.parts import BATCH, layout_before, part_of
-from autopar.rules.apply.signature import signature
 from autopar.rules.strategy import Local, Strategy, Typing
 
 __all__ = ["BATCH", "OVER_DATA", "crosses_samples", "part_of", "shard"]

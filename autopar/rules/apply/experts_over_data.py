@@ -13,9 +13,9 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from autopar.errors import RuleError
+from autopar.graph.compact import signature
 from autopar.graph.graph import Graph, Op, Ref, TensorSpec, digest
 from autopar.plan.tensor_types import S
-from autopar.rules.apply.signature import signature
 
 AXIS = "ep_data"
 EXPERTS = "autopar.experts"

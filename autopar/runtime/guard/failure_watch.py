@@ -12,9 +12,8 @@ from contextlib import contextmanager, suppress
 
 import torch.distributed as dist
 
-from autopar.errors import AutoparError, RankFailedError
+from autopar.errors import AutoparError, RankFailedError, first_line
 from autopar.runtime.job import FAKE, own_store
-from autopar.util.text import first_line
 
 _LOGGER = logging.getLogger("autopar")
 

@@ -159,7 +159,7 @@ class ModelOutputs:
             self._tell(f"{derived[0].name}: it is computed from complete values, which par.predict(batch) has")
             wanted, derived = [leaf for leaf in wanted if leaf not in derived], []
         needed = _ancestors(outputs.ops, [leaf.ref for leaf in derived if leaf.ref is not None])
-        complete, split = self._joined(wanted, needed, samples, partial, gather=gather)
+        complete, split = self._joined(wanted, needed, samples, partial, gather=gather, plain=not communicates)
         env = complete | self._given(given, wanted, needed)
         if needed:
             env |= self._constants | self._of_training(needed)
@@ -196,8 +196,9 @@ class ModelOutputs:
         partial: PartialBatch | None,
         *,
         gather: bool,
+        plain: bool,
     ) -> tuple[dict[Ref, Tensor], dict[Ref, Tensor]]:
-        """Values of taps: complete ones, and those that stay split."""
+        """Values of taps: complete ones (``plain``: where that takes no collective, too), and those that stay split."""
         read = {ref for op in needed for ref in op.operands}
         leaves = {leaf.ref for leaf in wanted}
         count = self._plan.num_micro_batches if partial is None else len(partial.micro_batches)
@@ -208,9 +209,10 @@ class ModelOutputs:
             if ref not in read and ref not in leaves:
                 continue
             value = self._join.stacked(tap, taken, count)
-            if ref in read or gather or self._join.is_local(tap, samples):
+            stays = not gather and not (plain and self._join.is_local(tap, samples))
+            if ref in read or not stays:
                 complete[ref] = self._join.complete(tap, value, samples)
-            if ref in leaves and not gather and not (ref in complete and self._join.is_local(tap, samples)):
+            if ref in leaves and stays:
                 split[ref] = self._join.split(tap, value, samples)
         return complete, split
 

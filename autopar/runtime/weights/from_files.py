@@ -13,10 +13,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from autopar.errors import UsageError
+from autopar.errors import UsageError, first_line
 from autopar.graph.graph import Parameter
 from autopar.runtime.weights.from_model import Index, Weights
-from autopar.util.text import first_line
 
 _LOGGER = logging.getLogger("autopar")
 

@@ -6,7 +6,7 @@ plan to plan, and a file has one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ def shortened(value: Tensor, padding: Padding) -> Tensor:
     return whole.narrow(padding.dim, 0, padding.length).to("cpu", copy=True).contiguous()
 
 
-def put(target: Tensor, padding: Padding | None, value: Tensor) -> str:
+def _put(target: Tensor, padding: Padding | None, value: Tensor) -> str:
     """Writes into ``target`` its part of ``value``: a DTensor as ``target``, or the whole tensor. Says why not, where it does not fit."""
     with torch.no_grad():
         if isinstance(value, DTensor):
@@ -59,22 +59,51 @@ def put(target: Tensor, padding: Padding | None, value: Tensor) -> str:
     return ""
 
 
-class Names:
-    """By which names of a ``state_dict`` parameters are found: their keys, or those of the model itself, of which parts are cut.
+class ModuleState:
+    """The entries of one rank's ``state_dict``.
+
+    Parameters are found by their keys, or by the names of the model itself, of which parts are cut.
 
     Args:
+        parameters: of the program.
         others: names that a ``state_dict`` of the model has besides.
+        held: this rank's parameters.
+
+    Attributes:
+        is_lengthened: the plan has lengthened a vocabulary.
     """
 
-    def __init__(self, parameters: Sequence[Parameter], others: Sequence[str]) -> None:
+    def __init__(self, parameters: Sequence[Parameter], others: Sequence[str], held: Sequence[Held]) -> None:
+        self._held = held
         self._parameters = {parameter.name: parameter for parameter in parameters}
         self._known = {name for p in parameters for name in (p.key, p.fqn, *p.aliases)} | {EXTRA_STATE, *others}
+        self.is_lengthened = any(parameter.padding is not None for parameter in parameters)
+
+    def complete(self, state: dict[str, Any], prefix: str, shown: Collection[str]) -> None:
+        """Takes out what stands for others (``shown``: names of all), and has lengthened parameters as the model has them."""
+        for name in set(shown) - {held.key for held in self._held}:
+            state.pop(prefix + name, None)  # further copies, and what stands for none
+        for held in self._held:
+            if held.padding is not None:
+                state[prefix + held.key] = shortened(held.parameter.detach(), held.padding)
+
+    def put(self, state: Mapping[str, Any], prefix: str, buffers: Mapping[str, Tensor]) -> tuple[list[str], list[str]]:
+        """Writes parameters and ``buffers`` in place: which are missing, and why some do not fit."""
+        targets = [(h.key, h.parameter.detach(), h.padding, self._find(h, state, prefix)) for h in self._held]
+        targets += [(name, value, None, state.get(prefix + name)) for name, value in buffers.items()]
+        missing, problems = list[str](), list[str]()
+        for name, target, padding, value in targets:
+            if value is None:
+                missing.append(prefix + name)
+            elif problem := _put(target, padding, value):
+                problems.append(f"{prefix}{name}: {problem}")
+        return missing, problems
 
     def unexpected(self, state: Mapping[str, Any], prefix: str) -> list[str]:
         """Names behind ``prefix`` that no rank of the model knows."""
         return [name for name in state if name.startswith(prefix) and name.removeprefix(prefix) not in self._known]
 
-    def find(self, held: Held, state: Mapping[str, Any], prefix: str) -> Tensor | None:
+    def _find(self, held: Held, state: Mapping[str, Any], prefix: str) -> Tensor | None:
         """What ``state`` has for a parameter."""
         if prefix + held.key in state:
             found: Tensor = state[prefix + held.key]

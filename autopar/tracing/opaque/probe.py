@@ -20,13 +20,13 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.module_tracker import ModuleTracker
 
+from autopar.errors import first_line
 from autopar.graph.graph import TensorSpec
 from autopar.ops.opaque import run, tensors_of
 from autopar.ops.region import Region
 from autopar.tracing.failures import FAILURES
 from autopar.tracing.opaque.samples_apart import DRAWS, samples_apart
 from autopar.tracing.opaque.trials import Call, Subject, Unclear, draw, gradients_of, is_integer
-from autopar.util.text import first_line
 
 MAX_BYTES = 2**32
 """Of parameters: larger regions are not run while tracing."""

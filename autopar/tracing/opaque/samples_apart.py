@@ -14,12 +14,12 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from autopar.errors import first_line
 from autopar.graph.graph import TensorSpec
 from autopar.ops.opaque import run
 from autopar.tracing.failures import FAILURES
 from autopar.tracing.float64 import in_double
 from autopar.tracing.opaque.trials import Subject, Unclear, are_same, draw, gradients_of, outcomes
-from autopar.util.text import first_line
 
 DRAWS = 8
 """Batches on which samples must be apart."""

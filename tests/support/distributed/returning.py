@@ -213,5 +213,5 @@ def called(subject: Any, plan: Plan, graph: Graph, batch: dict[str, Tensor]) -> 
 
 def placements(subject: Any, plan: Plan, graph: Graph, batch: dict[str, Tensor]) -> list[str]:
     """How the logits lie on the mesh where they stay split."""
-    logits, _ = build(subject, plan, graph).predict(batch, gather=False)
+    logits = build(subject, plan, graph).predict(batch, gather=False).logits
     return [f"S({p.dim})" if isinstance(p, Shard) else "R" if p.is_replicate() else "P" for p in logits.placements]

@@ -1,8 +1,7 @@
 """``docs/evidence/blind.md``: published runs that no fit has seen, in six tests.
 
-``autopar validate tests/data/blind_runs_N.csv --before tests/data/blind_before_N.json --markdown docs/evidence/blind.md``
-predicts one test again, keeps its figures in ``tests/data/blind_since.json`` and writes the page of all tests.
-``python -m autopar.validate.pages.blind tests/data docs/evidence/blind.md`` writes the page from the figures that are kept.
+``python -m tools.evidence.blind TEST ...`` predicts tests again (first to sixth), keeps their figures in ``tests/data/blind_since.json``
+and writes the page of all of them; without a TEST it writes the page from the figures that are kept.
 """
 
 from __future__ import annotations
@@ -14,14 +13,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from autopar.cli.console import progress
 from autopar.errors import UsageError
-from autopar.util.revision import revision
-from autopar.validate.figures import Score
-from autopar.validate.pages.report import failures, percent, worst
+from autopar.validate.report import failures, percent, worst
 from autopar.validate.runs import Run
-from autopar.validate.scores import Outcome, evaluate
+from autopar.validate.scores import Outcome, Score, evaluate
 from autopar.validate.session import Session
+from autopar.validate.validation import validated
+from tools.revision import revision
 
+ROOT = Path(__file__).parents[2]
+DATA, PAGE = ROOT / "tests" / "data", ROOT / "docs" / "evidence" / "blind.md"
 TESTS = {
     "first": "blind_before.json",
     "second": "blind_before_2.json",
@@ -36,7 +38,7 @@ SINCE, NOTES = "blind_since.json", "blind_notes.md"
 
 _HEAD = """# Blind tests
 
-Written by `autopar validate RUNS.csv --before BEFORE.json --markdown docs/evidence/blind.md`, a test at a time; do not edit.
+Written by `python -m tools.evidence.blind TEST`, a test at a time; do not edit.
 The tests were run at these revisions: {revisions}. Code that is newer than these may predict other times.
 
 Each test takes published runs that are neither in the table of [accuracy.md](accuracy.md) nor in an earlier test, and predicts
@@ -86,20 +88,6 @@ def read_before(path: Path) -> tuple[Score, ...]:
             got=str(error),
             fix="Print it with the release to compare with",
         ) from error
-
-
-def name_of(before: Path) -> str:
-    """The test whose earlier predictions are in a file.
-
-    Raises:
-        UsageError: it is of no test.
-    """
-    found = [name for name, file in TESTS.items() if file == before.name]
-    if not found:
-        raise UsageError(
-            f"--before {before} is of no blind test", expected=", ".join(TESTS.values()), fix="Leave --before out"
-        )
-    return found[0]
 
 
 def hidden(runs: Sequence[Run]) -> tuple[Run, ...]:
@@ -193,6 +181,27 @@ def _row(test: str, source: str, before: Score | None, score: Score) -> tuple[st
     )
 
 
+def again(name: str) -> Figures:
+    """The figures of a test that is predicted now."""
+    table = DATA / TESTS[name].replace("before", "runs").replace(".json", ".csv")
+    with progress("reading runs") as advance:
+        found = validated([table], progress=advance)
+        return figures(found.session, found.outcome, advance)
+
+
+def main(names: Sequence[str]) -> None:
+    """Predict these tests again, and write the page.
+
+    Raises:
+        UsageError: there is no such test.
+    """
+    for name in names:
+        if name not in TESTS:
+            raise UsageError.unknown("blind test", name, TESTS)
+    kept = read_figures(DATA) | {name: again(name) for name in names}
+    write_figures(DATA, kept)
+    PAGE.write_text(page(DATA, kept), encoding="utf-8")
+
+
 if __name__ == "__main__":
-    _folder, _page = map(Path, sys.argv[1:])
-    _page.write_text(page(_folder, read_figures(_folder)), encoding="utf-8")
+    main(sys.argv[1:])

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from autopar.cost.operators.work import LINEAR, Specs, Work
-from autopar.cost.operators.work_record import Product, total
+from autopar.cost.blocks.block_work import BlockWork
+from autopar.cost.operators.work import LINEAR
+from autopar.cost.operators.work_record import FLOAT, Product, Specs, Work, total
 from autopar.graph.graph import Graph, Op, Ref
-from autopar.validate.kernels.megatron import as_megatron, split_projections
 
 _NAMES = (
     "add.Tensor add.Scalar sub.Tensor sub.Scalar mul.Tensor mul.Scalar div.Tensor div.Scalar neg.default exp.default"
@@ -22,52 +22,48 @@ ELEMENTWISE = frozenset(f"aten.{name}" for name in _NAMES.split())
 LOSSES = frozenset(("autopar.cross_entropy_sum", "aten.cross_entropy_loss.default", "autopar.cross_entropy_vocabulary"))
 
 
+PRACTICES = frozenset((
+    "fused_elementwise", "fused_loss", "half_loss", "fused_projections", "fused_ring", "dropout",
+    "megatron_kernels", "biased_scores", "copied_logits",
+))  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignKernels:
     """Which kernels of a program are not those of torch's eager mode; implements :class:`autopar.cost.blocks.block_work.Kernels`.
 
     Attributes:
-        elementwise: chains of elementwise operators run as one kernel each (compiled, or written by hand).
-        loss: so does the cross entropy.
-        half_loss: cross entropy computes in the dtype of the logits, where they are whole, with no cast of them.
-        projections: linear layers of one input run as one product (query, key and value; gate and up).
-        ring: attention in a ring is fused.
-        dropout: dropout is torch's kernel, which makes its noise itself.
-        megatron: norms, attention that keeps its scores and the loss are Megatron's of 2021 (:mod:`autopar.validate.kernels.megatron`).
-        biased_scores: these scores add to positions (ALiBi).
-        copied_logits: this loss copies its logits first.
+        practices: of :data:`PRACTICES`, as ``profiles/sites/practices.toml`` has them; ``biased_scores``: scores of Megatron's attention add
+            to positions (ALiBi).
     """
 
-    elementwise: bool = False
-    loss: bool = False
-    half_loss: bool = False
-    projections: bool = False
-    ring: bool = False
-    dropout: bool = False
-    megatron: bool = False
-    biased_scores: bool = False
-    copied_logits: bool = False
+    practices: frozenset[str] = frozenset()
 
     def operator(self, graph: Graph, op: Op, operands: Specs, done: Work) -> Work:
         """The work of one operator by a kernel of its own."""
         logits_bytes = operands[0].num_bytes if operands else 0
-        if self.loss:
+        if "fused_loss" in self.practices:
             done = fuse_loss(op, logits_bytes, done)
-        elif self.half_loss:
+        elif "half_loss" in self.practices:
             done = halve_loss(op, logits_bytes, done)
-        if self.ring:
+        if "fused_ring" in self.practices:
             done = fuse_ring(op, operands, done)
-        if self.dropout:
-            done = fuse_dropout(graph, op, operands, done, in_chain=self.elementwise)
-        if self.megatron:
+        if "dropout" in self.practices:
+            done = fuse_dropout(graph, op, operands, done, in_chain="fused_elementwise" in self.practices)
+        if "megatron_kernels" in self.practices:
             done = as_megatron(
-                graph, op, operands, done, biased_scores=self.biased_scores, copied_logits=self.copied_logits
+                graph,
+                op,
+                operands,
+                done,
+                biased_scores="biased_scores" in self.practices,
+                copied_logits="copied_logits" in self.practices,
             )
         return done
 
     def unkept(self, graph: Graph, ops: Sequence[Op]) -> frozenset[int]:
         """Positions of the operators inside of chains: backward makes their values again in its own kernel."""
-        if not self.elementwise:
+        if "fused_elementwise" not in self.practices:
             return frozenset()
         return frozenset(i for chain in chains(graph, ops) for i in inner(graph, ops, chain))
 
@@ -75,12 +71,12 @@ class ForeignKernels:
         self, graph: Graph, ops: Sequence[Op], operands: Sequence[Specs], works: Sequence[Work]
     ) -> tuple[list[Work], Collection[int]]:
         """The works where operators run as one kernel; and positions of the linear layers that are a part of another's product."""
-        if self.elementwise and not self.megatron:
+        if "fused_elementwise" in self.practices and "megatron_kernels" not in self.practices:
             works = fuse(graph, ops, works)
-        if not self.projections:
+        if "fused_projections" not in self.practices:
             return list(works), ()
         found, groups = fuse_projections(ops, operands, works), joined_projections(ops)
-        for group in groups if self.megatron else ():
+        for group in groups if "megatron_kernels" in self.practices else ():
             split_projections(group, found, sum(ops[i].spec.num_bytes for i in group))
         return found, {i for group in groups for i in group[1:]}
 
@@ -233,3 +229,116 @@ def _join(graph: Graph, ops: Sequence[Op], works: list[Work], chain: list[int]) 
         launches=1,
         backward_launches=int(backward > 0),
     )
+
+
+# --- Megatron's layers of 2021 and 2022 (Megatron-LM, Megatron-DeepSpeed), by megatron/model/transformer.py (`ParallelAttention`),
+# megatron/mpu/cross_entropy.py and megatron/fused_kernels/layer_norm_cuda_kernel.cu
+
+SOFTMAX, PRODUCT, NORM = "aten.softmax.int", "aten.matmul.default", "aten.layer_norm.default"
+ADD, DROPOUT = "aten.add.Tensor", "autopar.dropout"
+LOSS_LAUNCHES, LOSS_BACKWARD_LAUNCHES = 22, 10
+"""Calls of the loss and its mean: cross_entropy.py, ``CrossEntropy`` in gpt_model.py."""
+SPLIT_LAUNCHES = 3
+"""Copies of the gradients of queries, keys and values into that of the product that made them (``torch.split``)."""
+
+
+def as_megatron(
+    graph: Graph, op: Op, operands: Specs, done: Work, *, biased_scores: bool = False, copied_logits: bool = False
+) -> Work:
+    """The work of one operator as Megatron runs it.
+
+    - The product of queries and keys is ``baddbmm`` with a factor: autograd multiplies both gradients by it, in kernels of
+      their own. With ALiBi (``biased_scores``) it adds to positions, which torch copies into the output before, once for each
+      score.
+    - A norm's backward is three kernels: gradients of weight and bias in two, which read the output's gradient and the input
+      a second time.
+    - Bias, dropout and the residual's addition are one kernel, one for attention and one for the feed-forward; backward is
+      that of the dropout, as the residual's gradient is the output's own.
+    - The loss computes on logits in single precision, one kernel after the other: a cast, the maximum, the difference, the
+      exponential, its sum and the quotient (``copied_logits``: a copy before them); backward is a product and a cast.
+    """
+    if op.target == PRODUCT and _makes_scores(graph, op):
+        scaled = 2 * sum(spec.num_bytes for spec in operands if spec.requires_grad)
+        return replace(
+            done,
+            num_bytes=done.num_bytes + (op.spec.num_bytes if biased_scores else 0),
+            beside_bytes=done.beside_bytes + scaled,
+            backward_launches=done.backward_launches + sum(spec.requires_grad for spec in operands),
+        )
+    if op.target == SOFTMAX and biased_scores:  # the copy stands here, as it is no part of the product
+        return replace(done, num_bytes=done.num_bytes + op.spec.num_bytes, launches=done.launches + 1)
+    if op.target == NORM and done.backward_launches == 2:
+        return replace(done, backward_bytes=done.backward_bytes + operands[0].num_bytes, backward_launches=3)
+    if op.target == ADD and any(_made_by(graph, ref) == DROPOUT for ref in op.operands):
+        return replace(done, backward_bytes=0, backward_launches=0)
+    if op.target in LOSSES:
+        return _loss(op, operands, done, copied_logits)
+    return done
+
+
+def split_projections(group: list[int], works: list[Work], outputs_bytes: int) -> None:
+    """The gradient of a product whose output was split is put together by copies; stands at the first of ``group``."""
+    first = works[group[0]]
+    if first.backward_launches:
+        works[group[0]] = replace(
+            first,
+            beside_bytes=first.beside_bytes + 2 * outputs_bytes,
+            backward_launches=first.backward_launches + SPLIT_LAUNCHES,
+        )
+
+
+def _made_by(graph: Graph, ref: Ref) -> str:
+    producer = graph.producer(ref)
+    return "" if producer is None else producer.target
+
+
+def _makes_scores(graph: Graph, op: Op) -> bool:
+    return any(graph.ops[name].target == SOFTMAX for name in graph.users(Ref(op.name)))
+
+
+def _loss(op: Op, operands: Specs, done: Work, copied_logits: bool) -> Work:
+    logits = operands[0]
+    whole = logits.numel * FLOAT
+    cast = logits.num_bytes + whole if logits.dtype.itemsize < FLOAT else 0
+    passes = 1 + 2 + 2 + 1 + 2 + 2 * copied_logits  # reads and writes: maximum, difference, exponential, sum, quotient
+    return replace(
+        done,
+        num_bytes=cast + passes * whole,
+        backward_bytes=cast + 2 * whole,
+        launches=LOSS_LAUNCHES + copied_logits,
+        backward_launches=LOSS_BACKWARD_LAUNCHES if done.backward_launches else 0,
+    )
+
+
+# --- Deterministic algorithms fill what `torch.empty` gives with NaN (`fill_uninitialized_memory`, by default). Products, norms and
+# fused attention of Transformer Engine allocate outputs and gradients so; torch's own elementwise kernels and what it compiles
+# allocate below that.
+
+NORMS = frozenset(("aten.layer_norm.default", "aten.rms_norm.default"))
+
+
+def is_filled(op: Op) -> bool:
+    """Whether Transformer Engine has a kernel of its own for the operator."""
+    return op.target in LINEAR or op.target in NORMS or "attention" in op.target
+
+
+def filled(done: BlockWork, graph: Graph) -> BlockWork:
+    """The work with the fills as one more operator: each tensor is one kernel and written once.
+
+    Args:
+        graph: of one rank; the block is a part of it.
+    """
+    ops = [op for op in done.ops if is_filled(op)]
+    if not ops:
+        return done
+    made = [spec for op in ops for spec in op.outputs]
+    trained = [op for op in ops if any(spec.requires_grad for spec in op.outputs)]
+    read = dict.fromkeys(ref for op in trained for ref in op.operands)
+    gradients = [spec for spec in map(graph.spec, read) if spec.requires_grad]
+    fills = Work(
+        num_bytes=total(made),
+        launches=len(made),
+        backward_bytes=total(gradients),
+        backward_launches=len(gradients),
+    )
+    return replace(done, ops=(*done.ops, ops[-1]), works=(*done.works, fills))

@@ -3,7 +3,7 @@
 Rows of one configuration differ by noise alone. Equal times count once: they are one run printed twice. The bootstrap:
 a configuration's true time is the mean of its rows, drawn to the mean of its plans by the share of noise in how far these
 lie apart; each row gets the noise of a repeated one, picked at random; what the true times put in order of the rows so
-made is counted as :mod:`autopar.validate.figures` counts predictions.
+made is counted as :mod:`autopar.validate.scores` counts predictions.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.validate.figures import NOTABLE
 from autopar.validate.runs import Run
+from autopar.validate.scores import NOTABLE
 
 DRAWS = 500
 LEAST_REPEATS = 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-_FOLDER = Path(__file__).parent
+_FOLDER = Path(__file__).parents[1]
 
 
 def revision() -> str:
@@ -19,7 +19,5 @@ def revision() -> str:
 
 
 def _git(*words: str) -> str:
-    done = subprocess.run(
-        ["git", "-C", str(_FOLDER.parent.parent), *words], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(["git", "-C", str(_FOLDER), *words], capture_output=True, text=True, check=False)
     return done.stdout.strip() if done.returncode == 0 else ""

@@ -1,4 +1,4 @@
-"""What ``make gpu`` runs: ``python -m autopar.benchmark.gpu --out FOLDER [--only STEP ...]``.
+"""What ``make gpu`` runs: ``python -m tools.gpu --out FOLDER [--only STEP ...]``.
 
 Everything that only a GPU can answer, in one command: the tests marked ``gpu``, collectives over NCCL with one rank, a
 profile of the device with times of operators, predictions against measured steps and memory, one rank of larger plans,
@@ -17,18 +17,19 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from statistics import fmean
 
 import torch
 import torch.distributed as dist
 
-from autopar.benchmark.machine_facts import facts_text, machine_facts
+from autopar.benchmark.score import Row
+from autopar.errors import first_line
 from autopar.measure import timers as measure
 from autopar.util.files import write_json, write_text
-from autopar.util.text import first_line
-
-if TYPE_CHECKING:
-    from autopar.benchmark.gpu.one_device import Setting
+from autopar.util.units import num_bytes, seconds
+from autopar.validate.report import percent
+from tools.gpu.machine_facts import facts_text, machine_facts
+from tools.gpu.one_device import SETTINGS, Comparison, Setting, cluster_of, compare, false_fits, to_dict, write_profile
 
 TEST_TIMEOUT_S = 480
 NEEDED = ("spmd_types", "optuna", "networkx", "numpy", "scipy", "jsonschema", "tomli_w", "transformers", "hypothesis")
@@ -86,7 +87,6 @@ def run_nccl(out: Path) -> bool:
 
 def run_profile(out: Path, settings: Sequence[Setting] = ()) -> bool:
     """Measure ceilings, bandwidth, launch, the host's link and every operator; ``FOLDER/device.toml`` and its operators."""
-    from autopar.benchmark.gpu.one_device import SETTINGS, write_profile
     from autopar.hardware.detect.machine import machine_profile
 
     file = write_profile(machine_profile(), measure_device(), settings or SETTINGS, out / PROFILE)
@@ -99,10 +99,7 @@ def run_profile(out: Path, settings: Sequence[Setting] = ()) -> bool:
 
 def run_predictions(out: Path, settings: Sequence[Setting] = ()) -> bool:
     """Every micro-batch and recompute at each length and precision, measured beside both profiles' predictions; ``FOLDER/gpu.md``."""
-    from autopar.benchmark.batches import local_ranks
-    from autopar.benchmark.gpu.device_page import page
-    from autopar.benchmark.gpu.one_device import SETTINGS, cluster_of, compare, false_fits, to_dict
-    from autopar.benchmark.tables import score_line
+    from autopar.benchmark.batches import local_ranks, score_line
     from autopar.hardware.detect.machine import identity, machine_profile
     from autopar.hardware.read import load_profile
 
@@ -127,9 +124,8 @@ def run_predictions(out: Path, settings: Sequence[Setting] = ()) -> bool:
 
 def run_rank(out: Path, settings: Sequence[Setting] = ()) -> bool:
     """One rank of plans for eight, whose collectives move nothing: its compute and memory; ``FOLDER/rank.json``."""
-    from autopar.benchmark.gpu.one_device import SETTINGS
+    from autopar.benchmark.batches import render
     from autopar.benchmark.local import BenchmarkRequest, run_local
-    from autopar.benchmark.tables import render
 
     first = (settings or SETTINGS)[0]
     request = BenchmarkRequest(
@@ -144,7 +140,6 @@ def run_rank(out: Path, settings: Sequence[Setting] = ()) -> bool:
 
 def run_ratios(out: Path, settings: Sequence[Setting] = ()) -> bool:
     """A step of the program over one of the model by torch alone, in turn, losses equal first; ``FOLDER/ratios.json``."""
-    from autopar.benchmark.gpu.one_device import SETTINGS
 
     first = (settings or SETTINGS)[0]
     command = [sys.executable, "-m", "tools.benchmarks.device", "--out", str(out / "ratios.json")]
@@ -186,7 +181,7 @@ def measure_device() -> torch.device:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run every step, or say what they are; the number of steps that failed."""
-    parser = argparse.ArgumentParser(prog="python -m autopar.benchmark.gpu", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.gpu", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("out/gpu"), help="folder for results (default: out/gpu)")
     parser.add_argument("--only", choices=STEPS, nargs="+", help="these steps (default: all)")
     options = parser.parse_args(arguments)
@@ -221,6 +216,96 @@ def passed(step: Step, out: Path) -> bool:
         with (out / ERRORS).open("a", encoding="utf-8") as file:
             file.write(f"{step.title}:\n{''.join(traceback.format_exception(error))}\n")
         return False
+
+
+# --- the page
+
+PAGE = """# Predicted against measured on one device
+
+Written by `make gpu`; do not edit. {device}. One optimizer step of every micro-batch and recompute (medians of the timed steps)
+and the allocator's peak, beside predictions by the shipped profile, which was fitted to other runs, and by one of the
+measured ceilings, bandwidth and operators of this device. Off: predicted over measured.
+
+| setting | profile | plans | failed | false fits | step time off by | bias | inside the interval | memory off by | rank correlation | regret |
+|---|---|---|---|---|---|---|---|---|---|---|
+"""
+
+
+def page(found: Sequence[Comparison], device: str) -> str:
+    """Markdown: the scores, then every plan.
+
+    Args:
+        device: its name and the software, for people.
+    """
+    lines = [PAGE.format(device=device).rstrip("\n")]
+    for one in found:
+        for name, outcome in one.outcomes.items():
+            score = outcome.score
+            cells = [
+                one.setting.name, name, str(score.plans), str(score.failures), str(len(false_fits(outcome.rows))),
+                percent(score.mape), percent(score.bias, sign=True), percent(score.coverage),
+                percent(score.memory_mape), _number(score.rho), _number(score.regret),
+            ]  # fmt: skip
+            lines.append(_row(cells))
+    lines += ["", _summary(found)]
+    for one in found:
+        lines += ["", f"## {one.setting.model}, {one.setting.sequence} tokens, {one.setting.precision}", ""]
+        lines += _plans(one)
+    return "\n".join(lines) + "\n"
+
+
+def _summary(found: Sequence[Comparison]) -> str:
+    """Over all settings, by profile."""
+    parts = []
+    for name in found[0].outcomes if found else ():
+        rows = [row for one in found for row in one.outcomes[name].rows if row.measured_s is not None]
+        sized = [row for row in rows if row.measured_bytes]
+        if rows:
+            time_off = fmean(abs(row.predicted_s / (row.measured_s or 1.0) - 1) for row in rows)
+            text = f"{name}: {len(rows)} plans, step time off by {percent(time_off)}"
+            if sized:
+                text += f", memory by {percent(fmean(abs(_bytes_off(row)) for row in sized))}"
+            parts.append(text)
+    return "All settings: " + "; ".join(parts) + "."
+
+
+def _plans(one: Comparison) -> list[str]:
+    names = list(one.outcomes)
+    head = ["plan", "measured", "spread", *(f"{name}, off" for name in names), "memory", *(f"{n}, off" for n in names)]
+    lines = [_row(head), "|" + "---|" * len(head)]
+    by_key = [{row.key: row for row in outcome.rows} for outcome in one.outcomes.values()]
+    for row in next(iter(one.outcomes.values())).rows:
+        others = [rows[row.key] for rows in by_key]
+        if row.measured_s is None:
+            last = next((line.strip() for line in reversed(row.failure.splitlines()) if line.strip()), "")
+            lines.append(_row([row.name, f"failed: {last}".replace("|", "/"), *[""] * (len(head) - 2)]))
+            continue
+        size = row.measured_bytes or 0
+        lines.append(
+            _row(
+                [
+                    row.name,
+                    seconds(row.measured_s),
+                    percent(row.spread),
+                    *(percent(other.predicted_s / row.measured_s - 1, sign=True) for other in others),
+                    num_bytes(size) if size else "-",
+                    *(percent(_bytes_off(other), sign=True) if size else "-" for other in others),
+                ]
+            )
+        )
+    return lines
+
+
+def _bytes_off(row: Row) -> float:
+    return row.predicted_bytes / row.measured_bytes - 1 if row.measured_bytes else 0.0
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What ``make gpus`` runs: ``python -m autopar.benchmark.gpus --out FOLDER [--ranks N] [--device cpu] [--only STEP ...]``.
+"""What ``make gpus`` runs: ``python -m tools.gpus --out FOLDER [--ranks N] [--device cpu] [--only STEP ...]``.
 
 Every part is a torchrun job of its own, so that whatever ends one leaves the others; a page and all numbers as JSON are written
 after each, for a person to send in. With ``--device cpu`` the same runs over gloo.
@@ -12,17 +12,17 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from autopar.benchmark.gpus.cases import cases_of
-from autopar.benchmark.gpus.page import page
-from autopar.benchmark.machine_facts import machine_facts
 from autopar.util.files import write_json, write_text
+from autopar.util.units import seconds
 from autopar.verification.results import LOSS_TOLERANCE, TENSOR_TOLERANCE
+from tools.gpu.machine_facts import facts_text, machine_facts
+from tools.gpus.ranks import cases_of
 
 TIMEOUT_S = 300.0
 """Of a job of one part."""
@@ -100,7 +100,7 @@ STEPS: dict[str, Callable[[Found, Path, argparse.Namespace], bool]] = {
 
 
 def _job(options: argparse.Namespace, log: Path, what: str, result: Path, *rest: str) -> tuple[int, str]:
-    arguments = ["-m", "autopar.benchmark.gpus.ranks", what, str(result), options.device, *rest]
+    arguments = ["-m", "tools.gpus.ranks", what, str(result), options.device, *rest]
     return _torchrun(options, log, arguments)
 
 
@@ -154,7 +154,7 @@ def run(options: argparse.Namespace) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run, or say in a line what would be."""
-    parser = argparse.ArgumentParser(prog="python -m autopar.benchmark.gpus", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.gpus", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("out/gpus"), help="folder for results (default: out/gpus)")
     parser.add_argument("--ranks", type=int, choices=SIZES, help="how many (default: as many as there are GPUs)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: over gloo, to try it out")
@@ -172,6 +172,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
     options.ranks = options.ranks or 2
     return run(options)
+
+
+# --- the page
+
+PAGE = """# Plans on {ranks} ranks of one machine
+
+Written by `make gpus`; do not edit. {facts}
+
+Each plan trains a small model for three steps of AdamW, and so does one device: the largest relative difference of a loss, and of
+a parameter over the parameter's largest element. Step: the median of a few more steps of the slowest rank. Waits: how often the
+host of a rank waits for its device in a step. Models are small so that any GPU runs them: hosts are what their steps take.
+
+| plan | mesh | loss off by | parameter off by | right | step | predicted | waits |
+|---|---|--:|--:|---|--:|--:|---|
+"""
+
+
+def page(found: Mapping[str, Any]) -> str:
+    """Markdown of what :func:`run` found."""
+    lines = [PAGE.format(ranks=found["ranks"], facts=facts_text(found["machine"])).rstrip("\n")]
+    for name, row in found.get("trainings", {}).items():
+        if "failure" in row:
+            lines.append(f"| {name} | | | | failed | | | |")
+            continue
+        syncs = [count for count in row["syncs"] if count is not None]
+        cells = [
+            name, row["mesh"], f"{row['loss_error']:.1e}", f"{row['parameter_error']:.1e}", "yes" if row["is_right"] else "no",
+            seconds(row["step_s"]), seconds(row["predicted_s"]), str(max(syncs)) if syncs else "",
+        ]  # fmt: skip
+        lines.append("| " + " | ".join(cells) + " |")
+    for name, row in found.get("trainings", {}).items():
+        if "failure" in row:
+            lines += ["", f"{name}:", "", "```", row["failure"].replace("```", "'''"), "```"]
+    if "links" in found:
+        lines += ["", "## Links", "", found["links"]]
+    if "failure" in found:
+        lines += ["", "## A failure on purpose", "", found["failure"]["said"]]
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

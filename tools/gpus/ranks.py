@@ -1,4 +1,4 @@
-"""One rank of a job that ``make gpus`` starts under torchrun: ``-m autopar.benchmark.gpus.ranks WHAT RESULT DEVICE [CASE]``."""
+"""One rank of a job that ``make gpus`` starts under torchrun: ``-m tools.gpus.ranks WHAT RESULT DEVICE [CASE]``."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import statistics
 import sys
 import time
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar.api import parallelize
-from autopar.benchmark.gpus.cases import BATCH, LENGTH, Case, cases_of
 from autopar.models.resolve import ModelSource, resolve_model
 from autopar.runtime.guard.shared_samples import EVERY
 from autopar.runtime.job import start, stop
@@ -26,6 +26,57 @@ STEPS, TIMED = 3, 7
 
 PATIENCE_S = 90.0
 """How long a rank that has failed stays alive: what ends the others is the alarm, not the end of its process."""
+
+BATCH = 16
+"""Samples of a step; whatever ranks take samples divide it."""
+
+LLAMA = (
+    "hf:llama?hidden_size=128&intermediate_size=256&num_hidden_layers=4&num_attention_heads=8&num_key_value_heads=8&"
+    "vocab_size=512&max_position_embeddings=64"
+)
+GPT2 = "hf:gpt2?n_embd=128&n_layer=4&n_head=8&vocab_size=512&n_positions=64"
+MIXTRAL = LLAMA.replace("hf:llama", "hf:mixtral") + "&num_local_experts=8&num_experts_per_tok=2"
+LENGTH = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A plan: its model, what is pinned, and the precision."""
+
+    name: str
+    pins: tuple[str, ...]
+    model: str = LLAMA
+    precision: str = "fp32"
+
+
+def cases_of(num_ranks: int) -> tuple[Case, ...]:
+    """Those for 2, 4 or 8 ranks: every axis alone, and where there are enough ranks two together."""
+    n, half = num_ranks, num_ranks // 2
+    ring, gather, ulysses = (("cp=" + str(n), f"cp_attention={way}") for way in ("ring", "gather", "ulysses"))
+    found = [
+        Case(name="tensor parallel", pins=(f"tp={n}",)),
+        Case(name="tensor parallel, GPT-2", pins=(f"tp={n}",), model=GPT2),
+        Case(name="data parallel", pins=(f"dp_replicate={n}",)),
+        Case(name="ZeRO 1", pins=(f"dp_shard={n}", "zero=1")),
+        Case(name="ZeRO 2", pins=(f"dp_shard={n}", "zero=2", "recompute=selective")),
+        Case(name="ZeRO 3", pins=(f"dp_shard={n}", "zero=3", "recompute=full")),
+        Case(name="ZeRO 3 in bf16", pins=(f"dp_shard={n}", "zero=3"), precision="bf16"),
+        Case(name="pipeline", pins=("pp=2", f"dp_shard={half}", "micro_batch=1")),
+        Case(name="interleaved pipeline", pins=("pp=2", "virtual_stages=2", f"dp_replicate={half}", "micro_batch=1")),
+        Case(name="context parallel, ring", pins=ring),
+        Case(name="context parallel, ring in bf16", pins=ring, precision="bf16"),
+        Case(name="context parallel, gather in bf16", pins=gather, precision="bf16"),
+        Case(name="context parallel, Ulysses in bf16", pins=ulysses, precision="bf16"),
+        Case(name="experts on the tensor axis", pins=(f"tp={n}", f"ep={n}", "ep_data=1"), model=MIXTRAL),
+        Case(name="experts over data", pins=(f"ep={n}", f"dp_shard={n}"), model=MIXTRAL),
+        Case(name="experts over data in bf16", pins=(f"ep={n}", f"dp_shard={n}"), model=MIXTRAL, precision="bf16"),
+    ]
+    if half > 1:
+        found += [
+            Case(name="tensor and data parallel", pins=("tp=2", f"dp_shard={half}", "zero=3")),
+            Case(name="pipeline and tensor parallel", pins=("pp=2", f"tp={half}", "micro_batch=1")),
+        ]
+    return tuple(found)
 
 
 def train(result: Path, device: str, case: Case) -> None:
@@ -183,8 +234,8 @@ def main(arguments: list[str]) -> None:
         fail(Path(result), device)
     else:
         train(Path(result), device, cases_of(job_size(device))[int(arguments[3])])
-    stop()
 
 
 if __name__ == "__main__":
     main(sys.argv[1:])
+    stop()

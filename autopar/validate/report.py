@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from autopar.plan.prediction import Prediction
-from autopar.validate.figures import Score
 from autopar.validate.runs import GIB, FailedRow, Run
+from autopar.validate.scores import Score
 
 HEADER = ("source", "runs", "MAPE", "bias", "scaled", "rho", "inside", "pairs in order", "regret (worst)", "memory",
           "false fits", "false misfits")  # fmt: skip

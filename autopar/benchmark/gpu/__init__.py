@@ -1,1 +1,0 @@
-"""What ``make gpu`` runs: ``python -m autopar.benchmark.gpu``."""

@@ -1,0 +1,62 @@
+"""The loss of the global batch, of which each rank has a part or none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.plan.mesh import DATA_AXES
+from autopar.plan.plan import Plan
+from autopar.plan.run_log import DATA, PIPELINE
+from autopar.runtime.monitor import Monitor
+from autopar.runtime.world import World
+
+
+class GlobalLoss:
+    """Sums the parts of all ranks; all of them make one and call the same methods."""
+
+    def __init__(self, plan: Plan, world: World, monitor: Monitor) -> None:
+        self._device, self._monitor = world.device, monitor
+        self._part = PIPELINE if plan.mesh.pp > 1 else DATA
+        self._group = world.axis_group(("pp", *DATA_AXES))
+        self.dtype = torch.float64 if plan.precision.compute == "float64" else torch.float32
+
+    def of(self, part: Tensor | None) -> Tensor:
+        """The sum, from this rank's part if it has one: a scalar without a gradient, the same on every rank."""
+        none = torch.zeros((), device=self._device, dtype=self.dtype)
+        return self.summed(none if part is None else part.to(self.dtype))
+
+    def called(self, part: Tensor, begin: Callable[[], None], finish: Callable[[], None]) -> Tensor:
+        """The sum, whose ``backward()`` is that of the part; it calls ``begin`` before it and ``finish`` after it."""
+        return cast("Tensor", _Called.apply(part, self, begin, finish))  # type: ignore[no-untyped-call]
+
+    def summed(self, loss: Tensor) -> Tensor:
+        """In place."""
+        if self._group is not None:
+            # the ranks of a pipeline end at different times, and wait for the last one here
+            with self._monitor.part(self._part):
+                dist.all_reduce(loss, group=self._group)
+        return loss
+
+
+class _Called(torch.autograd.Function):
+    """Forward: the sum of the ranks' parts. Backward: passes on, and has the gradient sums done at its end."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, loss: Tensor, whole: GlobalLoss, begin: Callable[[], None], finish: Callable[[], None]
+    ) -> Tensor:
+        ctx.begin, ctx.finish = begin, finish
+        return whole.summed(loss.detach().clone())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        ctx.begin()
+        engine = torch.autograd.Variable._execution_engine
+        # Twice, so that it comes after the callback that FSDP queues in the course of this backward.
+        engine.queue_callback(lambda: engine.queue_callback(ctx.finish))
+        return gradients[0], None, None, None
