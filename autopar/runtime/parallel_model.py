@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -37,7 +38,7 @@ from autopar.runtime.step.fsdp import forget_gathered
 from autopar.runtime.step.global_loss import GlobalLoss
 from autopar.runtime.step.gradients import Norm, clip
 from autopar.runtime.step.loss_scale import SCALER_NUMBERS, LossScale, ParallelScaler, StepLoss
-from autopar.runtime.step.partial_batch import PartialBatch
+from autopar.runtime.step.partial_batch import PartialBatch, check_partial
 from autopar.runtime.step.runner import Accumulation, Batch, Pipeline, Runner, micro_batches
 from autopar.runtime.step.step_gradients import StepGradients
 from autopar.runtime.weights.from_model import Weights
@@ -404,10 +405,8 @@ class ParallelModel(PlannedModule):
         """
         from autopar.runtime.data import planned_loader
 
-        def check_smaller(size: int) -> None:
-            check_partial(self._program, size)
-
-        return planned_loader(self.plan, self.data_rank, dataset, check_smaller=check_smaller, **options)
+        check = functools.partial(check_partial, self._program)
+        return planned_loader(self.plan, self.data_rank, dataset, check_smaller=check, **options)
 
     # --- checkpoints
 

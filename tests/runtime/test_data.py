@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from autopar import api
@@ -163,3 +163,26 @@ def test_a_batch_that_cannot_be_computed_is_refused_at_once(plans: dict[str, Pla
 def test_a_plan_of_another_batch_is_another_part(plans: dict[str, Plan]) -> None:
     larger = replace(plans["dp2"], global_batch_size=16)
     assert [len(batch) for batch in epoch(loaders(larger))] == [16, 11]
+
+
+class Rows(Dataset[dict[str, Tensor]]):
+    """For a model of four columns."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        return {"input": torch.full((4,), float(i))}
+
+
+def test_the_model_makes_a_loader_and_knows_which_batches_it_can_compute() -> None:
+    batch = {"input": torch.randn(4, 4)}
+    parts = {"loss_fn": lambda output, _: output.square().mean(), "cluster": "cpu:1x1", "example_inputs": batch}
+    par = api.parallelize(nn.Linear(4, 4), **parts)
+    assert [len(par_batch["input"]) for par_batch in par.dataloader(Rows(), num_workers=0)] == [4, 4, 2]
+    for found in par.dataloader(Rows()):
+        assert par.evaluate(found).isfinite()
+    meeting = api.parallelize(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), **parts)
+    with pytest.raises(UsageError, match=r"A batch of 2 samples is smaller .* depend on each other.*drop_last=True"):
+        meeting.dataloader(Rows())
+    assert len(list(meeting.dataloader(Rows(), drop_last=True))) == 2
