@@ -105,7 +105,7 @@ class Cluster:
 
     @classmethod
     def load(cls, path: str | Path) -> Cluster:
-        """A cluster from a TOML file; the schema stands in ``docs/reference/profiles.md``. :meth:`parse` reads such files too."""
+        """A cluster from a TOML file; the schema stands in ``profiles/README.md``. :meth:`parse` reads such files too."""
         from autopar.hardware import read as store
 
         return store.load_cluster(Path(path))

@@ -126,7 +126,7 @@ def _with_host_memory(cluster: Cluster, num_bytes: int, text: str) -> Cluster:
             raise UsageError(
                 f"The profile of {group.device.name} has no link to the host, so it has no host memory to set",
                 where=f"cluster '{text}'",
-                fix="Add [device.host] to the profile (docs/reference/profiles.md)",
+                fix="Add [device.host] to the profile (profiles/README.md)",
             )
         host = replace(host, memory_bytes=num_bytes, provenance=f"{host.provenance}; memory stated by the user")
         groups.append(replace(group, device=replace(group.device, host=host)))

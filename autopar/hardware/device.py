@@ -1,7 +1,7 @@
 """Devices as plain data, read from profiles; ``links.py`` has what connects them.
 
 Every number is in SI units (bytes, seconds, FLOP/s) and every group of numbers names its provenance. The TOML files in
-``profiles/``, the dictionaries of :meth:`Device.to_dict` and the cluster files share one schema (``docs/reference/profiles.md``).
+``profiles/``, the dictionaries of :meth:`Device.to_dict` and the cluster files share one schema (``profiles/README.md``).
 """
 
 from __future__ import annotations

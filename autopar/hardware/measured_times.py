@@ -1,7 +1,7 @@
 """What was measured, as plain data: times of operators on a device, times of collectives on a cluster.
 
 ``autopar profile`` writes both, :mod:`autopar.hardware.read` reads them with the profile that they belong to, and the cost
-model prefers them to its formulas. Schema: ``docs/reference/profiles.md``.
+model prefers them to its formulas. Schema: ``profiles/README.md``.
 """
 
 from __future__ import annotations

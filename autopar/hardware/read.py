@@ -1,4 +1,4 @@
-"""Reads machine profiles and cluster files, and builds clusters from them. Schema: ``docs/reference/profiles.md``.
+"""Reads machine profiles and cluster files, and builds clusters from them. Schema: ``profiles/README.md``.
 
 Clusters in one line of text are read by ``autopar.hardware.describe``.
 """

@@ -121,7 +121,7 @@ class CollectiveModel:
         if not found:
             raise UsageError(
                 f"The collective library {library.name} has no algorithm for {kind}",
-                fix="Add [[library.algorithms]] for it (docs/reference/profiles.md), or name another library",
+                fix="Add [[library.algorithms]] for it (profiles/README.md), or name another library",
             )
         return tuple(found)
 

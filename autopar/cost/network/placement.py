@@ -88,7 +88,7 @@ def host_of(device: Device, devices: Iterable[Device]) -> HostLink:
     if device.host is None or missing is not None:
         raise UsageError(
             f"Nothing can be offloaded to the host: the profile of {missing or device.name} has no link to it",
-            fix="Pin offload=none, or add [device.host] to the profile (docs/reference/profiles.md)",
+            fix="Pin offload=none, or add [device.host] to the profile (profiles/README.md)",
         )
     return device.host
 

@@ -127,7 +127,7 @@ def _without_link(cluster: Cluster) -> tuple[str, str] | None:
     missing = [device.name for device in cluster.devices if device.host is None]
     if missing:
         problem = f"Nothing can be offloaded to the host: the profile of {missing[0]} has no link to it"
-        return problem, "Add [device.host] to the profile (docs/reference/profiles.md), or drop the pin"
+        return problem, "Add [device.host] to the profile (profiles/README.md), or drop the pin"
     if not cluster.is_homogeneous:
         problem = f"Nothing can be offloaded to the host, as the nodes of {cluster.name} differ"
         return problem, "Drop the pin, or take equal nodes"
