@@ -41,7 +41,7 @@ class Lit(pl.LightningModule):
         return loss
 
     def validation_step(self, batch: dict[str, Tensor], number: int) -> None:
-        loss = self.model.evaluate(batch) if hasattr(self.model, "plan") else self.model(**batch).loss
+        loss = self.model(**batch).loss
         self.log("val_loss", loss, batch_size=len(batch["input_ids"]))
 
     def on_validation_epoch_end(self) -> None:
