@@ -23,6 +23,12 @@ from autopar.runtime.world import World
 NOTHING_HERE = "no_parameter_on_this_rank"
 """The name of the one without elements that a rank has whose stage has none: torch's optimizers refuse an empty list."""
 
+_ASKED_BY = {
+    "_is_accelerate_prepared": ("accelerate's Accelerator", "autopar.integrations.accelerate.Accelerator in its place"),
+    "is_distributed_loading_by_transformers": ("transformers.Trainer", "autopar.integrations.hf.Trainer in its place"),
+}
+"""What libraries ask first of all of a module that they would go on to move and wrap, and what is made for parallel models."""
+
 _MANAGED = frozenset({"_is_fsdp_managed_module", "__class__"})
 """What both versions of FSDP write to the modules that they take."""
 
@@ -141,6 +147,9 @@ class PlannedModule(nn.Module):
             try:
                 return super().__getattr__(name)
             except AttributeError:
+                if name in _ASKED_BY:
+                    asker, instead = _ASKED_BY[name]
+                    raise UsageError(f"A parallel model was given to {asker}", fix=f"Use {instead}") from None
                 raise absent(name) from None
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import Dataset
 
 from autopar.errors import AutoparError, UsageError
 from autopar.lower.program import Program
@@ -36,7 +38,7 @@ from autopar.runtime.step.fsdp import forget_gathered
 from autopar.runtime.step.global_loss import GlobalLoss
 from autopar.runtime.step.gradients import Norm, clip
 from autopar.runtime.step.loss_scale import SCALER_NUMBERS, LossScale, ParallelScaler, StepLoss
-from autopar.runtime.step.partial_batch import PartialBatch
+from autopar.runtime.step.partial_batch import PartialBatch, check_partial
 from autopar.runtime.step.runner import Accumulation, Batch, Pipeline, Runner, micro_batches
 from autopar.runtime.step.step_gradients import StepGradients
 from autopar.runtime.weights.from_model import Weights
@@ -44,6 +46,9 @@ from autopar.runtime.weights.module_state import EXTRA_STATE, ModuleState, names
 from autopar.runtime.weights.untrained import Untrained
 from autopar.runtime.world import World
 from autopar.tracing.batch import positional, with_names
+
+if TYPE_CHECKING:
+    from autopar.runtime.data import PlannedLoader
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -125,6 +130,11 @@ class ParallelModel(PlannedModule):
         self._show(held)
         self._show_buffers(self._state.named())
         self.monitor.holds(p for h in held for p in (h.parameter, self._local_steps.plain(h.parameter)))
+
+    @property
+    def original_model(self) -> nn.Module | None:
+        """What was given to ``autopar.parallelize``, as long as somebody has it: its config, and what its forward takes."""
+        return self._given.model
 
     # --- parameters
 
@@ -378,6 +388,25 @@ class ParallelModel(PlannedModule):
     def memory_error(self, error: BaseException) -> AutoparError:
         """Of an error of torch's that there is no memory left: one that says what was predicted, and what there is."""
         return self._memory_report.error(error)
+
+    def dataloader(self, dataset: Dataset[Any], **options: Any) -> PlannedLoader:
+        """A ``torchdata.stateful_dataloader.StatefulDataLoader`` that gives each rank its part of global batches.
+
+        Ranks that share samples load the same ones. A batch smaller than the plan's (the last of an epoch) is loaded whole by
+        every rank, as steps take it. All ranks give the same options.
+
+        Args:
+            dataset: with a length and numbered samples.
+            options: ``batch_size`` (of the global batch; the plan's, or smaller), ``shuffle`` (True), ``seed`` (0),
+                ``drop_last`` (False), and those of torch's ``DataLoader``, such as ``collate_fn`` and ``num_workers``.
+
+        Raises:
+            UsageError: torchdata is missing, the data set has no length, or its batches cannot be computed.
+        """
+        from autopar.runtime.data import planned_loader
+
+        check = functools.partial(check_partial, self._program)
+        return planned_loader(self.plan, self.data_rank, dataset, check_smaller=check, **options)
 
     # --- checkpoints
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -39,3 +40,58 @@ def test_training_script_on_one_rank_and_on_two(tmp_path: Path) -> None:
 
 def test_training_script_is_short() -> None:
     assert len((EXAMPLES / "train_gpt2.py").read_text().splitlines()) <= 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "pins"), [("train_hf", "tp=2"), ("train_lightning", "pp=2"), ("train_accelerate", "dp=2 zero=3")]
+)
+def test_loops_of_other_libraries_on_one_rank_and_on_two(tmp_path: Path, script: str, pins: str) -> None:
+    command = (str(EXAMPLES / f"{script}.py"), f"--folder={tmp_path / 'run'}")
+    alone = run(tmp_path / "one.json", *command, "--cluster=cpu:1x1")
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    options = ("--cluster=cpu:1x2", *(f"--pin={pin}" for pin in pins.split()))
+    together = run(tmp_path / "two.json", *launcher, *command, *options)
+    assert len(alone) >= 3
+    assert together == pytest.approx(alone, rel=1e-5)
+
+
+def start(script: str, record: Path, folder: Path, **environment: str) -> subprocess.Popen[str]:
+    """A launcher's script with torchrun of this Python, and Slurm's commands as far as the script needs them."""
+    commands = {
+        "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
+        "scontrol": "echo localhost",
+        "srun": 'while [ "${1#-}" != "$1" ]; do shift; done; exec "$@"',
+    }
+    folder.mkdir(exist_ok=True)
+    for name, text in commands.items():
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
+    path = f"{folder}{os.pathsep}{os.environ['PATH']}"
+    found = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent), "PATH": path} | environment
+    command = ["bash", str(EXAMPLES / script), str(EXAMPLES / "train_gpt2.py"), "--cluster=cpu:1x2", "--steps=2"]
+    return subprocess.Popen(
+        [*command, f"--record={record}"], env=found, cwd=EXAMPLES.parent, stderr=subprocess.PIPE, text=True
+    )
+
+
+def test_several_nodes_meet(tmp_path: Path) -> None:
+    """Two launchers of one rank each, as on two nodes."""
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = str(free.getsockname()[1])
+    record = tmp_path / "record.json"
+    place = {"HEAD": "localhost", "NODES": "2", "GPUS": "1", "PORT": port, "RESTARTS": "0"}
+    jobs = [start("multi_node.sh", record, tmp_path / "bin", **place) for _ in range(2)]
+    said = [job.communicate(timeout=120)[1] for job in jobs]
+    assert [job.returncode for job in jobs] == [0, 0], said
+    assert len(json.loads(record.read_text())["losses"]) == 2
+
+
+def test_slurm_starts_torchrun_on_each_node(tmp_path: Path) -> None:
+    record = tmp_path / "record.json"
+    slurm = {"SLURM_JOB_NODELIST": "localhost", "SLURM_NNODES": "1", "SLURM_GPUS_ON_NODE": "2"}
+    job = start("slurm.sbatch", record, tmp_path / "bin", SLURM_JOB_ID=str(os.getpid()), RESTARTS="0", **slurm)
+    said = job.communicate(timeout=120)[1]
+    assert job.returncode == 0, said
+    assert len(json.loads(record.read_text())["losses"]) == 2

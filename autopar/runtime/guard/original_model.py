@@ -32,6 +32,11 @@ class Given:
         self._weights: dict[str, tuple[int, int]] | None = _written(model)
         self._hook = register_optimizer_step_pre_hook(self._before_step)
 
+    @property
+    def model(self) -> nn.Module | None:
+        """It, as long as somebody has it."""
+        return self._model()
+
     def remove(self) -> None:
         """Steps are not looked at any more."""
         self._hook.remove()

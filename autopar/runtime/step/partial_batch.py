@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,13 @@ from autopar.plan.plan import Plan
 from autopar.rules.apply.apply import crosses_samples
 
 Batch = Mapping[str, Tensor]
+
+
+class WholeBatch(dict[str, Any]):
+    """A batch of which the one who made it knows that every rank has the same samples: all that there are of it.
+
+    Copies that keep the class (those of libraries that move batches to a device do) still say so.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +159,7 @@ class BatchSizes:
             if num_samples == complete != self._part:
                 self._are_global.add(purpose)
             return None
-        if num_samples == self._part and not (purpose in self._are_global and self._are_equal(batch)):
+        is_known = isinstance(batch, WholeBatch)
+        if num_samples == self._part and not (is_known or (purpose in self._are_global and self._are_equal(batch))):
             return None
         return partial_batch(self._plan, num_samples, self._data_rank)

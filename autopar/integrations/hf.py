@@ -1,0 +1,279 @@
+"""Hugging Face's ``Trainer`` with a parallel model: to it, all ranks of the model are one device."""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from autopar.errors import UsageError
+from autopar.integrations.loss import loss_of, step_loss
+from autopar.runtime.parallel_model import ParallelModel
+
+try:
+    import transformers
+    from accelerate.utils import GradientAccumulationPlugin
+    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+    from transformers.utils import can_return_loss, find_labels
+except ImportError as missing:
+    raise UsageError.missing("package transformers or accelerate", fix='Run: pip install "autopar[hf]"') from missing
+
+_STATE = "trainer_state.json"
+"""Of the Trainer: written last, so that a checkpoint that has it is complete."""
+
+_WEIGHTS = "autopar"
+"""The folder of a checkpoint of the Trainer's that ``par.save`` writes."""
+
+
+class Trainer(transformers.Trainer):  # type: ignore[misc]
+    """``transformers.Trainer`` for what ``autopar.parallelize`` returns, made on every rank with the same arguments.
+
+    ``per_device_train_batch_size`` is the plan's global batch, and that of evaluation is of all ranks together; every rank reads
+    the same samples and takes its part of them. Checkpoints hold what ``par.save`` writes, and are read under any plan.
+    ``save_model`` writes safetensors for ``from_pretrained``.
+
+    Raises:
+        UsageError: the model is not parallel, the batch is not that of the plan, or something is asked for that the plan has settled.
+    """
+
+    accelerator: Any
+    _signature_columns: Any
+
+    def __init__(
+        self, model: ParallelModel, args: transformers.TrainingArguments, *others: Any, **options: Any
+    ) -> None:
+        given = _checked(model, args, options)
+        model.is_distributed_loading_by_transformers = False
+        super().__init__(model, args, *others, **options)
+        self._given_model = given
+        kind = type(given)
+        self.label_names = find_labels(kind) if args.label_names is None else args.label_names
+        self.can_return_loss = can_return_loss(kind)
+        parameters = inspect.signature(given.forward).parameters.values()
+        weighs = hasattr(given, "loss_function") and any(p.kind == p.VAR_KEYWORD for p in parameters)
+        self.model_accepts_loss_kwargs = bool(getattr(given, "accepts_loss_kwargs", weighs))
+        self._loss_shifts_labels = _is_known_as_causal(given)
+        self._restored: list[tuple[Callable[[Any], Any], Any]] = []
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """With the Accelerator that knows parallel models in place of accelerate's."""
+        from autopar.integrations.accelerate import Accelerator
+
+        super().create_accelerator_and_postprocess()
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled or self.args.parallelism_config is not None:
+            raise UsageError(
+                "FSDP, DeepSpeed or a parallelism_config was asked for in TrainingArguments, but the plan has distributed the model",
+                fix="Leave it out, and pin what you want in the plan: zero=3, tp=4, ...",
+            )
+        self.accelerator = Accelerator(
+            mixed_precision=self.args.mixed_precision,
+            dataloader_config=self.accelerator.dataloader_config,
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+        )
+        self.gather_function = self.accelerator.gather_for_metrics
+
+    # --- steps
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """In training a loss whose backward is known already, under any plan; in evaluation that of the model's outputs.
+
+        Where several batches are accumulated, and the model would divide by the tokens of all of them, each loss counts by its own.
+        """
+        par = cast("ParallelModel", model)
+        if par.training:
+            loss = self._weighed(step_loss(par, inputs), inputs, num_items_in_batch)
+            return (loss, {"loss": loss}) if return_outputs else loss
+        outputs = par(**inputs)
+        loss = self._weighed(loss_of(outputs), inputs, num_items_in_batch)
+        return (loss, outputs) if return_outputs else loss
+
+    def _weighed(self, loss: Tensor, inputs: Mapping[str, Any], num_items: Tensor | int | None) -> Tensor:
+        """A mean over the labels of a batch as the model gives it that is told by how many labels to divide their sum."""
+        if num_items is None or not self.model_accepts_loss_kwargs:
+            return loss
+        labels = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"]
+        if _is_causal(self._given_model) and "shift_labels" not in inputs:
+            labels = labels[..., 1:]
+        share: Tensor = labels.ne(-100).sum().to(loss.device) / num_items
+        return loss * share
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Any, Any, Any]:
+        """Without the logits, where nobody asks for them: they would be gathered."""
+        has_labels = bool(self.label_names) and all(inputs.get(name) is not None for name in self.label_names)
+        if prediction_loss_only and has_labels:
+            loss = cast("ParallelModel", model).evaluate(self._prepare_inputs(inputs))
+            return self._weighed(loss, inputs, self._get_num_items_in_batch([inputs], loss.device)), None, None
+        if ignore_keys is None:
+            config = getattr(self._given_model, "config", None)
+            ignore_keys = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
+        found: tuple[Any, Any, Any] = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        return found
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Nothing: the plan has placed it."""
+
+    def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
+        """Never, for the Trainer: the model clips by itself, whatever meshes its gradients are on."""
+        return False
+
+    def _set_signature_columns_if_needed(self) -> None:
+        """What the plan has inputs for, as the Trainer leaves out other columns of a data set."""
+        if self._signature_columns is None:
+            names = {leaf.name.split(".")[0] for leaf in self.model._program.graph.inputs}
+            self._signature_columns = sorted(names | set(self.label_names) | {"label", "label_ids"})
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """As of the model that was planned: its layers say which parameters are norms."""
+        decaying = set(super().get_decay_parameter_names(self._given_model))
+        return [name for name, _ in self.model.named_parameters() if name.split("[")[0].split("@")[0] in decaying]
+
+    def get_total_train_batch_size(self, args: transformers.TrainingArguments) -> int:
+        """Samples of an optimizer step."""
+        return int(self._train_batch_size * args.gradient_accumulation_steps)
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> float:
+        """This rank's part."""
+        count = getattr(self._given_model, "floating_point_ops", None)
+        return 0.0 if count is None else count(inputs) / self.args.world_size
+
+    # --- checkpoints
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *others: Any, **options: Any) -> Any:
+        """As the Trainer's; ``resume_from_checkpoint=True`` takes the last checkpoint that is complete."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = _last_complete(Path(self.args.output_dir))
+        return super().train(resume_from_checkpoint, *others, **options)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """For ``from_pretrained``, written by all ranks; the Trainer's own checkpoints are those of ``par.save``."""
+        folder = Path(output_dir or self.args.output_dir)
+        if not _internal_call:
+            self.model.save_pretrained(folder)
+            if self.processing_class is not None and self.args.should_save:
+                self.processing_class.save_pretrained(folder)
+        elif self.args.save_only_model:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.model.save(folder / _WEIGHTS)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        Path(output_dir).mkdir(parents=True, exist_ok=True)
+        self.model.save(Path(output_dir, _WEIGHTS), self._inner_optimizer(), scheduler=self.lr_scheduler)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Nothing: they are in what ``par.save`` wrote."""
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Nothing before there is an optimizer, with which it is loaded."""
+        if not Path(resume_from_checkpoint, _WEIGHTS).is_dir():
+            raise UsageError(
+                f"{resume_from_checkpoint} is no checkpoint of autopar's Trainer",
+                fix="Weights of another training are loaded into the model before autopar.parallelize",
+            )
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            self.model.load(Path(checkpoint, _WEIGHTS), self._inner_optimizer(), scheduler=self.lr_scheduler)
+            self._restored = _random_states()
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """As they were in the checkpoint: what came since, as skipping samples, counts for nothing."""
+        for restore, state in self._restored:
+            restore(state)
+
+    def _load_best_model(self) -> None:
+        self.model.load(Path(self.state.best_model_checkpoint, _WEIGHTS))
+
+    def _inner_optimizer(self) -> torch.optim.Optimizer:
+        """Without accelerate's cover."""
+        return cast("torch.optim.Optimizer", getattr(self.optimizer, "optimizer", self.optimizer))
+
+
+def _checked(model: object, args: transformers.TrainingArguments, options: Mapping[str, Any]) -> nn.Module:
+    """The model that was planned.
+
+    Raises:
+        UsageError: see :class:`Trainer`.
+    """
+    if not isinstance(model, ParallelModel):
+        raise UsageError(
+            f"autopar's Trainer was given a {type(model).__name__}, not a parallel model",
+            fix="Write Trainer(model=autopar.parallelize(model, ...), ...)",
+        )
+    batch = model.plan.global_batch_size
+    if args.per_device_train_batch_size != batch or args.per_device_eval_batch_size > batch:
+        raise UsageError.mismatch(
+            "The batch of the Trainer (for which all ranks are one device) and that of the plan",
+            expected=f"per_device_train_batch_size={batch}, and at most as many in evaluation",
+            got=f"{args.per_device_train_batch_size} and {args.per_device_eval_batch_size}",
+            fix="Set both per_device_..._batch_size, or plan with another global_batch_size",
+        )
+    if options.get("compute_loss_func") is not None or args.label_smoothing_factor:
+        raise UsageError.unsupported(
+            "A loss that the Trainer computes (compute_loss_func, label_smoothing_factor)",
+            instead="Give it to the plan: autopar.parallelize(model, loss_fn=...)",
+        )
+    if args.auto_find_batch_size or options.get("model_init") is not None:
+        raise UsageError.unsupported(
+            "Another batch size or model in the course of a training (auto_find_batch_size, model_init)",
+            instead="Search a plan that fits: autopar.parallelize(model, global_batch_size=...)",
+        )
+    given = model.original_model
+    if given is None:
+        raise UsageError(
+            "The model that was given to autopar.parallelize is gone, and the Trainer looks at its forward and its layers",
+            fix="Keep a reference to it until the Trainer is made",
+        )
+    return given
+
+
+def _is_causal(model: nn.Module) -> bool:
+    """Whether the loss of a model is of the labels behind the first one."""
+    is_causal = getattr(model, "loss_function", None) is ForCausalLMLoss
+    return is_causal and not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+
+
+def _is_known_as_causal(model: nn.Module) -> bool:
+    """Whether the Trainer counts labels so: of models that it does not know as causal (GPT-2) it counts the first ones too."""
+    return _is_causal(model) and LOSS_MAPPING.get(getattr(model, "loss_type", None)) is ForCausalLMLoss
+
+
+def _random_states() -> list[tuple[Callable[[Any], Any], Any]]:
+    """Of all generators: what sets one, and its state."""
+    found: list[tuple[Callable[[Any], Any], Any]] = [
+        (random.setstate, random.getstate()),
+        (np.random.set_state, np.random.get_state()),
+        (torch.set_rng_state, torch.get_rng_state()),
+    ]
+    if torch.cuda.is_available():
+        found.append((torch.cuda.set_rng_state, torch.cuda.get_rng_state()))
+    return found
+
+
+def _last_complete(root: Path) -> str:
+    """The last checkpoint of a training: one that has been interrupted while it was written has no state of the Trainer.
+
+    Raises:
+        UsageError: there is none.
+    """
+    prefix = f"{PREFIX_CHECKPOINT_DIR}-"
+    found = [path.parent for path in root.glob(f"{prefix}*/{_STATE}")]
+    if not found:
+        raise UsageError(
+            f"No complete checkpoint in {root}", fix="Call trainer.train() without resume_from_checkpoint to begin"
+        )
+    return str(max(found, key=lambda path: int(path.name.removeprefix(prefix))))

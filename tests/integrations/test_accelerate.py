@@ -1,0 +1,60 @@
+"""Accelerate with a parallel model does what it does with the model itself; its own Accelerator refuses one."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autopar.graph.graph import Graph
+from autopar.verification.rank_pool import WorkerPool
+from tests.support.close import assert_close
+from tests.support.integrations import accelerated
+from tests.support.integrations.ranks import PLANS, plan_of
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(240)]
+
+
+@cache
+def wanted(count: int) -> dict[str, Any]:
+    return accelerated.alone(count)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("name", PLANS)
+def test_a_loop_equals_one_process(pair: WorkerPool, graph: Graph, name: str, count: int) -> None:
+    """The order of samples too, though ranks had different seeds."""
+    ranks = pair.run(accelerated.parallel, plan_of(name, graph), graph, count, timeout_s=200.0)
+    expected = wanted(count)["steps"]
+    assert [step[-1] for step in expected] == [8, 8, 8, 3] * 2
+    for found in ranks:
+        for number, (mine, theirs) in enumerate(zip(found["steps"], expected, strict=True)):
+            assert_close(mine, theirs, 1e-5, place=f"step {number}")
+
+
+def test_what_would_not_train_it_says_what_does(pair: WorkerPool, graph: Graph) -> None:
+    for said in pair.run(accelerated.given_to_others, plan_of("tp2", graph), graph, timeout_s=100.0):
+        assert [text.split(".")[0] for text in said] == [
+            "A parallel model was given to accelerate's Accelerator",
+            "A parallel model was given to transformers",
+            "autopar's Accelerator was given a Linear, not a parallel model",
+            "This Accelerator has no parallel model",
+            "accelerate was asked for mixed precision (bf16), but the plan has the precision",
+        ]
+        assert "Use autopar.integrations.accelerate.Accelerator in its place" in said[0]
+        assert "Use autopar.integrations.hf.Trainer in its place" in said[1]
+
+
+def test_a_loop_goes_on_in_an_epoch_under_another_plan(pair: WorkerPool, graph: Graph, tmp_path: Path) -> None:
+    """With ``par.dataloader``, whose ranks load different samples under data parallelism."""
+    folder = str(tmp_path / "state")
+    (whole, _) = pair.run(accelerated.own_loader, plan_of("tp2", graph), graph, {}, timeout_s=100.0)
+    options = {"save_after": (6, folder)}
+    ranks = pair.run(accelerated.own_loader, plan_of("ZeRO 3", graph), graph, options, timeout_s=100.0)
+    for found in ranks:
+        assert_close([step[:3] for step in found["steps"]], [step[:3] for step in whole["steps"][:6]], 1e-5)
+    ranks = pair.run(accelerated.own_loader, plan_of("pp2", graph), graph, {"resume": folder}, timeout_s=100.0)
+    for found in ranks:
+        assert_close(found["steps"], whole["steps"][6:], 1e-5)

@@ -1,0 +1,78 @@
+"""A step's loss with a backward: gradients are those of whatever is made of the loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.errors import UsageError
+from autopar.integrations.loss import step_loss
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"loss": self.down(self.up(x).tanh()).square().mean()}
+
+
+BATCHES = [{"x": torch.randn(4, 4, generator=torch.Generator().manual_seed(seed))} for seed in range(3)]
+
+
+def pair(**options: Any) -> tuple[nn.Module, autopar.ParallelModel]:
+    torch.manual_seed(0)
+    model = Model()
+    return model, autopar.parallelize(model, cluster="cpu:1x1", example_inputs=BATCHES[0], **options)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    if isinstance(model, autopar.ParallelModel):
+        return model.full_gradients()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def accumulated(model: nn.Module) -> dict[str, Tensor]:
+    """With gradients set to None between a loss and its backward, as Lightning does, and one loss that counts twice."""
+    losses = [step_loss(model, batch) for batch in BATCHES]
+    for p in model.parameters():
+        p.grad = None
+    (losses[0] / 3).backward()
+    (losses[1].square() + 2 * losses[2]).backward()
+    return gradients(model)
+
+
+def test_gradients_are_those_of_an_ordinary_loss() -> None:
+    model, par = pair()
+    wanted, found = accumulated(model), accumulated(par)
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value)
+    assert par.step_count == 3
+
+
+def test_a_loss_without_backward_leaves_gradients_as_they_are() -> None:
+    _, par = pair()
+    step_loss(par, BATCHES[0]).backward()
+    before = gradients(par)
+    step_loss(par, BATCHES[1])
+    assert all(torch.equal(value, before[name]) for name, value in gradients(par).items())
+
+
+def test_backward_is_called_once() -> None:
+    _, par = pair()
+    loss = step_loss(par, BATCHES[0])
+    loss.backward(retain_graph=True)
+    with pytest.raises(UsageError, match="A second backward"):
+        loss.backward()
+
+
+def test_a_scaled_loss_is_refused() -> None:
+    _, par = pair(precision="fp16")
+    with pytest.raises(UsageError, match="A plan in fp16 in another library's training loop is not supported"):
+        step_loss(par, BATCHES[0])

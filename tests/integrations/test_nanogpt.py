@@ -1,0 +1,94 @@
+"""The nanoGPT-like example: with the lines of autopar it trains in parallel as it does on one device without them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import autopar
+from autopar.runtime.job import PLAN
+from tests.support.close import assert_close
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(400)]
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "train_nanogpt.py"
+MARKED = re.compile(r"^(?P<indent> *)\S.*  # autopar(?:, was: (?P<was>.*))?$", re.MULTILINE)
+SMALL = ("--layers=2", "--hidden=32", "--dropout=0", "--steps=6")
+LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+
+
+def without_autopar(text: str) -> str:
+    return MARKED.sub(lambda found: found["indent"] + found["was"] if found["was"] else "", text)
+
+
+def run(folder: Path, *command: str, plan: Path | None = None) -> dict[str, Any]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parents[1])}
+    done = subprocess.run(
+        [sys.executable, *command, *SMALL, f"--folder={folder}"],
+        check=False, timeout=180, env=environment | ({PLAN: str(plan)} if plan else {}), capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads((folder / "record.json").read_text())
+    return found
+
+
+class Plans:
+    """Of the small model, by their pins; each is planned once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.example = folder, runpy.run_path(str(SCRIPT))
+        model = self.example["GPT"](2, 32, 4, 0.0)
+        batch = self.example["make_batch"](0)
+        self.graph = autopar.trace(model, example_inputs=batch, loss_fn=lambda out, _: out[1])
+
+    def file(self, pins: str) -> Path:
+        path = self.folder / f"{pins}.json"
+        if not path.exists():
+            plan = autopar.estimate(self.graph, cluster="cpu:1x2", global_batch_size=8, pins=pins.split())
+            plan.save(path)
+        return path
+
+
+@pytest.fixture(scope="module")
+def plans(tmp_path_factory: pytest.TempPathFactory) -> Plans:
+    return Plans(tmp_path_factory.mktemp("plans"))
+
+
+def parallel(folder: Path, plan: Path, *more: str) -> dict[str, Any]:
+    return run(folder, *LAUNCHER, str(SCRIPT), *more, plan=plan)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("alone")
+    script = folder / "train.py"
+    script.write_text(without_autopar(SCRIPT.read_text()))
+    return run(folder, str(script))
+
+
+def test_few_lines_make_it_parallel() -> None:
+    text = SCRIPT.read_text()
+    assert 5 <= len(MARKED.findall(text)) <= 10
+    rest = without_autopar(text)
+    assert "autopar" not in rest.split('"""', 2)[2]
+    compile(rest, "train.py", "exec")
+
+
+@pytest.mark.parametrize(("first", "second"), [("tp=2", "pp=2"), ("dp=2 zero=3", "tp=2")])
+def test_it_trains_and_goes_on_as_on_one_device(
+    alone: dict[str, Any], plans: Plans, tmp_path: Path, first: str, second: str
+) -> None:
+    """Losses and norms of gradients, with a checkpoint in the middle that another plan goes on from."""
+    steps = parallel(tmp_path, plans.file(first), "--stop=3")["steps"]
+    found = parallel(tmp_path, plans.file(second))
+    assert len(steps) == 3
+    assert_close([*steps, *found["steps"]], alone["steps"], 2e-5)
+    assert_close(found["validation"], alone["validation"], 2e-5)

@@ -1,0 +1,188 @@
+"""Batches that ranks load: together they are those of one process, from any position, under any number of data ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from autopar import api
+from autopar.errors import UsageError
+from autopar.plan.plan import Plan
+from autopar.runtime.data import PlannedLoader, planned_loader
+from autopar.runtime.step.partial_batch import BatchSizes, WholeBatch
+from tests.support.mixed_clusters import two_kinds
+from tests.support.planner.graphs import mlp
+
+
+class Numbers(Dataset[dict[str, Tensor]]):
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        return {"x": torch.tensor(i)}
+
+
+def plan_of(*pins: str, ranks: int, batch: int = 8) -> Plan:
+    return api.estimate(mlp(layers=2), cluster=f"cpu:1x{ranks}", global_batch_size=batch, pins=pins)
+
+
+@pytest.fixture(scope="module")
+def plans() -> dict[str, Plan]:
+    unequal = ["data_shares=3-1", "zero=1", "dp_replicate=1"]
+    return {
+        "one": plan_of(ranks=1),
+        "dp2": plan_of("dp=2", ranks=2),
+        "dp4": plan_of("dp=4", ranks=4),
+        "tp2 x dp2": plan_of("tp=2", "dp=2", ranks=4),
+        "unequal": api.estimate(mlp(layers=2), cluster=two_kinds(2, 2), global_batch_size=8, pins=unequal),
+    }
+
+
+def loaders(plan: Plan, length: int = 27, **options: Any) -> list[PlannedLoader]:
+    """One for each data rank."""
+    return [planned_loader(plan, rank, Numbers(length), **options) for rank in range(plan.mesh.data)]
+
+
+def together(batches: list[Any]) -> list[int]:
+    """The global batch that the data ranks have."""
+    if isinstance(batches[0], WholeBatch):
+        assert all(batch["x"].tolist() == batches[0]["x"].tolist() for batch in batches)
+        return list(batches[0]["x"].tolist())
+    return [number for batch in batches for number in batch["x"].tolist()]
+
+
+def epoch(made: list[PlannedLoader]) -> list[list[int]]:
+    return [together(list(batches)) for batches in zip(*made, strict=True)]
+
+
+@pytest.mark.parametrize("name", ["dp2", "dp4", "tp2 x dp2", "unequal"])
+def test_ranks_load_together_what_one_process_does(plans: dict[str, Plan], name: str) -> None:
+    plan, (alone,) = plans[name], loaders(plans["one"])
+    made = loaders(plan)
+    for _ in range(2):
+        wanted = [batch["x"].tolist() for batch in alone]
+        assert epoch(made) == wanted
+        assert [len(batch) for batch in wanted] == [8, 8, 8, 3]
+    first = next(iter(made[0]))
+    assert len(first["x"]) == len(plan.samples_of(0))
+
+
+def test_epochs_have_an_order_each_and_every_sample_once(plans: dict[str, Plan]) -> None:
+    (loader,) = loaders(plans["one"], seed=3)
+    epochs = [[n for batch in loader for n in batch["x"].tolist()] for _ in range(2)]
+    assert epochs[0] != epochs[1]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(27))
+    loader.set_epoch(0)
+    assert [n for batch in loader for n in batch["x"].tolist()] == epochs[0]
+    (other,) = loaders(plans["one"], seed=4)
+    assert [n for batch in other for n in batch["x"].tolist()] != epochs[0]
+
+
+def test_what_is_left_out_and_not_shuffled(plans: dict[str, Plan]) -> None:
+    made = loaders(plans["dp2"], shuffle=False, drop_last=True)
+    assert epoch(made) == [list(range(start, start + 8)) for start in (0, 8, 16)]
+    assert [len(loader) for loader in made] == [3, 3]
+    assert epoch(loaders(plans["dp2"], batch_size=6, shuffle=False))[-1] == [24, 25, 26]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("name", ["one", "dp4", "unequal"])
+def test_an_epoch_goes_on_under_another_plan(plans: dict[str, Plan], name: str, workers: int) -> None:
+    (undisturbed,) = loaders(plans["one"], seed=5)
+    wanted = [epoch([undisturbed]) for _ in range(3)]
+    before = loaders(plans["dp2"], seed=5)
+    assert epoch(before) == wanted[0]
+    running = [iter(loader) for loader in before]
+    assert [together([next(one) for one in running]) for _ in range(2)] == wanted[1][:2]
+    states = [loader.state_dict() for loader in before]
+    assert states[0] == states[1] == {"epoch": 1, "samples": 16, "num_samples": 27}
+
+    after = loaders(plans[name], seed=5, num_workers=workers)
+    for loader in after:
+        loader.load_state_dict(states[0])
+        loader.set_epoch(1)
+    assert [loader.state_dict() for loader in after] == [states[0]] * len(after)
+    assert epoch(after) == wanted[1][2:]
+    assert epoch(after) == wanted[2]
+
+
+def test_an_iteration_that_was_left_is_begun_anew(plans: dict[str, Plan]) -> None:
+    (loader,) = loaders(plans["one"])
+    first = next(iter(loader))["x"].tolist()
+    assert next(iter(loader))["x"].tolist() == first
+
+
+def test_a_last_batch_as_large_as_a_share_is_known_as_whole(plans: dict[str, Plan]) -> None:
+    """By its size it could be this rank's own part of a complete one."""
+    plan = plans["dp2"]
+    last = [list(loader)[-1] for loader in loaders(plan, length=12)]
+    assert [len(batch["x"]) for batch in last] == [4, 4]
+    assert isinstance(last[0], WholeBatch)
+    sizes = BatchSizes(plan, 0, lambda _: True)
+    assert sizes.partial(dict(last[0]), 4, "train_step") is None
+    found = sizes.partial(last[0], 4, "train_step")
+    assert found is not None
+    assert found.share == 0.5
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(3))
+
+
+def test_what_cannot_be_loaded_is_refused(plans: dict[str, Plan]) -> None:
+    with pytest.raises(UsageError, match="Stream has no length and no order"):
+        planned_loader(plans["dp2"], 0, Stream())
+    with pytest.raises(UsageError, match=r"A batch of 16 samples is larger than that of the plan \(8\)"):
+        loaders(plans["dp2"], batch_size=16)
+    (loader,) = loaders(plans["one"])
+    with pytest.raises(UsageError, match="Expected 30 samples, got 27"):
+        loader.load_state_dict({"epoch": 0, "samples": 8, "num_samples": 30})
+
+
+def test_a_batch_that_cannot_be_computed_is_refused_at_once(plans: dict[str, Plan]) -> None:
+    def refuse(size: int) -> None:
+        raise UsageError(f"no {size}")
+
+    with pytest.raises(UsageError, match="no 3"):
+        loaders(plans["dp2"], check_smaller=refuse)
+    with pytest.raises(UsageError, match="no 4"):
+        loaders(plans["dp2"], batch_size=4, length=24, check_smaller=refuse)
+    assert loaders(plans["dp2"], length=24, check_smaller=refuse)
+    assert isinstance(loaders(plans["dp2"])[0], DataLoader)
+
+
+def test_a_plan_of_another_batch_is_another_part(plans: dict[str, Plan]) -> None:
+    larger = replace(plans["dp2"], global_batch_size=16)
+    assert [len(batch) for batch in epoch(loaders(larger))] == [16, 11]
+
+
+class Rows(Dataset[dict[str, Tensor]]):
+    """For a model of four columns."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        return {"input": torch.full((4,), float(i))}
+
+
+def test_the_model_makes_a_loader_and_knows_which_batches_it_can_compute() -> None:
+    batch = {"input": torch.randn(4, 4)}
+    parts = {"loss_fn": lambda output, _: output.square().mean(), "cluster": "cpu:1x1", "example_inputs": batch}
+    par = api.parallelize(nn.Linear(4, 4), **parts)
+    assert [len(par_batch["input"]) for par_batch in par.dataloader(Rows(), num_workers=0)] == [4, 4, 2]
+    for found in par.dataloader(Rows()):
+        assert par.evaluate(found).isfinite()
+    meeting = api.parallelize(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), **parts)
+    with pytest.raises(UsageError, match=r"A batch of 2 samples is smaller .* depend on each other.*drop_last=True"):
+        meeting.dataloader(Rows())
+    assert len(list(meeting.dataloader(Rows(), drop_last=True))) == 2

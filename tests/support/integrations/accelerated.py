@@ -1,0 +1,128 @@
+"""A loop by accelerate, on one device and with a parallel model: the same but for which Accelerator it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import accelerate
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DataLoaderConfiguration
+from torch import nn
+from torch.utils.data import DataLoader
+
+from autopar.graph.graph import Graph
+from autopar.integrations.loss import step_loss
+from autopar.plan.plan import Plan
+from tests.support.integrations.ranks import BATCH, SUBJECT, Texts, as_under_torchrun, parallel_model
+
+
+def forget() -> None:
+    """Accelerate keeps what it knows of a job for the life of a process."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def loop(
+    accelerator: Any,
+    model: nn.Module,
+    loader: Any,
+    *,
+    epochs: int = 2,
+    save_after: tuple[int, str] | None = None,
+    resume: str | None = None,
+) -> dict[str, Any]:
+    """Leaves off after a checkpoint."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=12)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    steps: list[tuple[float, float, float, int]] = []
+    if resume is not None:
+        accelerator.load_state(resume)
+    begin = loader.state_dict()["epoch"] if resume is not None else 0
+    for epoch in range(begin, epochs):
+        loader.set_epoch(epoch)
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = step_loss(model, batch)
+                accelerator.backward(loss)
+                norm = torch.tensor(0.0)
+                if accelerator.sync_gradients:
+                    norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            mean = accelerator.reduce(loss.detach(), "mean")
+            count = len(accelerator.gather_for_metrics(batch["labels"]))
+            steps.append((mean.item(), norm.item(), scheduler.get_last_lr()[0], count))
+            if save_after is not None and len(steps) == save_after[0]:
+                accelerator.save_state(save_after[1])
+                return {"steps": steps}
+    return {"steps": steps}
+
+
+def shuffled_with(seed: int) -> DataLoader[Any]:
+    torch.manual_seed(seed)
+    return DataLoader(Texts(), batch_size=BATCH, shuffle=True)
+
+
+def alone(accumulated: int) -> dict[str, Any]:
+    """In this process, with accelerate's own."""
+    forget()
+    config = DataLoaderConfiguration(use_seedable_sampler=True)
+    accelerator = accelerate.Accelerator(gradient_accumulation_steps=accumulated, dataloader_config=config, cpu=True)
+    return loop(accelerator, SUBJECT.build(), shuffled_with(3))
+
+
+def parallel(plan: Plan, graph: Graph, accumulated: int) -> dict[str, Any]:
+    """One rank."""
+    from autopar.integrations.accelerate import Accelerator
+
+    forget()
+    model = SUBJECT.build()
+    with as_under_torchrun():
+        par = parallel_model(model, plan, graph)
+        accelerator = Accelerator(gradient_accumulation_steps=accumulated, cpu=True)
+        return loop(accelerator, par, shuffled_with(3 + par.rank))
+
+
+def given_to_others(plan: Plan, graph: Graph) -> list[str]:
+    """What is said where a parallel model is given to what would not train it."""
+    import transformers
+
+    from autopar.errors import UsageError
+    from autopar.integrations.accelerate import Accelerator
+
+    forget()
+    model, said = SUBJECT.build(), []
+    with as_under_torchrun():
+        par = parallel_model(model, plan, graph)
+        arguments = transformers.TrainingArguments("unused", use_cpu=True, report_to=[])
+        for attempt in (
+            lambda: accelerate.Accelerator(cpu=True).prepare(par),
+            lambda: transformers.Trainer(model=par, args=arguments, train_dataset=Texts()),
+            lambda: Accelerator(cpu=True).prepare(nn.Linear(2, 2)),
+            lambda: Accelerator(cpu=True).clip_grad_norm_(par.parameters(), 1.0),
+            lambda: Accelerator(cpu=True, mixed_precision="bf16"),
+        ):
+            forget()
+            try:
+                attempt()
+            except UsageError as error:
+                said.append(str(error))
+            else:
+                said.append("")
+    forget()
+    return said
+
+
+def own_loader(plan: Plan, graph: Graph, options: dict[str, Any]) -> dict[str, Any]:
+    """One rank, with a loader of the parallel model."""
+    from autopar.integrations.accelerate import Accelerator
+
+    forget()
+    model = SUBJECT.build()
+    with as_under_torchrun():
+        par = parallel_model(model, plan, graph)
+        accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True)
+        return loop(accelerator, par, par.dataloader(Texts(), seed=4), **options)
