@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 import torch.distributed as dist
 
-from autopar.errors import AutoparError, RuntimeMismatchError
+from autopar.errors import AutoparError, RuntimeMismatchError, UsageError
 from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
 from autopar.plan.plan import PRECISIONS, Plan, PrecisionName
@@ -182,16 +182,16 @@ def parallelize(  # noqa: PLR0913  keywords of the public call
         cluster: None: the machines that the ranks stand on.
         plan: a plan or its file, instead of a search; None: that of ``autopar run``, if that started this rank.
         global_batch_size: None: the samples of ``example_inputs``, or 8 a rank.
-        on_resize: where the job has another number of ranks than the plan or the cluster: an ``error``, or ``replan``: search a
-            plan for the machines that the ranks stand on, with the global batch and the precision of the plan that is given.
+        on_resize: where the job has another number of ranks than the plan or the cluster: an ``error``, or ``replan``: a search
+            for the machines that the ranks stand on, with the global batch and the precision of the plan that is given.
         collective_timeout_s: of every collective. A search is waited for without a limit.
         weights: a folder of safetensors files, read slice by slice: of parameters, and of buffers that a ``state_dict()`` has.
         seed: of dropout, and of the initialisation of a model on meta.
         log_dir: where rank 0 writes measured against predicted times of the first steps, for ``autopar validate --from-run``.
 
     Raises:
-        RuntimeMismatchError: the job has another number of ranks than the cluster or the plan, or other devices; its ranks
-            were not told of each other; the precision is one that is planned alone.
+        RuntimeMismatchError: the job's ranks or devices are others than those of the cluster or plan, or were not told of each
+            other; the precision is one that is planned alone.
         PlanError: the plan is for another model.
         InfeasibleError: no plan satisfies the constraints.
     """
@@ -207,8 +207,7 @@ def parallelize(  # noqa: PLR0913  keywords of the public call
         cluster=cluster, global_batch_size=global_batch_size, example_inputs=example_inputs, pins=pins, precision=precision,
         optimizer=optimizer, space=space, loss_fn=loss_fn, opaque=opaque,
     )  # fmt: skip
-    limits = trials, search_timeout_s
-    device_type, make = _prepared(model, plan, request, limits, collective_timeout_s, replans=on_resize == "replan")
+    device_type, make = _prepared(model, plan, request, (trials, search_timeout_s), collective_timeout_s, on_resize)
     return launch(
         model, make, device_type=device_type, weights=weights, seed=seed, collective_timeout_s=collective_timeout_s,
         log_dir=None if log_dir is None else Path(log_dir),
@@ -221,8 +220,7 @@ def _prepared(
     request: Request,
     limits: tuple[int | None, float | None],
     collective_timeout_s: float,
-    *,
-    replans: bool,
+    on_resize: str,
 ) -> tuple[str, Callable[[], tuple[Plan, Graph]]]:
     """The kind of device of a job that has started, and what rank 0 gets its plan by, and the graph that it is for."""
     from autopar.hardware.detect.places import cluster_at, gathered_places
@@ -232,7 +230,9 @@ def _prepared(
     where = Cluster.parse(request.cluster) if isinstance(request.cluster, str) else request.cluster
     device_type = _device_type(plan, where)
     is_alone = start(device_type, collective_timeout_s=collective_timeout_s)
-    if replans:
+    if on_resize not in {"error", "replan"}:
+        raise UsageError(f"There is no on_resize={on_resize!r}", fix="Give error or replan")
+    if on_resize == "replan":
         plan, where, request = _resized(plan, where, request)
     ranks = _job_size(None if plan is not None else where)
     if is_alone and where is None and plan is None:
@@ -287,7 +287,7 @@ def _precision_of(plan: Plan) -> PrecisionName:
         if known == plan.precision:
             return name
     raise RuntimeMismatchError(
-        f"A plan in a precision of its own ({plan.precision.name}) cannot be searched anew for another number of ranks",
+        f"The precision {plan.precision.name} of the plan has no name by which a plan for another number of ranks could be searched",
         fix='Start as many ranks as it has, or give the precision and the cluster: parallelize(model, cluster=..., precision="bf16")',
     )
 

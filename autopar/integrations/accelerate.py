@@ -49,12 +49,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         super().__init__(*args, **options)
         if self.mixed_precision != "no":
             raise UsageError(
-                f"accelerate was asked for mixed precision ({self.mixed_precision}), but the plan has the precision",
+                f"Mixed precision ({self.mixed_precision}) was asked of accelerate, but the plan has the precision",
                 fix='Leave it out (bf16=True, mixed_precision=...), and call autopar.parallelize(model, precision="bf16")',
             )
         if self.distributed_type in _OTHERS:
             raise UsageError(
-                f"accelerate was started with {self.distributed_type.value}, but the plan has distributed the model",
+                f"Accelerate was started with {self.distributed_type.value}, but the plan has distributed the model",
                 fix="Leave its plug-in and `accelerate config` out, and start the script with torchrun",
             )
 
@@ -85,8 +85,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """
         if not isinstance(model, ParallelModel):
             raise UsageError(
-                f"autopar's Accelerator was given a {type(model).__name__}, not a parallel model",
-                fix="Prepare what autopar.parallelize returned, and use accelerate's own Accelerator for other models",
+                f"The Accelerator of autopar was given a {type(model).__name__}, not a parallel model",
+                fix="Prepare what autopar.parallelize returned, and use accelerate.Accelerator for other models",
             )
         if model not in self._models:
             self._models.append(model)

@@ -211,7 +211,7 @@ def _checked(model: object, args: transformers.TrainingArguments, options: Mappi
     """
     if not isinstance(model, ParallelModel):
         raise UsageError(
-            f"autopar's Trainer was given a {type(model).__name__}, not a parallel model",
+            f"The Trainer of autopar was given a {type(model).__name__}, not a parallel model",
             fix="Write Trainer(model=autopar.parallelize(model, ...), ...)",
         )
     batch = model.plan.global_batch_size

@@ -161,7 +161,7 @@ def planned_loader(  # noqa: PLR0913  keywords of the public call
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise UsageError(
             f"{type(dataset).__name__} has no length and no order, so that its samples cannot be divided among data ranks",
-            fix="Use a DataLoader of your own that gives every rank the samples of par.data_rank of par.data_size, "
+            fix="Use an ordinary DataLoader that gives every rank the samples of par.data_rank of par.data_size, "
             "len(par.samples) a step",
         )
     size, num_samples = batch_size or plan.global_batch_size, len(cast("Any", dataset))

@@ -89,9 +89,9 @@ def fit(  # noqa: PLR0913  keywords of the public call
     """
     for name, value in (("steps", steps), ("save_every", save_every), ("accumulate", accumulate)):
         if value < 1:
-            raise UsageError(f"{name} is {value}", fix=f"Give {name} of 1 or more")
+            raise UsageError(f"The number {name} is {value}", fix="Give 1 or more")
     if on_non_finite not in get_args(OnNonFinite):
-        raise UsageError(f"on_non_finite is {on_non_finite!r}", fix="Give stop, skip or ignore")
+        raise UsageError(f"There is no on_non_finite={on_non_finite!r}", fix="Give stop, skip or ignore")
     loop = _Loop(par, optimizer, batches, scheduler, checkpoints, accumulate, max_norm, on_non_finite)
     loop.resume()
     termination = Termination()

@@ -39,9 +39,9 @@ def test_what_would_not_train_it_says_what_does(pair: WorkerPool, graph: Graph) 
         assert [text.split(".")[0] for text in said] == [
             "A parallel model was given to accelerate's Accelerator",
             "A parallel model was given to transformers",
-            "autopar's Accelerator was given a Linear, not a parallel model",
+            "The Accelerator of autopar was given a Linear, not a parallel model",
             "This Accelerator has no parallel model",
-            "accelerate was asked for mixed precision (bf16), but the plan has the precision",
+            "Mixed precision (bf16) was asked of accelerate, but the plan has the precision",
         ]
         assert "Use autopar.integrations.accelerate.Accelerator in its place" in said[0]
         assert "Use autopar.integrations.hf.Trainer in its place" in said[1]

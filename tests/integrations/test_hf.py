@@ -93,10 +93,10 @@ def test_the_best_model_is_loaded_at_the_end(pair: WorkerPool, graph: Graph, tmp
 def test_what_the_plan_has_settled_is_refused(pair: WorkerPool, graph: Graph, tmp_path: Path) -> None:
     for said in pair.run(hf.refused, plan_of("tp2", graph), graph, str(tmp_path), timeout_s=100.0):
         assert [text.split(". ")[0] for text in said] == [
-            "autopar's Trainer was given a GPT2LMHeadModel, not a parallel model",
+            "The Trainer of autopar was given a GPT2LMHeadModel, not a parallel model",
             "The batch of the Trainer (for which all ranks are one device) and that of the plan does not match",
             "A loss that the Trainer computes (compute_loss_func, label_smoothing_factor) is not supported",
-            "accelerate was asked for mixed precision (bf16), but the plan has the precision",
+            "Mixed precision (bf16) was asked of accelerate, but the plan has the precision",
             "Another batch size or model in the course of a training (auto_find_batch_size, model_init) is not supported",
             f"No complete checkpoint in {tmp_path}",
         ]

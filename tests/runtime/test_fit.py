@@ -199,7 +199,7 @@ def test_sigterm_saves_and_ends_with_a_word(tmp_path: Path, caplog: pytest.LogCa
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"steps": 0}, "steps is 0. Give steps of 1 or more"),
+        ({"steps": 0}, r"The number steps is 0\. Give 1 or more"),
         ({"steps": 1, "save_every": 0}, "save_every is 0"),
         ({"steps": 1, "accumulate": -1}, "accumulate is -1"),
         ({"steps": 1, "on_non_finite": "raise"}, "on_non_finite.*'raise'.*stop, skip or ignore"),

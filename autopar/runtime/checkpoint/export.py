@@ -242,7 +242,7 @@ def num_bytes(size: str | int) -> int:
         return size
     if match is None:
         raise UsageError(
-            f"max_shard_size={size!r} is no size", fix='Write a number of bytes, or "5GB", "500MB", "2GiB"'
+            f"The max_shard_size {size!r} is no size", fix='Write a number of bytes, or "5GB", "500MB", "2GiB"'
         )
     return int(float(match[1]) * _UNITS[match[2]])
 

@@ -201,7 +201,7 @@ def state_of(values: Mapping[str, Any], kind: str, owner: int, count: int) -> An
         return next(iter(saved["of"].values()))
     if saved["count"] != count or str(owner) not in saved["of"]:
         raise PlanError(
-            f"The state of the {kind} was saved for {saved['count']} ranks, each of which had its own",
+            f"The state of the {kind} was saved for {saved['count']} ranks, each of which had another one",
             expected=f"a plan with {saved['count']} of them",
             got=count,
             fix=f"Load without {kind}=, and begin it anew, or use the plan.json of the checkpoint",

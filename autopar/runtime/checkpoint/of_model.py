@@ -182,6 +182,7 @@ class Checkpointed:
                     f"The state of the {kind} cannot be read",
                     where=str(loading.path),
                     got=f"{type(error).__name__}: {error}",
+                    fix=f"Load without {kind}=, or from the checkpoint before this one",
                 )
         loading.source.close()
         self.meeting.agree(failure)
