@@ -86,10 +86,8 @@ def explained(error: BaseException, model: torch.nn.Module) -> TraceError:
 def _raised_by_the_model(error: BaseException) -> bool:
     """Whether the innermost line is the model's own, not one of torch or of its exporter."""
     frames = traceback.extract_tb(error.__traceback__)
-    torch_home = str(Path(torch.__file__).resolve().parent)
-    return bool(frames) and not frames[-1].filename.startswith(
-        (torch_home, "<", str(Path(__file__).resolve().parents[1]))
-    )
+    torch_home = str(Path(torch.__file__).parent)
+    return bool(frames) and not frames[-1].filename.startswith((torch_home, "<", str(Path(__file__).parents[1])))
 
 
 def module_of_failure(error: BaseException, model: torch.nn.Module) -> str:
@@ -131,8 +129,8 @@ def user_line(error: BaseException, model: torch.nn.Module) -> tuple[str, str]:
         home = ""
     frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
     frames = _exported(error) + frames
-    own = str(Path(__file__).resolve().parents[1])
-    torch_home = str(Path(torch.__file__).resolve().parent)
+    own = str(Path(__file__).parents[1])
+    torch_home = str(Path(torch.__file__).parent)
     standard = sysconfig.get_paths()["stdlib"]
     outside = [f for f in frames if not f[0].startswith((own, torch_home, "<"))]
     outside = [f for f in outside if "site-packages" in f[0] or not f[0].startswith(standard)]

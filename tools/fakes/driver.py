@@ -102,7 +102,7 @@ def _look(parallel: Any, case: Case, batch: Any, record: Any, phase: str) -> Non
     if case.evaluates:
         parallel.evaluate(batch)
     if case.is_called:
-        parallel(**batch).backward()
+        parallel(**batch).loss.backward()
     if case.ranks > 1:
         assert parallel._shared._calls > EVERY, "a look that no rank was refused in"
 
@@ -140,7 +140,7 @@ def _call(parallel: Any, batch: Any, record: Any) -> None:
     """A loss whose backward the user calls; once before, as what is kept is made there."""
     for phase in ("warm", "called"):
         record.phase = phase
-        parallel(**batch).backward()
+        parallel(**batch).loss.backward()
 
 
 def _save(parallel: Any, optimizer: Any, record: Any) -> tuple[set[str], dict[str, Any]]:

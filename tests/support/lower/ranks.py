@@ -260,7 +260,9 @@ def run_sums(program: Program, batches: list[Mapping[str, torch.Tensor]]) -> dic
     totals: dict[str, torch.Tensor] = {}
     for batch in batches:
         for name, value in zip(
-            program.sums.outputs, program.sums.module(*(batch[n] for n in program.sums.inputs)), strict=True
+            program.sums.outputs,
+            program.sums.module(*({**batch, "batch_share": 1.0}[n] for n in program.sums.inputs)),
+            strict=True,
         ):
             totals[name] = totals[name] + value if name in totals else value
     return totals
