@@ -133,6 +133,35 @@ def test_what_might_notice_steps_as_before(how: str) -> None:
     assert all(p is held[0] for p in seen)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.LBFGS, torch.optim.Adafactor])
+@pytest.mark.parametrize("on_host", [False, True])
+def test_optimizers_of_others_are_left_alone(kind: Any, on_host: bool) -> None:
+    """Neither asked nor changed, whatever this model's would have to be."""
+    asked: list[torch.optim.Optimizer] = []
+    steps = LocalSteps(parameters(), on_host=on_host, is_staged=True, check=asked.append)
+    torch.manual_seed(0)
+    plain = [nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(5))]
+    other = kind(plain, lr=0.1)
+    groups, lists, state = other.param_groups, [group["params"] for group in other.param_groups], other.state
+    inside: list[bool] = []
+
+    def closure() -> torch.Tensor:
+        same = other.param_groups is groups and other.state is state
+        inside.append(same and all(a["params"] is b for a, b in zip(groups, lists, strict=True)))
+        for p in plain:
+            p.grad = torch.ones_like(p)
+        return torch.ones(())
+
+    other.step(closure)
+    steps.remove()
+    assert inside
+    assert all(inside)
+    assert not asked
+    assert other.param_groups is groups
+    assert not other._optimizer_step_pre_hooks
+    assert not other._optimizer_step_post_hooks
+
+
 def test_copies_on_the_host_follow_what_else_writes_parameters() -> None:
     """Loading a checkpoint, scaling weights: the next step begins from what the device has, not from what it had."""
     results = []

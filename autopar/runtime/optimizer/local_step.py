@@ -54,6 +54,9 @@ _COUNTERS = frozenset({"step", "mu_product", "mu", "eta"})
 class LocalSteps:
     """Changes the steps of all optimizers that hold none but the given parameters, until :meth:`remove`.
 
+    Torch's hook for the steps of a process finds them, so that nobody has to bring an optimizer here, and no check is left out of
+    one that was not brought. Of optimizers without a parameter of this model it looks at nothing else.
+
     Left as they are: optimizers that are not :data:`ELEMENTWISE`, that have hooks of their own around their steps (which
     may look at parameters), whose step is differentiable, compiled or given a closure.
 
@@ -80,7 +83,9 @@ class LocalSteps:
         self._parts = {id(p): name for p, name in parts}
         self._told: set[type[Optimizer]] = set()
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._own = {id(p): p for p in parameters if isinstance(p, DTensor)}
+        given = {id(p): p for p in parameters}
+        self._known = frozenset(given)
+        self._own = {key: p for key, p in given.items() if isinstance(p, DTensor)}
         self._on_host, self._is_staged = on_host, is_staged
         self._hosts: dict[int, HostCopy] = {}
         self._copies, self._threads = HostCopies(), threads
@@ -123,6 +128,8 @@ class LocalSteps:
                 yield from (value for value in values.values() if isinstance(value, Tensor))
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> None:
+        if not self._steps_own(optimizer):
+            return
         if self._check is not None:
             self._check(optimizer)
         if torch.compiler.is_compiling() or not self._changes(optimizer, args, kwargs or {}):
@@ -149,6 +156,10 @@ class LocalSteps:
             self._copies.down(self._stepped(lists))
             self._undo.enter_context(_fused(optimizer))
             self._undo.enter_context(_threads(self._threads))
+
+    def _steps_own(self, optimizer: Optimizer) -> bool:
+        """Whether any of its parameters is this model's: others are left alone, of whatever they are."""
+        return any(id(p) in self._known for group in optimizer.param_groups for p in group["params"])
 
     def _lent_with(
         self, parameter: Tensor, own: Mapping[Tensor, Any], states: defaultdict[Tensor, Any]
