@@ -80,7 +80,7 @@ def test_each_data_rank_has_its_position_again(pool: WorkerPool, tmp_path: Path)
         assert sorted(found) == [(n, 10 * n, [n, n + 1, n + 2], {"epoch": 4}) for n in (0, 0, 1, 1)]
     _, four, _ = planned("dp4", "gpt2")
     for said in pool.run(jobs.loaded_positions, subject, four, graph, str(tmp_path), timeout_s=60.0):
-        assert "The state of the dataloader was saved for 2 ranks, each of which had its own" in said
+        assert "The state of the dataloader was saved for 2 ranks, each of which had another one" in said
         assert "Load without dataloader=" in said
 
 
