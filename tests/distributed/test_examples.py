@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import subprocess
@@ -46,20 +47,25 @@ def test_training_script_is_short() -> None:
 @pytest.mark.parametrize(
     ("script", "pins"), [("train_hf", "tp=2"), ("train_lightning", "pp=2"), ("train_accelerate", "dp=2 zero=3")]
 )
-def test_loops_of_other_libraries_on_one_rank_and_on_two(tmp_path: Path, script: str, pins: str) -> None:
+def test_loops_of_other_libraries_on_two_ranks(tmp_path: Path, script: str, pins: str) -> None:
+    """That their losses are those of one process is tested in ``tests/integrations``."""
     command = (str(EXAMPLES / f"{script}.py"), f"--folder={tmp_path / 'run'}")
-    alone = run(tmp_path / "one.json", *command, "--cluster=cpu:1x1")
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     options = ("--cluster=cpu:1x2", *(f"--pin={pin}" for pin in pins.split()))
     together = run(tmp_path / "two.json", *launcher, *command, *options)
-    assert len(alone) >= 3
-    assert together == pytest.approx(alone, rel=1e-5)
+    assert len(together) >= 3
+    assert all(map(math.isfinite, together))
 
 
-def start(script: str, record: Path, folder: Path, **environment: str) -> subprocess.Popen[str]:
+TORCHRUN = f'exec {sys.executable} -m torch.distributed.run "$@"'
+
+
+def start(
+    script: str, record: Path, folder: Path, torchrun: str = TORCHRUN, **environment: str
+) -> subprocess.Popen[str]:
     """A launcher's script with torchrun of this Python, and Slurm's commands as far as the script needs them."""
     commands = {
-        "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
+        "torchrun": torchrun,
         "scontrol": "echo localhost",
         "srun": 'while [ "${1#-}" != "$1" ]; do shift; done; exec "$@"',
     }
@@ -89,9 +95,16 @@ def test_several_nodes_meet(tmp_path: Path) -> None:
 
 
 def test_slurm_starts_torchrun_on_each_node(tmp_path: Path) -> None:
-    record = tmp_path / "record.json"
+    """What torchrun is started with; that it starts ranks by these options is tested above."""
+    record, told = tmp_path / "record.json", tmp_path / "told"
     slurm = {"SLURM_JOB_NODELIST": "localhost", "SLURM_NNODES": "1", "SLURM_GPUS_ON_NODE": "2"}
-    job = start("slurm.sbatch", record, tmp_path / "bin", SLURM_JOB_ID=str(os.getpid()), RESTARTS="0", **slurm)
+    torchrun = f'printf "%s\\n" "$@" > {told}'
+    job = start("slurm.sbatch", record, tmp_path / "bin", torchrun, SLURM_JOB_ID="7", RESTARTS="0", **slurm)
     said = job.communicate(timeout=120)[1]
     assert job.returncode == 0, said
-    assert len(json.loads(record.read_text())["losses"]) == 2
+    options = told.read_text().splitlines()
+    assert options[-1] == f"--record={record}"
+    where = options[: options.index(str(EXAMPLES / "train_gpt2.py"))]
+    named = dict(zip(where[::2], where[1::2], strict=True))
+    assert (named["--nnodes"], named["--nproc-per-node"], named["--rdzv-endpoint"]) == ("1", "2", "localhost:20007")
+    assert {"--cluster=cpu:1x2", "--steps=2"} <= set(options)

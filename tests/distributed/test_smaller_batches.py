@@ -21,7 +21,7 @@ from tests.support.mixed_clusters import two_kinds
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
 
-SUBJECTS = {"gpt2": HfSubject("gpt2"), "llama": HfSubject("llama"), "counting": CountingSubject("counting")}
+SUBJECTS = {"gpt2": HfSubject("gpt2"), "counting": CountingSubject("counting")}
 SIZES = (16, 15, 7, 8, 1)
 """Of a plan's 16: complete, odd, less than a sample for each rank, and as many as a rank may take of a complete one."""
 
