@@ -105,6 +105,23 @@ def test_a_run_in_parts_is_as_one(tmp_path: Path, make: Any, asynchronous: bool)
         assert torch.equal(value, parts[-1].full_state_dict()[name]), name
 
 
+def test_a_loader_of_the_plan_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    """Epochs of two batches and a smaller one, of which steps take two each."""
+    data = [{"x": one} for batch in batches(3) for one in batch["x"]][:10]
+
+    def run(folder: Path, *parts: int) -> list[StepDone]:
+        done = list[StepDone]()
+        for steps in parts:
+            par, optimizer, scheduler = job()
+            autopar.fit(
+                par, optimizer, par.dataloader(data, seed=3), steps=steps, accumulate=2, scheduler=scheduler, on_step=done.append,
+                checkpoints=autopar.Checkpoints(folder),
+            )  # fmt: skip
+        return done
+
+    assert run(tmp_path / "parts", 1, 2, 3, 5, 8) == run(tmp_path / "one", 8)
+
+
 def test_several_batches_make_one_step_of_their_mean() -> None:
     par, optimizer, _ = job()
     done = list[StepDone]()
