@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import pytest
@@ -13,6 +14,8 @@ from autopar.cost.step.simulation import (
     StageTimes,
     _continued,
     compiled,
+    durations_of,
+    rank_chains,
     simulate,
     whole,
 )
@@ -52,6 +55,24 @@ def test_gpipe_messages_are_exposed_in_fill_and_drain_alone() -> None:
     found = simulate("GPipe", pp, m, equal(pp, send_forward_s=send, send_backward_s=send))
     assert max(found.finish_s) == pytest.approx((m + pp - 1) * (F + B) + 2 * (pp - 1) * send)
     assert found.exposed_send_s[-1] == pytest.approx(send)
+
+
+@pytest.mark.parametrize(
+    ("name", "pp", "v", "m"), [("GPipe", 3, 1, 4), ("1F1B", 4, 1, 6), ("Interleaved1F1B", 4, 3, 8)]
+)
+def test_chains_through_each_rank_are_of_the_schedule_and_no_longer_than_its_step(
+    name: str, pp: int, v: int, m: int
+) -> None:
+    actions, stages = compiled(name, pp, v, m), [StageTimes(forward_s=F + s, backward_s=B) for s in range(pp * v)]
+    chains = rank_chains(name, pp, v, m)
+    for rank, (through, leaving) in enumerate(zip(chains[::2], chains[1::2], strict=True)):
+        for chain in (through, leaving):
+            assert all(j in (actions.before[i], actions.need[i]) for i, j in itertools.pairwise(chain))
+            durations = durations_of(stages)
+            took_s = sum(durations[actions.duration[i]] for i in chain)
+            assert took_s <= max(simulate(name, pp, m, stages).finish_s) * (1 + 1e-9)
+        assert sum(actions.rank[i] == rank for i in through) >= 2 * v * m
+        assert {actions.duration[i] // 3 for i in leaving} == {*range(pp * v)}
 
 
 def _reference(name: str, pp: int, m: int, stages: list[StageTimes]) -> float:

@@ -9,7 +9,7 @@ The longest chains of actions of a simulated step say what its time is made of, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -328,3 +328,32 @@ def chains_of(
             )
         )
     return found
+
+
+@lru_cache(maxsize=64)
+def rank_chains(name: str, pp: int, virtual_stages: int, num_micro_batches: int) -> tuple[tuple[int, ...], ...]:
+    """Two chains through each rank up to the last action of the first one, as :class:`Chain.actions` numbers them.
+
+    One runs all of the rank's own actions, behind the forwards that its first one needs and before the backwards that need its last
+    one. The other leaves them at the rank's first backward, for what that one needs: backwards and forwards on all stages behind.
+    """
+    actions = compiled(name, pp, virtual_stages, num_micro_batches)
+    found: list[tuple[int, ...]] = []
+    after: list[int] = []
+    i = actions.last[0]
+    for rank in range(pp):
+        while actions.rank[i] != rank:
+            after.append(i)
+            i = actions.need[i]
+        own = [*_back(actions.before, i)]
+        backward = max(place for place, action in enumerate(own) if actions.duration[action] % 3 == 1)
+        ways = (own, own[: backward + 1])
+        found += [(*after, *way, *_back(actions.need, actions.need[way[-1]])) for way in ways]
+    return tuple(found)
+
+
+def _back(links: Sequence[int], action: int) -> Iterator[int]:
+    """An action and those before it by these links, -1 being none."""
+    while action >= 0:
+        yield action
+        action = links[action]

@@ -72,6 +72,7 @@ class Cascade:
         *,
         whole_s: float | None = 0.0,
         layouts: Sequence[TypedLayout] | None = None,
+        rounds: int | None = None,
     ) -> tuple[float, tuple[ChainProof, ...]]:
         """As :meth:`bounds_s`, by the tightest relaxation that there is, with new proofs that may serve others of the same schedule.
 
@@ -79,6 +80,7 @@ class Cascade:
             known: such proofs.
             whole_s: up to here whole blocks are looked at; None: it is only asked whether the bound comes to the goal.
             layouts: of the candidate; None: all that may have its best plan.
+            rounds: see :func:`chain_bound`.
         """
         proofs: list[ChainProof] = []
         layouts = self.context.known_layouts(candidate) if layouts is None else layouts
@@ -99,7 +101,7 @@ class Cascade:
                 # of ranks that are alike, blocks in parts spread as whole ones do: integer programs take long there and raise little
                 is_near = whole_s is not None and (found[i] >= whole_s or not self.maker.is_mixed(candidate))
                 aim_s = 0.0 if is_near else whole_s
-                bound = chain_bound(instance, goal_s, (*known, *proofs), above_s=found[i], whole_s=aim_s)
+                bound = chain_bound(instance, goal_s, (*known, *proofs), above_s=found[i], whole_s=aim_s, rounds=rounds)
                 if bound is not None:
                     found[i] = max(found[i], min(bound.time_s, goal_s))
                     if all(bound.proof.weights != one.weights for one in (*known, *proofs)):

@@ -29,13 +29,16 @@ from functools import lru_cache
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 
-from autopar.cost.step.simulation import chains_of, compiled
+from autopar.cost.step.simulation import chains_of, compiled, rank_chains
 from autopar.planner.bounds.columns import same_kinds
 from autopar.planner.bounds.instance import FIELDS, MODES, Array, PipelineInstance, forwards_done
 from autopar.planner.space.candidates import Candidate
 
-ROUNDS = 60
-"""Programs that are solved for an instance at most."""
+ROUNDS = 20, 60
+"""Programs that are solved for an instance at most, where they are large and where they are small."""
+
+COLUMNS = 6000
+"""Of all programs of an instance: the larger they are, the fewer are solved."""
 
 MOST_ACTIONS = 60_000
 """Of a schedule whose chains are looked for: beyond it a simulation takes too long."""
@@ -117,6 +120,7 @@ def chain_bound(
     *,
     above_s: float = 0.0,
     whole_s: float | None = 0.0,
+    rounds: int | None = None,
 ) -> ChainBound | None:
     """The best bound that is found, at least ``goal_s`` where it gets there; None where the schedule is too long, or nothing fits.
 
@@ -126,6 +130,7 @@ def chain_bound(
         above_s: the program is left where some parts of blocks take no more: its bound then comes to no more than that.
         whole_s: up to here the bound is raised by whole blocks, where the one of parts of blocks is near. None: it is only asked whether
             the bound comes to the goal, and the program is left where some parts of blocks take less.
+        rounds: programs that are solved at most; None: as many as are worth it.
     """
     if 2 * instance.pp * instance.virtual_stages * instance.num_micro_batches > MOST_ACTIONS:
         return None
@@ -137,9 +142,11 @@ def chain_bound(
         best = replace(known[place], bound_s=float(bounds_s[place]))
         if best.bound_s >= goal_s:
             return ChainBound(time_s=best.bound_s, proof=best)
+        if rounds == 0:
+            return ChainBound(time_s=best.bound_s, proof=best)
     program = _Program(stages, [chain for proof in known for chain in proof.chains])
     least_s = goal_s if whole_s is None else above_s
-    for _ in range(ROUNDS):
+    for _ in range(rounds or int(np.clip(COLUMNS // program.rows.shape[1], *ROUNDS))):
         solved = program.solve()
         if solved is None:
             break
@@ -281,7 +288,7 @@ class _Program:
     Variables: blocks of each kind on each stage in each mode, the first and the last block where they have to be; the step.
 
     Args:
-        chains: that are known; the longest one of even stages is added.
+        chains: that are known; without any those through each rank. The longest one of even stages is added.
 
     Attributes:
         step_s, center: the shortest step of parts of blocks so far, and these parts.
@@ -307,7 +314,7 @@ class _Program:
         self.rows = np.concatenate([memory, -1.0 * self.on_stage])
         self.rows = np.concatenate([self.rows, np.zeros((len(self.rows), 1))], axis=1)
         self.limits = np.concatenate([stages.room / self.scale_bytes, -np.ones(num)])
-        self._add([*dict.fromkeys((even, *chains))])
+        self._add([*dict.fromkeys((even, *(chains or rank_chains(*stages.key))))])
 
     def separate(self, blocks: Array) -> bool:
         """Whether a chain is added: the longest one half way from a solution to the best parts, or else of the solution itself.

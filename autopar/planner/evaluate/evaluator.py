@@ -24,6 +24,9 @@ from autopar.planner.space.space import Space
 from autopar.planner.stages.block_options import BlockOptions, Placed
 from autopar.planner.stages.cut_problem import Failure
 
+QUICK = 4
+"""Chain programs that are solved before evaluations where ranks are alike, for the first candidate of each schedule."""
+
 
 class PipelineEvaluator:
     """Evaluates candidates whose data ranks take equal shares.
@@ -100,10 +103,13 @@ class PipelineEvaluator:
         What is known of a schedule depends on what was looked at before: it decides on no order but that of early incumbents, and is
         no part of the certificate. Arguments are those of :meth:`autopar.planner.bounds.cascade.Cascade.closest_s`.
         """
-        if not self.plans.placed.has(candidate):
+        if candidate.mesh.pp == 1:
             return 0.0
         known = self._proofs.setdefault(key_of(candidate), [])
-        bound_s, proofs = self.cascade.closest_s(candidate, goal_s, known, whole_s=whole_s, layouts=layouts)
+        rounds = None if self.plans.placed.has(candidate) else 0 if known else QUICK
+        bound_s, proofs = self.cascade.closest_s(
+            candidate, goal_s, known, whole_s=whole_s, layouts=layouts, rounds=rounds
+        )
         known += proofs
         del known[: len(known) - KEPT]
         return bound_s

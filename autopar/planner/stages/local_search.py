@@ -9,8 +9,6 @@ all chains that are known, until none is left that may be shorter than the best 
 
 from __future__ import annotations
 
-from itertools import accumulate
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -87,9 +85,7 @@ class _ChainBound:
         self.chains: list[Chain] = []
         kinds = list(dict.fromkeys(problem.block_options))
         self.kind = np.array([kinds.index(own) for own in problem.block_options * problem.candidate.virtual_stages])
-        quickest = [[min(b.options, key=lambda o: o.time_s) for b in own.blocks] for own in kinds]
-        self.forward_s = np.array([[0.0, *accumulate(o.forward_s for o in own)] for own in quickest])
-        self.time_s = np.array([[0.0, *accumulate(o.time_s for o in own)] for own in quickest])
+        self.forward_s, self.time_s = np.stack([own.quickest_s for own in kinds], axis=1)
 
     def add(self, found: Fitting) -> None:
         """The longest chains of a cut, one for each rank at whose end one stands."""

@@ -136,6 +136,13 @@ class CutBlocks:
         return tuple(min(block.options, key=lambda option: option.time_s).mode for block in self.blocks)
 
     @cached_property
+    def quickest_s(self) -> Array:
+        """Of the blocks before each one, and of all, in these modes: seconds of the forward, and of both [2, blocks + 1]."""
+        quickest = [min(block.options, key=lambda option: option.time_s) for block in self.blocks]
+        found: Array = np.cumsum([(0.0, 0.0), *((o.forward_s, o.time_s) for o in quickest)], axis=0).T
+        return found
+
+    @cached_property
     def time_of(self) -> Mapping[tuple[int, Way], float]:
         """Seconds of a block of a key in a mode."""
         return {(b.key, o.mode): o.time_s for b in self.blocks for o in b.options}

@@ -157,7 +157,10 @@ def test_a_plan_is_the_same_whatever_time_is_known(
 def test_a_cut_is_never_below_its_bound(graph: Graph) -> None:
     for problem, found in [*cuts(of_equal_ranks(graph, THREE, 16, "433MB")), *cuts(of_two_kinds())]:
         assert problem.busy_s(found.stops, found.modes) <= problem.time_s(found) * (1 + 1e-9)
-        assert problem.busy_s(found.stops, problem.quickest_modes(found.stops)) <= problem.time_s(found) * (1 + 1e-9)
+        assert problem.busy_s(found.stops, problem.quickest_modes(found.stops)) <= problem.least_s(found.stops) * (
+            1 + 1e-9
+        )
+        assert problem.least_s(found.stops) <= problem.time_s(found) * (1 + 1e-9)
 
 
 @pytest.mark.slow
