@@ -1,8 +1,8 @@
 """The topology of a cluster as a graph: what hangs on what, and what lies between some of its devices.
 
 :func:`topology` has every device, card and switch, for people and their tools. :class:`Fabric` is the tree of switches above the
-nodes, from which tiers and the bottlenecks of groups of ranks are derived (:mod:`autopar.cost.network.placement`). Both are
-graphs of networkx, which is imported when they are asked for: a cluster of one node has no fabric to look at.
+nodes; its tiers give the bottlenecks of groups of ranks (:mod:`autopar.cost.network.placement`). Both are graphs of networkx, which is
+imported when they are asked for: a search asks for tiers alone.
 
 A link's delay is that of a message which goes up through it and down through its like on the other side. So an edge of the graph for
 people has half of it, and the delays on a path add up to the one-way delay.
@@ -10,7 +10,7 @@ people has half of it, and the delays on a path add up to the one-way delay.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -84,28 +84,13 @@ class Fabric:
 
     @cached_property
     def levels(self) -> tuple[Level, ...]:
-        """The tiers below the network, nodes first."""
-        import networkx
-
-        tree, found = self.tree, []
-        holds = [_name(NODE, node) for node in range(self.cluster.num_nodes)]  # for each node the domain that it is in
-        _, *layers = networkx.bfs_layers(tree.reverse(copy=False), NETWORK)
-        for layer in reversed(layers):
-            number = {name: i for i, name in enumerate(layer)}
-            edges = [edge for _, _, edge in tree.out_edges(layer, data=True)]
-            links: list[Link] = [edge["link"] for edge in edges]
-            found.append(
-                Level(
-                    name=layer[0].rpartition(":")[0],
-                    domains=np.array([number[name] for name in holds]),
-                    rate_bytes_per_s=np.array([link.rate_bytes_per_s for link in links]),
-                    latency_s=np.array([link.latency_s for link in links]),
-                    half_bandwidth_bytes=np.array([link.half_bandwidth_bytes for link in links]),
-                    num_links=np.array([edge["num_links"] for edge in edges], dtype=float),
-                )
-            )
-            above = dict(tree.out_edges(layer))
-            holds = [above[name] for name in holds]
+        """The tiers below the network, nodes first: read off the cluster, as a search asks for them and networkx takes long to import."""
+        per_node = [(group.nic, group.nics_per_node) for group in self.cluster.groups for _ in range(group.num_nodes)]
+        nodes = np.arange(len(per_node))
+        found = [_level(NODE, nodes, per_node)]
+        for tier in self.cluster.tiers:
+            domains = nodes // tier.num_nodes
+            found.append(_level(tier.name, domains, [(tier.uplink, 1)] * (int(domains[-1]) + 1)))
         return tuple(found)
 
     def tier_of(self, ranks: Iterable[int]) -> str:
@@ -132,6 +117,19 @@ class Fabric:
         links: list[Link] = [both_ways.edges[edge]["link"] for edge in pairwise(path)]
         narrowest = min(links, key=lambda link: link.bandwidth_bytes_per_s)
         return replace(narrowest, latency_s=sum(link.latency_s for link in links) / 2)
+
+
+def _level(name: str, domains: NDArray[np.int64], up: Sequence[tuple[Link, int]]) -> Level:
+    """A tier of these domains, each with so many equal links up."""
+    links = [link for link, _ in up]
+    return Level(
+        name=name,
+        domains=domains,
+        rate_bytes_per_s=np.array([link.rate_bytes_per_s for link in links]),
+        latency_s=np.array([link.latency_s for link in links]),
+        half_bandwidth_bytes=np.array([link.half_bandwidth_bytes for link in links]),
+        num_links=np.array([count for _, count in up], dtype=float),
+    )
 
 
 def topology(cluster: Cluster) -> networkx.Graph[str]:

@@ -119,6 +119,11 @@ class InstanceMaker:
             return math.inf
         return self._blocks[False].most_blocks(layout, candidate.mesh.pp * candidate.virtual_stages)
 
+    @property
+    def has_several_groups(self) -> bool:
+        """Whether the blocks between the first and the last one are not all of equal operators."""
+        return len(self._groups) > 1
+
     # --- what stage cuts read of the same blocks
 
     @property
