@@ -11,7 +11,7 @@ blocks, one at least on each stage, is found by dynamic programming, and is a bo
 is data: chains, weights and prices, from which the bound is worked out again without a solver.
 
 The best weights are those of the linear program over cuts into parts of blocks (Kelley's cutting planes): it is solved with the
-chains that are known, the cut half way to the best one is simulated, and the longest chain of that simulation is added, until the
+chains that are known, two through each rank at first, its cut is simulated, and the longest chain of that simulation is added, until the
 two agree.
 
 Blocks in parts spread evenly; of whole ones a slow device that has time for 1.6 takes one or two. So where the bound is still below what is
@@ -291,13 +291,12 @@ class _Program:
         chains: that are known; without any those through each rank. The longest one of even stages is added.
 
     Attributes:
-        step_s, center: the shortest step of parts of blocks so far, and these parts.
+        step_s: the shortest step of parts of blocks so far.
     """
 
     def __init__(self, stages: _Stages, chains: Sequence[tuple[int, ...]]) -> None:
         self.stages = stages
         self.step_s = np.inf
-        self.center: Array | None = None
         num, kinds, _ = shape = stages.backward_s.shape
         may = np.ones(shape, dtype=bool)
         self.count = np.bincount(stages.kinds, minlength=kinds).astype(float)
@@ -317,18 +316,10 @@ class _Program:
         self._add([*dict.fromkeys((even, *(chains or rank_chains(*stages.key))))])
 
     def separate(self, blocks: Array) -> bool:
-        """Whether a chain is added: the longest one half way from a solution to the best parts, or else of the solution itself.
-
-        Half way as chains of solutions alone are far from those of the optimum (in-out separation, Ben-Ameur and Neto 2007).
-        """
-        ways = [blocks] if self.center is None else [np.round((blocks + self.center) / 2, DIGITS), blocks]
-        for parts in ways:
-            step_s, chain = self.stages.longest(parts)
-            if step_s < self.step_s:
-                self.step_s, self.center = step_s, parts
-            if self.add(chain):
-                return True
-        return False
+        """Whether a chain is added: the longest one of a solution."""
+        step_s, chain = self.stages.longest(blocks)
+        self.step_s = min(self.step_s, step_s)
+        return self.add(chain)
 
     def add(self, chain: tuple[int, ...]) -> bool:
         """Whether a chain was not known."""
