@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from autopar.errors import UsageError
 from autopar.runtime.parallel_model import ParallelModel
+from autopar.runtime.step.global_loss import plain_gradient
 from autopar.runtime.step.gradients import local_part
 
 
@@ -52,19 +53,22 @@ def step_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
             p.grad = grad
     pairs = [(p, grad) for p, grad in zip(parameters, made, strict=True) if grad is not None]
     start = torch.zeros((), dtype=loss.dtype, device=loss.device, requires_grad=True)
-    return cast("Tensor", _Ready.apply(start, loss, pairs))  # type: ignore[no-untyped-call]
+    return cast("Tensor", _Ready.apply(start, loss, pairs, *parameters))  # type: ignore[no-untyped-call]
 
 
 class _Ready(torch.autograd.Function):
     """Forward: the loss that is known. Backward: gradients that are known, times that of the loss."""
 
     @staticmethod
-    def forward(ctx: Any, start: Tensor, loss: Tensor, pairs: list[tuple[nn.Parameter, Tensor]]) -> Tensor:
-        ctx.pairs = pairs
+    def forward(
+        ctx: Any, start: Tensor, loss: Tensor, pairs: list[tuple[nn.Parameter, Tensor]], *parameters: Tensor
+    ) -> Tensor:
+        ctx.pairs, ctx.count = pairs, len(parameters)
         return start + loss
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
+        gradient = plain_gradient(ctx, gradients[0])
         pairs, ctx.pairs = ctx.pairs, None
         if pairs is None:
             raise UsageError(
@@ -73,10 +77,10 @@ class _Ready(torch.autograd.Function):
             )
         with torch.no_grad():
             if pairs:
-                torch._foreach_mul_([local_part(grad) for _, grad in pairs], gradients[0])
+                torch._foreach_mul_([local_part(grad) for _, grad in pairs], gradient)
             for p, grad in pairs:
                 if p.grad is None:
                     p.grad = grad
                 else:
                     local_part(p.grad).add_(local_part(grad))
-        return None, None, None
+        return (None,) * (3 + ctx.count)

@@ -304,7 +304,8 @@ class ParallelModel(PlannedModule):
         if self._single is None:
             raise UsageError(
                 f"A model of {len(self._program.stages)} pipeline stages cannot be called in training: forward and backward run together",
-                fix="Replace `loss = par(**batch); loss.backward()` by `loss = par.train_step(batch)`. par.predict(batch) has the outputs",
+                fix="Replace `loss = par(**batch); loss.backward()` by `loss = par.train_step(batch)`, or the call by "
+                "autopar.integrations.loss.step_loss(par, batch). par.predict(batch) has the outputs",
             )
         check_modes(self.plan, self._world.device, learns=False)
         if torch.is_grad_enabled():
@@ -321,7 +322,7 @@ class ParallelModel(PlannedModule):
         self._commit()
         if loss.requires_grad:
             self.step_count += 1
-        return self._loss.called(loss, self._begin_called, self._finish_called), partial
+        return self._loss.called(loss, self._begin_called, self._finish_called, self.parameters()), partial
 
     def grad_scaler(self, **options: Any) -> ParallelScaler:
         """The ``torch.amp.GradScaler`` of this model, made once: for a plan in fp16, and switched off for others.
