@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import UsageError
-from autopar.integrations.loss import loss_of, step_loss
+from autopar.integrations.loss import check_precision, loss_of, step_loss
 from autopar.runtime.parallel_model import ParallelModel
 
 try:
@@ -78,6 +78,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         )
         self.gather_function = self.accelerator.gather_for_metrics
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        """Without a precision: the plan has it."""
+        return {**super()._build_accelerator_args(**kwargs), "mixed_precision": "no"}
 
     # --- steps
 
@@ -222,6 +226,7 @@ def _checked(model: object, args: transformers.TrainingArguments, options: Mappi
             got=f"{args.per_device_train_batch_size} and {args.per_device_eval_batch_size}",
             fix="Set both per_device_..._batch_size, or plan with another global_batch_size",
         )
+    check_precision(model, args.mixed_precision)
     if options.get("compute_loss_func") is not None or args.label_smoothing_factor:
         raise UsageError.unsupported(
             "A loss that the Trainer computes (compute_loss_func, label_smoothing_factor)",

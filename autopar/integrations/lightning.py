@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autopar.errors import UsageError
-from autopar.integrations.loss import step_loss
+from autopar.integrations.loss import check_precision, scaler_of, step_loss
 from autopar.runtime.job import choose_device_type, local_device
 from autopar.runtime.parallel_model import ParallelModel
 from autopar.runtime.step.gradients import local_part
@@ -107,6 +107,7 @@ class AutoparStrategy(Strategy):  # type: ignore[misc]
                 "train each by itself",
                 fix="Make them a part of the model before autopar.parallelize",
             )
+        check_precision(self.parallel_model, _precision_of(trainer))
         super().setup(trainer)
         if len(self.optimizers) > 1:
             raise UsageError.unsupported(
@@ -190,19 +191,34 @@ class AutoparStrategy(Strategy):  # type: ignore[misc]
 
 
 class AutoparPrecision(Precision):  # type: ignore[misc]
-    """The plan has the precision; clips the whole model's gradients, and steps without a closure."""
+    """The plan has the precision, of which ``Trainer(precision=...)`` may be a copy; clips the whole model's gradients, and steps without a closure."""
 
     _models: list[ParallelModel]
+    _scaler: Any = None
 
     def connect(self, model: Any, optimizers: list[Any], lr_schedulers: list[Any]) -> tuple[Any, list[Any], list[Any]]:
         """Takes note of the parallel model."""
         self._models = _found(model)
+        self._scaler = scaler_of(self._models[0]) if self._models else None
         return model, optimizers, lr_schedulers
+
+    def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
+        """The loss, scaled where the plan is in fp16."""
+        scaled: Tensor = tensor if self._scaler is None else self._scaler.scale(tensor)
+        found: Tensor = super().pre_backward(scaled, module)
+        return found
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **options: Any) -> Any:
         """Backward first: a step that is given a closure may call it more than once, so that parameters could not stay apart."""
-        result = self._wrap_closure(model, optimizer, closure)
-        if not model.automatic_optimization or result is not None:
+        result = closure()
+        steps = not model.automatic_optimization or result is not None
+        if self._scaler is not None and steps:
+            self._scaler.unscale_(optimizer)
+        self._after_closure(model, optimizer)
+        if self._scaler is not None and steps:
+            self._scaler.step(optimizer, **options)
+            self._scaler.update()
+        elif steps:
             optimizer.step(**options)
         return result
 
@@ -217,6 +233,12 @@ class AutoparPrecision(Precision):  # type: ignore[misc]
             for p in group["params"]:
                 if p.grad is not None:
                     local_part(p.grad).clamp_(-clip_val, clip_val)
+
+
+def _precision_of(trainer: Any) -> str:
+    """What ``Trainer(precision=...)`` asks for: ``no`` where it was left out."""
+    asked = str(trainer._accelerator_connector._precision_flag)
+    return {"32-true": "no", "16-mixed": "fp16", "bf16-mixed": "bf16", "64-true": "fp64"}.get(asked, asked)
 
 
 def _found(module: nn.Module) -> list[ParallelModel]:

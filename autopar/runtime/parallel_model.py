@@ -24,6 +24,7 @@ from autopar.runtime.checkpoint.write import Save
 from autopar.runtime.guard.checks import Parameters, check_can_run, check_evaluates, check_modes
 from autopar.runtime.guard.collective_calls import Calls, launched_on, ordinary
 from autopar.runtime.guard.failure_watch import Alarm
+from autopar.runtime.guard.norm_of_all import refuse_clipping
 from autopar.runtime.guard.original_model import Given
 from autopar.runtime.guard.out_of_memory import MemoryReport
 from autopar.runtime.guard.replicas import Replicas
@@ -127,6 +128,8 @@ class ParallelModel(PlannedModule):
         self._module_state = ModuleState(program.graph.parameters, names_of(weights.model), held)
         self._names_of_inputs = positional(weights.model)
         self._outputs = ModelOutputs(program, world, weights, stages, held)
+        if self.plan.mesh.pp > 1 or any(h.key.endswith("]") for h in held):
+            refuse_clipping(h.parameter for h in held)
         self._show(held)
         self._show_buffers(self._state.named())
         self.monitor.holds(p for h in held for p in (h.parameter, self._local_steps.plain(h.parameter)))

@@ -64,11 +64,17 @@ class NotComputed:
         found = next((value for value in _flat((args, kwargs or {})) if isinstance(value, cls)), None)
         return NotImplemented if found is None else found._refuse()
 
-    __array__ = __bool__ = __contains__ = __float__ = __format__ = __getitem__ = __index__ = __int__ = __iter__ = __len__ = _refuse
+    __array__ = __bool__ = __contains__ = __float__ = __format__ = __getitem__ = __index__ = __int__ = __iter__ = (
+        __len__
+    ) = _refuse
     __setattr__ = __setitem__ = _refuse
     __abs__ = __invert__ = __neg__ = __pos__ = __round__ = _refuse
-    __add__ = __and__ = __floordiv__ = __matmul__ = __mod__ = __mul__ = __or__ = __pow__ = __sub__ = __truediv__ = __xor__ = _refuse
-    __radd__ = __rand__ = __rfloordiv__ = __rmatmul__ = __rmod__ = __rmul__ = __ror__ = __rpow__ = __rsub__ = __rtruediv__ = _refuse
+    __add__ = __and__ = __floordiv__ = __matmul__ = __mod__ = __mul__ = __or__ = __pow__ = __sub__ = __truediv__ = (
+        __xor__
+    ) = _refuse
+    __radd__ = __rand__ = __rfloordiv__ = __rmatmul__ = __rmod__ = __rmul__ = __ror__ = __rpow__ = __rsub__ = (
+        __rtruediv__
+    ) = _refuse
     __ge__ = __gt__ = __le__ = __lt__ = _refuse
     __eq__ = __ne__ = _refuse  # type: ignore[assignment]
     __hash__ = object.__hash__
