@@ -47,6 +47,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     flag_tensor: Any
     scaler: Any
     scaler_handler: Any
+    num_evaluated: int | None = None
+    """Samples of the batch that is evaluated, where the loop says so."""
 
     def __init__(self, *args: Any, mixed_precision: str | None = None, **options: Any) -> None:
         self._asked_precision = str(mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
@@ -180,9 +182,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """What was given, without what stands behind the last sample of the data set."""
         state = self.gradient_state
-        if use_gather_object or not state.end_of_dataloader or state.remainder <= 0:
-            return input_data
-        return recursively_apply(lambda value: value[: state.remainder], input_data)
+        count = state.remainder if state.end_of_dataloader else 0
+        if self.num_evaluated is not None:
+            count = self.num_evaluated
+        return input_data if use_gather_object or count <= 0 else recursively_apply(lambda x: x[:count], input_data)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """What was given, times ``scale``: it is of all ranks together already."""
@@ -261,8 +264,7 @@ class _Watched(DataLoaderStateMixin):  # type: ignore[misc]
     def __init__(self, loader: Any) -> None:
         self.loader, self.gradient_state = loader, GradientState()
         self.dataset = loader.dataset
-        self.total_batch_size = loader.batch_sampler.batch_size
-        self._drop_last = loader.batch_sampler.drop_last
+        self.total_batch_size, self._drop_last = loader.global_batch_size, loader.drops_last
         self._state: dict[str, int] | None = None
 
     def __len__(self) -> int:
@@ -298,7 +300,7 @@ class _Watched(DataLoaderStateMixin):  # type: ignore[misc]
 def _is_planned(loader: object) -> bool:
     """Whether ``par.dataloader`` made it, which takes a package that may not be there."""
     data = sys.modules.get("autopar.runtime.data")
-    return data is not None and isinstance(loader, data.PlannedLoader)
+    return data is not None and isinstance(loader, (data.PlannedLoader, data.StreamLoader))
 
 
 def _same_everywhere(seed: int | None) -> int:

@@ -20,6 +20,7 @@ try:
     import transformers
     from accelerate.utils import GradientAccumulationPlugin
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+    from transformers.trainer_pt_utils import find_batch_size
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
     from transformers.utils import can_return_loss, find_labels
 except ImportError as missing:
@@ -30,6 +31,14 @@ _STATE = "trainer_state.json"
 
 _WEIGHTS = "autopar"
 """The folder of a checkpoint of the Trainer's that ``par.save`` writes."""
+
+_SETTLED = {
+    "gradient_checkpointing": "What is computed again is the plan's: pins=['recompute=full'], or what the search finds",
+    "neftune_noise_alpha": "Add the noise in the model's forward, before autopar.parallelize",
+    "use_liger_kernel": "Apply the kernels to the model before autopar.parallelize",
+    "predict_with_generate": "Load par.full_state_dict() into the model itself, and call its generate(...)",
+}
+"""Arguments that would change the model after its plan is made, or need what a parallel model has not; what to do instead."""
 
 
 class Trainer(transformers.Trainer):  # type: ignore[misc]
@@ -118,6 +127,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Any, Any, Any]:
         """Without the logits, where nobody asks for them: they would be gathered."""
+        self.accelerator.num_evaluated = find_batch_size(inputs)  # the Trainer has the loss as often as a full batch
         has_labels = bool(self.label_names) and all(inputs.get(name) is not None for name in self.label_names)
         if prediction_loss_only and has_labels:
             loss = cast("ParallelModel", model).evaluate(self._prepare_inputs(inputs))
@@ -207,6 +217,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return cast("torch.optim.Optimizer", getattr(self.optimizer, "optimizer", self.optimizer))
 
 
+class Seq2SeqTrainer(Trainer, transformers.Seq2SeqTrainer):  # type: ignore[misc]
+    """``transformers.Seq2SeqTrainer`` likewise, without ``predict_with_generate``."""
+
+
 def _checked(model: object, args: transformers.TrainingArguments, options: Mapping[str, Any]) -> nn.Module:
     """The model that was planned.
 
@@ -237,6 +251,9 @@ def _checked(model: object, args: transformers.TrainingArguments, options: Mappi
             "Another batch size or model in the course of a training (auto_find_batch_size, model_init)",
             instead="Search a plan that fits: autopar.parallelize(model, global_batch_size=...)",
         )
+    for name, instead in _SETTLED.items():
+        if getattr(args, name, None):
+            raise UsageError.unsupported(f"TrainingArguments({name}=...) with a parallel model", instead=instead)
     given = model.original_model
     if given is None:
         raise UsageError(

@@ -22,11 +22,16 @@ from autopar.runtime.step.gradients import local_part
 
 try:
     from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+    from lightning.pytorch import callbacks
     from lightning.pytorch.plugins.precision import Precision
     from lightning.pytorch.strategies import Strategy
     from lightning.pytorch.utilities.rank_zero import rank_zero_only
 except ImportError as missing:
     raise UsageError.missing("package lightning", fix='Run: pip install "autopar[lightning]"') from missing
+
+_AVERAGES = tuple(
+    getattr(callbacks, name) for name in ("StochasticWeightAveraging", "WeightAveraging") if hasattr(callbacks, name)
+)
 
 __all__ = ["AutoparStrategy", "step_loss"]
 
@@ -108,6 +113,12 @@ class AutoparStrategy(Strategy):  # type: ignore[misc]
                 fix="Make them a part of the model before autopar.parallelize",
             )
         check_precision(self.parallel_model, _precision_of(trainer))
+        averages = [type(one).__name__ for one in trainer.callbacks if isinstance(one, _AVERAGES)]
+        if averages:
+            raise UsageError.unsupported(
+                f"The callback {averages[0]}, which copies the model,",
+                instead="Leave it out, and keep means of weights as copies of model.parameters(), changed after each step",
+            )
         super().setup(trainer)
         if len(self.optimizers) > 1:
             raise UsageError.unsupported(

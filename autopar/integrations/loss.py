@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from autopar.errors import UsageError
+from autopar.plan.plan import PRECISIONS
 from autopar.runtime.parallel_model import ParallelModel
 from autopar.runtime.step.global_loss import plain_gradient
 from autopar.runtime.step.gradients import local_part
@@ -75,11 +76,12 @@ def check_precision(par: ParallelModel, asked: str) -> None:
         UsageError: it is another one.
     """
     if asked not in ("no", par.plan.precision.name):
+        fits = "" if asked not in PRECISIONS else f'Call autopar.parallelize(model, precision="{asked}"), or leave '
         raise UsageError.mismatch(
             "The precision that the training loop asks for and that of the plan",
             expected=par.plan.precision.name,
             got=asked,
-            fix=f'Call autopar.parallelize(model, precision="{asked}") or leave the precision out of the loop',
+            fix=f"{fits or 'Leave '}the precision out of the loop: all of it is the plan's",
         )
 
 
@@ -118,4 +120,5 @@ class _Ready(torch.autograd.Function):
                     p.grad = grad
                 else:
                     local_part(p.grad).add_(local_part(grad))
-        return (None,) * (4 + ctx.count)
+        nothing: tuple[None, ...] = (None,) * (4 + ctx.count)
+        return nothing

@@ -50,6 +50,7 @@ from autopar.tracing.batch import positional, with_names
 
 if TYPE_CHECKING:
     from autopar.runtime.data import PlannedLoader
+    from autopar.runtime.stream import StreamLoader
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -128,7 +129,7 @@ class ParallelModel(PlannedModule):
         self._module_state = ModuleState(program.graph.parameters, names_of(weights.model), held)
         self._names_of_inputs = positional(weights.model)
         self._outputs = ModelOutputs(program, world, weights, stages, held)
-        if self.plan.mesh.pp > 1 or any(h.key.endswith("]") for h in held):
+        if self.plan.mesh.pp > 1 or self.plan.mesh.ep_data > 1:
             refuse_clipping(h.parameter for h in held)
         self._show(held)
         self._show_buffers(self._state.named())
@@ -393,19 +394,19 @@ class ParallelModel(PlannedModule):
         """Of an error of torch's that there is no memory left: one that says what was predicted, and what there is."""
         return self._memory_report.error(error)
 
-    def dataloader(self, dataset: Dataset[Any], **options: Any) -> PlannedLoader:
+    def dataloader(self, dataset: Dataset[Any], **options: Any) -> PlannedLoader | StreamLoader:
         """A ``torchdata.stateful_dataloader.StatefulDataLoader`` that gives each rank its part of global batches.
 
         Ranks that share samples load the same ones. A batch smaller than the plan's (the last of an epoch) is loaded whole by
         every rank, as steps take it. All ranks give the same options.
 
         Args:
-            dataset: with a length and numbered samples.
-            options: ``batch_size`` (of the global batch; the plan's, or smaller), ``shuffle`` (True), ``seed`` (0),
-                ``drop_last`` (False), and those of torch's ``DataLoader``, such as ``collate_fn`` and ``num_workers``.
+            dataset: with a length and numbered samples, or a stream: what iterates over samples, in the same order on each rank.
+            options: ``batch_size`` (of the global batch; the plan's, or smaller), ``shuffle`` (True), ``seed`` (0; both
+                not of a stream), ``drop_last`` (False), and those of torch's ``DataLoader``, such as ``collate_fn`` and ``num_workers``.
 
         Raises:
-            UsageError: torchdata is missing, the data set has no length, or its batches cannot be computed.
+            UsageError: torchdata is missing, or the data set's batches cannot be computed.
         """
         from autopar.runtime.data import planned_loader
 

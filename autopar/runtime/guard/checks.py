@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 from autopar.errors import RuntimeMismatchError, UsageError
 from autopar.hardware.detect.tf32 import multiplies_in_tf32
@@ -24,10 +25,23 @@ _INSTEAD = {
 """What users look for at a parallel model besides what a module has, and where it is."""
 
 
-def absent(name: str) -> AttributeError:
-    """The error of Python's that a parallel model has no such attribute, with what to use instead."""
+def absent(name: str, model: nn.Module | None) -> AttributeError:
+    """The error of Python's that a parallel model has no such attribute, with what to use instead.
+
+    Args:
+        model: that was given to ``autopar.parallelize``, if somebody has it.
+    """
     text = f"A parallel model has no attribute {name!r}"
-    return AttributeError(f"{text}. Instead: {_INSTEAD[name]}" if name in _INSTEAD else text)
+    if name in _INSTEAD:
+        return AttributeError(f"{text}. Instead: {_INSTEAD[name]}")
+    if model is None or name.startswith("_") or not hasattr(model, name):
+        return AttributeError(text)
+    if isinstance(getattr(model, name), nn.Module):
+        return AttributeError(
+            f"{text}: it has no layers, as its stages are programs made from the model. Its parameters are in "
+            f"par.named_parameters() as {name}..., outputs of layers are what the model's forward returns"
+        )
+    return AttributeError(f"{text}. Instead: model.{name}, of the model that was given to autopar.parallelize")
 
 
 def check_can_run(precision: Precision) -> None:

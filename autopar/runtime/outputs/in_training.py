@@ -76,7 +76,7 @@ class NotComputed:
         __rtruediv__
     ) = _refuse
     __ge__ = __gt__ = __le__ = __lt__ = _refuse
-    __eq__ = __ne__ = _refuse  # type: ignore[assignment]
+    __eq__ = __ne__ = _refuse
     __hash__ = object.__hash__
 
 

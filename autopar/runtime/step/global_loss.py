@@ -53,7 +53,7 @@ class GlobalLoss:
 
 
 def plain_gradient(node: Any, gradient: Tensor) -> Tensor:
-    """What the ``backward`` of a loss was given: a number that is not distributed.
+    """What the ``backward`` of a loss was given.
 
     Args:
         node: of the loss in the graph of autograd; its first input is a leaf that nobody else has.
@@ -72,7 +72,12 @@ def plain_gradient(node: Any, gradient: Tensor) -> Tensor:
             "A gradient by torch.autograd.grad or backward(inputs=...) of a loss of a parallel model",
             instead="Call loss.backward() and read p.grad of par.parameters(), or par.full_gradients()",
         )
-    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+    if isinstance(gradient, DTensor):  # torch adds the loss to the parts of a sum, as if it were one of them
+        raise UsageError(
+            "The loss was added to a DTensor, as a penalty of par.parameters() is",
+            fix="Compute the penalty in the model's forward or in loss_fn, as a part of the loss, or add its .full_tensor()",
+        )
+    return gradient
 
 
 class _Called(torch.autograd.Function):
