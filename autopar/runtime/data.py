@@ -11,16 +11,11 @@ from typing import Any, cast
 
 import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from autopar.errors import UsageError
 from autopar.plan.plan import Plan
 from autopar.runtime.step.partial_batch import WholeBatch
-from autopar.runtime.stream import (
-    StreamLoader,
-    stream_loader,
-    without_its_warning,
-)  # which says so, where torchdata is missing
+from autopar.runtime.stream import StatefulDataLoader, StreamLoader, stream_loader, without_its_warning
 
 
 class PlannedBatches(Sampler[list[int]]):
