@@ -17,6 +17,7 @@ from autopar.runtime.step.gradients import Held
 
 _INSTEAD = {
     "module": "the model is what was given to autopar.parallelize; model.load_state_dict(par.full_state_dict())",
+    "no_sync": "leave it out: gradients of steps are added up until zero_grad()",
     "backward": "par.train_step(batch) has done it; the loss of par(**batch) has one",
     "generate": "put par.full_state_dict() into the model itself, and generate with that",
     "config": "model.config, of the model that was given to autopar.parallelize",

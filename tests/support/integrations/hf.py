@@ -122,6 +122,7 @@ def refused(plan: Plan, graph: Graph, folder: str) -> list[str]:
         (None, {"per_device_train_batch_size": 4}, {}),
         (None, {}, {"compute_loss_func": lambda *_: 0}),
         (None, {"bf16": True}, {}),
+        (None, {"gradient_checkpointing": True}, {}),
         (None, {"auto_find_batch_size": True}, {}),
     ]
     with as_under_torchrun():

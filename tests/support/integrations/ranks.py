@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -12,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from autopar import api
 from autopar.graph.graph import Graph
 from autopar.lower.program import lower
-from autopar.plan.plan import Plan
+from autopar.plan.plan import Plan, PrecisionName
 from autopar.runtime.parallel_model import ParallelModel
 from autopar.runtime.weights.from_model import ModelWeights
 from autopar.runtime.world import World
@@ -29,9 +31,15 @@ BATCH, SAMPLES = 8, 27
 PLANS = {"tp2": "tp2", "pp2": "pp2 GPipe", "ZeRO 3": "dp2 ZeRO 3 recomputed"}
 
 
-def plan_of(name: str, graph: Graph) -> Plan:
+def plan_of(name: str, graph: Graph, **changes: Any) -> Plan:
     mesh, options = LAYOUTS[PLANS[name]]
-    return make_plan(graph, mesh, global_batch_size=BATCH, micro_batch_size=micro_batch_size(mesh, BATCH), **options)
+    size = micro_batch_size(mesh, BATCH)
+    return make_plan(graph, mesh, global_batch_size=BATCH, micro_batch_size=size, **{**options, **changes})
+
+
+@cache
+def graph_in(precision: PrecisionName) -> Graph:
+    return api.trace(SUBJECT.build(), example_inputs=SUBJECT.make_batch(2, seed=0), precision=precision, name="gpt2")
 
 
 def parallel_model(model: nn.Module, plan: Plan, graph: Graph) -> ParallelModel:
