@@ -496,6 +496,9 @@ def test_weights_that_are_loaded_into_the_model_too_late_are_told_of(caplog: pyt
     assert told(lambda model, _: model.load_state_dict(other))
     assert told(lambda model, _: model.load_state_dict(other, assign=True))
     assert not told(lambda model, _: model.eval())
+    assert "have hooks" not in caplog.text
+    assert not told(lambda model, _: model.get_submodule("transformer.h.0").register_forward_hook(print))
+    assert "layers of the model have hooks (transformer.h.0), which no step calls" in caplog.text
     assert not told(lambda model, parallel: model.load_state_dict(parallel.full_state_dict()))
 
 

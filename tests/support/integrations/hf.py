@@ -11,7 +11,8 @@ from accelerate.state import AcceleratorState, GradientState
 
 from autopar.graph.graph import Graph
 from autopar.plan.plan import Plan
-from tests.support.integrations.ranks import BATCH, SUBJECT, Texts, as_under_torchrun, parallel_model
+from tests.support.integrations.ranks import BATCH, SUBJECT, Texts, parallel_model
+from tests.support.scripts import as_under_torchrun
 
 NUMBERS = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_accuracy", "epoch", "step")
 

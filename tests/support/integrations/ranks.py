@@ -1,15 +1,10 @@
-"""What the ranks of the integrations' tests have in common: the environment that torchrun would give them, data, names of plans."""
+"""What the ranks of the integrations' tests have in common: data, names of plans."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from typing import Any
-from unittest import mock
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -46,16 +41,6 @@ def parallel_model(model: nn.Module, plan: Plan, graph: Graph) -> ParallelModel:
     """This rank's part of the model, which whoever calls keeps."""
     world = World(plan.mesh, "cpu")
     return ParallelModel(lower(plan, graph, rank=world.rank), world, ModelWeights(model, 0), seed=0)
-
-
-@contextmanager
-def as_under_torchrun() -> Iterator[None]:
-    """With the variables that torchrun sets; accelerate and Lightning look at them."""
-    rank, size = str(dist.get_rank()), str(dist.get_world_size())
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test"}
-    with mock.patch.dict(os.environ, names | place):
-        yield
 
 
 class Texts(Dataset[dict[str, Tensor]]):
