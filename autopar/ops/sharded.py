@@ -283,6 +283,21 @@ def batch_norm_running(
     return y, new_mean, new_variance
 
 
+def batch_norm_at_rest(
+    x: Tensor,
+    running_mean: Tensor,
+    running_var: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    momentum: float,
+    eps: float,
+    *axes: str,
+    **of_samples: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What :func:`batch_norm_running` is in ``eval()``: it reads the running statistics and leaves them, and no sample knows of another."""
+    return F.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps), running_mean, running_var
+
+
 def _normalised(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, axes: Sequence[str]
 ) -> tuple[Tensor, Tensor, Tensor, int]:
