@@ -38,7 +38,7 @@ from autopar.runtime.step.fsdp import forget_gathered
 from autopar.runtime.step.global_loss import GlobalLoss
 from autopar.runtime.step.gradients import Norm, clip
 from autopar.runtime.step.loss_scale import SCALER_NUMBERS, LossScale, ParallelScaler, StepLoss
-from autopar.runtime.step.partial_batch import PartialBatch, check_partial
+from autopar.runtime.step.partial_batch import PartialBatch, partial_of
 from autopar.runtime.step.runner import Accumulation, Batch, Pipeline, Runner, micro_batches
 from autopar.runtime.step.step_gradients import StepGradients
 from autopar.runtime.weights.from_model import Weights
@@ -402,11 +402,12 @@ class ParallelModel(PlannedModule):
                 ``drop_last`` (False), and those of torch's ``DataLoader``, such as ``collate_fn`` and ``num_workers``.
 
         Raises:
-            UsageError: torchdata is missing, the data set has no length, or its batches cannot be computed.
+            UsageError: torchdata is missing, the data set has no length, or its batches cannot be computed (in training, or after
+                ``par.eval()`` in an evaluation).
         """
         from autopar.runtime.data import planned_loader
 
-        check = functools.partial(check_partial, self._program)
+        check = functools.partial(partial_of, self._program, data_rank=self.data_rank, trains=self.training)
         return planned_loader(self.plan, self.data_rank, dataset, check_smaller=check, **options)
 
     # --- checkpoints

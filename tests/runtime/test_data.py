@@ -127,10 +127,8 @@ def test_a_last_batch_as_large_as_a_share_is_known_as_whole(plans: dict[str, Pla
     assert [len(batch["x"]) for batch in last] == [4, 4]
     assert isinstance(last[0], WholeBatch)
     sizes = BatchSizes(plan, 0, lambda _: True)
-    assert sizes.partial(dict(last[0]), 4, "train_step") is None
-    found = sizes.partial(last[0], 4, "train_step")
-    assert found is not None
-    assert found.share == 0.5
+    assert not sizes.is_partial(dict(last[0]), 4, "train_step")
+    assert sizes.is_partial(last[0], 4, "train_step")
 
 
 class Stream(IterableDataset[int]):

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from autopar.graph.graph import Ref
-from autopar.lower.emit import SEED, SHARE
+from autopar.lower.emit import MICRO_BATCH_WEIGHT, SEED, SHARE
 from autopar.lower.program import BlockProgram, PreludeProgram, Program, StageProgram
 from autopar.ops.collectives import on_meshes
 from autopar.runtime.step.activation_offload import Mover
@@ -157,7 +157,8 @@ class StageModule(nn.Module):
         values.update(zip(self.receives, taken, strict=True))
         values.update(self.state)
         values.update(self.totals)
-        values[SHARE] = self.share
+        weight = 1.0 if self.weights is None else self.weights[self.micro_batch]
+        values[SHARE], values[MICRO_BATCH_WEIGHT] = self.share, weight
         for name in self.shared_names:
             values[name] = self._parameters[name]
         if self.is_random:
@@ -177,7 +178,7 @@ class StageModule(nn.Module):
                 values.update(zip(block.outputs, made, strict=True))
         self.new_state = {buffer: values[name].detach() for buffer, name in self.mutations}
         if self.is_last and self.weights is not None:
-            values[self.loss] = values[self.loss] * self.weights[self.micro_batch]
+            values[self.loss] = values[self.loss] * weight
         if self._is_whole:
             return cast("Tensor", values[self.loss])
         given = leave(self.ends, link, [values[name] for name in ((self.loss,) if self.is_last else self.sends)])

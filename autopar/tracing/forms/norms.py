@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,17 +23,18 @@ def swap_norms(model: torch.nn.Module) -> None:
     for module in model.modules():
         if not isinstance(module, _BatchNorm):
             continue
+        changed: Any = module
         if type(module).forward is SyncBatchNorm.forward:
-            module.forward = partial(_BatchNorm.forward, module)
+            changed.forward = partial(_BatchNorm.forward, module)
         is_usual = type(module).forward in (_BatchNorm.forward, SyncBatchNorm.forward)
         counts = module.training and module.track_running_stats and module.num_batches_tracked is not None
         if is_usual and module.momentum is None and counts:
-            module.forward = partial(_cumulative, module)
+            changed.forward = partial(_cumulative, module)
 
 
 def _cumulative(norm: _BatchNorm, x: torch.Tensor) -> torch.Tensor:
     """Running statistics that are the mean of those of all batches: the operator gives the batch's own."""
-    norm._check_input_dim(x)
+    norm._check_input_dim(x)  # type: ignore[no-untyped-call]
     running = norm.running_mean, norm.running_var
     assert norm.num_batches_tracked is not None
     norm.num_batches_tracked.add_(1)
