@@ -88,15 +88,15 @@ def counts_samples(graph: Graph, op: Op) -> bool:
 def numbers_of_batch(graph: Graph, op: Op) -> tuple[str, ...]:
     """Which of the inputs :data:`SHARE` and :data:`MICRO_BATCH_WEIGHT` the operator reads: what it computes depends on the batch's size."""
     if op.target == OVER_DATA:
-        return (MICRO_BATCH_WEIGHT,) if sums_over_data(op) else ()
+        return (MICRO_BATCH_WEIGHT,) if "P" in op.args[1:] and not moves_samples(op) else ()
     if op.target in _STATISTICS and any(axis in op.args for axis in DATA_AXES):
         return _STATISTICS[op.target]
     return (SHARE,) if counts_samples(graph, op) else ()
 
 
-def sums_over_data(op: Op) -> bool:
-    """Of a change of type over samples: whether it adds up what data ranks have, or puts a whole value to what is added up."""
-    return op.args[1:] in (("P", "R"), ("R", "P"))
+def moves_samples(op: Op) -> bool:
+    """Of a change of type over samples: whether it gathers or divides them, and does not just add up what data ranks have."""
+    return not {"P", "I", "R"}.issuperset(op.args[1:])
 
 
 @dataclass(slots=True)

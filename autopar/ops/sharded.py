@@ -368,8 +368,8 @@ def change_over_data(x: Tensor, source: str, target: str, *, micro_batch_weight:
     Args:
         x: this rank's part.
         source, target: types, as ``S(0)`` and ``R``.
-        micro_batch_weight: by what the samples here count, between P and R; a pending sum of the result counts as much again. That
-            of the first rank is not zero.
+        micro_batch_weight: by what sums over samples here count, x too where it is P. The result does later, where it becomes one. That
+            of the first rank is not zero; where it is zero no gradient of what was added up matters.
 
     Returns:
         x in type ``target``.

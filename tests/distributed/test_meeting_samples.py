@@ -24,6 +24,7 @@ LAYOUTS = {
     "dp4 ZeRO 3 recomputed": ["dp_shard=4", "zero=3", "recompute=full"],
     "pp2 x dp2": ["pp=2", "dp_replicate=2"],
     "tp2 x dp2": ["tp=2", "dp_replicate=2"],
+    "tp2 x dp2 by channels": ["tp=2", "dp_replicate=2", "layers.*.conv.weight=tp:S(0)", "layers.*.norm.*=tp:S(0)"],
 }
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from autopar.errors import UsageError
 from autopar.graph.graph import Op
-from autopar.lower.emit import sums_over_data
+from autopar.lower.emit import moves_samples
 from autopar.lower.program import Program
 from autopar.plan.mesh import DATA_AXES, MESH_AXES
 from autopar.plan.plan import Plan
@@ -98,7 +98,7 @@ def partial_of(program: Program, num_samples: int, data_rank: int, *, trains: bo
     """
     graph, plan = program.graph, program.plan
     meeting = _meeting(program, trains=trains)
-    bound = next((op for op in meeting if op.target == OVER_DATA and not sums_over_data(op)), None)
+    bound = next((op for op in meeting if op.target == OVER_DATA and moves_samples(op)), None)
     if graph.exact or graph.mixing or bound is not None:
         raise _refused(
             program,
@@ -125,11 +125,11 @@ def partial_of(program: Program, num_samples: int, data_rank: int, *, trains: bo
         raise _refused(
             program,
             num_samples,
-            f"and samples of this model meet: {ranks} data rank{'s' * (ranks > 1)} with {size} places each cannot hold each "
-            "sample equally often",
+            f"and samples of this model meet: each of {ranks} data rank{'s' * (ranks > 1)} takes a number of them at once that "
+            f"divides {size}, or none",
             where=_place(meeting[0]),
             otherwise=f"make it one of {less} or {more} samples"
-            + ("; evaluations take any number (after par.eval() for par.dataloader)" * _is_apart_in_eval(program)),
+            + ("; evaluations take any number (make a loader for them after par.eval())" * _is_apart_in_eval(program)),
         )
     return _of_cuts(plan, [[count] if count else [] for count in taken], data_rank)
 
