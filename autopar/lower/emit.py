@@ -48,6 +48,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
             "reshape", "rsqrt", "sigmoid", "sin", "sqrt", "sum", "tanh", "unsqueeze",
         )
     },
+    "aten.batch_norm.default": plain.fixed_batch_norm,
     "aten.mean.dim": torch.mean,
     "aten.pow.Tensor_Scalar": torch.pow,
     "aten.softmax.int": torch.softmax,

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from autopar.ops import collectives
 from autopar.ops.collectives import group
+from autopar.ops.plain import fixed_batch_norm
 from autopar.plan.mesh import DATA_AXES
 from autopar.plan.tensor_types import parse_type
 
@@ -307,7 +308,8 @@ def batch_norm_at_rest(
     **of_batch: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What :func:`batch_norm_running` is in ``eval()``: it reads the running statistics and leaves them, and no sample knows of another."""
-    return F.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps), running_mean, running_var
+    y = fixed_batch_norm(x, weight, bias, running_mean, running_var, False, momentum, eps)
+    return y, running_mean, running_var
 
 
 def _normalised(

@@ -633,6 +633,20 @@ def test_an_evaluation_has_no_dropout_and_knows_what_it_does_not_know(
         assert parallel.train_step(batch).item() != pytest.approx(model(**batch).item(), rel=1e-3)
 
 
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_batch_norms_compute_low_by_statistics_in_the_models_dtype(is_frozen: bool) -> None:
+    torch.manual_seed(0)
+    model, batch = Noisy("statistics").train(), {"x": torch.randn(4, 8)}
+    model.drop.eval()
+    model.norm.train(not is_frozen)
+    traced = api.trace(model, example_inputs=batch, global_batch_size=4, precision="bf16")
+    plan = make_plan(traced, Mesh(), global_batch_size=4, micro_batch_size=4, precision=BF16)
+    parallel = ParallelModel(lower(plan, traced), World(plan.mesh, "cpu"), ModelWeights(model, 0))
+    assert parallel.train_step(batch).item() == pytest.approx(model(**batch).item(), rel=2e-2)
+    assert_close(parallel.full_state_dict(), model.state_dict(), 2e-2)
+    assert parallel.evaluate(batch).item() == pytest.approx(model.eval()(**batch).item(), rel=2e-2)
+
+
 @pytest.mark.parametrize("kind", ["statistics", "input", "exact"])
 def test_a_smaller_batch_of_samples_that_depend_on_each_other_is_refused(kind: str) -> None:
     torch.manual_seed(0)
