@@ -153,7 +153,7 @@ def planned_loader(  # noqa: PLR0913  keywords of the public call
     seed: int | None = None,
     drop_last: bool = False,
     collate_fn: Callable[[list[Any]], Any] | None = None,
-    check_smaller: Callable[[int], None] = lambda _: None,
+    check_smaller: Callable[[int], object] = lambda _: None,
     **options: Any,
 ) -> PlannedLoader | StreamLoader:
     """See ``ParallelModel.dataloader``.

@@ -28,6 +28,7 @@ from autopar.tracing.convert import Converter, needs_decomposition, source_of
 from autopar.tracing.failures import EXPORTS, FAILURES, NO_VALUES, explained, module_of_failure, not_copied
 from autopar.tracing.finish import finish
 from autopar.tracing.forms.moe import swap_experts
+from autopar.tracing.forms.norms import swap_norms
 from autopar.tracing.guards import batch_size_numbers as counts
 from autopar.tracing.guards import raise_only_branches as checks
 from autopar.tracing.guards import repeated_steps as steps
@@ -344,6 +345,7 @@ def _fake_model(model: torch.nn.Module, mode: FakeTensorMode) -> torch.nn.Module
     except FAILURES as error:
         raise not_copied(error, model) from error
     swap_experts(copied)
+    swap_norms(copied)
     return copied
 
 

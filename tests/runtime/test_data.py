@@ -128,10 +128,8 @@ def test_a_last_batch_as_large_as_a_share_is_known_as_whole(plans: dict[str, Pla
     assert [len(batch["x"]) for batch in last] == [4, 4]
     assert isinstance(last[0], WholeBatch)
     sizes = BatchSizes(plan, 0, lambda _: True)
-    assert sizes.partial(dict(last[0]), 4, "train_step") is None
-    found = sizes.partial(last[0], 4, "train_step")
-    assert found is not None
-    assert found.share == 0.5
+    assert not sizes.is_partial(dict(last[0]), 4, "train_step")
+    assert sizes.is_partial(last[0], 4, "train_step")
 
 
 class Stream(IterableDataset[dict[str, Tensor]]):
@@ -231,6 +229,10 @@ def test_the_model_makes_a_loader_and_knows_which_batches_it_can_compute() -> No
     for found in par.dataloader(Rows()):
         assert par.evaluate(found).isfinite()
     meeting = api.parallelize(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), **parts)
-    with pytest.raises(UsageError, match=r"A batch of 2 samples is smaller .* depend on each other.*drop_last=True"):
-        meeting.dataloader(Rows())
-    assert len(list(meeting.dataloader(Rows(), drop_last=True))) == 2
+    with pytest.raises(
+        UsageError, match=r"A batch of 3 samples is smaller .* samples of this model meet.*drop_last=True"
+    ):
+        meeting.dataloader(Rows(), batch_size=3)
+    assert meeting.train_step([*meeting.dataloader(Rows())][-1]).isfinite()
+    meeting.eval()
+    assert all(meeting.evaluate(found).isfinite() for found in meeting.dataloader(Rows(), batch_size=3))

@@ -26,7 +26,7 @@ from autopar.runtime.outputs.in_training import NotComputed, without_gradient
 from autopar.runtime.outputs.join import Join, Samples, Tap
 from autopar.runtime.outputs.rebuild import rebuilt
 from autopar.runtime.step.gradients import Held
-from autopar.runtime.step.partial_batch import PartialBatch, partial_batch
+from autopar.runtime.step.partial_batch import PartialBatch
 from autopar.runtime.step.stage import StageModule
 from autopar.runtime.weights.from_model import Weights
 from autopar.runtime.world import World
@@ -185,13 +185,9 @@ class ModelOutputs:
         )
         total = self._plan.global_batch_size if leaf is None else _samples(given[leaf.name], leaf)
         ranks = range(self._plan.mesh.data)
-        if partial is not None:
-            shares = [partial_batch(self._plan, total, rank).micro_batches for rank in ranks]
-            counts = [sum(map(len, share)) for share in shares]
-        else:
-            counts = [len(self._plan.samples_of(rank)) for rank in ranks]
+        counts = tuple(len(self._plan.samples_of(rank)) for rank in ranks) if partial is None else partial.counts
         is_global = partial is not None or total == self._plan.global_batch_size
-        return Samples(counts=tuple(counts), partial=partial, is_global=is_global, total=total)
+        return Samples(counts=counts, partial=partial, is_global=is_global, total=total)
 
     def _joined(
         self,

@@ -40,7 +40,7 @@ class GlobalLoss:
         Args:
             parameters: for which nobody may ask by ``torch.autograd.grad``.
         """
-        start = torch.zeros((), device=self._device, requires_grad=True)
+        start = torch.zeros((), device=self._device, requires_grad=part.requires_grad)
         return cast("Tensor", _Called.apply(start, part, self, begin, finish, *parameters))  # type: ignore[no-untyped-call]
 
     def summed(self, loss: Tensor) -> Tensor:
