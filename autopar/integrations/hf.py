@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import UsageError
-from autopar.integrations.loss import check_precision, loss_of, step_loss
+from autopar.integrations.loss import check_precision, loss_of, parts_are_explained, step_loss
 from autopar.runtime.parallel_model import ParallelModel
 
 try:
@@ -93,6 +93,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return {**super()._build_accelerator_args(**kwargs), "mixed_precision": "no"}
 
     # --- steps
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's; says what a loss of one's own made of outputs needs."""
+        with parts_are_explained():
+            return super().training_step(*args, **kwargs)
 
     def compute_loss(
         self,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autopar.errors import UsageError
-from autopar.integrations.loss import check_precision, scaler_of, step_loss
+from autopar.integrations.loss import check_precision, parts_are_explained, scaler_of, step_loss
 from autopar.runtime.job import choose_device_type, local_device
 from autopar.runtime.parallel_model import ParallelModel
 from autopar.runtime.step.gradients import local_part
@@ -131,6 +131,11 @@ class AutoparStrategy(Strategy):  # type: ignore[misc]
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As Lightning's; says what a loss of one's own made of outputs needs."""
+        with parts_are_explained():
+            return super().training_step(*args, **kwargs)
 
     # --- between ranks
 

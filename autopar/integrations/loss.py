@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -83,6 +84,26 @@ def check_precision(par: ParallelModel, asked: str) -> None:
             got=asked,
             fix=f"{fits or 'Leave '}the precision out of the loop: all of it is the plan's",
         )
+
+
+@contextmanager
+def parts_are_explained() -> Iterator[None]:
+    """Around a step of a loop, where DTensors that a training call gave are computed with: torch says what it lacks, not why.
+
+    Raises:
+        UsageError: they met ordinary tensors.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        raise UsageError(
+            "Outputs of the parallel model in training are parts of the global batch (DTensors), and cannot be computed with ordinary "
+            "tensors, as a loss of your own does",
+            fix="Give the loss to the plan: autopar.parallelize(model, loss_fn=lambda output, batch: ...). Metrics are computed from "
+            "par.predict(batch)",
+        ) from error
 
 
 class _Ready(torch.autograd.Function):

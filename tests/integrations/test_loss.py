@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import UsageError
-from autopar.integrations.loss import step_loss
+from autopar.integrations.loss import parts_are_explained, step_loss
 
 
 class Model(nn.Module):
@@ -88,6 +88,13 @@ def test_a_loss_in_fp16_is_given_to_the_scaler() -> None:
     (step_loss(model, BATCHES[1]) / 2).backward()
     for name, value in gradients(model).items():
         torch.testing.assert_close(gradients(par)[name], value, rtol=1e-2, atol=1e-3)
+
+
+def test_outputs_that_meet_ordinary_tensors_are_explained() -> None:
+    with pytest.raises(UsageError, match="Give the loss to the plan"), parts_are_explained():
+        raise RuntimeError("aten.add.Tensor got mixed torch.Tensor and DTensor, need to convert all")
+    with pytest.raises(RuntimeError, match="another"), parts_are_explained():
+        raise RuntimeError("another")
 
 
 @pytest.mark.parametrize("called", [False, True])
