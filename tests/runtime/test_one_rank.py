@@ -520,6 +520,16 @@ def test_an_optimizer_of_whole_parameters_is_told_of_parts(caplog: pytest.LogCap
     assert "attn.c_attn.weight[0:32]" in told[0]
 
 
+def test_another_adafactor_than_torchs_is_refused() -> None:
+    """It ended in an error of DTensor's."""
+    parallel = build()
+    optimizer = type("Adafactor", (Unknown,), {"__module__": "transformers.optimization"})(parallel.parameters())
+    with pytest.raises(
+        UsageError, match=r"The Adafactor of transformers is not supported\. Use torch\.optim\.Adafactor"
+    ):
+        optimizer.step()
+
+
 def test_buckets_leave_after_the_last_backward() -> None:
     held = []
     for i in range(3):
