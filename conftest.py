@@ -1,4 +1,4 @@
-"""For the examples of guides, which are run as tests."""
+"""For every test and every example of the guides, which are run as tests."""
 
 from __future__ import annotations
 
@@ -8,12 +8,19 @@ from collections.abc import Iterator
 import pytest
 
 
-@pytest.fixture(autouse=True)
-def no_process_group_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What a guide has started by ``autopar.parallelize`` is ended with it: tests check programs, or start their own."""
-    yield
-    if not isinstance(request.node, pytest.DoctestItem):
-        return
+def has_process_group() -> bool:
+    """Whether torch.distributed has been imported and started in this process."""
     distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        distributed.destroy_process_group()
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
+
+
+@pytest.fixture(autouse=True)
+def no_process_group_left() -> Iterator[None]:
+    """What a test has started, as by ``autopar.parallelize``, ends with it; what a fixture of its module has started does not.
+
+    Later tests of the process check programs, or start groups of their own, which cannot be done beside one.
+    """
+    was_there = has_process_group()
+    yield
+    if not was_there and has_process_group():
+        sys.modules["torch.distributed"].destroy_process_group()

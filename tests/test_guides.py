@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import subprocess
@@ -18,6 +17,12 @@ import typer
 
 import autopar
 from autopar.cli.app import app
+from autopar.verification.against_one_device import PRELOAD
+from autopar.verification.rank_pool import WorkerPool
+from tests.support.cli_runner import Run, run_fixture
+from tests.support.scripts import run_script
+
+run = run_fixture
 
 ROOT = Path(__file__).resolve().parent.parent
 GUIDES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -123,57 +128,52 @@ def test_the_loop_of_float16_steps() -> None:
     assert any(not torch.equal(before[name], after[name]) for name in before)
 
 
-def run(folder: Path, *words: str) -> str:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
-    done = subprocess.run(
-        [sys.executable, "-m", *words],
-        check=False,
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+def planned(run: Run, *words: str) -> str:
+    done = run(*words)
+    assert done.code == 0, done.err
+    return done.out
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.timeout(600)
-def test_the_tutorial_plans_trains_and_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+def test_the_tutorial_plans_trains_and_goes_on_from_its_checkpoint(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     page = ROOT / "docs" / "tutorial.md"
     model, script = blocks(page, "python")
+    (tmp_path / "my_model.py").write_text(model)
+    (tmp_path / "train.py").write_text(script)
     planning = [words[1:] for words in commands(page) if words[:1] == ["autopar"] and "my_model:build" in words]
     assert [words[0] for words in planning] == ["trace", "search", "verify"]
-    (start,) = (words for words in commands(page) if words[0] == "torchrun")
-    launcher = ("torch.distributed.run", "--standalone", *start[1:])
-    for name in ("whole", "halves"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "my_model.py").write_text(model)
-    whole, halves = tmp_path / "whole", tmp_path / "halves"
     for words in planning:
-        run(whole, "autopar", *(word.replace("local", "cpu:1x2") for word in words))
-    (halves / "plan.json").write_bytes((whole / "plan.json").read_bytes())
-    (whole / "train.py").write_text(script)
-    steps = run(whole, *launcher).splitlines()
-    assert len(steps) == 12
-    losses = [float(line.split()[3]) for line in steps]
+        planned(run, *(word.replace("local", "cpu:1x2") for word in words))
+    assert any(words[0] == "torchrun" for words in commands(page))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py"]
+    first = subprocess.run(launcher, check=True, timeout=240, capture_output=True, text=True).stdout.splitlines()
+    assert len(first) == 12
+    losses = [float(line.split()[3]) for line in first]
     assert losses[-1] < losses[0]
 
-    (halves / "train.py").write_text(script.replace("par.step_count, STEPS)", "par.step_count, 6)"))
-    first = run(halves, *launcher).splitlines()
-    (halves / "train.py").write_text(script)
-    second = run(halves, *launcher).splitlines()
-    assert len(first) == len(second) == 6
-    assert [line.split()[-1] for line in first + second] == [line.split()[-1] for line in steps]
-    again = [float(line.split()[3]) for line in first + second]
-    assert again == pytest.approx(losses, rel=1e-4)
+    halves = tmp_path / "halves"
+    halves.mkdir()
+    for name in ("plan.json", "my_model.py"):
+        (halves / name).write_bytes((tmp_path / name).read_bytes())
+    steps = list[str]()
+    with WorkerPool(2, preload=PRELOAD) as pool:
+        for name, last in (("half.py", "6"), ("train.py", "STEPS")):
+            (halves / name).write_text(script.replace("par.step_count, STEPS)", f"par.step_count, {last})"))
+            said = pool.run(run_script, str(halves / name), (), None, str(halves))[0].splitlines()
+            assert len(said) == 6
+            steps += said
+    assert [line.split()[-1] for line in steps] == [line.split()[-1] for line in first]
+    assert [float(line.split()[3]) for line in steps] == pytest.approx(losses, rel=1e-4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "count"), [("README.md", 3), ("mixed-clusters.md", 1)])
-def test_plans_of_the_guides_are_found(name: str, count: int, tmp_path: Path) -> None:
+def test_plans_of_the_guides_are_found(run: Run, name: str, count: int, tmp_path: Path) -> None:
     """Commands that plan a model that is written out; those with MODEL are read alone, and ``verify`` is run by the tutorial."""
     page = ROOT / name if name == "README.md" else ROOT / "docs" / name
     for text in blocks(page, "toml"):
@@ -181,15 +181,15 @@ def test_plans_of_the_guides_are_found(name: str, count: int, tmp_path: Path) ->
     chosen = [w for w in commands(page) if w[0] == "autopar" and w[1] in ("search", "show", "explain")]
     assert len(chosen) == count
     for words in chosen:
-        assert "mesh" in run(tmp_path, *words)
+        assert "mesh" in planned(run, *words[1:])
 
 
 @pytest.mark.slow
-def test_the_plan_that_is_explained_is_the_one_that_is_found(tmp_path: Path) -> None:
+def test_the_plan_that_is_explained_is_the_one_that_is_found(run: Run) -> None:
     """Each line of the listing is one of the plan's text; figures may change with profiles and bounds."""
     page = ROOT / "docs" / "reading-a-plan.md"
     (words,) = (words for words in commands(page) if words[:2] == ["autopar", "search"])
-    found = shapes(run(tmp_path, *words))
+    found = shapes(planned(run, *words[1:]))
     (listing,) = blocks(page, "text")
     assert [line for line in shapes(listing) if line not in found] == []
 

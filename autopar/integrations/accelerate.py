@@ -5,6 +5,7 @@ Every rank is given the same global batches, so that nothing is gathered, and da
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar.errors import UsageError
-from autopar.integrations.loss import step_loss
+from autopar.integrations.loss import check_precision, scaler_of, step_loss
 from autopar.runtime.parallel_model import ParallelModel
 
 try:
@@ -40,18 +41,18 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     used as ever. The batch size of a prepared loader is that of all ranks together: the plan's.
 
     Raises:
-        UsageError: a precision, DeepSpeed, FSDP or Megatron was asked for: the plan has them.
+        UsageError: DeepSpeed, FSDP or Megatron was asked for, or another precision than the plan has.
     """
 
     flag_tensor: Any
+    scaler: Any
+    scaler_handler: Any
+    num_evaluated: int | None = None
+    """Samples of the batch that is evaluated, where the loop says so."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        if self.mixed_precision != "no":
-            raise UsageError(
-                f"Mixed precision ({self.mixed_precision}) was asked of accelerate, but the plan has the precision",
-                fix='Leave it out (bf16=True, mixed_precision=...), and call autopar.parallelize(model, precision="bf16")',
-            )
+    def __init__(self, *args: Any, mixed_precision: str | None = None, **options: Any) -> None:
+        self._asked_precision = str(mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
+        super().__init__(*args, mixed_precision="no", **options)  # casts and scales are the plan's
         if self.distributed_type in _OTHERS:
             raise UsageError(
                 f"Accelerate was started with {self.distributed_type.value}, but the plan has distributed the model",
@@ -75,13 +76,20 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     # --- what is prepared
 
+    def prepare(self, *args: Any, **options: Any) -> Any:
+        """As accelerate's, the parallel model first: optimizers step by its scaler."""
+        for model in args:
+            if isinstance(model, ParallelModel):
+                self.prepare_model(model)
+        return super().prepare(*args, **options)
+
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """A parallel model as it is.
 
         Raises:
-            UsageError: it is another model, whose gradients nobody would add up over ranks.
+            UsageError: it is another model, whose gradients nobody would add up over ranks; or another precision was asked for.
         """
         if not isinstance(model, ParallelModel):
             raise UsageError(
@@ -89,6 +97,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 fix="Prepare what autopar.parallelize returned, and use accelerate.Accelerator for other models",
             )
         if model not in self._models:
+            check_precision(model, self._asked_precision)
+            self.scaler = scaler_of(model, **({} if self.scaler_handler is None else self.scaler_handler.to_kwargs()))
             self._models.append(model)
         return model
 
@@ -134,6 +144,19 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     # --- gradients
 
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """As accelerate's: of a plan in fp16."""
+        if self.scaler is not None:
+            given = (
+                self._optimizers
+                if optimizer is None
+                else optimizer
+                if isinstance(optimizer, list | tuple)
+                else [optimizer]
+            )
+            for one in given:
+                self.scaler.unscale_(getattr(one, "optimizer", one))
+
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
         """Of the whole model, by ``par.clip_grad_norm_``.
 
@@ -147,6 +170,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 "Clipping by another norm than the 2-norm of all parameters of the parallel model",
                 instead="Call accelerator.clip_grad_norm_(model.parameters(), max_norm)",
             )
+        self.unscale_gradients()
         return par.clip_grad_norm_(max_norm)
 
     # --- between processes
@@ -158,9 +182,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """What was given, without what stands behind the last sample of the data set."""
         state = self.gradient_state
-        if use_gather_object or not state.end_of_dataloader or state.remainder <= 0:
-            return input_data
-        return recursively_apply(lambda value: value[: state.remainder], input_data)
+        count = state.remainder if state.end_of_dataloader else 0
+        if self.num_evaluated is not None:
+            count = self.num_evaluated
+        return input_data if use_gather_object or count <= 0 else recursively_apply(lambda x: x[:count], input_data)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """What was given, times ``scale``: it is of all ranks together already."""
@@ -239,8 +264,7 @@ class _Watched(DataLoaderStateMixin):  # type: ignore[misc]
     def __init__(self, loader: Any) -> None:
         self.loader, self.gradient_state = loader, GradientState()
         self.dataset = loader.dataset
-        self.total_batch_size = loader.batch_sampler.batch_size
-        self._drop_last = loader.batch_sampler.drop_last
+        self.total_batch_size, self._drop_last = loader.global_batch_size, loader.drops_last
         self._state: dict[str, int] | None = None
 
     def __len__(self) -> int:
@@ -276,7 +300,7 @@ class _Watched(DataLoaderStateMixin):  # type: ignore[misc]
 def _is_planned(loader: object) -> bool:
     """Whether ``par.dataloader`` made it, which takes a package that may not be there."""
     data = sys.modules.get("autopar.runtime.data")
-    return data is not None and isinstance(loader, data.PlannedLoader)
+    return data is not None and isinstance(loader, (data.PlannedLoader, data.StreamLoader))
 
 
 def _same_everywhere(seed: int | None) -> int:

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import UsageError
-from autopar.integrations.loss import loss_of, step_loss
+from autopar.integrations.loss import check_precision, loss_of, parts_are_explained, step_loss
 from autopar.runtime.parallel_model import ParallelModel
 
 try:
     import transformers
     from accelerate.utils import GradientAccumulationPlugin
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+    from transformers.trainer_pt_utils import find_batch_size
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
     from transformers.utils import can_return_loss, find_labels
 except ImportError as missing:
@@ -30,6 +31,14 @@ _STATE = "trainer_state.json"
 
 _WEIGHTS = "autopar"
 """The folder of a checkpoint of the Trainer's that ``par.save`` writes."""
+
+_SETTLED = {
+    "gradient_checkpointing": "What is computed again is the plan's: pins=['recompute=full'], or what the search finds",
+    "neftune_noise_alpha": "Add the noise in the model's forward, before autopar.parallelize",
+    "use_liger_kernel": "Apply the kernels to the model before autopar.parallelize",
+    "predict_with_generate": "Load par.full_state_dict() into the model itself, and call its generate(...)",
+}
+"""Arguments that would change the model after its plan is made, or need what a parallel model has not; what to do instead."""
 
 
 class Trainer(transformers.Trainer):  # type: ignore[misc]
@@ -79,7 +88,16 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         )
         self.gather_function = self.accelerator.gather_for_metrics
 
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        """Without a precision: the plan has it."""
+        return {**super()._build_accelerator_args(**kwargs), "mixed_precision": "no"}
+
     # --- steps
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's; says what a loss of one's own made of outputs needs."""
+        with parts_are_explained():
+            return super().training_step(*args, **kwargs)
 
     def compute_loss(
         self,
@@ -114,6 +132,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Any, Any, Any]:
         """Without the logits, where nobody asks for them: they would be gathered."""
+        self.accelerator.num_evaluated = find_batch_size(inputs)  # the Trainer has the loss as often as a full batch
         has_labels = bool(self.label_names) and all(inputs.get(name) is not None for name in self.label_names)
         if prediction_loss_only and has_labels:
             loss = cast("ParallelModel", model).evaluate(self._prepare_inputs(inputs))
@@ -203,6 +222,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return cast("torch.optim.Optimizer", getattr(self.optimizer, "optimizer", self.optimizer))
 
 
+class Seq2SeqTrainer(Trainer, transformers.Seq2SeqTrainer):  # type: ignore[misc]
+    """``transformers.Seq2SeqTrainer`` likewise, without ``predict_with_generate``."""
+
+
 def _checked(model: object, args: transformers.TrainingArguments, options: Mapping[str, Any]) -> nn.Module:
     """The model that was planned.
 
@@ -222,6 +245,7 @@ def _checked(model: object, args: transformers.TrainingArguments, options: Mappi
             got=f"{args.per_device_train_batch_size} and {args.per_device_eval_batch_size}",
             fix="Set both per_device_..._batch_size, or plan with another global_batch_size",
         )
+    check_precision(model, args.mixed_precision)
     if options.get("compute_loss_func") is not None or args.label_smoothing_factor:
         raise UsageError.unsupported(
             "A loss that the Trainer computes (compute_loss_func, label_smoothing_factor)",
@@ -232,6 +256,9 @@ def _checked(model: object, args: transformers.TrainingArguments, options: Mappi
             "Another batch size or model in the course of a training (auto_find_batch_size, model_init)",
             instead="Search a plan that fits: autopar.parallelize(model, global_batch_size=...)",
         )
+    for name, instead in _SETTLED.items():
+        if getattr(args, name, None):
+            raise UsageError.unsupported(f"TrainingArguments({name}=...) with a parallel model", instead=instead)
     given = model.original_model
     if given is None:
         raise UsageError(

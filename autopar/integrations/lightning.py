@@ -15,18 +15,23 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autopar.errors import UsageError
-from autopar.integrations.loss import step_loss
+from autopar.integrations.loss import check_precision, parts_are_explained, scaler_of, step_loss
 from autopar.runtime.job import choose_device_type, local_device
 from autopar.runtime.parallel_model import ParallelModel
 from autopar.runtime.step.gradients import local_part
 
 try:
     from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+    from lightning.pytorch import callbacks
     from lightning.pytorch.plugins.precision import Precision
     from lightning.pytorch.strategies import Strategy
     from lightning.pytorch.utilities.rank_zero import rank_zero_only
 except ImportError as missing:
     raise UsageError.missing("package lightning", fix='Run: pip install "autopar[lightning]"') from missing
+
+_AVERAGES = tuple(
+    getattr(callbacks, name) for name in ("StochasticWeightAveraging", "WeightAveraging") if hasattr(callbacks, name)
+)
 
 __all__ = ["AutoparStrategy", "step_loss"]
 
@@ -107,6 +112,13 @@ class AutoparStrategy(Strategy):  # type: ignore[misc]
                 "train each by itself",
                 fix="Make them a part of the model before autopar.parallelize",
             )
+        check_precision(self.parallel_model, _precision_of(trainer))
+        averages = [type(one).__name__ for one in trainer.callbacks if isinstance(one, _AVERAGES)]
+        if averages:
+            raise UsageError.unsupported(
+                f"The callback {averages[0]}, which copies the model,",
+                instead="Leave it out, and keep means of weights as copies of model.parameters(), changed after each step",
+            )
         super().setup(trainer)
         if len(self.optimizers) > 1:
             raise UsageError.unsupported(
@@ -119,6 +131,11 @@ class AutoparStrategy(Strategy):  # type: ignore[misc]
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As Lightning's; says what a loss of one's own made of outputs needs."""
+        with parts_are_explained():
+            return super().training_step(*args, **kwargs)
 
     # --- between ranks
 
@@ -190,19 +207,34 @@ class AutoparStrategy(Strategy):  # type: ignore[misc]
 
 
 class AutoparPrecision(Precision):  # type: ignore[misc]
-    """The plan has the precision; clips the whole model's gradients, and steps without a closure."""
+    """The plan has the precision, of which ``Trainer(precision=...)`` may be a copy; clips the whole model's gradients, and steps without a closure."""
 
     _models: list[ParallelModel]
+    _scaler: Any = None
 
     def connect(self, model: Any, optimizers: list[Any], lr_schedulers: list[Any]) -> tuple[Any, list[Any], list[Any]]:
         """Takes note of the parallel model."""
         self._models = _found(model)
+        self._scaler = scaler_of(self._models[0]) if self._models else None
         return model, optimizers, lr_schedulers
+
+    def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
+        """The loss, scaled where the plan is in fp16."""
+        scaled: Tensor = tensor if self._scaler is None else self._scaler.scale(tensor)
+        found: Tensor = super().pre_backward(scaled, module)
+        return found
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **options: Any) -> Any:
         """Backward first: a step that is given a closure may call it more than once, so that parameters could not stay apart."""
-        result = self._wrap_closure(model, optimizer, closure)
-        if not model.automatic_optimization or result is not None:
+        result = closure()
+        steps = not model.automatic_optimization or result is not None
+        if self._scaler is not None and steps:
+            self._scaler.unscale_(optimizer)
+        self._after_closure(model, optimizer)
+        if self._scaler is not None and steps:
+            self._scaler.step(optimizer, **options)
+            self._scaler.update()
+        elif steps:
             optimizer.step(**options)
         return result
 
@@ -217,6 +249,12 @@ class AutoparPrecision(Precision):  # type: ignore[misc]
             for p in group["params"]:
                 if p.grad is not None:
                     local_part(p.grad).clamp_(-clip_val, clip_val)
+
+
+def _precision_of(trainer: Any) -> str:
+    """What ``Trainer(precision=...)`` asks for: ``no`` where it was left out."""
+    asked = str(trainer._accelerator_connector._precision_flag)
+    return {"32-true": "no", "16-mixed": "fp16", "bf16-mixed": "bf16", "64-true": "fp64"}.get(asked, asked)
 
 
 def _found(module: nn.Module) -> list[ParallelModel]:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 
 from autopar.errors import UsageError
+from autopar.plan.plan import PRECISIONS
 from autopar.runtime.parallel_model import ParallelModel
+from autopar.runtime.step.global_loss import plain_gradient
 from autopar.runtime.step.gradients import local_part
+from autopar.runtime.step.loss_scale import LossScale
 
 
 def loss_of(outputs: Any) -> Tensor:
@@ -28,18 +33,14 @@ def step_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     Forward and backward of all micro-batches have run when this returns, as pipeline stages run them together. What is computed
     from the loss before ``backward()`` (a division by the number of accumulated batches, a weight) counts: backward multiplies the
     gradients by the derivative. Gradients that are there, or set to None, between this and ``backward()`` are as for any module.
+    Under a plan in fp16 it is a loss for ``scaler.scale(loss).backward()``, where ``scaler = par.grad_scaler()``.
 
     Raises:
-        UsageError: as ``train_step``; the plan is in float16, whose loss ``train_step`` scales by itself.
+        UsageError: as ``train_step``.
     """
     if not isinstance(model, ParallelModel):
         return loss_of(model(**batch))
     par = model
-    if par.plan.precision.scales_loss:
-        raise UsageError.unsupported(
-            "A plan in fp16 in another library's training loop",
-            instead='Make the plan with precision="bf16", or write the loop with par.train_step(batch) and par.grad_scaler()',
-        )
     parameters = [p for p in par.parameters() if p.requires_grad]
     earlier = [p.grad for p in parameters]
     for p in parameters:
@@ -52,31 +53,93 @@ def step_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
             p.grad = grad
     pairs = [(p, grad) for p, grad in zip(parameters, made, strict=True) if grad is not None]
     start = torch.zeros((), dtype=loss.dtype, device=loss.device, requires_grad=True)
-    return cast("Tensor", _Ready.apply(start, loss, pairs))  # type: ignore[no-untyped-call]
+    return cast("Tensor", _Ready.apply(start, loss, pairs, par._scale, *parameters))  # type: ignore[no-untyped-call]
+
+
+def scaler_of(par: ParallelModel, **options: Any) -> GradScaler | None:
+    """The one by which a loop scales losses; None where the plan is not in fp16.
+
+    Args:
+        options: of one that is not made yet.
+    """
+    if not par.plan.precision.scales_loss:
+        return None
+    return par._scale.scaler or par.grad_scaler(**options)
+
+
+def check_precision(par: ParallelModel, asked: str) -> None:
+    """Nothing, where a library was asked for the precision that the plan has, or for none.
+
+    Args:
+        asked: ``no`` or the name of a precision (``bf16``, ``fp16``).
+
+    Raises:
+        UsageError: it is another one.
+    """
+    if asked not in ("no", par.plan.precision.name):
+        fits = "" if asked not in PRECISIONS else f'Call autopar.parallelize(model, precision="{asked}"), or leave '
+        raise UsageError.mismatch(
+            "The precision that the training loop asks for and that of the plan",
+            expected=par.plan.precision.name,
+            got=asked,
+            fix=f"{fits or 'Leave '}the precision out of the loop: all of it is the plan's",
+        )
+
+
+@contextmanager
+def parts_are_explained() -> Iterator[None]:
+    """Around a step of a loop, where DTensors that a training call gave are computed with: torch says what it lacks, not why.
+
+    Raises:
+        UsageError: they met ordinary tensors.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        raise UsageError(
+            "Outputs of the parallel model in training are parts of the global batch (DTensors), and cannot be computed with ordinary "
+            "tensors, as a loss of your own does",
+            fix="Give the loss to the plan: autopar.parallelize(model, loss_fn=lambda output, batch: ...). Metrics are computed from "
+            "par.predict(batch)",
+        ) from error
 
 
 class _Ready(torch.autograd.Function):
     """Forward: the loss that is known. Backward: gradients that are known, times that of the loss."""
 
     @staticmethod
-    def forward(ctx: Any, start: Tensor, loss: Tensor, pairs: list[tuple[nn.Parameter, Tensor]]) -> Tensor:
-        ctx.pairs = pairs
+    def forward(
+        ctx: Any,
+        start: Tensor,
+        loss: Tensor,
+        pairs: list[tuple[nn.Parameter, Tensor]],
+        scale: LossScale,
+        *parameters: Tensor,
+    ) -> Tensor:
+        ctx.pairs, ctx.count, ctx.scale, ctx.factor = pairs, len(parameters), scale, scale.factor
         return start + loss
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
+        gradient = plain_gradient(ctx, gradients[0])
         pairs, ctx.pairs = ctx.pairs, None
         if pairs is None:
             raise UsageError(
                 "A second backward() was called on the loss of one step",
                 fix="Add losses up before backward(), or compute the step again",
             )
+        ctx.scale.check_called()
         with torch.no_grad():
+            if ctx.factor is not None:  # by which the step and the scaler of the loop have both multiplied
+                gradient = gradient / ctx.factor
             if pairs:
-                torch._foreach_mul_([local_part(grad) for _, grad in pairs], gradients[0])
+                torch._foreach_mul_([local_part(grad) for _, grad in pairs], gradient)
             for p, grad in pairs:
                 if p.grad is None:
                     p.grad = grad
                 else:
                     local_part(p.grad).add_(local_part(grad))
-        return None, None, None
+        nothing: tuple[None, ...] = (None,) * (4 + ctx.count)
+        return nothing

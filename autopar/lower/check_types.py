@@ -32,7 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from autopar.errors import InternalError, UsageError
 from autopar.graph.graph import Layout, TensorSpec
 from autopar.lower.check_gradients import check_program
-from autopar.lower.emit import SEED, SHARE, layout_of, str_name
+from autopar.lower.emit import MICRO_BATCH_WEIGHT, SEED, SHARE, layout_of, str_name
 from autopar.lower.pending_sums import CHANGES, linear_call, passes_by, target_name
 from autopar.lower.program import Program
 from autopar.ops import collectives, plain
@@ -54,7 +54,7 @@ GLOBAL = frozenset(
 """Targets for which global mode has a rule that fits any shapes."""
 
 
-_NUMBERS = {SEED: 0, SHARE: 1.0}
+_NUMBERS = {SEED: 0, SHARE: 1.0, MICRO_BATCH_WEIGHT: 1.0}
 """Inputs that are no tensors."""
 
 

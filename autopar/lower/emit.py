@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from autopar.ops.opaque import Holder
 from autopar.ops.region import region_of
 from autopar.plan.mesh import DATA_AXES
 from autopar.plan.tensor_types import I, P, R, S
-from autopar.rules.apply.apply import BATCH
+from autopar.rules.apply.apply import BATCH, OVER_DATA
 from autopar.rules.apply.experts_over_data import AXIS as SPREAD
 
 SEED = "rng_seed"
@@ -27,6 +27,17 @@ SEED = "rng_seed"
 
 SHARE = "batch_share"
 """Name of the input that means over samples read: a Python float, the part of the plan's global batch that a step has."""
+
+MICRO_BATCH_WEIGHT = "micro_batch_weight"
+"""Name of the input that sums over the samples of all data ranks read: a Python float, by what a micro-batch counts in them."""
+
+_KEYWORDS = {SHARE: "share", MICRO_BATCH_WEIGHT: "micro_batch_weight"}
+
+_STATISTICS = {
+    "autopar.batch_norm": (SHARE, MICRO_BATCH_WEIGHT),
+    "autopar.batch_norm_running": (SHARE, MICRO_BATCH_WEIGHT),
+    "autopar.total": (MICRO_BATCH_WEIGHT,),
+}
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{f"aten.{name}.Tensor": getattr(torch, name) for name in ("add", "sub", "mul", "div")},
@@ -37,6 +48,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
             "reshape", "rsqrt", "sigmoid", "sin", "sqrt", "sum", "tanh", "unsqueeze",
         )
     },
+    "aten.batch_norm.default": plain.fixed_batch_norm,
     "aten.mean.dim": torch.mean,
     "aten.pow.Tensor_Scalar": torch.pow,
     "aten.softmax.int": torch.softmax,
@@ -74,6 +86,20 @@ def counts_samples(graph: Graph, op: Op) -> bool:
     return any(dict(layout_of(graph, ref)).get(BATCH, R).is_split for ref in op.operands)
 
 
+def numbers_of_batch(graph: Graph, op: Op) -> tuple[str, ...]:
+    """Which of the inputs :data:`SHARE` and :data:`MICRO_BATCH_WEIGHT` the operator reads: what it computes depends on the batch's size."""
+    if op.target == OVER_DATA:
+        return (MICRO_BATCH_WEIGHT,) if "P" in op.args[1:] and not moves_samples(op) else ()
+    if op.target in _STATISTICS and any(axis in op.args for axis in DATA_AXES):
+        return _STATISTICS[op.target]
+    return (SHARE,) if counts_samples(graph, op) else ()
+
+
+def moves_samples(op: Op) -> bool:
+    """Of a change of type over samples: whether it gathers or divides them, and does not just add up what data ranks have."""
+    return not {"P", "I", "R"}.issuperset(op.args[1:])
+
+
 @dataclass(slots=True)
 class Emitter:
     """One fx module under construction.
@@ -92,7 +118,7 @@ class Emitter:
     root: torch.nn.Module = field(default_factory=torch.nn.Module)
     values: dict[Ref, fx.Node] = field(default_factory=dict)
     seed: fx.Node | None = None
-    share: fx.Node | None = None
+    numbers: dict[str, fx.Node] = field(default_factory=dict)
 
     def input(self, ref: Ref, spec: TensorSpec, layout: Layout) -> str:
         """Adds a tensor that the caller passes; gives its name."""
@@ -106,10 +132,10 @@ class Emitter:
         self.seed = self._placeholder(SEED)
         return SEED
 
-    def share_input(self) -> str:
-        """Adds the part of the global batch that a step has; gives its name."""
-        self.share = self._placeholder(SHARE)
-        return SHARE
+    def number_inputs(self, wanted: Iterable[Sequence[str]]) -> list[str]:
+        """Adds the inputs that :func:`numbers_of_batch` names for some operator; gives their names."""
+        self.numbers = {name: self._placeholder(name) for name in sorted({name for names in wanted for name in names})}
+        return list(self.numbers)
 
     def shared_parameter(self, parameter: Parameter) -> str:
         """Adds a parameter that the caller passes."""
@@ -135,11 +161,11 @@ class Emitter:
         self.values[Ref(buffer.name)] = node
         return buffer.name
 
-    def op(self, op: Op, *, counts_samples: bool = False) -> None:
+    def op(self, op: Op, *, numbers: Sequence[str] = ()) -> None:
         """Adds one call; several outputs are taken apart.
 
         Args:
-            counts_samples: see :func:`counts_samples`; then there is a :meth:`share_input`.
+            numbers: see :func:`numbers_of_batch`.
         """
         target, args, kwargs = op.target, list(op.args), dict(op.kwargs)
         if not op.operands and target.startswith("aten.") and _has_device(target):
@@ -163,8 +189,8 @@ class Emitter:
         )
         if is_random(op):
             node.update_kwarg("seed", seed)
-        if counts_samples:
-            node.update_kwarg("share", self.share)
+        for number in numbers:
+            node.update_kwarg(_KEYWORDS[number], self.numbers[number])
         node.meta["op"] = op.name
         node.meta["takes"] = tuple(n.meta["types"] for n in node.all_input_nodes if "types" in n.meta)
         layouts = op.layouts or ((),) * len(op.outputs)

@@ -24,7 +24,18 @@ from torch import fx
 
 from autopar.graph.graph import Block, Buffer, Graph, Layout, Parameter, Ref
 from autopar.graph.selective_recompute import made_again
-from autopar.lower.emit import SEED, SHARE, Emitter, ancestors, counts_samples, is_random, layout_of, readable, str_name
+from autopar.lower.emit import (
+    MICRO_BATCH_WEIGHT,
+    SEED,
+    SHARE,
+    Emitter,
+    ancestors,
+    is_random,
+    layout_of,
+    numbers_of_batch,
+    readable,
+    str_name,
+)
 from autopar.lower.read_plan import local_graph
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import Plan, Recompute, StagePlan
@@ -56,7 +67,8 @@ class BlockProgram:
         index, label: as in the plan.
         module: takes ``inputs`` in order and returns the tuple of ``outputs``. Parameters are on meta.
         inputs: live values, prelude values, shared parameters, ``rng_seed`` (a Python int, there only when the
-            block draws random numbers) and ``batch_share`` (a Python float, where it takes a mean over samples).
+            block draws random numbers), ``batch_share`` and ``micro_batch_weight`` (Python floats, where it takes means, or sums
+            over data ranks, of samples).
         outputs: values that later blocks or stages read; the loss among them in the last block.
         parameters: names of ``Graph.parameters`` that the module owns, registered under these names.
         recompute: which activations are dropped and made again in backward.
@@ -250,16 +262,15 @@ class _Builder:
         inputs += [emitter.shared_parameter(p) for p in parameters if p.name in shared]
         if any(is_random(op) for op in ops):
             inputs.append(emitter.seed_input())
-        counting = {op.name for op in ops if counts_samples(graph, op)}
-        if counting:
-            inputs.append(emitter.share_input())
+        numbers = {op.name: numbers_of_batch(graph, op) for op in ops}
+        inputs += emitter.number_inputs(numbers.values())
         owned = {p.name: p for p in parameters if p.name not in shared}
         waiting: dict[str, Parameter] = dict(owned)
         for op in ops:
             for ref in op.operands:
                 if ref.name in waiting:
                     emitter.parameter(waiting.pop(ref.name))
-            emitter.op(op, counts_samples=op.name in counting)
+            emitter.op(op, numbers=numbers[op.name])
         outputs = tuple(dict.fromkeys((*graph.block_outputs(block), *(m.value for m in graph.block_mutations(block)))))
         shared_here = sorted(p.name in shared for p in parameters)
         mode = self.plan.blocks[block.index].recompute
@@ -293,12 +304,11 @@ class _Builder:
         inputs = [emitter.input(ref, graph.spec(ref), self.layout(ref)) for ref in given]
         if any(is_random(op) for op in ops):
             inputs.append(emitter.seed_input())
-        counting = {op.name for op in ops if counts_samples(graph, op)}
-        if counting:
-            inputs.append(emitter.share_input())
+        numbers = {op.name: numbers_of_batch(graph, op) for op in ops}
+        inputs += emitter.number_inputs(numbers.values())
         buffers = tuple(emitter.buffer(b) for b in graph.buffers if Ref(b.name) in reads and b.name not in self.changed)
         for op in ops:
-            emitter.op(op, counts_samples=op.name in counting)
+            emitter.op(op, numbers=numbers[op.name])
         return PreludeProgram(
             module=emitter.finish(outputs),
             inputs=tuple(inputs),
@@ -307,4 +317,14 @@ class _Builder:
         )
 
 
-__all__ = ["SEED", "SHARE", "BlockProgram", "PreludeProgram", "Program", "StageProgram", "from_local_graph", "lower"]
+__all__ = [
+    "MICRO_BATCH_WEIGHT",
+    "SEED",
+    "SHARE",
+    "BlockProgram",
+    "PreludeProgram",
+    "Program",
+    "StageProgram",
+    "from_local_graph",
+    "lower",
+]

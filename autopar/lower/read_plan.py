@@ -144,7 +144,8 @@ def batch_typing(plan: Plan, graph: Graph, micro_batch_size: int | None = None) 
             where=graph.mixing,
             fix="Pin num_micro_batches=1",
         )
-    mixing = next((op for op in graph.ops if reader.strategies[op.name].name.startswith("statistics")), None)
+    every = (*graph.prelude, *graph.ops)
+    mixing = next((op for op in every if reader.strategies[op.name].name.startswith("statistics")), None)
     if mixing is not None and plan.num_micro_batches > 1:
         raise _one_micro_batch(plan, mixing)
     if plan.data_shares and (graph.mixing or mixing is not None):
@@ -163,7 +164,7 @@ def _equal_shares(plan: Plan, place: str) -> PlanError:
 
 
 def _one_micro_batch(plan: Plan, op: Op) -> PlanError:
-    is_norm = op.target == "autopar.batch_norm"
+    is_norm = op.target in ("autopar.batch_norm", "autopar.batch_norm_running")
     return PlanError(
         f"Statistics over the batch cannot be taken in {plan.num_micro_batches} micro-batches",
         where=f"{op.name} ({op.target}), {op.module}",

@@ -27,6 +27,25 @@ def linear_t(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight.t(), bias)
 
 
+def fixed_batch_norm(  # noqa: PLR0913, PLR0917  arguments of torch's operator
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    variance: Tensor,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool = True,
+) -> Tensor:
+    """``aten.batch_norm`` by statistics that are known: ``training`` is False.
+
+    Kernels for x in half precision want weight and bias in the dtype of the statistics, which stay in that of the model.
+    """
+    weight, bias = (None if value is None else value.to(mean.dtype) for value in (weight, bias))
+    return torch.batch_norm(x, weight, bias, mean, variance, training, momentum, eps, cudnn_enabled)
+
+
 class _RealClasses(torch.autograd.Function):
     """The first ``classes`` of padded logits in a dtype: one pass each way, where a slice and a cast are two and four."""
 

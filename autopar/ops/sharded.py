@@ -18,6 +18,7 @@ from torch import Tensor
 
 from autopar.ops import collectives
 from autopar.ops.collectives import group
+from autopar.ops.plain import fixed_batch_norm
 from autopar.plan.mesh import DATA_AXES
 from autopar.plan.tensor_types import parse_type
 
@@ -242,7 +243,15 @@ def partial_mean(
     return x.sum(dim=tuple(dims), keepdim=keepdim, dtype=dtype) / count
 
 
-def batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *axes: str) -> Tensor:
+def batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    *axes: str,
+    share: float = 1.0,
+    micro_batch_weight: float = 1.0,
+) -> Tensor:
     """Normalises every channel by its mean and variance over all samples and all space, of all ranks of ``axes``.
 
     Args:
@@ -250,16 +259,18 @@ def batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
         weight, bias: [channels], the same on all ranks.
         eps: added to the variance.
         axes: mesh axes; none: the statistics of x alone.
+        share: part of all elements that the batch of this step has.
+        micro_batch_weight: by what each element here counts.
 
     Returns:
         As x.
     """
     if not axes:
         return F.batch_norm(x, None, None, weight, bias, training=True, eps=eps)
-    return _normalised(x, weight, bias, eps, axes)[0]
+    return _normalised(x, weight, bias, eps, axes, share, micro_batch_weight)[0]
 
 
-def batch_norm_running(
+def batch_norm_running(  # noqa: PLR0913  operands and numbers of emitted code
     x: Tensor,
     running_mean: Tensor,
     running_var: Tensor,
@@ -268,12 +279,14 @@ def batch_norm_running(
     momentum: float,
     eps: float,
     *axes: str,
+    share: float = 1.0,
+    micro_batch_weight: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As :func:`batch_norm`, and the new running mean and (unbiased) variance, [channels], the same on all ranks."""
     if not axes:
         mean, variance = running_mean.clone(), running_var.clone()
         return F.batch_norm(x, mean, variance, weight, bias, True, momentum, eps), mean, variance
-    y, mean, variance, count = _normalised(x, weight, bias, eps, axes)
+    y, mean, variance, count = _normalised(x, weight, bias, eps, axes, share, micro_batch_weight)
     with torch.no_grad():
         unbiased = variance * (count / max(count - 1, 1))
         new_mean, new_variance = (
@@ -283,8 +296,30 @@ def batch_norm_running(
     return y, new_mean, new_variance
 
 
+def batch_norm_at_rest(
+    x: Tensor,
+    running_mean: Tensor,
+    running_var: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    momentum: float,
+    eps: float,
+    *axes: str,
+    **of_batch: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What :func:`batch_norm_running` is in ``eval()``: it reads the running statistics and leaves them, and no sample knows of another."""
+    y = fixed_batch_norm(x, weight, bias, running_mean, running_var, False, momentum, eps)
+    return y, running_mean, running_var
+
+
 def _normalised(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, axes: Sequence[str]
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    axes: Sequence[str],
+    share: float,
+    micro_batch_weight: float,
 ) -> tuple[Tensor, Tensor, Tensor, int]:
     """The normalised x, mean and variance [1, channels, ...] over all ranks of ``axes``, and of how many elements."""
     dims = [d for d in range(x.dim()) if d != 1]
@@ -293,9 +328,10 @@ def _normalised(
     count = wide.numel() // wide.shape[1]
     for pg in groups:
         count *= pg.size()
-    mean = _total(wide.sum(dims, keepdim=True), groups) / count
+    count = round(count * share)
+    mean = _total(_counted(wide.sum(dims, keepdim=True), micro_batch_weight), groups) / count
     centred = wide - mean
-    variance = _total((centred * centred).sum(dims, keepdim=True), groups) / count
+    variance = _total(_counted((centred * centred).sum(dims, keepdim=True), micro_batch_weight), groups) / count
     y = centred * torch.rsqrt(variance + eps)
     shape = [1, -1, *[1] * (x.dim() - 2)]
     if weight is not None:
@@ -305,9 +341,14 @@ def _normalised(
     return y.to(x.dtype), mean, variance, count
 
 
-def total(x: Tensor, *axes: str) -> Tensor:
+def total(x: Tensor, *axes: str, micro_batch_weight: float = 1.0) -> Tensor:
     """The tensor itself, or the sum over all ranks of ``axes`` of what is a part of it here (P), R; without gradient."""
-    return _total(x, [group(axis) for axis in axes])
+    return _total(_counted(x, micro_batch_weight), [group(axis) for axis in axes])
+
+
+def _counted(part: Tensor, micro_batch_weight: float) -> Tensor:
+    """A sum over the samples of a micro-batch that stand in it several times: each counted once."""
+    return part if micro_batch_weight == 1.0 else part * micro_batch_weight
 
 
 def _total(local: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
@@ -323,17 +364,21 @@ def _total(local: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
     return local
 
 
-def change_over_data(x: Tensor, source: str, target: str) -> Tensor:
+def change_over_data(x: Tensor, source: str, target: str, *, micro_batch_weight: float = 1.0) -> Tensor:
     """A change of type over both data axes, whose ranks in order (the inner axis last) have the samples in order.
 
     Args:
         x: this rank's part.
         source, target: types, as ``S(0)`` and ``R``.
+        micro_batch_weight: by what sums over samples here count, x too where it is P. The result does later, where it becomes one. That
+            of the first rank is not zero; where it is zero no gradient of what was added up matters.
 
     Returns:
         x in type ``target``.
     """
     before, after = parse_type(source), parse_type(target)
+    if before.kind == "P":
+        x = _counted(x, micro_batch_weight)
     axes = [axis for axis in DATA_AXES if group(axis).size() > 1]
     for axis in reversed(axes) if before.is_split else axes:
         match before.kind, after.kind:
@@ -349,4 +394,4 @@ def change_over_data(x: Tensor, source: str, target: str) -> Tensor:
                 x = collectives.keep_on_first(x, axis, begin)
             case _:
                 x = collectives.invariant_to_replicate(x, axis)
-    return x
+    return _counted(x, 1 / micro_batch_weight) if after.kind == "P" and micro_batch_weight else x

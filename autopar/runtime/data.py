@@ -6,7 +6,6 @@ number of ranks, and a position in an epoch is a number of samples.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -16,13 +15,7 @@ from torch.utils.data import Dataset, IterableDataset, Sampler
 from autopar.errors import UsageError
 from autopar.plan.plan import Plan
 from autopar.runtime.step.partial_batch import WholeBatch
-
-try:
-    from torchdata.stateful_dataloader import StatefulDataLoader
-except ImportError as missing:
-    raise UsageError.missing(
-        "package torchdata, which par.dataloader needs", fix='Run: pip install "autopar[data]"'
-    ) from missing
+from autopar.runtime.stream import StatefulDataLoader, StreamLoader, stream_loader, without_its_warning
 
 
 class PlannedBatches(Sampler[list[int]]):
@@ -46,8 +39,7 @@ class PlannedBatches(Sampler[list[int]]):
     ) -> None:
         self.num_samples, self.batch_size, self.drop_last = num_samples, batch_size, drop_last
         self._shuffle, self._seed = shuffle, seed
-        own = plan.samples_of(data_rank)
-        self._own = own if batch_size == plan.global_batch_size > len(own) else None
+        self._own = own_samples(plan, data_rank, batch_size)
         self.epoch, self.start = 0, 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -86,6 +78,12 @@ class PlannedBatches(Sampler[list[int]]):
             start += count
 
 
+def own_samples(plan: Plan, data_rank: int, batch_size: int) -> range | None:
+    """Which samples of a complete batch the data rank loads; None: all of them."""
+    own = plan.samples_of(data_rank)
+    return own if batch_size == plan.global_batch_size > len(own) else None
+
+
 class PlannedLoader(StatefulDataLoader):  # type: ignore[misc]
     """What ``par.dataloader`` returns: a data loader whose iterations are epochs, each in another order.
 
@@ -95,6 +93,14 @@ class PlannedLoader(StatefulDataLoader):  # type: ignore[misc]
 
     batch_sampler: PlannedBatches
     _given = 0
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.batch_sampler.batch_size
+
+    @property
+    def drops_last(self) -> bool:
+        return self.batch_sampler.drop_last
 
     def __iter__(self) -> Iterator[Any]:
         """What is left of the epoch."""
@@ -143,41 +149,49 @@ def planned_loader(  # noqa: PLR0913  keywords of the public call
     dataset: Dataset[Any],
     *,
     batch_size: int | None = None,
-    shuffle: bool = True,
-    seed: int = 0,
+    shuffle: bool | None = None,
+    seed: int | None = None,
     drop_last: bool = False,
     collate_fn: Callable[[list[Any]], Any] | None = None,
-    check_smaller: Callable[[int], None] = lambda _: None,
+    check_smaller: Callable[[int], object] = lambda _: None,
     **options: Any,
-) -> PlannedLoader:
+) -> PlannedLoader | StreamLoader:
     """See ``ParallelModel.dataloader``.
 
     Args:
         check_smaller: raises where the model cannot compute a batch of so many samples, which is smaller than the plan's.
 
     Raises:
-        UsageError: the data set has no length; a batch is larger than the plan's, or has samples that cannot be computed.
+        UsageError: a batch is larger than the plan's, or has samples that cannot be computed; a stream shall be shuffled.
     """
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-        raise UsageError(
-            f"{type(dataset).__name__} has no length and no order, so that its samples cannot be divided among data ranks",
-            fix="Use an ordinary DataLoader that gives every rank the samples of par.data_rank of par.data_size, "
-            "len(par.samples) a step",
-        )
-    size, num_samples = batch_size or plan.global_batch_size, len(cast("Any", dataset))
+    size = batch_size or plan.global_batch_size
     if size > plan.global_batch_size:
         raise UsageError(
             f"A batch of {size} samples is larger than that of the plan ({plan.global_batch_size})",
             fix=f"Leave batch_size out, or make the plan with global_batch_size={size}",
         )
-    rest = num_samples % size
     if size < plan.global_batch_size:
         check_smaller(size)
+    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        if shuffle or seed is not None:
+            raise UsageError(
+                f"{type(dataset).__name__} is a stream of samples, whose order is its own",
+                fix="Leave shuffle and seed out, and shuffle in the stream, on all ranks alike: dataset.shuffle(seed=0)",
+            )
+        own = own_samples(plan, data_rank, size)
+        return stream_loader(dataset, own, size, drop_last=drop_last, collate_fn=collate_fn, **options)
+    num_samples = len(cast("Any", dataset))
+    rest = num_samples % size
     if rest and not drop_last:
         check_smaller(rest)
     batches = PlannedBatches(
-        plan, data_rank, num_samples, batch_size=size, shuffle=shuffle, seed=seed, drop_last=drop_last
+        plan,
+        data_rank,
+        num_samples,
+        batch_size=size,
+        shuffle=shuffle is not False,
+        seed=seed or 0,
+        drop_last=drop_last,
     )
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "'set_vital' is deprecated", UserWarning)  # torchdata 0.11 on torch 2.13
+    with without_its_warning():
         return PlannedLoader(dataset, batch_sampler=batches, collate_fn=collate_fn, **options)

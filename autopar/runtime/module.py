@@ -139,6 +139,14 @@ class PlannedModule(nn.Module):
 
     register_backward_hook = register_full_backward_hook = register_full_backward_pre_hook = _no_hooks
 
+    def _replicate_for_data_parallel(self) -> NoReturn:
+        """What DataParallel asks of a module.
+
+        Raises:
+            UsageError: always.
+        """
+        raise _wrapped("DataParallel")
+
     # --- what cannot be
 
     if not TYPE_CHECKING:  # which knows better what there is
@@ -150,7 +158,8 @@ class PlannedModule(nn.Module):
                 if name in _ASKED_BY:
                     asker, instead = _ASKED_BY[name]
                     raise UsageError(f"A parallel model was given to {asker}", fix=f"Use {instead}") from None
-                raise absent(name) from None
+                given = self.__dict__.get("_given")
+                raise absent(name, None if given is None else given.model) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
         """As Python's: modules and parameters that are set do not become parts of this one.
@@ -184,7 +193,8 @@ class PlannedModule(nn.Module):
         """
         raise UsageError(
             "A parallel model cannot be copied, pickled or passed to torch.save",
-            fix="Write a checkpoint with par.save(DIR, optimizer), or copy its weights with par.full_state_dict()",
+            fix="Write a checkpoint with par.save(DIR, optimizer), or copy its weights with par.full_state_dict(). "
+            "Means of weights (EMA, SWA) are kept as copies of par.parameters(), without a copy of the model",
         )
 
 

@@ -21,9 +21,10 @@ from autopar.runtime.checkpoint.export import Export, ModelFacts
 from autopar.runtime.checkpoint.of_model import Beside, Checkpointed
 from autopar.runtime.checkpoint.state_dict import full_state_dict
 from autopar.runtime.checkpoint.write import Save
-from autopar.runtime.guard.checks import Parameters, check_can_run, check_evaluates, check_modes
+from autopar.runtime.guard.checks import Parameters, check_can_run, check_evaluates, check_modes, unknown_in_eval
 from autopar.runtime.guard.collective_calls import Calls, launched_on, ordinary
 from autopar.runtime.guard.failure_watch import Alarm
+from autopar.runtime.guard.norm_of_all import refuse_clipping
 from autopar.runtime.guard.original_model import Given
 from autopar.runtime.guard.out_of_memory import MemoryReport
 from autopar.runtime.guard.replicas import Replicas
@@ -38,7 +39,7 @@ from autopar.runtime.step.fsdp import forget_gathered
 from autopar.runtime.step.global_loss import GlobalLoss
 from autopar.runtime.step.gradients import Norm, clip
 from autopar.runtime.step.loss_scale import SCALER_NUMBERS, LossScale, ParallelScaler, StepLoss
-from autopar.runtime.step.partial_batch import PartialBatch, check_partial
+from autopar.runtime.step.partial_batch import PartialBatch, partial_of
 from autopar.runtime.step.runner import Accumulation, Batch, Pipeline, Runner, micro_batches
 from autopar.runtime.step.step_gradients import StepGradients
 from autopar.runtime.weights.from_model import Weights
@@ -49,6 +50,7 @@ from autopar.tracing.batch import positional, with_names
 
 if TYPE_CHECKING:
     from autopar.runtime.data import PlannedLoader
+    from autopar.runtime.stream import StreamLoader
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -123,10 +125,13 @@ class ParallelModel(PlannedModule):
         weakref.finalize(self, self._local_steps.remove)
         self._memory_report = self._calls.memory = MemoryReport(self.plan, world, held, self._local_steps)
         self._given = Given(weights.model)
+        self._unknown_in_eval = unknown_in_eval(program, weights.model)
         weakref.finalize(self, self._given.remove)
         self._module_state = ModuleState(program.graph.parameters, names_of(weights.model), held)
         self._names_of_inputs = positional(weights.model)
         self._outputs = ModelOutputs(program, world, weights, stages, held)
+        if self.plan.mesh.pp > 1 or self.plan.mesh.ep_data > 1:
+            refuse_clipping(h.parameter for h in held)
         self._show(held)
         self._show_buffers(self._state.named())
         self.monitor.holds(p for h in held for p in (h.parameter, self._local_steps.plain(h.parameter)))
@@ -208,12 +213,12 @@ class ParallelModel(PlannedModule):
     def evaluate(self, batch: Batch) -> Tensor:
         """The loss of a batch, as :meth:`train_step` takes it, without gradients and dropout; all ranks call it.
 
-        Parameters, gradients and counters stay as they are. Modules that run as they are written (opaque regions) are in
+        Batch norms read their running statistics. Parameters, gradients, buffers and counters stay as they are. Modules that run as they are written (opaque regions) are in
         their ``eval()``; what else a model does only in ``eval()`` a plan does not know, as it has been traced in training.
 
         Raises:
             UsageError: the batch does not fit the plan; the model draws random numbers of its own, or has buffers that
-                training changes (BatchNorm reads them only in ``eval()``).
+                training changes and that are no running statistics of a torch ``BatchNorm``.
         """
         with ordinary(), self._calls.together("evaluate"):
             self._calls.meet("evaluate")
@@ -223,8 +228,8 @@ class ParallelModel(PlannedModule):
         return self._loss.of(self._quiet_forward(batch, "evaluate")[0])
 
     def _quiet_forward(self, batch: Batch, purpose: str) -> tuple[Tensor | None, PartialBatch | None]:
-        """This rank's part of the loss, without gradients and dropout."""
-        check_evaluates(self._program)
+        """This rank's part of the loss, as in ``eval()``."""
+        check_evaluates(self._program, self._unknown_in_eval)
         check_modes(self.plan, self._world.device, learns=False)
         self._local_steps.restore()
         stages = self._assembly.stages
@@ -244,7 +249,7 @@ class ParallelModel(PlannedModule):
     def predict(self, batch: Batch, *, gather: bool = True) -> Any:
         """What the model returns for a batch, without gradients and dropout, under any plan; all ranks call it.
 
-        Parameters, gradients, counters and ``training`` stay as they are.
+        Batch norms read their running statistics. Parameters, gradients, buffers, counters and ``training`` stay as they are.
 
         Args:
             batch: as :meth:`evaluate` takes it. Inputs that only the loss needs (labels) may be left out: then the loss is None.
@@ -304,7 +309,8 @@ class ParallelModel(PlannedModule):
         if self._single is None:
             raise UsageError(
                 f"A model of {len(self._program.stages)} pipeline stages cannot be called in training: forward and backward run together",
-                fix="Replace `loss = par(**batch); loss.backward()` by `loss = par.train_step(batch)`. par.predict(batch) has the outputs",
+                fix="Replace `loss = par(**batch); loss.backward()` by `loss = par.train_step(batch)`, or the call by "
+                "autopar.integrations.loss.step_loss(par, batch). par.predict(batch) has the outputs",
             )
         check_modes(self.plan, self._world.device, learns=False)
         if torch.is_grad_enabled():
@@ -321,7 +327,7 @@ class ParallelModel(PlannedModule):
         self._commit()
         if loss.requires_grad:
             self.step_count += 1
-        return self._loss.called(loss, self._begin_called, self._finish_called), partial
+        return self._loss.called(loss, self._begin_called, self._finish_called, self.parameters()), partial
 
     def grad_scaler(self, **options: Any) -> ParallelScaler:
         """The ``torch.amp.GradScaler`` of this model, made once: for a plan in fp16, and switched off for others.
@@ -389,23 +395,24 @@ class ParallelModel(PlannedModule):
         """Of an error of torch's that there is no memory left: one that says what was predicted, and what there is."""
         return self._memory_report.error(error)
 
-    def dataloader(self, dataset: Dataset[Any], **options: Any) -> PlannedLoader:
+    def dataloader(self, dataset: Dataset[Any], **options: Any) -> PlannedLoader | StreamLoader:
         """A ``torchdata.stateful_dataloader.StatefulDataLoader`` that gives each rank its part of global batches.
 
         Ranks that share samples load the same ones. A batch smaller than the plan's (the last of an epoch) is loaded whole by
         every rank, as steps take it. All ranks give the same options.
 
         Args:
-            dataset: with a length and numbered samples.
-            options: ``batch_size`` (of the global batch; the plan's, or smaller), ``shuffle`` (True), ``seed`` (0),
-                ``drop_last`` (False), and those of torch's ``DataLoader``, such as ``collate_fn`` and ``num_workers``.
+            dataset: with a length and numbered samples, or a stream: what iterates over samples, in the same order on each rank.
+            options: ``batch_size`` (of the global batch; the plan's, or smaller), ``shuffle`` (True), ``seed`` (0; both
+                not of a stream), ``drop_last`` (False), and those of torch's ``DataLoader``, such as ``collate_fn`` and ``num_workers``.
 
         Raises:
-            UsageError: torchdata is missing, the data set has no length, or its batches cannot be computed.
+            UsageError: torchdata is missing, or the data set's batches cannot be computed (in training, or after ``par.eval()`` in an
+                evaluation).
         """
         from autopar.runtime.data import planned_loader
 
-        check = functools.partial(check_partial, self._program)
+        check = functools.partial(partial_of, self._program, data_rank=self.data_rank, trains=self.training)
         return planned_loader(self.plan, self.data_rank, dataset, check_smaller=check, **options)
 
     # --- checkpoints

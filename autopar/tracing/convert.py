@@ -21,13 +21,14 @@ from autopar.tracing.forms.indexing import INDEXING
 from autopar.tracing.forms.losses import LOSSES
 from autopar.tracing.forms.means import SHIFTS, SUMS
 from autopar.tracing.forms.moe import experts_of
+from autopar.tracing.forms.norms import NORMS
 from autopar.tracing.forms.products import PRODUCTS
 from autopar.tracing.forms.random import random_call
 from autopar.tracing.forms.recurrent import LAYERS
 from autopar.tracing.opaque.regions import opaque_of
 
 _ALL_HANDLERS = (
-    HANDLERS | LAYERS | INDEXING | PRODUCTS | LOSSES | SUMS | SHIFTS | {"autopar.experts.default": experts_of}
+    HANDLERS | LAYERS | INDEXING | PRODUCTS | NORMS | LOSSES | SUMS | SHIFTS | {"autopar.experts.default": experts_of}
 )
 _DROPPED = ("_assert", "sym_", "_assert_tensor_metadata", "_guards_fn")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')

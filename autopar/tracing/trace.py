@@ -28,6 +28,7 @@ from autopar.tracing.convert import Converter, needs_decomposition, source_of
 from autopar.tracing.failures import EXPORTS, FAILURES, NO_VALUES, explained, module_of_failure, not_copied
 from autopar.tracing.finish import finish
 from autopar.tracing.forms.moe import swap_experts
+from autopar.tracing.forms.norms import swap_norms
 from autopar.tracing.guards import batch_size_numbers as counts
 from autopar.tracing.guards import raise_only_branches as checks
 from autopar.tracing.guards import repeated_steps as steps
@@ -294,13 +295,22 @@ def pick_loss(output: Any, place: str) -> torch.Tensor:
     """The entry or attribute ``loss`` of what a model returns, or else its first floating scalar.
 
     Raises:
-        TraceError: there is none.
+        TraceError: there is none, or a dict has several and none of them is called so.
     """
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     leaves = [named] if isinstance(named, torch.Tensor) else pytree.tree_leaves(output)
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor) and leaf.dim() == 0 and leaf.is_floating_point():
-            return leaf
+    scalars = [v for v in leaves if isinstance(v, torch.Tensor) and v.dim() == 0 and v.is_floating_point()]
+    if isinstance(output, Mapping) and not isinstance(named, torch.Tensor):
+        learned = {key: v for key, v in output.items() if any(v is one and one.requires_grad for one in scalars)}
+        if len(learned) > 1:
+            raise TraceError(
+                f"The model returns several losses ({', '.join(map(str, learned))}), and none is called loss",
+                where=place,
+                fix="Say how they make one: return their sum as loss, or give "
+                f"loss_fn=lambda output, batch: {' + '.join(f'output[{key!r}]' for key in learned)}",
+            )
+    if scalars:
+        return scalars[0]
     shapes = [
         str(tuple(leaf.shape)) + ("" if leaf.is_floating_point() else f" in {str(leaf.dtype).removeprefix('torch.')}")
         for leaf in leaves
@@ -335,6 +345,7 @@ def _fake_model(model: torch.nn.Module, mode: FakeTensorMode) -> torch.nn.Module
     except FAILURES as error:
         raise not_copied(error, model) from error
     swap_experts(copied)
+    swap_norms(copied)
     return copied
 
 

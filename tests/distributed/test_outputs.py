@@ -160,6 +160,19 @@ def test_a_call_in_training_gives_outputs_and_a_loss_with_gradients(pool: Worker
         assert_close(found["gradients"], gradients)
 
 
+def test_other_outputs_of_a_training_call_say_what_they_are_not(pool: WorkerPool) -> None:
+    subject, plan, graph = planned("metrics", "dp2 x tp2")
+    batch = subject.make_batch(8, seed=1)
+    for said in pool.run(returning.read_in_training, subject, plan, graph, batch, size=4, timeout_s=90.0):
+        assert said["read"].startswith("The output more.accuracy is computed from complete values")
+        assert said["stacked"].startswith("The output more.guess is computed from complete values")
+        assert said["shown"] == "<more.accuracy: not computed in training, par.predict(batch) has it>"
+        assert said["added"].startswith(
+            "The output logits of par(**batch) was made a part of a loss, but only the plan's"
+        )
+        assert said["inputs"] is False
+
+
 @pytest.mark.parametrize("samples", [3, 6, 7])
 @pytest.mark.parametrize("layout", ["dp4 ZeRO 3", "pp2 x dp2"])
 def test_outputs_of_a_smaller_batch(pool: WorkerPool, layout: str, samples: int) -> None:
@@ -193,7 +206,7 @@ def test_outputs_of_experts_over_data_ranks(pool: WorkerPool) -> None:
 def test_one_stage_is_needed_for_a_loss_with_gradients(pool: WorkerPool) -> None:
     subject, plan, graph = planned("pair", "pp2 x dp2")
     batch = subject.make_batch(8, seed=1)
-    with pytest.raises(Exception, match=r"par\.train_step\(batch\)`\. par\.predict\(batch\) has the outputs"):
+    with pytest.raises(Exception, match=r"by autopar\.integrations\.loss\.step_loss\(par, batch\)\. par\.predict"):
         pool.run(returning.called, subject, plan, graph, batch, size=4, timeout_s=90.0)
     assert loss_of(subject.build()(**batch)).requires_grad
 

@@ -199,16 +199,20 @@ def test_a_rank_that_cannot_build_its_part_ends_all(tmp_path: Path) -> None:
             "LBFGS needs all parameters at once, but each rank of a pipeline has those of its stages. Pin pp=1",
         ),
         ("dp4 ZeRO 3", "Adafactor", "Adafactor needs each matrix complete"),
+        (
+            "pp2 x dp2",
+            "clipping",
+            "would be that of this rank's pipeline stages or experts alone. Call par.clip_grad_norm_",
+        ),
+        ("dp4 ZeRO 3", "clipping", ""),
     ],
 )
-def test_optimizers_that_need_what_other_ranks_hold_are_refused(
-    pool: WorkerPool, layout: str, kind: str, said: str
-) -> None:
-    """LBFGS took other steps than one device; Adafactor ended in an error of DTensor's."""
+def test_what_needs_what_other_ranks_hold_is_refused(pool: WorkerPool, layout: str, kind: str, said: str) -> None:
+    """LBFGS took other steps than one device; Adafactor ended in an error of DTensor's; each rank clipped by its own norm."""
     subject, plan, graph = planned(layout, "gpt2")
     (batch,) = batches(subject, 1)
     found = pool.run(jobs.step_refused, subject, plan, graph, batch, kind, size=plan.mesh.world_size, timeout_s=60.0)
-    assert all(said in message for message in found), found
+    assert all(said in message and bool(said) == bool(message) for message in found), found
 
 
 def test_muon_on_split_matrices_steps_as_on_whole_ones(pool: WorkerPool) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import pytest
 
 from autopar.graph.graph import Graph
-from autopar.runtime.job import stop
 from autopar.verification.against_one_device import PRELOAD
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.integrations.ranks import SUBJECT
@@ -25,10 +24,3 @@ def pair() -> Iterator[WorkerPool]:
 def graph() -> Graph:
     found: Graph = SUBJECT.trace()
     return found
-
-
-@pytest.fixture(autouse=True)
-def no_group_left() -> Iterator[None]:
-    """Of what a test makes parallel in this process."""
-    yield
-    stop()

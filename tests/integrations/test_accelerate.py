@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from autopar.graph.graph import Graph
+from autopar.plan.plan import FP16
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.close import assert_close
 from tests.support.integrations import accelerated
-from tests.support.integrations.ranks import PLANS, plan_of
+from tests.support.integrations.ranks import PLANS, graph_in, plan_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -34,6 +35,14 @@ def test_a_loop_equals_one_process(pair: WorkerPool, graph: Graph, name: str, co
             assert_close(mine, theirs, 1e-5, place=f"step {number}")
 
 
+def test_a_loop_in_fp16_scales_and_clips_as_the_plan_says(pair: WorkerPool) -> None:
+    """Norms are those of the loss, not of the scaled one; no step is skipped."""
+    graph = graph_in("fp16")
+    plan = plan_of("pp2", graph, precision=FP16)
+    for found in pair.run(accelerated.parallel, plan, graph, 2, "fp16", timeout_s=100.0):
+        assert_close([step[:3] for step in found["steps"]], [step[:3] for step in wanted(2)["steps"]], 2e-2)
+
+
 def test_what_would_not_train_it_says_what_does(pair: WorkerPool, graph: Graph) -> None:
     for said in pair.run(accelerated.given_to_others, plan_of("tp2", graph), graph, timeout_s=100.0):
         assert [text.split(".")[0] for text in said] == [
@@ -41,7 +50,7 @@ def test_what_would_not_train_it_says_what_does(pair: WorkerPool, graph: Graph) 
             "A parallel model was given to transformers",
             "The Accelerator of autopar was given a Linear, not a parallel model",
             "This Accelerator has no parallel model",
-            "Mixed precision (bf16) was asked of accelerate, but the plan has the precision",
+            "The precision that the training loop asks for and that of the plan does not match",
         ]
         assert "Use autopar.integrations.accelerate.Accelerator in its place" in said[0]
         assert "Use autopar.integrations.hf.Trainer in its place" in said[1]

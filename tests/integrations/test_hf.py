@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from autopar.graph.graph import Graph
+from autopar.plan.plan import BF16
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.close import assert_close
 from tests.support.integrations import hf
-from tests.support.integrations.ranks import PLANS, plan_of
+from tests.support.integrations.ranks import PLANS, graph_in, plan_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -90,13 +91,25 @@ def test_the_best_model_is_loaded_at_the_end(pair: WorkerPool, graph: Graph, tmp
         assert_close(found["test"], expected["test"], 1e-4)
 
 
+def test_a_training_may_ask_for_the_precision_of_the_plan(pair: WorkerPool, tmp_path: Path) -> None:
+    graph = graph_in("bf16")
+    plan = plan_of("tp2", graph, precision=BF16)
+    changes = {"bf16": True, "num_train_epochs": 1}
+    options = {"metrics": False}
+    expected = hf.alone(str(tmp_path), {"num_train_epochs": 1}, **options)["logs"]
+    for found in pair.run(hf.parallel, plan, graph, str(tmp_path), changes, options, timeout_s=100.0):
+        for mine, theirs in zip(found["logs"][:4], expected[:4], strict=True):
+            assert_close([mine["loss"], mine["grad_norm"]], [theirs["loss"], theirs["grad_norm"]], 5e-2)
+
+
 def test_what_the_plan_has_settled_is_refused(pair: WorkerPool, graph: Graph, tmp_path: Path) -> None:
     for said in pair.run(hf.refused, plan_of("tp2", graph), graph, str(tmp_path), timeout_s=100.0):
         assert [text.split(". ")[0] for text in said] == [
             "The Trainer of autopar was given a GPT2LMHeadModel, not a parallel model",
             "The batch of the Trainer (for which all ranks are one device) and that of the plan does not match",
             "A loss that the Trainer computes (compute_loss_func, label_smoothing_factor) is not supported",
-            "Mixed precision (bf16) was asked of accelerate, but the plan has the precision",
+            "The precision that the training loop asks for and that of the plan does not match",
+            "TrainingArguments(gradient_checkpointing=...) with a parallel model is not supported",
             "Another batch size or model in the course of a training (auto_find_batch_size, model_init) is not supported",
             f"No complete checkpoint in {tmp_path}",
         ]

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from autopar.graph.graph import Graph
+from autopar.plan.plan import FP16
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.close import assert_close
 from tests.support.integrations import lit
-from tests.support.integrations.ranks import PLANS, plan_of
+from tests.support.integrations.ranks import PLANS, graph_in, plan_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -34,6 +35,14 @@ def test_a_training_equals_one_process(
     for found in ranks:
         for part in ("seen", "validated", "logged"):
             assert_close(found[part], expected[part], 1e-5, place=part)
+
+
+def test_a_training_in_fp16_scales_and_clips_as_the_plan_says(pair: WorkerPool, tmp_path: Path) -> None:
+    graph = graph_in("fp16")
+    plan = plan_of("ZeRO 3", graph, precision=FP16)
+    options = {"accumulate_grad_batches": 2, "precision": "16-mixed"}
+    for found in pair.run(lit.parallel, plan, graph, str(tmp_path), options, timeout_s=100.0):
+        assert_close(found["seen"], wanted(2)["seen"], 2e-2)
 
 
 @pytest.mark.parametrize(("first", "second"), [("tp2", "pp2"), ("ZeRO 3", "tp2")])

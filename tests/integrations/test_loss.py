@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import UsageError
-from autopar.integrations.loss import step_loss
+from autopar.integrations.loss import parts_are_explained, step_loss
 
 
 class Model(nn.Module):
@@ -72,7 +72,44 @@ def test_backward_is_called_once() -> None:
         loss.backward()
 
 
-def test_a_scaled_loss_is_refused() -> None:
-    _, par = pair(precision="fp16")
-    with pytest.raises(UsageError, match="A plan in fp16 in another library's training loop is not supported"):
+def test_a_loss_in_fp16_is_given_to_the_scaler() -> None:
+    """Which takes what comes for its own loss: gradients are scaled once."""
+    model, par = pair(precision="fp16")
+    with pytest.raises(UsageError, match=r"Write scaler = par\.grad_scaler\(\) before the first step"):
         step_loss(par, BATCHES[0])
+    scaler = par.grad_scaler(init_scale=1024.0)
+    with pytest.raises(UsageError, match="a loss that the scaler of this model has not scaled"):
+        step_loss(par, BATCHES[0]).backward()
+    scaler.scale(step_loss(par, BATCHES[1]) / 2).backward()
+    optimizer = torch.optim.SGD(par.parameters(), lr=0.1)
+    with pytest.raises(UsageError, match="still times the scale"):
+        par.clip_grad_norm_(1.0)
+    scaler.unscale_(optimizer)
+    (step_loss(model, BATCHES[1]) / 2).backward()
+    for name, value in gradients(model).items():
+        torch.testing.assert_close(gradients(par)[name], value, rtol=1e-2, atol=1e-3)
+
+
+def test_outputs_that_meet_ordinary_tensors_are_explained() -> None:
+    with pytest.raises(UsageError, match="Give the loss to the plan"), parts_are_explained():
+        raise RuntimeError("aten.add.Tensor got mixed torch.Tensor and DTensor, need to convert all")
+    with pytest.raises(RuntimeError, match="another"), parts_are_explained():
+        raise RuntimeError("another")
+
+
+@pytest.mark.parametrize("called", [False, True])
+def test_gradients_that_would_not_be_those_of_all_ranks_are_refused(called: bool) -> None:
+    _, par = pair()
+
+    def loss() -> Tensor:
+        found: Tensor = par(**BATCHES[0])["loss"] if called else step_loss(par, BATCHES[0])
+        return found
+
+    parameters = list(par.parameters())
+    with pytest.raises(UsageError, match=r"gradient of gradients \(create_graph=True\) is not supported"):
+        loss().backward(create_graph=True)
+    with pytest.raises(UsageError, match=r"torch\.autograd\.grad or backward\(inputs=\.\.\.\)"):
+        torch.autograd.grad(loss(), parameters)
+    penalty = sum((p.abs().sum() for p in parameters), torch.zeros(()))
+    with pytest.raises(UsageError, match="The loss was added to a DTensor, as a penalty"):
+        (loss() + penalty).backward()

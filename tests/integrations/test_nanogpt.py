@@ -3,39 +3,33 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 import autopar
 from autopar.runtime.job import PLAN
+from autopar.verification.rank_pool import WorkerPool
 from tests.support.close import assert_close
+from tests.support.scripts import run_script
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(400)]
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_nanogpt.py"
 MARKED = re.compile(r"^(?P<indent> *)\S.*  # autopar(?:, was: (?P<was>.*))?$", re.MULTILINE)
 SMALL = ("--layers=2", "--hidden=32", "--dropout=0", "--steps=6")
-LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
 def without_autopar(text: str) -> str:
     return MARKED.sub(lambda found: found["indent"] + found["was"] if found["was"] else "", text)
 
 
-def run(folder: Path, *command: str, plan: Path | None = None) -> dict[str, Any]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parents[1])}
-    done = subprocess.run(
-        [sys.executable, *command, *SMALL, f"--folder={folder}"],
-        check=False, timeout=180, env=environment | ({PLAN: str(plan)} if plan else {}), capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+def record(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((folder / "record.json").read_text())
     return found
 
@@ -62,8 +56,9 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> Plans:
     return Plans(tmp_path_factory.mktemp("plans"))
 
 
-def parallel(folder: Path, plan: Path, *more: str) -> dict[str, Any]:
-    return run(folder, *LAUNCHER, str(SCRIPT), *more, plan=plan)
+def parallel(pair: WorkerPool, folder: Path, plan: Path, *more: str) -> dict[str, Any]:
+    pair.run(run_script, str(SCRIPT), [*more, *SMALL, f"--folder={folder}"], {PLAN: str(plan)}, timeout_s=180.0)
+    return record(folder)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +66,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("alone")
     script = folder / "train.py"
     script.write_text(without_autopar(SCRIPT.read_text()))
-    return run(folder, str(script))
+    with mock.patch.object(sys, "argv", [str(script), *SMALL, f"--folder={folder}"]):
+        runpy.run_path(str(script), run_name="__main__")
+    return record(folder)
 
 
 def test_few_lines_make_it_parallel() -> None:
@@ -82,13 +79,13 @@ def test_few_lines_make_it_parallel() -> None:
     compile(rest, "train.py", "exec")
 
 
-@pytest.mark.parametrize(("first", "second"), [("dp=2 zero=3", "pp=2")])
+@pytest.mark.parametrize(("first", "second"), [("dp=2 zero=3", "pp=2"), ("tp=2", "dp=2 zero=3")])
 def test_it_trains_and_goes_on_as_on_one_device(
-    alone: dict[str, Any], plans: Plans, tmp_path: Path, first: str, second: str
+    pair: WorkerPool, alone: dict[str, Any], plans: Plans, tmp_path: Path, first: str, second: str
 ) -> None:
     """Losses and norms of gradients, with a checkpoint in the middle that another plan goes on from."""
-    steps = parallel(tmp_path, plans.file(first), "--stop=3")["steps"]
-    found = parallel(tmp_path, plans.file(second))
+    steps = parallel(pair, tmp_path, plans.file(first), "--stop=3")["steps"]
+    found = parallel(pair, tmp_path, plans.file(second))
     assert len(steps) == 3
     assert_close([*steps, *found["steps"]], alone["steps"], 2e-5)
     assert_close(found["validation"], alone["validation"], 2e-5)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from autopar import api
 from autopar.errors import UsageError
@@ -127,20 +128,65 @@ def test_a_last_batch_as_large_as_a_share_is_known_as_whole(plans: dict[str, Pla
     assert [len(batch["x"]) for batch in last] == [4, 4]
     assert isinstance(last[0], WholeBatch)
     sizes = BatchSizes(plan, 0, lambda _: True)
-    assert sizes.partial(dict(last[0]), 4, "train_step") is None
-    found = sizes.partial(last[0], 4, "train_step")
-    assert found is not None
-    assert found.share == 0.5
+    assert not sizes.is_partial(dict(last[0]), 4, "train_step")
+    assert sizes.is_partial(last[0], 4, "train_step")
 
 
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Any:
-        return iter(range(3))
+class Stream(IterableDataset[dict[str, Tensor]]):
+    """Gives each worker process other samples, as streams are told to."""
+
+    def __init__(self, length: int = 27) -> None:
+        self.length, self.epoch = length, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        worker = get_worker_info()
+        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        return ({"x": torch.tensor(100 * self.epoch + i)} for i in range(first, self.length, step))
+
+
+def streams(plan: Plan, **options: Any) -> list[Any]:
+    """One for each data rank."""
+    return [planned_loader(plan, rank, Stream(), **options) for rank in range(plan.mesh.data)]
+
+
+@pytest.mark.parametrize(
+    ("name", "workers"), [("one", 0), ("dp2", 0), ("dp2", 2), ("dp4", 0), ("tp2 x dp2", 0), ("unequal", 0)]
+)
+def test_a_stream_is_divided_under_any_plan(plans: dict[str, Plan], name: str, workers: int) -> None:
+    """Also where an epoch is begun in its middle, at a position of another plan's loader."""
+    made = streams(plans[name], num_workers=workers)
+    first = [together(list(batches)) for batches in zip(*made, strict=True)]
+    assert first == [list(range(i, min(i + 8, 27))) for i in range(0, 27, 8)]
+    (alone,) = streams(plans["one"])
+    alone.set_epoch(1)
+    iterator = iter(alone)
+    for _ in range(2):
+        next(iterator)
+    assert alone.state_dict() == {"epoch": 1, "samples": 16}
+    for loader in made:
+        loader.load_state_dict(alone.state_dict())
+        loader.set_epoch(1)
+    rest = [together(list(batches)) for batches in zip(*made, strict=True)]
+    assert rest == [list(range(116, 124)), list(range(124, 127))]
+    assert {tuple(loader.state_dict().items()) for loader in made} == {(("epoch", 2), ("samples", 0))}
+
+
+def test_a_stream_without_its_rest_and_one_that_is_no_dataset(plans: dict[str, Plan]) -> None:
+    assert [len(batch["x"]) for batch in streams(plans["dp2"], drop_last=True)[0]] == [4, 4, 4]
+    plain = planned_loader(plans["dp2"], 1, iter([{"x": torch.tensor(i)} for i in range(8)]))  # type: ignore[arg-type]
+    assert [batch["x"].tolist() for batch in plain] == [[4, 5, 6, 7]]
+    with pytest.raises(TypeError, match="has no len"):
+        len(plain)
 
 
 def test_what_cannot_be_loaded_is_refused(plans: dict[str, Plan]) -> None:
-    with pytest.raises(UsageError, match="Stream has no length and no order"):
-        planned_loader(plans["dp2"], 0, Stream())
+    with pytest.raises(UsageError, match="Stream is a stream of samples, whose order is its own"):
+        streams(plans["dp2"], shuffle=True)
+    with pytest.raises(UsageError, match="persistent_workers=True is not supported"):
+        streams(plans["dp2"], num_workers=1, persistent_workers=True)
     with pytest.raises(UsageError, match=r"A batch of 16 samples is larger than that of the plan \(8\)"):
         loaders(plans["dp2"], batch_size=16)
     (loader,) = loaders(plans["one"])
@@ -183,6 +229,10 @@ def test_the_model_makes_a_loader_and_knows_which_batches_it_can_compute() -> No
     for found in par.dataloader(Rows()):
         assert par.evaluate(found).isfinite()
     meeting = api.parallelize(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), **parts)
-    with pytest.raises(UsageError, match=r"A batch of 2 samples is smaller .* depend on each other.*drop_last=True"):
-        meeting.dataloader(Rows())
-    assert len(list(meeting.dataloader(Rows(), drop_last=True))) == 2
+    with pytest.raises(
+        UsageError, match=r"A batch of 3 samples is smaller .* samples of this model meet.*drop_last=True"
+    ):
+        meeting.dataloader(Rows(), batch_size=3)
+    assert meeting.train_step([*meeting.dataloader(Rows())][-1]).isfinite()
+    meeting.eval()
+    assert all(meeting.evaluate(found).isfinite() for found in meeting.dataloader(Rows(), batch_size=3))

@@ -191,6 +191,17 @@ def test_wrappers_are_refused_and_leave_the_model_as_it_was(wrap: Callable[[nn.M
     assert parallel.train_step(batch).item() == pytest.approx(loss_of(SUBJECT.build()(**batch)).item(), rel=1e-6)
 
 
+def test_what_the_model_has_is_told_where_it_is_now() -> None:
+    model = SUBJECT.build()
+    parallel = build(model)
+    with pytest.raises(
+        AttributeError, match=r"no attribute 'transformer': it has no layers.*named_parameters\(\) as tr"
+    ):
+        parallel.transformer.wte.register_forward_hook(print)
+    with pytest.raises(AttributeError, match=r"no attribute 'name_or_path'\. Instead: model\.name_or_path"):
+        parallel.name_or_path  # noqa: B018
+
+
 def test_what_cannot_be_is_refused_in_one_sentence() -> None:
     parallel = build()
     for take in (copy.copy, copy.deepcopy, pickle.dumps):

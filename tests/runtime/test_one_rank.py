@@ -9,7 +9,7 @@ import re
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -496,6 +496,9 @@ def test_weights_that_are_loaded_into_the_model_too_late_are_told_of(caplog: pyt
     assert told(lambda model, _: model.load_state_dict(other))
     assert told(lambda model, _: model.load_state_dict(other, assign=True))
     assert not told(lambda model, _: model.eval())
+    assert "have hooks" not in caplog.text
+    assert not told(lambda model, _: model.get_submodule("transformer.h.0").register_forward_hook(print))
+    assert "layers of the model have hooks (transformer.h.0), which no step calls" in caplog.text
     assert not told(lambda model, parallel: model.load_state_dict(parallel.full_state_dict()))
 
 
@@ -515,6 +518,16 @@ def test_an_optimizer_of_whole_parameters_is_told_of_parts(caplog: pytest.LogCap
     assert len(told) == 1
     assert "Unknown is not known to step element by element, and gets parts" in told[0]
     assert "attn.c_attn.weight[0:32]" in told[0]
+
+
+def test_another_adafactor_than_torchs_is_refused() -> None:
+    """It ended in an error of DTensor's."""
+    parallel = build()
+    optimizer = type("Adafactor", (Unknown,), {"__module__": "transformers.optimization"})(parallel.parameters())
+    with pytest.raises(
+        UsageError, match=r"The Adafactor of transformers is not supported\. Use torch\.optim\.Adafactor"
+    ):
+        optimizer.step()
 
 
 def test_buckets_leave_after_the_last_backward() -> None:
@@ -571,17 +584,31 @@ def test_models_and_batches_of_any_dtype_are_computed_in_the_plans(own: str, pre
     assert found.item() == pytest.approx(model(**batch).item(), rel=2e-2 if "bf" in own + precision else 1e-6)
 
 
+class Own(nn.Module):
+    """A batch norm that may do what it likes in ``eval()``."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(size))
+        self.register_buffer("variance", torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.batch_norm(x, self.mean, self.variance, training=True)
+
+
 class Noisy(nn.Module):
     """Dropout, or else what an evaluation does not know."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind, self.first, self.drop = kind, nn.Linear(8, 8), nn.Dropout(0.5)
-        self.norm = nn.BatchNorm1d(8) if kind == "statistics" else nn.Identity()
+        norms = {"statistics": nn.BatchNorm1d, "own": Own, "input": partial(nn.BatchNorm1d, affine=False)}
+        self.norm = norms.get(kind, nn.Identity)(8)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.drop(x) if self.kind == "inputs" else x
-        x = self.drop(self.norm(self.first(x)))
+        x = self.first(self.norm(x)) if self.kind == "input" else self.norm(self.first(x))
+        x = self.drop(x)
         if self.kind == "noise":
             x = x + torch.rand_like(x)
         return x.square().mean()
@@ -594,7 +621,9 @@ class Noisy(nn.Module):
         ("dropout", ("drop",), ""),
         ("inputs", (), ""),
         ("noise", (), "aten.rand_like"),
-        ("statistics", (), "buffers norm.running_mean, norm.running_var"),
+        ("statistics", (), ""),
+        ("input", (), ""),
+        ("own", (), "buffers norm.mean, norm.variance, and what eval"),
     ],
 )
 def test_an_evaluation_has_no_dropout_and_knows_what_it_does_not_know(
@@ -609,13 +638,29 @@ def test_an_evaluation_has_no_dropout_and_knows_what_it_does_not_know(
         with pytest.raises(UsageError, match=f"cannot be evaluated.*{value}.* Put par.full_state_dict"):
             parallel.evaluate(batch)
         return
-    wanted = model.eval()(**batch).item()
-    assert parallel.evaluate(batch).item() == pytest.approx(wanted, rel=1e-6)
-    assert parallel.train_step(batch).item() != pytest.approx(wanted, rel=1e-3)
-    assert parallel.evaluate(batch).item() == pytest.approx(wanted, rel=1e-6)
+    model.eval()
+    for _ in range(2):
+        model.load_state_dict(parallel.full_state_dict())
+        for found in (batch, {"x": batch["x"][:3]}):
+            assert parallel.evaluate(found).item() == pytest.approx(model(**found).item(), rel=1e-6)
+        assert parallel.train_step(batch).item() != pytest.approx(model(**batch).item(), rel=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["statistics", "exact"])
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_batch_norms_compute_low_by_statistics_in_the_models_dtype(is_frozen: bool) -> None:
+    torch.manual_seed(0)
+    model, batch = Noisy("statistics").train(), {"x": torch.randn(4, 8)}
+    model.drop.eval()
+    model.norm.train(not is_frozen)
+    traced = api.trace(model, example_inputs=batch, global_batch_size=4, precision="bf16")
+    plan = make_plan(traced, Mesh(), global_batch_size=4, micro_batch_size=4, precision=BF16)
+    parallel = ParallelModel(lower(plan, traced), World(plan.mesh, "cpu"), ModelWeights(model, 0))
+    assert parallel.train_step(batch).item() == pytest.approx(model(**batch).item(), rel=2e-2)
+    assert_close(parallel.full_state_dict(), model.state_dict(), 2e-2)
+    assert parallel.evaluate(batch).item() == pytest.approx(model.eval()(**batch).item(), rel=2e-2)
+
+
+@pytest.mark.parametrize("kind", ["statistics", "input", "exact"])
 def test_a_smaller_batch_of_samples_that_depend_on_each_other_is_refused(kind: str) -> None:
     torch.manual_seed(0)
     model, batch = Noisy(kind), {"x": torch.randn(4, 8)}
@@ -624,10 +669,15 @@ def test_a_smaller_batch_of_samples_that_depend_on_each_other_is_refused(kind: s
     plan = make_plan(traced, Mesh(), global_batch_size=4, micro_batch_size=4)
     parallel = ParallelModel(lower(plan, traced), World(plan.mesh, "cpu"), ModelWeights(model, 0))
     parallel.train_step(batch)
-    with pytest.raises(
-        UsageError, match=r"A batch of 3 samples is smaller than that of the plan \(4\).*drop_last=True"
-    ):
-        parallel.train_step({"x": batch["x"][:3]})
+    for size, why in {
+        3: r"divides 4, or none. .*drop_last=True.* or make it one of 2 or 4 samples; evaluations take any number",
+        1: "of one sample a batch norm has no statistics. .*drop_last=True",
+    }.items():
+        why = "depend on each other. .*drop_last=True" if kind == "exact" else why
+        with pytest.raises(
+            UsageError, match=rf"A batch of {size} samples is smaller than that of the plan \(4\).*{why}"
+        ):
+            parallel.train_step({"x": batch["x"][:size]})
     parallel.train_step(batch)
 
 

@@ -386,6 +386,14 @@ def test_a_failure_in_forward_names_the_line_and_the_reason() -> None:
             lambda: trace(nn.Linear(4, 4), (torch.ones(2, 4),), loss_fn=lambda y, _: y.argmax(1).sum()),
             r"no scalar loss: outputs of shape \(\) in int64",
         ),
+        (
+            lambda: trace(
+                nn.Linear(4, 4),
+                (torch.ones(2, 4),),
+                loss_fn=lambda y, _: {"a": y.sum(), "b": y.mean(), "n": y.detach().sum()},
+            ),
+            r"several losses \(a, b\), and none is called loss\..* output\['a'\] \+ output\['b'\]",
+        ),
         (lambda: trace(nn.Linear(4, 4), ()), "No example input is a tensor"),
         (lambda: trace(nn.Linear(4, 4), (torch.ones(2, 4), torch.ones(2))), "Too many positional example inputs"),
         (

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tools.fakes.build import build
-from tools.fakes.cases import LISTED, PLANS, Case
+from tools.fakes.cases import LISTED, PLANS, Case, wrong
 from tools.revision import revision
 
 PAGE = Path(__file__).parents[2] / "docs" / "evidence" / "launches.md"
@@ -47,15 +47,20 @@ def listed() -> str:
 
 def main() -> None:
     """See the module."""
-    lines = [HEAD.format(version=torch.__version__.partition("+")[0], revision=revision())]
+    lines, faults = [HEAD.format(version=torch.__version__.partition("+")[0], revision=revision())], list[str]()
     with tempfile.TemporaryDirectory() as folder:
         guard = build(Path(folder), Path(torch.__file__).parent)
         for group, cases in PLANS.items():
             output = Path(folder) / f"{group}.json"
-            subprocess.run([sys.executable, "-m", "tools.fakes.driver", str(guard), str(output), group], check=True)
+            subprocess.run([sys.executable, "-m", "tools.fakes.driver", str(guard), str(output), *cases], check=True)
             found = json.loads(output.read_text())
             for name, case in cases.items():
                 lines += [row(name, case, rank, found[f"{name} rank {rank}"]) for rank in case.run]
+                faults += [
+                    f"{name} rank {rank}: {fault}" for rank in case.run for fault in wrong(found[f"{name} rank {rank}"])
+                ]
+    if faults:
+        raise SystemExit("\n".join(faults))
     PAGE.write_text("".join([*lines, listed()]))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 GPT2 = "hf:gpt2?n_embd=64&n_layer=2&n_head=4&vocab_size=256&n_positions=64"
 QUIET = GPT2 + "&attn_pdrop=0&embd_pdrop=0&resid_pdrop=0"
@@ -122,6 +123,15 @@ def _plans() -> dict[str, dict[str, Case]]:
 
 PLANS = _plans()
 
+IN_THE_SUITE = frozenset((
+    *("one rank", "tp", "tp x dp ZeRO 3", "dp replicated", "recompute selective", "t5 dp", "cp ring"),
+    *("1F1B", "interleaved x tp with dropout", "pp x cp"),
+    *("experts on one rank", "experts over data and tp, ZeRO 3 recomputed", "experts in a pipeline"),
+    *("dropout ZeRO 3", "dropout cp x tp", "fp16 scaled", "offloaded activations", "offloaded optimizer"),
+    *("buffers", "regions"),
+))  # fmt: skip
+"""Each mechanism once, where it meets most others; ``python -m tools.benchmarks.launches`` runs all plans by the same checks."""
+
 SAVES, LOADS = "save", "load"
 """Phases in which the host waits for everything: a checkpoint is written and read there."""
 
@@ -159,3 +169,27 @@ LISTED: dict[tuple[str, str, str], str] = {
     ): "whether copies of parameters differ: before one step in a thousand, and before a checkpoint",
 }
 """Where a program may wait or keep states: kind, what, and file and function, with the reason."""
+
+
+def wrong(found: dict[str, Any]) -> list[str]:
+    """What is wrong with what was seen of a plan on one rank; nothing where it runs on its device alone."""
+    if found["error"]:
+        return [found["error"]]
+    said = [
+        f"{phase}: {kind}: {what} in {where}"
+        for phase, kind, what, where, _ in found["seen"]
+        if kind == "devices mixed"
+    ]
+    quiet = {SAVES, LOADS, "build", "warm", "end"}
+    said += [
+        f"{phase}: {kind}: {what} in {where} is not listed"
+        for phase, kind, what, where, _ in found["seen"]
+        if (kind, what, where) not in LISTED and phase not in quiet
+    ]
+    launches = found["launches"]
+    said += ["a step launches nothing"] * (launches["step"] <= 100)
+    return said + [
+        f"a step launches {launches['step']} kernels, but {launches[phase]} in the phase {phase!r}"
+        for phase in ("loaded", "batch on the device")
+        if launches[phase] < launches["step"]
+    ]

@@ -1,4 +1,4 @@
-"""Runs cases among fakes, and writes what it saw: ``python -m tools.fakes.driver GUARD OUTPUT GROUP...``."""
+"""Runs cases among fakes, and writes what it saw: ``python -m tools.fakes.driver GUARD OUTPUT NAME...``, of cases."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tools.fakes.cases import LOADS, PLANS, Case
 BATCH = 4
 
 PROBE = "probe"
-"""In place of a group: shows that faults are seen."""
+"""In place of a case: shows that faults are seen."""
 
 
 def run(case: Case, rank: int, record: Any) -> int:
@@ -304,7 +304,7 @@ def _probe(record: Any) -> None:
                 record.seen[name, "refused", type(error).__name__, ""] += 1
 
 
-def main(guard: str, output: str, *groups: str) -> None:
+def main(guard: str, output: str, *names: str) -> None:
     """See the module."""
     ctypes.CDLL(guard, mode=ctypes.RTLD_GLOBAL)  # before torch looks for devices
     gc.set_threshold(50_000, 20, 50)  # traces make millions of objects, of which few are garbage in circles
@@ -326,10 +326,11 @@ def main(guard: str, output: str, *groups: str) -> None:
     host_copy._read = lambda numbers: [0] * numbers.numel()
     shared_samples._of_all_ranks = lambda mine, ranks, _: [[[0] * mine.shape[1]] * 2] * ranks
     found: dict[str, Any] = {}
-    if PROBE in groups:
+    if PROBE in names:
         _probe(record)
         found[PROBE] = _told(record)
-    for name, case in (pair for group in groups if group != PROBE for pair in PLANS[group].items()):
+    every = {name: case for cases in PLANS.values() for name, case in cases.items()}
+    for name, case in ((name, every[name]) for name in names if name != PROBE):
         for rank in case.run:
             record.__init__()  # type: ignore[misc]
             error, batches = "", 0

@@ -14,9 +14,9 @@ What K_r keeps for the h micro-batches, in the modes of recompute that are taken
 blocks under these laws. The bound is the largest T of a grid, anchored at the work relaxation, that is not possible: a
 function of the instance alone, and up to a goal the same whatever the goal is.
 
-With one stage a rank, blocks are taken in order, whole: from the last rank to the first each takes as many as it can. The fewer
-are left, the less stands before the ranks that follow, so taking the most is never wrong. With virtual stages a rank's blocks are
-anywhere: each takes the most of them, the most of the largest group of equal ones, and the most of their work, the cheapest ones first.
+With one stage a rank, blocks are taken in order, whole: from the last rank to the first each takes as many as it can, which may
+be none: the one block that is next may be too long for this rank alone, and fit on an earlier one. The fewer are left, the less
+stands before the ranks that follow, so taking the most is never wrong. With virtual stages a rank's blocks are anywhere: each takes the most of them, the most of the largest group of equal ones, and the most of their work, the cheapest ones first.
 """
 
 from __future__ import annotations
@@ -262,7 +262,7 @@ class _InOrder:
             own[place == 0] = 0.0
             own[place > last] = np.inf
             taken = np.maximum(own.max(axis=1), rank)
-            fits &= ~is_here | (taken <= left - 1)
+            fits &= ~is_here | (taken <= left)
             if rank == 0:
                 first = np.where(is_here, left, first)
             left = np.where(is_here, np.minimum(taken, left), left)

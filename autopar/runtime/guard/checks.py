@@ -5,17 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from autopar.errors import RuntimeMismatchError, UsageError
 from autopar.hardware.detect.tf32 import multiplies_in_tf32
-from autopar.lower.emit import is_random
+from autopar.lower.emit import ancestors, is_random
 from autopar.lower.program import Program
 from autopar.plan.plan import TF32_PRODUCTS, Plan, Precision
 from autopar.runtime.step.block_code import noise
 from autopar.runtime.step.gradients import Held
 
+_RUNNING = "autopar.batch_norm_running"
+
 _INSTEAD = {
     "module": "the model is what was given to autopar.parallelize; model.load_state_dict(par.full_state_dict())",
+    "no_sync": "leave it out: gradients of steps are added up until zero_grad()",
     "backward": "par.train_step(batch) has done it; the loss of par(**batch) has one",
     "generate": "put par.full_state_dict() into the model itself, and generate with that",
     "config": "model.config, of the model that was given to autopar.parallelize",
@@ -24,10 +29,23 @@ _INSTEAD = {
 """What users look for at a parallel model besides what a module has, and where it is."""
 
 
-def absent(name: str) -> AttributeError:
-    """The error of Python's that a parallel model has no such attribute, with what to use instead."""
+def absent(name: str, model: nn.Module | None) -> AttributeError:
+    """The error of Python's that a parallel model has no such attribute, with what to use instead.
+
+    Args:
+        model: that was given to ``autopar.parallelize``, if somebody has it.
+    """
     text = f"A parallel model has no attribute {name!r}"
-    return AttributeError(f"{text}. Instead: {_INSTEAD[name]}" if name in _INSTEAD else text)
+    if name in _INSTEAD:
+        return AttributeError(f"{text}. Instead: {_INSTEAD[name]}")
+    if model is None or name.startswith("_") or not hasattr(model, name):
+        return AttributeError(text)
+    if isinstance(getattr(model, name), nn.Module):
+        return AttributeError(
+            f"{text}: it has no layers, as its stages are programs made from the model. Its parameters are in "
+            f"par.named_parameters() as {name}..., outputs of layers are what the model's forward returns"
+        )
+    return AttributeError(f"{text}. Instead: model.{name}, of the model that was given to autopar.parallelize")
 
 
 def check_can_run(precision: Precision) -> None:
@@ -138,19 +156,51 @@ class Parameters:
             )
 
 
-def check_evaluates(program: Program) -> None:
-    """Nothing, where a step without dropout is what the model computes in ``eval()``, as far as a plan can tell.
+def unknown_in_eval(program: Program, model: nn.Module) -> tuple[str, ...]:
+    """Names of the buffers that training changes and of which no plan knows what ``eval()`` does with them.
+
+    Known are the running statistics of torch's batch norms and of classes made from these: ``eval()`` reads them as they are.
+    """
+    graph = program.graph
+    norms = [op for op in (*graph.prelude, *graph.ops) if op.target == _RUNNING]
+    of_sums = {op.name for op in ancestors(graph, graph.sums)}
+    if not all(isinstance(_module(model, op.module), _BatchNorm) and op.name not in of_sums for op in norms):
+        return tuple(buffer.fqn for buffer in program.state)
+    return tuple(buffer.fqn for buffer in program.state if not _is_of_norm(model, buffer.fqn))
+
+
+def _is_of_norm(model: nn.Module, buffer: str) -> bool:
+    path, _, name = buffer.rpartition(".")
+    return isinstance(_module(model, path), _BatchNorm) and name in (
+        "running_mean",
+        "running_var",
+        "num_batches_tracked",
+    )
+
+
+def _module(model: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(path)
+    except AttributeError:
+        return None
+
+
+def check_evaluates(program: Program, unknown: Sequence[str]) -> None:
+    """Nothing, where what a plan runs as ``eval()`` is what the model computes then, as far as it can tell.
+
+    Args:
+        unknown: what :func:`unknown_in_eval` gave.
 
     Raises:
         UsageError: it is not.
     """
     graph = program.graph
     drawn = noise((*graph.prelude, *graph.ops)) or next((op for op in graph.prelude if is_random(op)), None)
-    changed = [buffer.fqn for buffer in program.state]
-    if drawn is None and not changed:
+    if drawn is None and not unknown:
         return
     raise UsageError(
-        f"The model cannot be evaluated by its plan: training changes its buffers {', '.join(changed[:3])}"
+        f"The model cannot be evaluated by its plan: training changes its buffers {', '.join(unknown[:3])}, "
+        "and what eval() does with them is known of torch's batch norms alone"
         if drawn is None
         else f"The model cannot be evaluated by its plan: it draws random numbers ({drawn.target})",
         where="" if drawn is None else drawn.source or drawn.module or drawn.name,

@@ -44,12 +44,13 @@ class Given:
     def check(self, step: int) -> None:
         """Before a step: a warning, once, of numbers and texts in the model that are others than when it was planned.
 
-        Before the first one: of parameters, too.
+        Before the first one: of parameters and hooks, too.
         """
         model = self._model()
         before, self._weights = self._weights, None
         if model is not None and before is not None:
             _tell_of_weights([name for name, now in _written(model).items() if before.get(name) != now])
+            _tell_of_hooks(model)
         if model is None or not self._state or (step >= _OFTEN and step % _SELDOM):
             return
         changed = memory.changed(self._state, memory.state_of(model))
@@ -94,4 +95,15 @@ def _tell_of_weights(names: list[str]) -> None:
             "parameters of the model have been written since autopar.parallelize (%s): what trains are copies, made there; load "
             "weights into the model before it, or give files by weights=DIR",
             ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else ""),
+        )
+
+
+def _tell_of_hooks(model: nn.Module) -> None:
+    kinds = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+    hooked = [name or "the model" for name, one in model.named_modules() if any(getattr(one, kind) for kind in kinds)]
+    if hooked:
+        _LOGGER.warning(
+            "layers of the model have hooks (%s), which no step calls: what a forward hook returned when the plan was made is part "
+            "of it, all else that hooks do is not done; return what you look for from the model's forward",
+            ", ".join(hooked[:3]) + (f" and {len(hooked) - 3} more" if len(hooked) > 3 else ""),
         )

@@ -216,6 +216,11 @@ class LocalSteps:
                 f"{type(optimizer).__name__} needs all parameters at once, but each rank of a pipeline has those of its stages",
                 fix="Pin pp=1, or use an optimizer that takes each parameter by itself",
             )
+        if own and type(optimizer).__name__ == "Adafactor" and not isinstance(optimizer, torch.optim.Adafactor):
+            raise UsageError.unsupported(
+                f"The Adafactor of {type(optimizer).__module__.split('.')[0]}",
+                instead="Use torch.optim.Adafactor, which needs zero=0 and tp=1, or an optimizer that steps element by element",
+            )
         split = next((p for p in own if p.ndim > 1 and _is_split(p)), None)
         if split is not None and isinstance(optimizer, torch.optim.Adafactor):
             raise UsageError(

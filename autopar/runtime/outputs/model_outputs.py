@@ -22,10 +22,11 @@ from autopar.lower.program import Program
 from autopar.ops.names import resolve
 from autopar.plan.plan import Plan
 from autopar.runtime.checkpoint.state_dict import full_state_dict
+from autopar.runtime.outputs.in_training import NotComputed, without_gradient
 from autopar.runtime.outputs.join import Join, Samples, Tap
 from autopar.runtime.outputs.rebuild import rebuilt
 from autopar.runtime.step.gradients import Held
-from autopar.runtime.step.partial_batch import PartialBatch, partial_batch
+from autopar.runtime.step.partial_batch import PartialBatch
 from autopar.runtime.step.stage import StageModule
 from autopar.runtime.weights.from_model import Weights
 from autopar.runtime.world import World
@@ -146,7 +147,8 @@ class ModelOutputs:
             loss: stands for the loss.
             missing: inputs that were not given: what depends on them is None.
             gather: complete values; else DTensors that stay split.
-            communicates: what takes collectives but those of a split value is None if not (and ``gather`` is not).
+            communicates: what takes collectives but those of a split value is not computed if not (and ``gather`` is not).
+                Then it is a training call, where only the loss has a gradient.
         """
         outputs = self._outputs
         assert outputs is not None
@@ -155,9 +157,9 @@ class ModelOutputs:
         wanted = [leaf for leaf in outputs.leaves if leaf.ref is not None and missing.isdisjoint(leaf.reads)]
         makes = {op.name: op for op in outputs.ops}
         derived = [leaf for leaf in wanted if leaf.ref is not None and leaf.ref.name in makes]
-        if derived and not communicates and self._world.mesh.world_size > 1:
-            self._tell(f"{derived[0].name}: it is computed from complete values, which par.predict(batch) has")
-            wanted, derived = [leaf for leaf in wanted if leaf not in derived], []
+        left = derived if not communicates and self._world.mesh.world_size > 1 else []
+        if left:
+            wanted, derived = [leaf for leaf in wanted if leaf not in left], []
         needed = _ancestors(outputs.ops, [leaf.ref for leaf in derived if leaf.ref is not None])
         complete, split = self._joined(wanted, needed, samples, partial, gather=gather, plain=not communicates)
         env = complete | self._given(given, wanted, needed)
@@ -166,9 +168,12 @@ class ModelOutputs:
             self._compute(outputs, needed, samples, env)
         found: dict[int, Any] = {}
         for index, leaf in enumerate(outputs.leaves):
-            if leaf in wanted and leaf.ref is not None:
+            if leaf in left:
+                found[index] = NotComputed(leaf.name)
+            elif leaf in wanted and leaf.ref is not None:
                 value = split.get(leaf.ref, env.get(leaf.ref, self._constants.get(leaf.ref)))
-                found[index] = self._replicated(value) if not gather and leaf.ref.name in makes else value
+                value = self._replicated(value) if not gather and leaf.ref.name in makes else value
+                found[index] = value if communicates else self._to_look_at(leaf, value, makes)
             elif leaf.ref is None:
                 self._tell(f"{leaf.name}: {leaf.reason}")
         more = Fraction(samples.total - outputs.batch_size, outputs.batch_size)
@@ -180,13 +185,9 @@ class ModelOutputs:
         )
         total = self._plan.global_batch_size if leaf is None else _samples(given[leaf.name], leaf)
         ranks = range(self._plan.mesh.data)
-        if partial is not None:
-            shares = [partial_batch(self._plan, total, rank).micro_batches for rank in ranks]
-            counts = [sum(map(len, share)) for share in shares]
-        else:
-            counts = [len(self._plan.samples_of(rank)) for rank in ranks]
+        counts = tuple(len(self._plan.samples_of(rank)) for rank in ranks) if partial is None else partial.counts
         is_global = partial is not None or total == self._plan.global_batch_size
-        return Samples(counts=tuple(counts), partial=partial, is_global=is_global, total=total)
+        return Samples(counts=counts, partial=partial, is_global=is_global, total=total)
 
     def _joined(
         self,
@@ -247,6 +248,15 @@ class ModelOutputs:
         ops = [_on(op, self._world.device) for op in outputs.ops_at(samples.total) if op.name in names]
         with torch.no_grad():
             run(ops, env)
+
+    def _to_look_at(self, leaf: Leaf, value: Any, makes: Mapping[str, Op]) -> Any:
+        """An output of a training call: a loss that it is made a part of cannot go backward."""
+        ref = leaf.ref
+        if ref is None or not torch.is_grad_enabled():
+            return value
+        op, tap = makes.get(ref.name), self._taps.get(ref)
+        spec = op.outputs[ref.index] if op is not None else tap.traced if tap is not None else None
+        return without_gradient(value, leaf.name) if spec is not None and spec.requires_grad else value
 
     def _replicated(self, value: Any) -> Any:
         if not isinstance(value, Tensor) or self._world.mesh.world_size == 1:

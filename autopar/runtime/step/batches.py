@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import spmd_types
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.lower.program import SHARE, Program
+from autopar.lower.program import MICRO_BATCH_WEIGHT, SHARE, Program
 from autopar.plan.mesh import DATA_AXES
 from autopar.runtime.guard.collective_calls import Calls
 from autopar.runtime.guard.failure_watch import Alarm
 from autopar.runtime.guard.shared_samples import SharedSamples
 from autopar.runtime.step.local_batch import local_batch, num_samples
-from autopar.runtime.step.partial_batch import BatchSizes, PartialBatch, check_partial
+from autopar.runtime.step.partial_batch import BatchSizes, PartialBatch, partial_of
 from autopar.runtime.step.runner import Batch, micro_batches
 from autopar.runtime.world import World
 from autopar.tracing.batch import named_inputs
@@ -36,10 +37,11 @@ class Batches:
     def partial(self, batch: Batch, purpose: str) -> PartialBatch | None:
         """How this rank computes a batch that is smaller than the plan's; all ranks meet for one that is."""
         size = num_samples(batch, self._program.graph.inputs)
-        partial = self._sizes.partial(batch, size, purpose)
-        if partial is not None and size is not None:
-            check_partial(self._program, size)
-            self._calls.meet(f"{purpose} of {size} samples")
+        if size is None or not self._sizes.is_partial(batch, size, purpose):
+            return None
+        trains = purpose not in ("evaluate", "predict")
+        partial = partial_of(self._program, size, self._world.data_index, trains=trains)
+        self._calls.meet(f"{purpose} of {size} samples")
         return partial
 
     def local(self, batch: Batch, partial: PartialBatch | None) -> dict[str, Tensor]:
@@ -66,7 +68,9 @@ class Batches:
         totals: list[Tensor] = []
         with torch.no_grad(), spmd_types.set_current_mesh(self._world.device_mesh):
             for number, part in enumerate(micro_batches(local, self._program.graph.inputs, self.count(partial))):
-                given = {**state, **part, SHARE: 1.0 if partial is None else partial.share}
+                given: dict[str, Any] = {**state, **part, SHARE: 1.0, MICRO_BATCH_WEIGHT: 1.0}
+                if partial is not None:
+                    given |= {SHARE: partial.share, MICRO_BATCH_WEIGHT: partial.weights[number]}
                 made = sums.module(*[given[name] for name in sums.inputs])
                 if partial is not None:
                     made = [partial.weighed(value, number) for value in made]

@@ -1,4 +1,4 @@
-"""Other ways to run a block's emitted code than as it stands: without dropout, with values inside of it given out as well."""
+"""Other ways to run a block's emitted code than as it stands: as in ``eval()``, with values inside of it given out as well."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import fx
 
 from autopar.graph.graph import Op, Ref
 from autopar.graph.random import draws_random
-from autopar.ops import seeded
+from autopar.ops import seeded, sharded
 from autopar.ops import sequence as sequence_ops
 
 _PROBABILITIES: dict[Callable[..., Any], str] = {
@@ -23,12 +23,15 @@ _PROBABILITIES: dict[Callable[..., Any], str] = {
 }
 """The argument of each function that drops."""
 
+_AT_REST: dict[Callable[..., Any], Callable[..., Any]] = {sharded.batch_norm_running: sharded.batch_norm_at_rest}
+"""What functions that take statistics of the batch are where running ones are read: their arguments and results are the same."""
 
-def variant(body: fx.GraphModule, code: fx.Graph, *, drops: bool, taps: Sequence[Ref]) -> Callable[..., Any]:
+
+def variant(body: fx.GraphModule, code: fx.Graph, *, trains: bool, taps: Sequence[Ref]) -> Callable[..., Any]:
     """``code`` as a function that reads parameters, buffers and regions where ``body`` has them.
 
     Args:
-        drops: whether it drops what ``code`` drops.
+        trains: as ``code`` stands; else as in ``eval()``: nothing is dropped, and batch norms read their running statistics.
         taps: values that it returns behind its outputs.
     """
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -36,8 +39,8 @@ def variant(body: fx.GraphModule, code: fx.Graph, *, drops: bool, taps: Sequence
     assert isinstance(outputs, tuple)
     made = {node.meta["op"]: copies[node] for node in code.nodes if "op" in node.meta}
     graph.output((*outputs, *(_part(graph, made[ref.name], ref.index) for ref in taps)))
-    if not drops:
-        _drop_nothing(graph)
+    if not trains:
+        _rest(graph)
     return partial(type(fx.GraphModule(body, graph)).forward, body)
 
 
@@ -51,8 +54,9 @@ def _part(graph: fx.Graph, node: fx.Node, index: int) -> fx.Node:
     return known or graph.call_function(operator.getitem, (node, index))
 
 
-def _drop_nothing(graph: fx.Graph) -> None:
+def _rest(graph: fx.Graph) -> None:
     for node in graph.nodes:
+        node.target = _AT_REST.get(node.target, node.target) if node.op == "call_function" else node.target
         name = _PROBABILITIES.get(node.target) if node.op == "call_function" else None
         if name is None:
             continue

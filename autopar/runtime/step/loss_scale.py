@@ -111,6 +111,11 @@ class LossScale:
         scaled: Tensor = _Scaled.apply(loss, self.scaler.factor)  # type: ignore[no-untyped-call]
         return scaled
 
+    @property
+    def factor(self) -> Tensor | None:
+        """By what the gradients of a step are larger than those of its loss; None where they are these."""
+        return None if self.scaler is None or not self.scaler.is_enabled() else self.scaler.factor
+
     def done(self) -> None:
         """After the backward of a step: its gradients are those of the scaled loss."""
         if self.scaler is not None:
@@ -125,7 +130,7 @@ class LossScale:
         if self.scaler is not None and self.scaler.is_enabled() and not self.scaler.has_been_asked:
             raise UsageError(
                 "This is the backward() of a loss that the scaler of this model has not scaled",
-                fix=f"Write {_MAKE}, then scaler.scale(loss).backward(), where loss is that of par(**batch)",
+                fix=f"Write {_MAKE}, then scaler.scale(loss).backward(), where loss is that of par(**batch) or of step_loss(par, batch)",
             )
 
     def check_unscaled(self) -> None:

@@ -5,22 +5,29 @@ samples several times, each equally often, and counts for as much less; so a res
 2 samples twice, and one of 1 sample four times. One without samples, where other ranks have some, counts for nothing. All sums over
 samples (the loss, token counts) weigh micro-batches like this, and means over samples divide by those that there are: the loss and
 its gradients are those of one device on the batch.
+
+Where samples meet inside of a step (statistics of a batch norm, the auxiliary loss of a router) a rank has one micro-batch for all of
+its samples: there are as many of them as divide it, and a batch that data ranks cannot divide like this is refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from autopar.errors import UsageError
+from autopar.graph.graph import Op
+from autopar.lower.emit import moves_samples
 from autopar.lower.program import Program
-from autopar.plan.mesh import DATA_AXES
+from autopar.plan.mesh import DATA_AXES, MESH_AXES
 from autopar.plan.plan import Plan
-from autopar.rules.apply.apply import crosses_samples
+from autopar.rules.apply.apply import OVER_DATA, crosses_samples
 
 Batch = Mapping[str, Tensor]
 
@@ -40,11 +47,13 @@ class PartialBatch:
         share: part of the plan's global batch that there is.
         micro_batches: which samples of the batch each of this rank's micro-batches has; all data ranks have as many.
         size: samples of a micro-batch of this rank's.
+        counts: samples of each data rank.
     """
 
     share: float
     micro_batches: tuple[range, ...]
     size: int
+    counts: tuple[int, ...]
 
     @property
     def weights(self) -> tuple[float, ...]:
@@ -73,43 +82,131 @@ def partial_batch(plan: Plan, num_samples: int, data_rank: int) -> PartialBatch:
 
     Pipelines run their schedule once or more often, with all its micro-batches.
     """
-    ranks = range(plan.mesh.data)
-    taken = _shares(num_samples, [plan.micro_batch_of(rank) for rank in ranks])
-    cuts = [_cut(taken[rank], plan.micro_batch_of(rank)) for rank in ranks]
+    sizes = [plan.micro_batch_of(rank) for rank in range(plan.mesh.data)]
+    cuts = [_cut(taken, size) for taken, size in zip(_shares(num_samples, sizes), sizes, strict=True)]
+    return _of_cuts(plan, cuts, data_rank)
+
+
+def partial_of(program: Program, num_samples: int, data_rank: int, *, trains: bool) -> PartialBatch:
+    """As :func:`partial_batch`, for a model whose samples may meet.
+
+    Args:
+        trains: in a step of training; else in an evaluation, where batch norms read their running statistics.
+
+    Raises:
+        UsageError: samples depend on each other, and the batch cannot be computed.
+    """
+    graph, plan = program.graph, program.plan
+    meeting = _meeting(program, trains=trains)
+    bound = next((op for op in meeting if op.target == OVER_DATA and moves_samples(op)), None)
+    if graph.exact or graph.mixing or bound is not None:
+        raise _refused(
+            program,
+            num_samples,
+            "and samples of this model depend on each other",
+            where=graph.mixing or (_place(bound) if bound is not None else graph.name),
+            otherwise="fill it up with further samples",
+        )
+    if not meeting:
+        return partial_batch(plan, num_samples, data_rank)
+    if num_samples == 1 and any(map(_has_one_value, meeting)):
+        raise _refused(
+            program,
+            num_samples,
+            "and of one sample a batch norm has no statistics",
+            where=_place(next(filter(_has_one_value, meeting))),
+            otherwise="fill it up with further samples",
+        )
+    size, ranks = plan.micro_batch_size, plan.mesh.data
+    taken = _at_once(num_samples, size, ranks)
+    if taken is None:
+        near = (range(num_samples, 0, -1), range(num_samples, plan.global_batch_size + 1))
+        less, more = (next((n for n in sizes if _at_once(n, size, ranks) is not None), 0) for sizes in near)
+        raise _refused(
+            program,
+            num_samples,
+            f"and samples of this model meet: each of {ranks} data rank{'s' * (ranks > 1)} takes a number of them at once that "
+            f"divides {size}, or none",
+            where=_place(meeting[0]),
+            otherwise=f"make it one of {less} or {more} samples"
+            + ("; evaluations take any number (make a loader for them after par.eval())" * _is_apart_in_eval(program)),
+        )
+    return _of_cuts(plan, [[count] if count else [] for count in taken], data_rank)
+
+
+def _of_cuts(plan: Plan, cuts: Sequence[Sequence[int]], data_rank: int) -> PartialBatch:
+    """Of the sizes of each data rank's micro-batches."""
+    counts = tuple(map(sum, cuts))
     count = max(len(cut) for cut in cuts)
     if plan.mesh.pp > 1 or len(plan.stages) > 1:
         count += -count % plan.num_micro_batches
-    made, start = list[range](), sum(taken[:data_rank])
+    made, start = list[range](), sum(counts[:data_rank])
     for size in cuts[data_rank]:
         made.append(range(start, start + size))
         start += size
     made += [range(0)] * (count - len(made))
     return PartialBatch(
-        share=num_samples / plan.global_batch_size,
+        share=sum(counts) / plan.global_batch_size,
         micro_batches=tuple(made),
         size=plan.micro_batch_of(data_rank),
+        counts=counts,
     )
 
 
-def check_partial(program: Program, num_samples: int) -> None:
-    """Nothing, where a batch of fewer samples than the plan's can be computed.
+def _meeting(program: Program, *, trains: bool) -> tuple[Op, ...]:
+    """Operators by which samples of all data ranks meet."""
+    graph = program.graph
+    statistics = [op for op in (*graph.prelude, *graph.ops) if any(axis in op.args for axis in DATA_AXES)]
+    return (*crosses_samples(graph), *(op for op in statistics if trains or op.target != "autopar.batch_norm_running"))
 
-    Raises:
-        UsageError: it cannot, as samples depend on each other.
-    """
-    graph, wanted = program.graph, program.plan.global_batch_size
-    statistics = (op for op in graph.ops if any(axis in op.args for axis in DATA_AXES))  # of all data ranks
-    crossing = (*crosses_samples(graph), *statistics)
-    if not (graph.exact or graph.mixing or crossing):
-        return
-    where = graph.mixing or (
-        f"{crossing[0].name} ({crossing[0].target}), {crossing[0].module}" if crossing else graph.name
-    )
-    raise UsageError(
-        f"A batch of {num_samples} samples is smaller than that of the plan ({wanted}), and samples of this model depend on each other",
+
+def _is_apart_in_eval(program: Program) -> bool:
+    return not _meeting(program, trains=False)
+
+
+def _has_one_value(op: Op) -> bool:
+    """Whether it is a batch norm that has one value of each channel in a batch of one sample."""
+    if op.target not in ("autopar.batch_norm", "autopar.batch_norm_running"):
+        return False
+    spaces = set(op.args) & (set(MESH_AXES) - set(DATA_AXES))
+    return prod(op.outputs[0].shape[2:]) == 1 and not spaces
+
+
+def _place(op: Op) -> str:
+    return f"{op.name} ({op.target}), {op.module}"
+
+
+def _refused(program: Program, num_samples: int, problem: str, *, where: str, otherwise: str) -> UsageError:
+    wanted = program.plan.global_batch_size
+    return UsageError(
+        f"A batch of {num_samples} samples is smaller than that of the plan ({wanted}), {problem}",
         where=where,
-        fix="Leave the last batch out (drop_last=True in the DataLoader), or fill it up with further samples",
+        fix=f"Leave the last batch out (drop_last=True in the DataLoader), or {otherwise}",
     )
+
+
+def _at_once(num_samples: int, size: int, ranks: int) -> tuple[int, ...] | None:
+    """Samples of each data rank, each a divisor of ``size`` or none, the largest first; None: there are no such.
+
+    >>> _at_once(11, 8, 4), _at_once(7, 8, 2)
+    ((8, 2, 1, 0), None)
+    """
+    fewest, left, parts = _fewest_parts(size, size * ranks), num_samples, list[int]()
+    while left and len(parts) < ranks:
+        parts.append(fewest[left][1])
+        left -= parts[-1]
+    return None if left else (*sorted(parts, reverse=True), *(0,) * (ranks - len(parts)))
+
+
+@cache
+def _fewest_parts(size: int, limit: int) -> tuple[tuple[int, int], ...]:
+    """For each number up to ``limit`` how many divisors of ``size``, at least, add up to it, and the largest of these."""
+    divisors = [part for part in range(1, size + 1) if size % part == 0]
+    found = [(0, 0)]
+    for number in range(1, limit + 1):
+        count, part = min((found[number - part][0], -part) for part in divisors if part <= number)
+        found.append((count + 1, -part))
+    return tuple(found)
 
 
 def _shares(num_samples: int, sizes: Sequence[int]) -> list[int]:
@@ -143,23 +240,22 @@ class BatchSizes:
     """
 
     def __init__(self, plan: Plan, data_rank: int, are_equal: Callable[[Batch], bool]) -> None:
-        self._plan, self._data_rank, self._are_equal = plan, data_rank, are_equal
+        self._plan, self._are_equal = plan, are_equal
         self._part = len(plan.samples_of(data_rank))
         self._are_global: set[str] = set()
 
-    def partial(self, batch: Batch, num_samples: int | None, purpose: str) -> PartialBatch | None:
-        """How this rank computes it; None where it is complete, or has another size than a batch may have.
+    def is_partial(self, batch: Batch, num_samples: int, purpose: str) -> bool:
+        """False where it is complete, or has another size than a batch may have.
 
         Args:
             num_samples: of the batch, where its inputs agree.
             purpose: such as ``train_step``.
         """
         complete = self._plan.global_batch_size
-        if num_samples is None or num_samples in (0, complete) or num_samples > complete:
+        if num_samples in (0, complete) or num_samples > complete:
             if num_samples == complete != self._part:
                 self._are_global.add(purpose)
-            return None
-        is_known = isinstance(batch, WholeBatch)
-        if num_samples == self._part and not (is_known or (purpose in self._are_global and self._are_equal(batch))):
-            return None
-        return partial_batch(self._plan, num_samples, self._data_rank)
+            return False
+        if num_samples != self._part or isinstance(batch, WholeBatch):
+            return True
+        return purpose in self._are_global and self._are_equal(batch)

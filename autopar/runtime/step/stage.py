@@ -7,12 +7,12 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from autopar.graph.graph import Ref
-from autopar.lower.emit import SEED, SHARE
+from autopar.lower.emit import MICRO_BATCH_WEIGHT, SEED, SHARE
 from autopar.lower.program import BlockProgram, PreludeProgram, Program, StageProgram
 from autopar.ops.collectives import on_meshes
 from autopar.runtime.step.activation_offload import Mover
@@ -25,7 +25,7 @@ INPUT = "autopar_input_"
 
 
 class BlockModule(nn.Module):
-    """A block's emitted code with its parameters; the unit of FSDP and of recompute. After ``eval()`` it drops nothing.
+    """A block's emitted code with its parameters; the unit of FSDP and of recompute. After ``eval()`` it runs as models do then.
 
     Attributes:
         taps: values inside that outputs of the model are.
@@ -82,7 +82,7 @@ class BlockModule(nn.Module):
         key = self.training, bool(taps)
         if key not in self._variants:
             code = self.body.graph if self.training else self._code
-            self._variants[key] = variant(self.body, code, drops=self.training, taps=taps)
+            self._variants[key] = variant(self.body, code, trains=self.training, taps=taps)
         return self._variants[key]
 
     def _on_tape(self, code: Callable[..., Any], values: Sequence[Any]) -> tuple[Tensor, ...]:
@@ -127,6 +127,7 @@ class StageModule(nn.Module):
         self.prelude = None if program.prelude is None else program.prelude.module
         self.shared_names = program.shared_parameters
         self._prelude_program: PreludeProgram | None = program.prelude
+        self._prelude_at_rest: Callable[..., Any] | None = None
         self._meshes = meshes
         self.is_random = any(SEED in block.inputs for block in program.blocks)
         if program.prelude is not None:
@@ -156,7 +157,8 @@ class StageModule(nn.Module):
         values.update(zip(self.receives, taken, strict=True))
         values.update(self.state)
         values.update(self.totals)
-        values[SHARE] = self.share
+        weight = 1.0 if self.weights is None else self.weights[self.micro_batch]
+        values[SHARE], values[MICRO_BATCH_WEIGHT] = self.share, weight
         for name in self.shared_names:
             values[name] = self._parameters[name]
         if self.is_random:
@@ -164,7 +166,7 @@ class StageModule(nn.Module):
         with on_meshes(self._meshes):
             if self._prelude_program is not None and self.prelude is not None:
                 with torch.no_grad():
-                    made = self.prelude(*[values[name] for name in self._prelude_program.inputs])
+                    made = self._prelude_code(self.prelude)(*[values[name] for name in self._prelude_program.inputs])
                 values.update(zip(self._prelude_program.outputs, made, strict=True))
             if self.mover is not None:
                 self.mover.begin(value for name, value in values.items() if name not in self.receives)
@@ -176,11 +178,18 @@ class StageModule(nn.Module):
                 values.update(zip(block.outputs, made, strict=True))
         self.new_state = {buffer: values[name].detach() for buffer, name in self.mutations}
         if self.is_last and self.weights is not None:
-            values[self.loss] = values[self.loss] * self.weights[self.micro_batch]
+            values[self.loss] = values[self.loss] * weight
         if self._is_whole:
             return cast("Tensor", values[self.loss])
         given = leave(self.ends, link, [values[name] for name in ((self.loss,) if self.is_last else self.sends)])
         return given[0] if self.is_last else given
+
+    def _prelude_code(self, prelude: fx.GraphModule) -> Callable[..., Any]:
+        if self.training:
+            return prelude
+        if self._prelude_at_rest is None:
+            self._prelude_at_rest = variant(prelude, prelude.graph, trains=False, taps=())
+        return self._prelude_at_rest
 
     def keep(self, taps: Mapping[int, Sequence[Ref]]) -> None:
         """Which values inside of its blocks, by their positions here, are taken when values are."""

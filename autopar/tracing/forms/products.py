@@ -1,4 +1,4 @@
-"""Batch norm, weight norm, einsum, and products with a weight in one form: ``aten.linear(x, w, b)`` or, for a weight [in, out], ``autopar.linear_t``."""
+"""Weight norm, einsum, and products with a weight in one form: ``aten.linear(x, w, b)`` or, for a weight [in, out], ``autopar.linear_t``."""
 
 from __future__ import annotations
 
@@ -35,39 +35,6 @@ def _is_weight(builder: Builder, ref: Argument) -> bool:
 def _linear(builder: Builder, call: Call) -> Value:
     source, weight, *bias = call.args
     return builder.emit(call, "aten.linear.default", (source, weight, bias[0] if bias else None))
-
-
-def _batch_norm(builder: Builder, call: Call) -> Value:
-    """Batch norm in training: the statistics are of the whole batch, whoever holds its samples.
-
-    Nobody may read the statistics that torch hands out for its backward. The running ones are results of the operator.
-    """
-    given = call.bound()
-    if given.get("training") is not True:
-        return generic(builder, call)
-    args = (given["input"], given["weight"], given["bias"], given["eps"])
-    running = (given.get("running_mean"), given.get("running_var"))
-    if all(isinstance(ref, Ref) for ref in running):
-        kept = (call.outputs[0], *call.outputs[3:])
-        assert all(spec is not None for spec in kept) and len(kept) == 3
-        made = builder.emit(
-            call,
-            "autopar.batch_norm_running",
-            (given["input"], *running, given["weight"], given["bias"], given["momentum"], given["eps"]),
-            *(spec for spec in kept if spec is not None),
-        )
-        builder.stop_gradient(made, 1, 2)
-        return (made, None, None, Ref(made.name, 1), Ref(made.name, 2))
-    return (builder.emit(call, "autopar.batch_norm", args, call.spec), *(None,) * (len(call.outputs) - 1))
-
-
-def _batch_norm_at_rest(builder: Builder, call: Call) -> Value:
-    """Batch norm in ``eval()``, which only reads its running statistics: no sample knows of another."""
-    given = call.bound()
-    names = ("input", "weight", "bias", "running_mean", "running_var")
-    args = (*(given[name] for name in names), False, given["momentum"], given["eps"], False)
-    made = builder.emit(call, "aten.batch_norm.default", args, call.spec)
-    return (made, *(None,) * (len(call.outputs) - 1))
 
 
 def _weight_norm(builder: Builder, call: Call) -> Value:
@@ -114,7 +81,4 @@ PRODUCTS: dict[str, Handler] = {
     "aten._weight_norm.default": _weight_norm,
     "aten._weight_norm_interface.default": _weight_norm,
     "aten.einsum.default": _einsum,
-    "aten._native_batch_norm_legit_functional.default": _batch_norm,
-    "aten._native_batch_norm_legit.no_stats": _batch_norm,
-    "aten._native_batch_norm_legit_no_training.default": _batch_norm_at_rest,
 }

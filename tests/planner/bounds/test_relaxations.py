@@ -123,6 +123,23 @@ def test_no_relaxation_is_above_a_simulated_plan(instance: PipelineInstance) -> 
         assert bound is None or bound.proof.bound_s <= bound.time_s <= best_s * (1 + 2 * WHOLE)
 
 
+def test_a_rank_may_leave_the_next_block_to_an_earlier_one() -> None:
+    """The second rank is slow and cannot take the second block, which the first one can: the last rank may not take the third then."""
+
+    def table(forward_s: float, backward_s: tuple[float, ...]) -> FloorTable:
+        modes = [ModeFloor(backward_s=time_s, kept_bytes=4.0, passing_bytes=0.0) for time_s in backward_s]
+        return FloorTable(blocks=tuple(BlockFloor(forward_s=forward_s, modes=(mode,)) for mode in modes))
+
+    instance = PipelineInstance(
+        schedule="GPipe", virtual_stages=1, num_micro_batches=1, runs=runs_of([0, 1, 2, 3]), groups=((1,), (2,)),
+        floors=(table(0.5, (1.0, 2.0, 1.0, 1.0)), table(0.75, (2.0, 4.0, 2.0, 2.0))), device_of_rank=(0, 1, 0),
+        limit_bytes=(20.0, 20.0), forward_s=(0.125, 0.125), backward_s=(0.0625, 0.0625), sends_s=(0.25,) * 3,
+        sends_back_s=(0.125,) * 3,
+    )  # fmt: skip
+    assert least_s(instance) == pytest.approx(9.5625)  # two blocks on the first rank, one on each of the others
+    assert feasible_bounds([instance])[0] <= least_s(instance)
+
+
 @SOME
 @given(instances(), st.lists(st.floats(0.5, 2.0), min_size=2, max_size=4))
 def test_no_bound_is_lower_when_the_goal_rises(instance: PipelineInstance, parts: Sequence[float]) -> None:

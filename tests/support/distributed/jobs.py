@@ -331,11 +331,14 @@ def refused(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) -> str:
 
 
 def step_refused(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, kind: str) -> str:
-    """The message with which a step of torch's optimizer of that name is refused."""
+    """The message with which a step of torch's optimizer of that name, or torch's clipping of gradients, is refused."""
     parallel = build(subject, plan, graph)
-    optimizer = getattr(torch.optim, kind)(parallel.parameters())
     try:
-        optimizer.step(lambda: parallel.train_step(batch))
+        if kind == "clipping":
+            parallel.train_step(batch)
+            torch.nn.utils.clip_grad_norm_([p for p in parallel.parameters() if p.ndim > 1], 1.0)
+        else:
+            getattr(torch.optim, kind)(parallel.parameters()).step(lambda: parallel.train_step(batch))
     except AutoparError as error:
         return str(error)
     return ""

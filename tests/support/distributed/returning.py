@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
 from autopar import api
+from autopar.errors import UsageError
 from autopar.graph.graph import Graph
 from autopar.lower.program import lower
 from autopar.plan.plan import Plan
@@ -209,6 +210,26 @@ def called(subject: Any, plan: Plan, graph: Graph, batch: dict[str, Tensor]) -> 
     with torch.no_grad():
         silent = plain(parallel(**batch))
     return {"output": plain(output), "silent": silent, "gradients": parallel.full_gradients()}
+
+
+def read_in_training(subject: Any, plan: Plan, graph: Graph, batch: dict[str, Tensor]) -> dict[str, Any]:
+    """What a rank is told that reads outputs of a training call, or makes one a part of its loss."""
+    output = build(subject, plan, graph)(**batch)
+    return {
+        "read": _said(lambda: output.more["accuracy"] + 1),
+        "stacked": _said(lambda: torch.stack([output.more["guess"]])),
+        "shown": repr(output.more["accuracy"]),
+        "added": _said(lambda: output.logits.sum().backward()),
+        "inputs": output.more["idx"].requires_grad,
+    }
+
+
+def _said(attempt: Callable[[], object]) -> str:
+    try:
+        attempt()
+    except UsageError as error:
+        return str(error)
+    return ""
 
 
 def placements(subject: Any, plan: Plan, graph: Graph, batch: dict[str, Tensor]) -> list[str]:

@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader
 from autopar.graph.graph import Graph
 from autopar.integrations.loss import step_loss
 from autopar.plan.plan import Plan
-from tests.support.integrations.ranks import BATCH, SUBJECT, Texts, as_under_torchrun, parallel_model
+from tests.support.integrations.ranks import BATCH, SUBJECT, Texts, parallel_model
+from tests.support.scripts import as_under_torchrun
 
 
 def forget() -> None:
@@ -74,7 +75,7 @@ def alone(accumulated: int) -> dict[str, Any]:
     return loop(accelerator, SUBJECT.build(), shuffled_with(3))
 
 
-def parallel(plan: Plan, graph: Graph, accumulated: int) -> dict[str, Any]:
+def parallel(plan: Plan, graph: Graph, accumulated: int, precision: str | None = None) -> dict[str, Any]:
     """One rank."""
     from autopar.integrations.accelerate import Accelerator
 
@@ -82,7 +83,7 @@ def parallel(plan: Plan, graph: Graph, accumulated: int) -> dict[str, Any]:
     model = SUBJECT.build()
     with as_under_torchrun():
         par = parallel_model(model, plan, graph)
-        accelerator = Accelerator(gradient_accumulation_steps=accumulated, cpu=True)
+        accelerator = Accelerator(gradient_accumulation_steps=accumulated, cpu=True, mixed_precision=precision)
         return loop(accelerator, par, shuffled_with(3 + par.rank))
 
 
@@ -103,7 +104,7 @@ def given_to_others(plan: Plan, graph: Graph) -> list[str]:
             lambda: transformers.Trainer(model=par, args=arguments, train_dataset=Texts()),
             lambda: Accelerator(cpu=True).prepare(nn.Linear(2, 2)),
             lambda: Accelerator(cpu=True).clip_grad_norm_(par.parameters(), 1.0),
-            lambda: Accelerator(cpu=True, mixed_precision="bf16"),
+            lambda: Accelerator(cpu=True, mixed_precision="bf16").prepare(par),
         ):
             forget()
             try:

@@ -11,7 +11,8 @@ from accelerate.state import AcceleratorState, GradientState
 
 from autopar.graph.graph import Graph
 from autopar.plan.plan import Plan
-from tests.support.integrations.ranks import BATCH, SUBJECT, Texts, as_under_torchrun, parallel_model
+from tests.support.integrations.ranks import BATCH, SUBJECT, Texts, parallel_model
+from tests.support.scripts import as_under_torchrun
 
 NUMBERS = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_accuracy", "epoch", "step")
 
@@ -122,6 +123,7 @@ def refused(plan: Plan, graph: Graph, folder: str) -> list[str]:
         (None, {"per_device_train_batch_size": 4}, {}),
         (None, {}, {"compute_loss_func": lambda *_: 0}),
         (None, {"bf16": True}, {}),
+        (None, {"gradient_checkpointing": True}, {}),
         (None, {"auto_find_batch_size": True}, {}),
     ]
     with as_under_torchrun():

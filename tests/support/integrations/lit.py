@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader
 from autopar.graph.graph import Graph
 from autopar.integrations.loss import step_loss
 from autopar.plan.plan import Plan
-from tests.support.integrations.ranks import BATCH, SUBJECT, Texts, as_under_torchrun, parallel_model
+from tests.support.integrations.ranks import BATCH, SUBJECT, Texts, parallel_model
+from tests.support.scripts import as_under_torchrun
 
 
 class Lit(pl.LightningModule):

@@ -1,20 +1,17 @@
-"""What the ranks of the integrations' tests have in common: the environment that torchrun would give them, data, names of plans."""
+"""What the ranks of the integrations' tests have in common: data, names of plans."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import cache
 from typing import Any
-from unittest import mock
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from autopar import api
 from autopar.graph.graph import Graph
 from autopar.lower.program import lower
-from autopar.plan.plan import Plan
+from autopar.plan.plan import Plan, PrecisionName
 from autopar.runtime.parallel_model import ParallelModel
 from autopar.runtime.weights.from_model import ModelWeights
 from autopar.runtime.world import World
@@ -29,25 +26,21 @@ BATCH, SAMPLES = 8, 27
 PLANS = {"tp2": "tp2", "pp2": "pp2 GPipe", "ZeRO 3": "dp2 ZeRO 3 recomputed"}
 
 
-def plan_of(name: str, graph: Graph) -> Plan:
+def plan_of(name: str, graph: Graph, **changes: Any) -> Plan:
     mesh, options = LAYOUTS[PLANS[name]]
-    return make_plan(graph, mesh, global_batch_size=BATCH, micro_batch_size=micro_batch_size(mesh, BATCH), **options)
+    size = micro_batch_size(mesh, BATCH)
+    return make_plan(graph, mesh, global_batch_size=BATCH, micro_batch_size=size, **{**options, **changes})
+
+
+@cache
+def graph_in(precision: PrecisionName) -> Graph:
+    return api.trace(SUBJECT.build(), example_inputs=SUBJECT.make_batch(2, seed=0), precision=precision, name="gpt2")
 
 
 def parallel_model(model: nn.Module, plan: Plan, graph: Graph) -> ParallelModel:
     """This rank's part of the model, which whoever calls keeps."""
     world = World(plan.mesh, "cpu")
     return ParallelModel(lower(plan, graph, rank=world.rank), world, ModelWeights(model, 0), seed=0)
-
-
-@contextmanager
-def as_under_torchrun() -> Iterator[None]:
-    """With the variables that torchrun sets; accelerate and Lightning look at them."""
-    rank, size = str(dist.get_rank()), str(dist.get_world_size())
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test"}
-    with mock.patch.dict(os.environ, names | place):
-        yield
 
 
 class Texts(Dataset[dict[str, Tensor]]):

@@ -238,10 +238,10 @@ def run_program(
     live: dict[str, Any] = {}
     for stage in program.stages:
         received = {name: live[name] for name in stage.receives}
-        env: dict[str, Any] = {**received, "rng_seed": seed, "batch_share": 1.0}
+        env: dict[str, Any] = {**received, "rng_seed": seed, "batch_share": 1.0, "micro_batch_weight": 1.0}
         env |= {name: parameters[name] for name in stage.shared_parameters}
         if stage.prelude is not None:
-            given = {**batch, **totals, "batch_share": 1.0}
+            given = {**batch, **totals, "batch_share": 1.0, "micro_batch_weight": 1.0}
             values = stage.prelude.module(*(given[name] for name in stage.prelude.inputs))
             env |= dict(zip(stage.prelude.outputs, values, strict=True))
         for block in stage.blocks:
@@ -261,7 +261,9 @@ def run_sums(program: Program, batches: list[Mapping[str, torch.Tensor]]) -> dic
     for batch in batches:
         for name, value in zip(
             program.sums.outputs,
-            program.sums.module(*({**batch, "batch_share": 1.0}[n] for n in program.sums.inputs)),
+            program.sums.module(
+                *({**batch, "batch_share": 1.0, "micro_batch_weight": 1.0}[n] for n in program.sums.inputs)
+            ),
             strict=True,
         ):
             totals[name] = totals[name] + value if name in totals else value

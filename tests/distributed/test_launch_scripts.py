@@ -1,9 +1,8 @@
-"""The examples as a user starts them, a few steps each."""
+"""The scripts that start examples on several machines."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import socket
 import subprocess
@@ -12,49 +11,9 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(150)]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-
-
-def run(record: Path, *command: str) -> list[float]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)}
-    subprocess.run(
-        [sys.executable, *command, "--steps=3", f"--record={record}"],
-        check=True,
-        timeout=120,
-        env=environment,
-        capture_output=True,
-    )
-    losses: list[float] = json.loads(record.read_text())["losses"]
-    return losses
-
-
-def test_training_script_on_one_rank_and_on_two(tmp_path: Path) -> None:
-    script = str(EXAMPLES / "train_gpt2.py")
-    alone = run(tmp_path / "one.json", script, "--cluster=cpu:1x1")
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    together = run(tmp_path / "two.json", *launcher, script, "--cluster=cpu:1x2")
-    assert len(alone) == 3
-    assert together == pytest.approx(alone, rel=1e-5)
-
-
-def test_training_script_is_short() -> None:
-    assert len((EXAMPLES / "train_gpt2.py").read_text().splitlines()) <= 60
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("script", "pins"), [("train_hf", "tp=2"), ("train_lightning", "pp=2"), ("train_accelerate", "dp=2 zero=3")]
-)
-def test_loops_of_other_libraries_on_two_ranks(tmp_path: Path, script: str, pins: str) -> None:
-    """That their losses are those of one process is tested in ``tests/integrations``."""
-    command = (str(EXAMPLES / f"{script}.py"), f"--folder={tmp_path / 'run'}")
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    options = ("--cluster=cpu:1x2", *(f"--pin={pin}" for pin in pins.split()))
-    together = run(tmp_path / "two.json", *launcher, *command, *options)
-    assert len(together) >= 3
-    assert all(map(math.isfinite, together))
 
 
 TORCHRUN = f'exec {sys.executable} -m torch.distributed.run "$@"'
