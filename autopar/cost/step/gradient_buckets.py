@@ -161,20 +161,31 @@ def _in_order(
             yield turn, next(i for i, block in enumerate(blocks) if p.name in block.shared_names), p, axes
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSums:
+    """Sums of the gradients of one rank that FSDP does not do, whatever its blocks recompute.
+
+    Attributes:
+        buckets: beside backward.
+        late: after it, bytes by axes.
+    """
+
+    buckets: tuple[Bucket, ...]
+    late: dict[tuple[str, ...], int]
+
+    @property
+    def copied_bytes(self) -> int:
+        """Gradients that lie in buckets beside themselves, all of them when the last ones are on their way."""
+        return sum(bucket.copied_bytes for bucket in self.buckets)
+
+
 def exposed_sums_s(
-    own: Sequence[StageCost],
-    summed: Summed,
-    itemsize: int,
-    bucket_bytes: int,
-    *,
-    sum_s: SumSeconds,
-    late_share: float,
-    interference: float,
+    own: Sequence[StageCost], sums: RankSums, *, sum_s: SumSeconds, late_share: float, interference: float
 ) -> dict[str, float]:
     """Exposed sums of gradients that FSDP does not do, on a pipeline rank with the stages ``own``.
 
     Args:
-        itemsize: of a gradient's element.
+        sums: of their blocks.
         sum_s: seconds of one all-reduce.
         late_share: seconds that the rank waits for each second of what is left when its last backward ends.
         interference: what the rest slows the computation beside it by.
@@ -183,9 +194,8 @@ def exposed_sums_s(
         Seconds by the part of the step that they belong to: "data", "tp" or "cp".
     """
     seconds = {"data": 0.0, "tp": 0.0, "cp": 0.0}
-    blocks = [stage.blocks for stage in own]
     leaving: dict[int, list[Bucket]] = {}
-    for bucket in buckets(blocks, summed, itemsize, bucket_bytes):
+    for bucket in sums.buckets:
         leaving.setdefault(bucket.stage, []).append(bucket)
     for turn, some in leaving.items():
         stage = own[turn]
@@ -196,7 +206,7 @@ def exposed_sums_s(
         rest = late_share * after + interference * (total - after)
         for bucket, cost in zip(some, costs, strict=True):
             seconds[_owner(bucket.axes)] += rest * cost / total if total else 0.0
-    for axes, num_bytes in late_sums(blocks, summed, itemsize).items():
+    for axes, num_bytes in sums.late.items():
         seconds[_owner(axes)] += sum_s(axes, num_bytes, num_bytes)
     return seconds
 

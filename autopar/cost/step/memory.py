@@ -19,7 +19,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.cost.step.data_parallel import DataParallel, Unit, itemsize
-from autopar.cost.step.gradient_buckets import Summed, buckets
 from autopar.cost.step.optimizer import OptimizerCost
 from autopar.cost.step.step import StageCost, Step
 from autopar.hardware.device import Device
@@ -153,7 +152,7 @@ def rank_memory(
     Args:
         stages: of this rank, in order of the model.
         data: the data axes.
-        copied_bytes: of gradients that lie in buckets beside themselves; see :func:`copied_bytes_of`.
+        copied_bytes: of gradients that lie in buckets beside themselves, all of them when the last ones are on their way.
         optimizer: what it keeps.
         device: whose profile says what is reserved.
         step: how they are run.
@@ -240,12 +239,3 @@ def unit_passing_bytes(
         found += unit.trained_numel * compute
         found += max(unit.trained_numel, after.trained_numel if after else 0) * reduced
     return found
-
-
-def copied_bytes_of(stages: Sequence[StageCost], summed: Summed, data: DataParallel, bucket_bytes: int) -> int:
-    """Gradients of a rank that lie in buckets beside themselves, all of them when the last ones are on their way."""
-    if data.uses_fsdp and data.mesh.ep_outer == 1:  # but for scalars FSDP holds all parameters
-        return 0
-    size = itemsize(data.precision.storage)
-    found = buckets([stage.blocks for stage in stages], summed, size, bucket_bytes)
-    return sum(bucket.copied_bytes for bucket in found)

@@ -53,7 +53,7 @@ class PipelineStep:
                 rank_memory(
                     [part.stage_memory(stage, key) for stage, key in zip(own, runs, strict=True)],
                     self.data,
-                    copied_bytes=part.copied_bytes(own, runs),
+                    copied_bytes=part.copied_bytes(own),
                     optimizer=part.ranks.optimizer,
                     device=part.ranks.device,
                     step=step,

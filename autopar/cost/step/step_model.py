@@ -12,11 +12,10 @@ from autopar.cost.network.collectives import CollectiveModel
 from autopar.cost.network.placement import host_of
 from autopar.cost.operators.roofline import OpTime
 from autopar.cost.step.data_parallel import DataParallel, Unit, itemsize, own_parameters, shared_sums_s
-from autopar.cost.step.gradient_buckets import Summed, exposed_sums_s, scalars
+from autopar.cost.step.gradient_buckets import RankSums, Summed, buckets, exposed_sums_s, late_sums, scalars
 from autopar.cost.step.memory import (
     StageMemory,
     State,
-    copied_bytes_of,
     gathered_bytes,
     stage_memory,
     state_bytes,
@@ -98,7 +97,7 @@ class StepModel:
         self._stages: dict[Runs, list[Unit]] = {}
         self._sums: dict[tuple[Runs, float, float], StageSums] = {}
         self._memory: dict[Runs, StageMemory] = {}
-        self._copied: dict[tuple[Runs, ...], int] = {}
+        self._rank_sums: dict[tuple[tuple[BlockCost, ...], ...], RankSums] = {}
         self._gradients: dict[tuple[Runs, ...], Mapping[str, float]] = {}
         self._scalars_s: float | None = None
 
@@ -211,11 +210,21 @@ class StepModel:
             self._memory[runs] = stage_memory(stage, units, states, self.data, self.step.num_micro_batches)
         return self._memory[runs]
 
-    def copied_bytes(self, stages: Sequence[StageCost], runs: tuple[Runs, ...]) -> int:
+    def copied_bytes(self, stages: Sequence[StageCost]) -> int:
         """Gradients of a rank with these stages that lie in buckets beside themselves."""
-        if runs not in self._copied:
-            self._copied[runs] = copied_bytes_of(stages, self.summed, self.data, self.step.bucket_bytes)
-        return self._copied[runs]
+        if self.data.uses_fsdp and self.data.mesh.ep_outer == 1:  # but for scalars FSDP holds all parameters
+            return 0
+        return self._sums_of_rank(stages).copied_bytes
+
+    def _sums_of_rank(self, stages: Sequence[StageCost]) -> RankSums:
+        key = tuple(stage.blocks for stage in stages)
+        if key not in self._rank_sums:
+            size = itemsize(self.ranks.precision.storage)
+            self._rank_sums[key] = RankSums(
+                buckets=buckets(key, self.summed, size, self.step.bucket_bytes),
+                late=late_sums(key, self.summed, size),
+            )
+        return self._rank_sums[key]
 
     # --- once a step
 
@@ -241,9 +250,9 @@ class StepModel:
     def gradients_s(self, own: Sequence[StageCost], runs: tuple[Runs, ...]) -> Mapping[str, float]:
         """Exposed sums of gradients that FSDP does not do, on a pipeline rank with the stages ``own``: by axis."""
         if runs not in self._gradients:
-            size, device = itemsize(self.ranks.precision.storage), self.ranks.device
+            device = self.ranks.device
             self._gradients[runs] = exposed_sums_s(
-                own, self.summed, size, self.step.bucket_bytes, sum_s=self.sum_s,
+                own, self._sums_of_rank(own), sum_s=self.sum_s,
                 late_share=self.ranks.runtime.late_share(device), interference=device.interference,
             )  # fmt: skip
         return self._gradients[runs]
