@@ -295,13 +295,15 @@ class _InAnyOrder:
         most[:, :, large] = np.minimum(most[:, :, large], np.where(c.has_stage, c.most[:, None], 0.0))
         self.needed = c.virtual[:, None] - c.is_first * 1.0 - c.is_last
         every = np.ones((len(c.m), len(counts)))
-        self.measures = [every]  # whole blocks of all groups; of the largest one, which others may not stand for; work
+        measures = [
+            (slice(None), every)
+        ]  # whole blocks of all groups; of the largest one, which others may not stand for; work
         if len(counts) > 1:
             work = np.stack([c.least_s[:, own].min(axis=1) for own in kinds], axis=1)
-            self.measures += [every * (np.arange(len(counts)) == large), work]
+            measures += [(slice(large, large + 1), every), (slice(None), work)]
         self.whole = WholeRecompute(c, most.sum(axis=2))
-        self.tables = [self._table(costs, most, value) for value in self.measures]
-        self.totals = [(value * counts).sum(axis=1) for value in self.measures]
+        self.tables = [self._table(costs[..., own], most[..., own], value[:, own]) for own, value in measures]
+        self.totals = [(value * counts)[:, own].sum(axis=1) for own, value in measures]
 
     def _before(self, kinds: Sequence[Sequence[int]], large: int, each: Array) -> None:
         """Adds to the chains what stands before and after a rank's stages at the least, and what the first rank does once."""
@@ -335,11 +337,13 @@ class _InAnyOrder:
             order = np.argsort(cost / worth, axis=3)
         spent = np.take_along_axis(cost * size, order, axis=3)
         had = np.take_along_axis(np.broadcast_to(worth * size, cost.shape), order, axis=3)
-        none = np.zeros((i, r, lines, 1))
-        spent, had = (np.concatenate([none, np.cumsum(x, axis=3)], axis=3) for x in (spent, had))
         with np.errstate(divide="ignore", invalid="ignore"):
-            rate = np.diff(had, axis=3) / np.diff(spent, axis=3)
-        return spent, had, np.concatenate([np.nan_to_num(rate), none], axis=3)
+            rate = np.nan_to_num(had / spent)
+        sums = np.zeros((3, i, r, lines, v * groups + 1))
+        np.cumsum(spent, axis=3, out=sums[0, ..., 1:])
+        np.cumsum(had, axis=3, out=sums[1, ..., 1:])
+        sums[2, ..., :-1] = rate
+        return sums[0], sums[1], sums[2]
 
     def possible(self, rows: NDArray[np.intp], time_s: Array) -> NDArray[np.bool_]:
         """Whether the ranks of each of these rows can take all blocks in a time."""
@@ -348,10 +352,10 @@ class _InAnyOrder:
         time = np.where(laws.is_timed, time_s[:, None, None] * (1 + 1e-9), 0.0)
         budget = np.where(is_here[:, :, None], time - laws.fixed[rows], 0.0)
         fits: NDArray[np.bool_] = np.asarray((budget >= 0.0).all(axis=(1, 2)))
+        at = rows[:, None, None], np.arange(budget.shape[1])[:, None], np.arange(budget.shape[2])
         for number, ((spent, had, rate), total) in enumerate(zip(self.tables, self.totals, strict=True)):
-            own = spent[rows]
-            place = np.maximum((own <= budget[..., None]).sum(axis=3) - 1, 0)[..., None]
-            begun, done, more = (np.take_along_axis(x, place, axis=3)[..., 0] for x in (own, had[rows], rate[rows]))
+            place = np.maximum(np.count_nonzero(spent[rows] <= budget[..., None], axis=3) - 1, 0)
+            begun, done, more = (x[*at, place] for x in (spent, had, rate))
             with np.errstate(invalid="ignore"):
                 value = np.where(more > 0, done + (budget - begun) * more, done).min(axis=2)
             if number < 2:
@@ -360,25 +364,24 @@ class _InAnyOrder:
             fits &= value.sum(axis=1) >= total[rows] * (1 - 1e-9)
             if number == 0:
                 fits &= ((value >= self.needed[rows]) | ~is_here).all(axis=1)
-                every = own, value
-        own, value = every
+                blocks = value
+        value = blocks
         # no rank has more than a few blocks taken off
         is_near = value.sum(axis=1) - TRIES * c.pp[rows] < self.totals[0][rows]
         left = np.flatnonzero(fits & is_near & np.isfinite(time_s))
         if len(left):
-            some = self._whole(rows[left], value[left], budget[left], own[left], self.tables[0][1][rows[left]])
+            some = self._whole(rows[left], value[left], budget[left])
             fits[left] = some.sum(axis=1) >= self.totals[0][rows[left]] * (1 - 1e-9)
         return fits
 
-    def _whole(self, rows: NDArray[np.intp], value: Array, budget: Array, spent: Array, had: Array) -> Array:
+    def _whole(self, rows: NDArray[np.intp], value: Array, budget: Array) -> Array:
         """So many blocks, or fewer where those that recompute have to do so whole."""
         lines = [chain * self.laws.num_prices for chain in range(3)]  # those of time alone
+        spent, had, _ = (table[:, :, lines][rows] for table in self.tables[0])
         for _ in range(TRIES):
             again_s = self.c.m[rows][:, None] * self.whole.least_s(rows, slice(None), value)
-            is_late = np.zeros(value.shape, dtype=bool)
-            for line in lines:
-                cost = _between(had[:, :, line], spent[:, :, line], value)
-                is_late |= cost + again_s > budget[:, :, line]
+            cost = _between(had, spent, value)
+            is_late = (cost + again_s[:, :, None] > budget[:, :, lines]).any(axis=2)
             is_late &= self.c.active[rows] & (value > 0)
             if not is_late.any():
                 break
@@ -387,12 +390,12 @@ class _InAnyOrder:
 
 
 def _between(xs: Array, ys: Array, at: Array) -> Array:
-    """Piecewise linear through points [n, r, points], at places [n, r]."""
-    place = np.clip((xs <= at[..., None]).sum(axis=2) - 1, 0, xs.shape[2] - 2)[..., None]
-    x0, y0, x1, y1 = (
-        np.take_along_axis(values, where, axis=2)[..., 0] for where in (place, place + 1) for values in (xs, ys)
-    )
+    """Piecewise linear through points [n, r, l, points], at places [n, r]."""
+    at = at[:, :, None]
+    place = np.clip(np.count_nonzero(xs <= at[..., None], axis=3) - 1, 0, xs.shape[3] - 2)
+    one = (*np.ogrid[: xs.shape[0], : xs.shape[1], : xs.shape[2]], place)
+    other = (*one[:3], place + 1)
     with np.errstate(divide="ignore", invalid="ignore"):
-        slope = np.where(x1 > x0, (y1 - y0) / (x1 - x0), 0.0)
-    found: Array = y0 + (at - x0) * slope
+        slope = np.where(xs[other] > xs[one], (ys[other] - ys[one]) / (xs[other] - xs[one]), 0.0)
+    found: Array = ys[one] + (at - xs[one]) * slope
     return found
