@@ -379,7 +379,7 @@ class _InAnyOrder:
         lines = [chain * self.laws.num_prices for chain in range(3)]  # those of time alone
         spent, had, _ = (table[:, :, lines][rows] for table in self.tables[0])
         for _ in range(TRIES):
-            again_s = self.c.m[rows][:, None] * self.whole.least_s(rows, slice(None), value)
+            again_s = self.c.m[rows][:, None] * self.whole.least_s(rows, value)
             cost = _between(had, spent, value)
             is_late = (cost + again_s[:, :, None] > budget[:, :, lines]).any(axis=2)
             is_late &= self.c.active[rows] & (value > 0)

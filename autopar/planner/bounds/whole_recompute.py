@@ -59,30 +59,22 @@ class WholeRecompute:
         sizes = np.take_along_axis(np.broadcast_to(most[:, None], held.shape), order, axis=2)
         self.held, self.sizes = held, sizes
 
-    def _held(self, count: Array, rows: NDArray[np.intp], ranks: NDArray[np.intp] | slice, *, fewest: bool) -> Array:
-        """Micro-batches that so many blocks [n, r, ...] hold together, on the stages that hold the most, or the fewest."""
-        held, sizes = self.held[rows][:, ranks], self.sizes[rows][:, ranks]
-        if fewest:
-            held, sizes = held[..., ::-1], sizes[..., ::-1]
-        total, left = np.zeros(count.shape), count
-        extra = (1,) * (count.ndim - 2)
-        for turn in range(held.shape[2]):
-            own = np.minimum(left, sizes[..., turn].reshape(*sizes.shape[:2], *extra))
-            total = total + own * held[..., turn].reshape(*held.shape[:2], *extra)
-            left = left - own
-        return total
+    def _held(self, count: Array, rows: NDArray[np.intp]) -> Array:
+        """Micro-batches that so many blocks [n, r] hold together, on the stages that hold the fewest."""
+        before = np.cumsum(self.sizes[rows][..., ::-1], axis=2)[..., ::-1]  # with each stage and those that hold fewer
+        own = np.clip(count[..., None] - (before - self.sizes[rows]), 0.0, self.sizes[rows])
+        found: Array = (own * self.held[rows]).sum(axis=2)
+        return found
 
-    def least_s(self, rows: NDArray[np.intp], ranks: NDArray[np.intp] | slice, count: Array) -> Array:
-        """Seconds of one micro-batch that the ranks [n, r] recompute at least with so many blocks beside the first and the last one."""
+    def least_s(self, rows: NDArray[np.intp], count: Array) -> Array:
+        """Seconds of one micro-batch that the ranks recompute at least with so many blocks [n, r] beside the first and the last one."""
         count = np.maximum(count, 0.0)
-        own = self._held(count, rows, ranks, fewest=True)
-        need = count * self.static[rows][:, ranks] + own * self.full[rows][:, ranks] - self.room[rows][:, ranks]
+        need = count * self.static[rows] + self._held(count, rows) * self.full[rows] - self.room[rows]
         found = np.zeros(count.shape)
         places = np.nonzero(need > 0)
         if not len(places[0]):
             return found
-        row = rows[places[0]]
-        rank = np.arange(self.c.active.shape[1])[ranks][places[1]]
+        row, rank = rows[places[0]], places[1]
         n, short = count[places], need[places]
         more, less = self.more[row, rank], self.less[row, rank]
         more_s, less_s = self.more_s[row, rank], self.less_s[row, rank]
@@ -105,9 +97,8 @@ class WholeRecompute:
         done = held_by(np.minimum(full, n[:, None]))
         rest = np.maximum(short[:, None] - more[:, None] * done, 0.0) / np.maximum(less, 1e-30)[:, None]
         other = np.where(rest > 0, np.ceil(blocks_of(done + rest) - np.minimum(full, n[:, None]) - SLACK), 0.0)
-        is_enough = (full <= n[:, None]) & np.isfinite(
-            other
-        )  # else no number of blocks in the other mode frees the rest
+        # else no number of blocks in the other mode frees the rest
+        is_enough = (full <= n[:, None]) & np.isfinite(other)
         seconds = full * more_s[:, None] + np.where(is_enough & (other > 0), other, 0.0) * less_s[:, None]
         seconds = np.where(is_enough, seconds, np.inf)
         beyond = (full[:, -1] + 1) * more_s
@@ -118,9 +109,9 @@ class WholeRecompute:
 
 def _line(at: Array, xs: Array, ys: Array) -> Array:
     """Piecewise linear through the points of each row [n, points], at some places [n, m]."""
-    place = np.clip((xs[:, None, :] <= at[:, :, None]).sum(axis=2) - 1, 0, xs.shape[1] - 2)
-    x0, y0 = np.take_along_axis(xs, place, axis=1), np.take_along_axis(ys, place, axis=1)
-    x1, y1 = np.take_along_axis(xs, place + 1, axis=1), np.take_along_axis(ys, place + 1, axis=1)
+    place = np.clip(np.count_nonzero(xs[:, None, :] <= at[:, :, None], axis=2) - 1, 0, xs.shape[1] - 2)
+    row = np.arange(len(xs))[:, None]
+    x0, y0, x1, y1 = xs[row, place], ys[row, place], xs[row, place + 1], ys[row, place + 1]
     with np.errstate(divide="ignore", invalid="ignore"):
         slope = np.where(x1 > x0, (y1 - y0) / (x1 - x0), 0.0)
     found: Array = y0 + (np.minimum(at, xs[:, -1:]) - x0) * slope

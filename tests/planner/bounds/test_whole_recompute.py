@@ -34,7 +34,7 @@ def whole(limit_bytes: float) -> WholeRecompute:
 
 
 def seconds(limit_bytes: float) -> float:
-    found = whole(limit_bytes).least_s(np.array([0]), slice(None), np.full((1, 1), float(NUM_BLOCKS)))
+    found = whole(limit_bytes).least_s(np.array([0]), np.full((1, 1), float(NUM_BLOCKS)))
     return float(found[0, 0])
 
 
