@@ -207,7 +207,7 @@ class _Cover:
             room = self._limits(taken) - taken
             gains = np.where((room > 0) & (useful > 0), useful / self.time_s[:, None], 0.0)
             forced = np.maximum(counts - (taken * first).sum(axis=2), 0.0)
-            own = np.where(first & (forced > 0)[:, :, None], gains, 0.0)
+            own = gains * (first & (forced > 0)[:, :, None])
             gains = np.where((own > 0).any(axis=2, keepdims=True), own, gains)
             best = gains.argmax(axis=2)
             may = gains[rows, columns, best] > 0
@@ -219,16 +219,16 @@ class _Cover:
             number = np.where(forced > 0, np.minimum(number, forced), number) * may
             taken[rows, columns, best] += number
             left = left - number[:, :, None] * freed
+        every, some = np.arange(ranks), np.arange(len(variants))
         for place in np.argsort(-self.time_s, axis=1, kind="stable").T:
-            freed = self.freed[np.arange(ranks), place][:, None]
+            own = taken[every, :, place]
+            if not own.any():
+                continue
+            freed = self.freed[every, place][:, None]
             onward = (taken * (self.previous == place[:, None])[:, None]).sum(axis=2)
             spare = np.where(freed > 0, -left / np.maximum(freed, 1.0), np.inf).min(axis=2)
-            back = np.clip(
-                np.floor(spare),
-                0.0,
-                taken[np.arange(ranks)[:, None], np.arange(len(variants)), place[:, None]] - onward,
-            )
-            taken[np.arange(ranks)[:, None], np.arange(len(variants)), place[:, None]] -= back
+            back = np.clip(np.floor(spare), 0.0, own - onward)
+            taken[every[:, None], some, place[:, None]] -= back
             left = left + back[:, :, None] * freed
         time_s = (taken * self.time_s[:, None]).sum(axis=2)
         return taken, np.where(left.max(axis=2) > 0, np.inf, time_s)
@@ -260,6 +260,7 @@ class _Cover:
 
     def _limits(self, taken: Array) -> Array:
         """How often each step may be taken: by the blocks that took the one before it."""
-        before = np.take_along_axis(taken, np.maximum(self.previous, 0)[:, None], axis=2)
+        every = np.arange(len(taken))[:, None, None], np.arange(taken.shape[1])[:, None]
+        before = taken[*every, np.maximum(self.previous, 0)[:, None]]
         found: Array = np.where((self.previous >= 0)[:, None], before, self.sizes[:, None])
         return found
