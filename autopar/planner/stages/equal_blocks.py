@@ -41,7 +41,8 @@ class EqualBlocks:
         self.moves = False
         """Whether blocks may keep on the host what their backward needs, beside their modes of recompute."""
         self.modes = [
-            tuple({m for i in members for m in ((pinned[i],) if i in pinned else modes)}) for members in compact.members
+            tuple(dict.fromkeys(m for i in members for m in ((pinned[i],) if i in pinned else modes)))
+            for members in compact.members
         ]
         self.counts = [len(members) for members in compact.members]
 
