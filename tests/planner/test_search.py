@@ -56,6 +56,15 @@ def outer(graph: Graph, space: Space, *, trials: int | None = None) -> BranchAnd
     return BranchAndBound(evaluator, pool, limits=Limits(trials=trials))
 
 
+def test_modes_of_recompute_stand_in_the_order_of_the_space() -> None:
+    """In that of a set programs of chains have their variables in another order in each process, and other solutions."""
+    graph = resolve_model("gpt:layers=2,hidden=64,heads=4,vocab=256", sequence_length=32).trace()
+    model = CostModel(Cluster.parse(CLUSTER), FP32, "adamw")
+    evaluator = Evaluator.of(graph, model, global_batch_size=16, pins=Pins(), space=load_space("default"))
+    assert len(evaluator.context.modes) > 1
+    assert {*evaluator.cascade.maker.floors.blocks.modes} == {evaluator.context.modes}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("vocabulary", "is_even"), [(256, True), (200_000, False)])
 def test_a_stage_is_longer_than_an_even_share_only_where_the_rest_takes_a_block(vocabulary: int, is_even: bool) -> None:
