@@ -354,7 +354,7 @@ class _InAnyOrder:
         fits: NDArray[np.bool_] = np.asarray((budget >= 0.0).all(axis=(1, 2)))
         at = rows[:, None, None], np.arange(budget.shape[1])[:, None], np.arange(budget.shape[2])
         for number, ((spent, had, rate), total) in enumerate(zip(self.tables, self.totals, strict=True)):
-            place = np.maximum(np.count_nonzero(spent[rows] <= budget[..., None], axis=3) - 1, 0)
+            place = np.maximum((spent[rows] <= budget[..., None]).sum(axis=3) - 1, 0)
             begun, done, more = (x[*at, place] for x in (spent, had, rate))
             with np.errstate(invalid="ignore"):
                 value = np.where(more > 0, done + (budget - begun) * more, done).min(axis=2)
@@ -392,7 +392,7 @@ class _InAnyOrder:
 def _between(xs: Array, ys: Array, at: Array) -> Array:
     """Piecewise linear through points [n, r, l, points], at places [n, r]."""
     at = at[:, :, None]
-    place = np.clip(np.count_nonzero(xs <= at[..., None], axis=3) - 1, 0, xs.shape[3] - 2)
+    place = np.clip((xs <= at[..., None]).sum(axis=3) - 1, 0, xs.shape[3] - 2)
     one = (*np.ogrid[: xs.shape[0], : xs.shape[1], : xs.shape[2]], place)
     other = (*one[:3], place + 1)
     with np.errstate(divide="ignore", invalid="ignore"):

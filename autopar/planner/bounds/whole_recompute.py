@@ -109,7 +109,7 @@ class WholeRecompute:
 
 def _line(at: Array, xs: Array, ys: Array) -> Array:
     """Piecewise linear through the points of each row [n, points], at some places [n, m]."""
-    place = np.clip(np.count_nonzero(xs[:, None, :] <= at[:, :, None], axis=2) - 1, 0, xs.shape[1] - 2)
+    place = np.clip((xs[:, None, :] <= at[:, :, None]).sum(axis=2) - 1, 0, xs.shape[1] - 2)
     row = np.arange(len(xs))[:, None]
     x0, y0, x1, y1 = xs[row, place], ys[row, place], xs[row, place + 1], ys[row, place + 1]
     with np.errstate(divide="ignore", invalid="ignore"):
