@@ -100,7 +100,7 @@ def parts_are_explained() -> Iterator[None]:
             raise
         raise UsageError(
             "Outputs of the parallel model in training are parts of the global batch (DTensors), and cannot be computed with ordinary "
-            "tensors, as a loss of your own does",
+            "tensors, as a loss that the loop makes of them does",
             fix="Give the loss to the plan: autopar.parallelize(model, loss_fn=lambda output, batch: ...). Metrics are computed from "
             "par.predict(batch)",
         ) from error

@@ -332,7 +332,8 @@ def family_model(name: str, text: str, sequence_length: int | None) -> tuple[Cal
 
 
 def _values(text: str, separator: str) -> dict[str, Any]:
-    """``a=1&b=[2]`` as a dict; values are JSON where they can be, text otherwise."""
+    """``a=1&b=[2]`` as a dict; values are JSON where they can be, or ``True``, ``False`` and ``None`` as in Python; text otherwise."""
+    python = {"True": True, "False": False, "None": None}
     result: dict[str, Any] = {}
     for item in _split(text, separator):
         key, equals, value = item.partition("=")
@@ -341,7 +342,7 @@ def _values(text: str, separator: str) -> dict[str, Any]:
         try:
             result[key.strip()] = json.loads(value)
         except json.JSONDecodeError:
-            result[key.strip()] = value
+            result[key.strip()] = python.get(value, value)
     return result
 
 

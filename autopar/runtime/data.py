@@ -175,7 +175,7 @@ def planned_loader(  # noqa: PLR0913  keywords of the public call
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         if shuffle or seed is not None:
             raise UsageError(
-                f"{type(dataset).__name__} is a stream of samples, whose order is its own",
+                f"{type(dataset).__name__} is a stream of samples, which has an order already",
                 fix="Leave shuffle and seed out, and shuffle in the stream, on all ranks alike: dataset.shuffle(seed=0)",
             )
         own = own_samples(plan, data_rank, size)

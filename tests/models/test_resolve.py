@@ -31,6 +31,10 @@ GPT = "gpt:layers=2,hidden=32,heads=4,vocab=64"
             "llama:layers=2,hidden=32,heads=4,ffn=64,vocab=64,tied=1",
             64 * 32 + 2 * (4 * 32 * 32 + 3 * 32 * 64 + 2 * 32) + 32,
         ),
+        (
+            "llama:layers=2,hidden=32,heads=4,ffn=64,vocab=64,tied=False",
+            2 * 64 * 32 + 2 * (4 * 32 * 32 + 3 * 32 * 64 + 2 * 32) + 32,
+        ),
         ("mpt:layers=2,hidden=32,heads=4,vocab=64", 64 * 32 + 8 * 32 + 2 * (12 * 32 * 32 + 13 * 32) + 2 * 32),
         ("bloom:layers=2,hidden=32,heads=4,vocab=64", 64 * 32 + 2 * (12 * 32 * 32 + 13 * 32) + 4 * 32),
         (
@@ -52,6 +56,10 @@ def test_settings_after_the_question_mark_are_json_where_they_can_be() -> None:
                            "&vocab_size=64&intermediate_size=64&tie_word_embeddings=true&hidden_act=gelu")  # fmt: skip
     config = source.model.config
     assert (config.tie_word_embeddings, config.hidden_act, config.num_hidden_layers) == (True, "gelu", 1)
+    falcon = resolve_model(
+        "hf:falcon?num_hidden_layers=1&hidden_size=32&num_attention_heads=4&vocab_size=64&multi_query=False"
+    )
+    assert falcon.model.config.multi_query is False, "as Python writes it"
     swin = resolve_model("hf:swin?depths=[1,1]&num_heads=[2,2]&embed_dim=16&image_size=32&window_size=2")
     assert swin.model.config.depths == [1, 1]
 

@@ -183,7 +183,7 @@ def test_a_stream_without_its_rest_and_one_that_is_no_dataset(plans: dict[str, P
 
 
 def test_what_cannot_be_loaded_is_refused(plans: dict[str, Plan]) -> None:
-    with pytest.raises(UsageError, match="Stream is a stream of samples, whose order is its own"):
+    with pytest.raises(UsageError, match="Stream is a stream of samples, which has an order already"):
         streams(plans["dp2"], shuffle=True)
     with pytest.raises(UsageError, match="persistent_workers=True is not supported"):
         streams(plans["dp2"], num_workers=1, persistent_workers=True)

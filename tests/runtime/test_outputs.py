@@ -94,11 +94,14 @@ def test_predictions_leave_everything_as_it_was() -> None:
     assert parallel.train_step(given).item() == other.train_step(given).item()
 
 
-def test_a_call_in_training_has_outputs_without_gradients_and_a_loss_with_them() -> None:
+def test_of_a_call_in_training_the_loss_alone_has_gradients() -> None:
+    """Other outputs say that they need one, as on one device, so that what is made of them can refuse it."""
     parallel, _ = build("pair")
     other, _ = build("pair")
     logits, loss = parallel(**batch())
-    assert (logits.requires_grad, logits.shape) == (False, (8, 8, 30))
+    assert (logits.requires_grad, logits.shape) == (True, (8, 8, 30))
+    with pytest.raises(UsageError, match=r"was made a part of a loss"):
+        logits.square().mean().backward()
     loss.backward()
     assert loss.item() == other.train_step(batch()).item()
     assert parallel.step_count == 1

@@ -31,6 +31,6 @@ def _checked(parameters: Any, *args: Any, **kwargs: Any) -> None:
     if not isinstance(parameters, Tensor) and any(hasattr(p, _MARK) for p in parameters):
         raise UsageError(
             "A norm by torch.nn.utils.clip_grad_norm_ would be that of this rank's pipeline stages or experts alone",
-            fix="Call par.clip_grad_norm_(max_norm), which returns the norm of the whole model",
+            fix="Call par.clip_grad_norm_(max_norm), which returns the norm of all parameters",
         )
     _scale(parameters, *args, **kwargs)

@@ -30,7 +30,7 @@ class _WithoutGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> NoReturn:
         raise UsageError(
-            f"The output {ctx.name} of par(**batch) was made a part of a loss, but only the plan's own loss has a gradient",
+            f"The output {ctx.name} of par(**batch) was made a part of a loss, but only the plan's loss has a gradient",
             fix="Add it up in the model's forward, as its entry loss, or give autopar.parallelize(model, loss_fn=lambda output, batch: ...)",
         )
 
