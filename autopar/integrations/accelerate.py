@@ -5,7 +5,6 @@ Every rank is given the same global batches, so that nothing is gathered, and da
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -24,7 +23,7 @@ try:
     from accelerate.data_loader import DataLoaderStateMixin, prepare_data_loader
     from accelerate.scheduler import AcceleratedScheduler
     from accelerate.state import GradientState
-    from accelerate.utils import DistributedType, recursively_apply
+    from accelerate.utils import DistributedType, parse_choice_from_env, recursively_apply
     from accelerate.utils import reduce as reduce_over_processes
 except ImportError as missing:
     raise UsageError.missing("package accelerate", fix='Run: pip install "autopar[hf]"') from missing
@@ -51,7 +50,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     """Samples of the batch that is evaluated, where the loop says so."""
 
     def __init__(self, *args: Any, mixed_precision: str | None = None, **options: Any) -> None:
-        self._asked_precision = str(mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
+        # `accelerate launch --mixed_precision` says it in the environment, which accelerate reads
+        self._asked_precision = str(mixed_precision or parse_choice_from_env("ACCELERATE_MIXED_PRECISION", "no"))
         super().__init__(*args, mixed_precision="no", **options)  # casts and scales are the plan's
         if self.distributed_type in _OTHERS:
             raise UsageError(
@@ -147,13 +147,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """As accelerate's: of a plan in fp16."""
         if self.scaler is not None:
-            given = (
-                self._optimizers
-                if optimizer is None
-                else optimizer
-                if isinstance(optimizer, list | tuple)
-                else [optimizer]
-            )
+            if optimizer is None:
+                optimizer = self._optimizers
+            given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
             for one in given:
                 self.scaler.unscale_(getattr(one, "optimizer", one))
 
