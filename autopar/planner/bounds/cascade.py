@@ -19,7 +19,8 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.planner.bounds.chain_program import ChainProof, chain_bound
+from autopar.planner.bounds.chain_program import chain_bound
+from autopar.planner.bounds.chain_proof import ChainProof
 from autopar.planner.bounds.columns import Columns
 from autopar.planner.bounds.feasibility import PRECISION, excluded, feasible_bounds
 from autopar.planner.bounds.instance import PipelineInstance
@@ -104,7 +105,7 @@ class Cascade:
                 bound = chain_bound(instance, goal_s, (*known, *proofs), above_s=found[i], whole_s=aim_s, rounds=rounds)
                 if bound is not None:
                     found[i] = max(found[i], min(bound.time_s, goal_s))
-                    if all(bound.proof.weights != one.weights for one in (*known, *proofs)):
+                    if bound.proof and all(bound.proof.weights != one.weights for one in (*known, *proofs)):
                         proofs.append(bound.proof)
             goal_s = min(goal_s, found[i])  # to which that of the candidate comes at most
         return min(found, default=0.0), tuple(proofs)

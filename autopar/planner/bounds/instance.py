@@ -138,6 +138,23 @@ class PipelineInstance:
         """Of each block in order."""
         return np.repeat([kind for kind, _ in self.runs], [count for _, count in self.runs])
 
+    def given_stops(self) -> tuple[int, ...]:
+        """Where each stage ends, if that is no choice; else nothing.
+
+        It is none where there are as many stages as blocks, and where the only group of equal blocks, which stand next to each other,
+        fills every stage with as many of them as it may have.
+        """
+        stages, kinds = self.pp * self.virtual_stages, self.kind_of_block
+        if len(kinds) == stages:
+            return tuple(range(1, stages + 1))
+        places = (
+            np.flatnonzero(np.isin(kinds, self.groups[0])) if len(self.groups) == 1 else np.array([], dtype=np.int64)
+        )
+        if len(places) != stages * self.most_blocks or places[-1] - places[0] >= len(places):
+            return ()
+        ends = places[0] + np.arange(1, stages) * int(self.most_blocks)
+        return (*ends.tolist(), len(kinds))
+
     def holds_in_order(self) -> bool:
         """Whether one rank without a pipeline can hold its blocks at the peak of each.
 

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 from autopar.errors import UsageError
-from autopar.planner.bounds.chain_program import ChainProof
+from autopar.planner.bounds.chain_proof import ChainProof
 from autopar.planner.branch_and_bound.certificate import GAP, close_gap
 from autopar.planner.branch_and_bound.frontier import Frontier
 from autopar.planner.branch_and_bound.ledger import Ledger, LocalLedger, Result

@@ -11,10 +11,11 @@ import heapq
 import math
 from collections.abc import Callable, Collection, MutableMapping, Sequence
 
-from autopar.planner.bounds.chain_program import KEPT, ChainProof, Key, key_of
+from autopar.planner.bounds.chain_program import KEPT
+from autopar.planner.bounds.chain_proof import ChainProof, Key, key_of
 from autopar.planner.space.candidates import Candidate
 
-GAP = 0.03
+GAP = 0.0
 """Of the bound of a pipeline, up to which the best time above it is near enough, where all ranks are alike. Where they differ chains
 were asked of most candidates before, and cost little more."""
 

@@ -12,7 +12,8 @@ from autopar.cost.model import CostModel
 from autopar.errors import InfeasibleError
 from autopar.graph.graph import Graph
 from autopar.planner.bounds.cascade import LEVELS, Cascade
-from autopar.planner.bounds.chain_program import KEPT, ChainProof, Key, key_of
+from autopar.planner.bounds.chain_program import KEPT
+from autopar.planner.bounds.chain_proof import ChainProof, Key, key_of
 from autopar.planner.context import SearchContext, readable
 from autopar.planner.evaluate.evaluation import SLOW, Evaluation, Misfit, needs_text
 from autopar.planner.evaluate.layout_plans import LayoutPlans
