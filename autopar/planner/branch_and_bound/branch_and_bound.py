@@ -21,7 +21,7 @@ from functools import partial
 
 from autopar.errors import UsageError
 from autopar.planner.bounds.chain_proof import ChainProof
-from autopar.planner.branch_and_bound.certificate import GAP, close_gap
+from autopar.planner.branch_and_bound.certificate import close_gap
 from autopar.planner.branch_and_bound.frontier import Frontier
 from autopar.planner.branch_and_bound.ledger import Ledger, LocalLedger, Result
 from autopar.planner.branch_and_bound.process_group import ProcessGroup
@@ -263,9 +263,8 @@ class BranchAndBound:
     def _certify(self) -> None:
         """Raise the least bounds of what may still be faster than the incumbent."""
         if math.isfinite(self.ledger.incumbent_s):
-            gap = 0.0 if self.evaluator.model.is_mixed else GAP
             asked = self.frontier.given | {*self.order}
-            close_gap(self.pool, self.bounds, self.ledger.incumbent_s, gap, asked, self._closest_s)
+            close_gap(self.pool, self.bounds, self.ledger.incumbent_s, asked, self._closest_s)
 
     def _closest_s(
         self, index: int, goal_s: float, known: Sequence[ChainProof], whole_s: float
