@@ -130,6 +130,7 @@ class BlockFloors:
             more_s=added.least_s(max(work_s, typed_s)) - added.least_s(work_s),
             once_s=self.model.of(step).block_once_s(part),
             static_bytes=self.model.of(step).block_static_bytes(cost) / tp,
+            stepped_bytes=self.model.of(step).block_stepped_bytes(cost) / tp,
         )
 
     def _ideal_work(self, key: LayoutKey, unsplit: PricedLayout) -> list[list[tuple[float, float, float]]]:
@@ -316,6 +317,7 @@ class BlockFloors:
             gather_s=gather_s,
             once_s=model.of(step).block_once_s(cost),
             static_bytes=model.of(step).block_static_bytes(cost),
+            stepped_bytes=model.of(step).block_stepped_bytes(cost),
         )  # fmt: skip
 
     def beside(self, costs: Sequence[BlockCost], k: int) -> list[Beside]:
