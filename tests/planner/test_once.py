@@ -9,11 +9,13 @@ import pytest
 
 from autopar.cost.blocks.block_cost import BlockCost, ParameterCost
 from autopar.cost.model import CostModel, Step
+from autopar.cost.step.gradient_buckets import tied as tied_ranks
+from autopar.cost.step.pipeline_step import ties_s
 from autopar.cost.step.step import StageCost
 from autopar.hardware.cluster import Cluster
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import BF16
-from autopar.planner.bounds.gradient_sums import at_both_ends, least_sums_s, tie_s
+from autopar.planner.bounds.gradient_sums import are_inside, at_both_ends, least_sums_s, tie_s
 
 MODEL = CostModel(Cluster.parse("h100-sxm5-80gb:2x8"), BF16, "adamw")
 
@@ -75,9 +77,32 @@ def test_the_ends_of_a_pipeline_sum_what_they_share() -> None:
     mesh = Mesh(pp=4, dp_shard=2, tp=2)
     assert at_both_ends(ends) == (tied,)
     assert at_both_ends(blocks) == ()
-    assert (
-        at_both_ends([ends[0], replace(blocks[1], parameters=(tied,)), ends[2]]) == ()
-    )  # a rank may have it before the last block
+    assert not are_inside(ends, (tied,))
     half = 512 * 512 * 4 // 2  # fp32 at rest, shards of two ranks
-    assert tie_s(MODEL, (tied,), step(mesh)) == MODEL.collectives.pair_time_s("all_reduce", half, mesh) > 0
-    assert tie_s(MODEL, (replace(tied, trained=False),), step(mesh)) == 0
+    pair_s = MODEL.collectives.pair_time_s("all_reduce", half, mesh)
+    assert tie_s(MODEL, (tied,), step(mesh), inside=False) == pair_s > 0
+    assert tie_s(MODEL, (replace(tied, trained=False),), step(mesh), inside=False) == 0
+
+
+@pytest.mark.parametrize("holders", [(), (0,), (1,), (1, 2), (0, 1, 2, 3)])
+@pytest.mark.parametrize("pp", [2, 3, 4])
+def test_what_blocks_between_the_ends_read_too_takes_no_less(pp: int, holders: tuple[int, ...]) -> None:
+    """An encoder and a decoder with one table of tokens, which the head reads too: whichever ranks have it, its ends wait."""
+    chance = random.Random(0)
+    tied = ParameterCost(name="tied", shape=(512, 512), num_bytes=2 * 512**2, shared=True)
+    other = replace(tied, name="other", shape=(64, 512), num_bytes=2 * 64 * 512)
+    ends = [replace(block(chance, name), parameters=(tied, other)) for name in ("first", "last")]
+    plain = block(chance, "inner")
+    costs = [ends[0], replace(plain, parameters=(tied,)), ends[1]]
+    assert at_both_ends(costs) == (tied, other)
+    assert are_inside(costs, (tied, other))
+    own = step(Mesh(pp=pp, dp_shard=2, tp=2))
+    reads = [r in holders for r in range(pp)]
+    stages = [
+        [*ends[:1][r:], replace(plain, parameters=(tied,) * has), *ends[1:][pp - 1 - r :]]
+        for r, has in enumerate(reads)
+    ]
+    found = tied_ranks(stages, MODEL.of(own).data)
+    least_s = tie_s(MODEL, (tied, other), own, inside=True)
+    for rank in (0, pp - 1):
+        assert 0 < least_s <= ties_s(MODEL.collectives, found, own, rank) * (1 + 1e-9)

@@ -70,6 +70,24 @@ def gathered_bytes(unit: Unit, data: DataParallel) -> int:
     return unit.numel * itemsize(data.precision.compute) if stays else 0
 
 
+def freed_bytes(unit: Unit, data: DataParallel, num_micro_batches: int) -> int:
+    """What the gradients of a unit are smaller by when they are summed; see :func:`rank_memory`."""
+    if not data.uses_fsdp or not data.accumulates(num_micro_batches):
+        return 0
+    summed = (unit.trained_shard_numel - unit.spread_numel) * itemsize(data.precision.storage)
+    return unit.trained_numel * itemsize(data.precision.reduce) - summed
+
+
+def stepping_bytes(optimizer: OptimizerCost, data: DataParallel, step: Step) -> int:
+    """What an optimizer step on the device has in passing for each element that it steps."""
+    return 0 if step.offloads_optimizer else optimizer.temporaries * itemsize(data.precision.storage)
+
+
+def steps_at_once(device: Device) -> bool:
+    """Whether all parameters of a rank are stepped together, as torch does on a GPU."""
+    return device.kind == "cuda"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMemory:
     """Bytes of one stage, of which those of its rank are put together.
@@ -112,10 +130,7 @@ def stage_memory(
     """
     pairs = list(zip(stage.blocks, stage.recompute, strict=True))
     kept = kept_bytes(stage, receives=False, sends=False)
-    reduced, storage = itemsize(data.precision.reduce), itemsize(data.precision.storage)
-    freed = 0
-    if data.uses_fsdp and data.accumulates(num_micro_batches):
-        freed = sum(u.trained_numel * reduced - (u.trained_shard_numel - u.spread_numel) * storage for u in units)
+    reduced = itemsize(data.precision.reduce)
     return StageMemory(
         parameters=sum(s.parameters for s in states),
         gradients=sum(s.gradients for s in states),
@@ -130,7 +145,7 @@ def stage_memory(
         reduced=max((unit.trained_numel for unit in units), default=0) * reduced if data.uses_fsdp else 0,
         stepped=sum(unit.trained_shard_numel for unit in units),
         largest_stepped=max((unit.trained_shard_numel for unit in units), default=0),
-        freed=freed,
+        freed=sum(freed_bytes(unit, data, num_micro_batches) for unit in units),
     )
 
 
@@ -169,11 +184,8 @@ def rank_memory(
     activations = int((table @ np.array(kept, dtype=np.int64)).max())
     moved = [own.moved for own in stages]
     transient = max(own.passing for own in stages) + sum(own.gathered for own in stages)
-    temporaries = 0 if step.offloads_optimizer else optimizer.temporaries * itemsize(data.precision.storage)
-    # on a GPU torch steps all parameters at once
-    is_at_once = device.kind == "cuda"
-    numel = sum(own.stepped for own in stages) if is_at_once else max(own.largest_stepped for own in stages)
-    stepping = numel * temporaries - max(sum(own.freed for own in stages), 0)
+    numel = sum(own.stepped for own in stages) if steps_at_once(device) else max(own.largest_stepped for own in stages)
+    stepping = numel * stepping_bytes(optimizer, data, step) - max(sum(own.freed for own in stages), 0)
     summed = copied_bytes + max(own.reduced for own in stages)
     transient = max(transient, max(summed, stepping) - activations)
     parameters, gradients = sum(own.parameters for own in stages), sum(own.gradients for own in stages)

@@ -16,9 +16,12 @@ from autopar.cost.step.gradient_buckets import RankSums, Summed, buckets, expose
 from autopar.cost.step.memory import (
     StageMemory,
     State,
+    freed_bytes,
     gathered_bytes,
     stage_memory,
     state_bytes,
+    stepping_bytes,
+    steps_at_once,
     unit_passing_bytes,
 )
 from autopar.cost.step.optimizer import OptimizerCost, stepped_s
@@ -151,6 +154,14 @@ class StepModel:
         """Bytes of a rank for a block whatever micro-batches it holds: its state, and what stays gathered."""
         unit = self.unit(block)
         return self._state(unit).total + gathered_bytes(unit, self.data)
+
+    def block_stepped_bytes(self, block: BlockCost) -> int:
+        """The least that a block adds to what a rank has while the optimizer steps: its state, and what is in passing then."""
+        unit, count = self.unit(block), self.step.num_micro_batches
+        passing = stepping_bytes(self.ranks.optimizer, self.data, self.step) * steps_at_once(self.ranks.device)
+        return (
+            self._state(unit).total + unit.trained_shard_numel * passing - max(freed_bytes(unit, self.data, count), 0)
+        )
 
     def block_passing_bytes(self, block: BlockCost, *, recompute: Recompute, beside: Sequence[Beside] = ()) -> int:
         """Bytes at a block's peak inside, over what it keeps, FSDP's among them; ``beside`` as for :meth:`block_time_s`."""

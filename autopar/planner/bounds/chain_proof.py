@@ -100,7 +100,8 @@ class Stages:
         kind_of, count = same_kinds(tables[None])
         self.kinds = np.array(kind_of)[instance.kind_of_block]
         numbers = tables[:, [kind_of.index(k) for k in range(count)]][device[self.rank]]
-        self.forward_s, self.more_s, self.gather_s, self.once_s, self.static = np.moveaxis(numbers[..., :FIELDS], -1, 0)
+        columns = np.moveaxis(numbers[..., :FIELDS], -1, 0)
+        self.forward_s, self.more_s, self.gather_s, self.once_s, self.static, _ = columns
         most = max(len(block.modes) for table in instance.floors for block in table.blocks)
         modes = numbers[..., FIELDS:].reshape(self.num, -1, MODES, 3)[:, :, :most]
         self.backward_s, self.kept, passing = np.moveaxis(modes, -1, 0)  # [s, k, o]

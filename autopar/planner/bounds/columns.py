@@ -26,12 +26,12 @@ class Columns:
     """Instances side by side.
 
     Attributes:
-        forward_s, more_s, gather_s, once_s, static_bytes: of a block [i, r, k].
+        forward_s, more_s, gather_s, once_s, static_bytes, stepped_bytes: of a block [i, r, k].
         backward_s, kept_bytes, passing_bytes: in each mode [i, r, k, o].
         counts: blocks of each kind [k]; ``first``, ``last``: the kinds of the first and of the last block.
         active: ranks that a pipeline has [i, r]; ``is_last``: its last one.
         held: micro-batches whose forward a stage has done when its rank's first backward begins [i, r, v].
-        room_bytes: of a rank for the blocks of its stages [i, r].
+        room_bytes: of a rank for the blocks of its stages [i, r]; ``limit_bytes``: when no micro-batch keeps anything.
         stage_forward_s, stage_backward_s: of each stage beside its blocks [i, r].
         sends_s, backs_s: messages of a rank to the next one, and back; of the last one with the first [i, r].
     """
@@ -66,9 +66,8 @@ class Columns:
         # in memory [columns, k, i, r], as arithmetic runs along what stands last: instances and ranks are the most
         found = np.ascontiguousarray(tables[rows, device].transpose(3, 2, 0, 1))
         self.num_modes = max(len(block.modes) for one in instances for t in one.floors for block in t.blocks)
-        (self.forward_s, self.more_s, self.gather_s, self.once_s, self.static_bytes) = found[:FIELDS].transpose(
-            0, 2, 3, 1
-        )
+        of_block = found[:FIELDS].transpose(0, 2, 3, 1)
+        self.forward_s, self.more_s, self.gather_s, self.once_s, self.static_bytes, self.stepped_bytes = of_block
         modes = found[FIELDS:].reshape(-1, 3, *found.shape[1:])[: self.num_modes]
         self.backward_s, self.kept_bytes, self.passing_bytes = modes.transpose(1, 3, 4, 2, 0)
         limit, self.stage_forward_s, self.stage_backward_s = by_device[:, rows, device]
@@ -76,6 +75,7 @@ class Columns:
         self.has_stage = np.arange(self.v) < self.virtual[:, None]
         """Virtual stages that the ranks of an instance have [i, v]; the others are as its last one."""
         sending = (self.held * self.has_stage[:, None]).sum(axis=2) - self.is_last * self.held[:, :, -1]
+        self.limit_bytes = np.where(self.active, limit * FITS, 0.0)
         self.room_bytes = np.where(self.active, limit * FITS - sending * sent, 0.0)
         self.first_s = np.array([one.first_s for one in instances])
         self.tie_s = np.array([one.tie_s for one in instances])

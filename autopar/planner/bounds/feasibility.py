@@ -9,7 +9,8 @@ With F, B the forward and the backward of a micro-batch, m micro-batches, h thos
 3. the first micro-batch's forwards on *all* stages and its backwards on those after the rank's last one; then the rank's
    first backward begins: all its backwards and the m - h forwards that it has not done by then, and from there as 2.
 
-What K_r keeps for the h micro-batches, in the modes of recompute that are taken, has to fit in its memory. At any price y of a byte
+What K_r keeps for the h micro-batches, in the modes of recompute that are taken, has to fit in its memory, and so has what the
+optimizer's step has in passing when they are gone. At any price y of a byte
 (:func:`autopar.planner.bounds.columns.line_costs`) that gives laws that are linear in K_r. A time T is *possible* if ranks can take all
 blocks under these laws. The bound is the largest T of a grid, anchored at the work relaxation, that is not possible: a
 function of the instance alone, and up to a goal the same whatever the goal is.
@@ -159,7 +160,8 @@ def _lean_costs(c: Columns) -> tuple[Array, Array]:
 class _Laws:
     """The laws of ranks: of each line what blocks add [i, r, v, l, k], and what the time has to be without any [i, r, l].
 
-    The last line is of memory alone: whatever the time is.
+    The last lines are of memory alone, whatever the time is: when the rank's first backward begins, and while the optimizer steps,
+    where that may be more.
     """
 
     def __init__(self, c: Columns) -> None:
@@ -182,9 +184,13 @@ class _Laws:
         costs, peak = line_costs(c, chains, prices)
         peaks = self._peaks(peak)
         lean, lean_peak = _lean_costs(c)
-        self.costs = np.concatenate([*costs, lean], axis=3)
         fixed = [time_s[:, :, None] - room_s + peaks for time_s in times]
-        self.fixed = np.concatenate([*fixed, self._peaks(lean_peak) - c.room_bytes[:, :, None]], axis=2)
+        memory, rooms = [lean], [self._peaks(lean_peak) - c.room_bytes[:, :, None]]
+        stepped = np.broadcast_to(c.stepped_bytes[:, :, None, None], lean.shape)
+        if (stepped > lean).any():
+            memory, rooms = [lean, stepped], [*rooms, -c.limit_bytes[:, :, None]]
+        self.costs = np.concatenate([*costs, *memory], axis=3)
+        self.fixed = np.concatenate([*fixed, *rooms], axis=2)
         self.num_prices = prices.shape[2]
         self.is_timed = np.arange(self.costs.shape[3]) < 3 * self.num_prices
 

@@ -17,7 +17,7 @@ from autopar.cost.model import BlockCost, CostModel, Step
 from autopar.cost.step.step_model import Beside
 from autopar.plan.mesh import EXPERT_AXIS
 from autopar.plan.plan import Recompute
-from autopar.planner.bounds.gradient_sums import at_both_ends, least_sums_s
+from autopar.planner.bounds.gradient_sums import are_inside, at_both_ends, least_sums_s
 from autopar.planner.bounds.instance import BlockFloor, FloorTable, ModeFloor
 from autopar.planner.layouts.types import LayoutKey, PricedLayout
 from autopar.planner.stages.equal_blocks import EqualBlocks
@@ -55,11 +55,13 @@ class PricedFloors:
         table: of its blocks.
         first_s: what the first gather of a stage takes longer, as no forward is beside it.
         shared: parameters that the first and the last block of a pipeline have both.
+        inside: blocks between them have some of these too.
     """
 
     table: FloorTable
     first_s: float
     shared: tuple[ParameterCost, ...]
+    inside: bool
 
 
 class BlockFloors:
@@ -128,6 +130,7 @@ class BlockFloors:
             more_s=added.least_s(max(work_s, typed_s)) - added.least_s(work_s),
             once_s=self.model.of(step).block_once_s(part),
             static_bytes=self.model.of(step).block_static_bytes(cost) / tp,
+            stepped_bytes=self.model.of(step).block_stepped_bytes(cost) / tp,
         )
 
     def _ideal_work(self, key: LayoutKey, unsplit: PricedLayout) -> list[list[tuple[float, float, float]]]:
@@ -245,8 +248,8 @@ class BlockFloors:
         key = (layout, *_kind(step))
         if key not in self._priced:
             shared = at_both_ends(layout.costs) if step.mesh.pp > 1 else ()
-            costs = [*self.costs(layout)]
-            if shared:  # the rank of the last block has no other that brings these
+            costs, inside = [*self.costs(layout)], are_inside(layout.costs, shared)
+            if shared and not inside:  # the rank of the last block has no other that brings these
                 costs[-1] = layout.costs[-1]
             found, first_s = self._priced_blocks(layout, costs, step)
             more_s = self._sums_s(layout, costs, [floor.once_s for floor in found], step)
@@ -256,7 +259,7 @@ class BlockFloors:
                     for floor, own_s in zip(found, more_s, strict=True)
                 )
             )
-            self._priced[key] = PricedFloors(table=table, first_s=first_s, shared=shared)
+            self._priced[key] = PricedFloors(table=table, first_s=first_s, shared=shared, inside=inside)
         return self._priced[key]
 
     def _sums_s(
@@ -314,6 +317,7 @@ class BlockFloors:
             gather_s=gather_s,
             once_s=model.of(step).block_once_s(cost),
             static_bytes=model.of(step).block_static_bytes(cost),
+            stepped_bytes=model.of(step).block_stepped_bytes(cost),
         )  # fmt: skip
 
     def beside(self, costs: Sequence[BlockCost], k: int) -> list[Beside]:

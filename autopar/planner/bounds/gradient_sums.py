@@ -86,15 +86,24 @@ def _seconds(model: CostModel, sums: Sequence[Sums], counts: Sequence[int], step
 
 
 def at_both_ends(costs: Sequence[BlockCost]) -> tuple[ParameterCost, ...]:
-    """Parameters that the first and the last block read and no other one: in a pipeline two ranks have them."""
+    """Parameters that the first and the last block read, whether others do or not: in a pipeline two ranks have them at least."""
     names = [{p.name for p in cost.parameters if p.shared} for cost in (costs[0], costs[-1])]
-    inner = {p.name for cost in costs[1:-1] for p in cost.parameters if p.shared}
-    return tuple(p for p in costs[-1].parameters if p.name in names[0] & names[1] - inner)
+    return tuple(p for p in costs[-1].parameters if p.name in names[0] & names[1])
 
 
-def tie_s(model: CostModel, shared: Sequence[ParameterCost], step: Step) -> float:
-    """Summing the gradients of :func:`at_both_ends`, on either of the two ranks."""
-    data, size = model.of(step).data, itemsize(model.precision.storage)
+def are_inside(costs: Sequence[BlockCost], shared: Sequence[ParameterCost]) -> bool:
+    """Whether blocks between the first and the last one read some of these too: then any ranks may have them beside the two."""
+    names = {p.name for p in shared}
+    return any(p.name in names for cost in costs[1:-1] for p in cost.parameters if p.shared)
+
+
+def tie_s(model: CostModel, shared: Sequence[ParameterCost], step: Step, *, inside: bool) -> float:
+    """Summing the gradients of :func:`at_both_ends`, on either of the two ranks, at the least.
+
+    Two ranks sum them, or all do, or some do as two would: of each way a sum of all bytes takes no longer than several of its parts.
+    """
+    data, size, pp = model.of(step).data, itemsize(model.precision.storage), step.mesh.pp
     shards = [step.mesh.dp_shard if is_fsdps(p, data.uses_fsdp) else 1 for p in shared]
     num_bytes = sum(p.shard_numel(n) * size for p, n in zip(shared, shards, strict=True) if p.trained)
-    return ties_s(model.collectives, {(0, step.mesh.pp - 1): num_bytes}, step, 0) if num_bytes else 0.0
+    ways = [(0, pp - 1), tuple(range(pp))][: 1 + inside]
+    return min(ties_s(model.collectives, {ranks: num_bytes}, step, 0) for ranks in ways) if num_bytes else 0.0

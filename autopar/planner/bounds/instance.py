@@ -42,6 +42,7 @@ class BlockFloor:
         gather_s: what the step's first forward takes longer.
         once_s: once a step, after the rank's last backward.
         static_bytes: parameters, gradients and optimizer states.
+        stepped_bytes: these and what an optimizer step has in passing, when no micro-batch keeps anything.
     """
 
     forward_s: float
@@ -50,6 +51,7 @@ class BlockFloor:
     gather_s: float = 0.0
     once_s: float = 0.0
     static_bytes: float = 0.0
+    stepped_bytes: float = 0.0
 
     @property
     def least_s(self) -> float:
@@ -57,8 +59,8 @@ class BlockFloor:
         return self.forward_s + min(mode.backward_s for mode in self.modes) + self.more_s
 
 
-FIELDS = 5
-"""Columns of :attr:`FloorTable.numbers` before those of modes: forward_s, more_s, gather_s, once_s, static_bytes."""
+FIELDS = 6
+"""Columns of :attr:`FloorTable.numbers` before those of modes: forward_s, more_s, gather_s, once_s, static_bytes, stepped_bytes."""
 
 FITS = 1 + 1e-9
 """Times a limit of memory, up to which what is exactly as large fits."""
@@ -81,7 +83,7 @@ class FloorTable:
         rows = []
         for own in self.blocks:
             modes = (*own.modes, *[own.modes[-1]] * MODES)[:MODES]
-            row = [own.forward_s, own.more_s, own.gather_s, own.once_s, own.static_bytes]
+            row = [own.forward_s, own.more_s, own.gather_s, own.once_s, own.static_bytes, own.stepped_bytes]
             row += [x for mode in modes for x in (mode.backward_s, mode.kept_bytes, mode.passing_bytes)]
             rows.append(row)
         object.__setattr__(self, "numbers", np.array(rows))

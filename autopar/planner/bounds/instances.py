@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from autopar.cost.blocks.block_cost import ParameterCost
 from autopar.cost.model import CostModel, StageCost, Step
 from autopar.plan.plan import Recompute
-from autopar.planner.bounds.floors import BlockFloors
+from autopar.planner.bounds.floors import BlockFloors, PricedFloors
 from autopar.planner.bounds.gradient_sums import tie_s
 from autopar.planner.bounds.instance import FloorTable, PipelineInstance, runs_of
 from autopar.planner.context import SearchContext
@@ -75,7 +74,7 @@ class InstanceMaker:
             ends_s = model.of(step).ends_s(costs[0], costs[-1])
             return replace(made, forward_s=tuple(own + ends_s for own in prelude_s))
         sends, back = self._sends_s(candidate, layout)
-        shared = next(iter(found.values())).shared
+        one = next(iter(found.values()))
         return replace(
             made,
             forward_s=tuple(prelude + own for prelude, own in zip(prelude_s, made.forward_s, strict=True)),
@@ -83,7 +82,7 @@ class InstanceMaker:
             sends_s=sends,
             sends_back_s=back,
             sent_bytes=float(_sent_bytes(layout)[0]),
-            tie_s=self._tie_s(candidate, shared, step),
+            tie_s=self._tie_s(candidate, one, step),
             most_blocks=self._most_blocks(candidate, layout),
         )
 
@@ -206,9 +205,10 @@ class InstanceMaker:
             found.append(self._sent[key])
         return found[0], found[1]
 
-    def _tie_s(self, candidate: Candidate, shared: tuple[ParameterCost, ...], step: Step) -> float:
+    def _tie_s(self, candidate: Candidate, floors: PricedFloors, step: Step) -> float:
         """What the first and the last rank take once a step to sum the gradients of parameters that both have."""
-        return tie_s(self.context.model.in_order(candidate.order), shared, step) if shared else 0.0
+        model = self.context.model.in_order(candidate.order)
+        return tie_s(model, floors.shared, step, inside=floors.inside) if floors.shared else 0.0
 
 
 def _sent_bytes(layout: PricedLayout) -> tuple[int, int]:

@@ -38,6 +38,7 @@ def floors(draw: st.DrawFn) -> BlockFloor:
     return BlockFloor(
         forward_s=draw(st.sampled_from([0.5, 1.0, 1.5])), modes=tuple(modes), gather_s=draw(NUMBERS) / 4,
         once_s=draw(NUMBERS), static_bytes=draw(NUMBERS), more_s=draw(st.sampled_from([0.0, 0.0, 0.25])),
+        stepped_bytes=draw(st.sampled_from([0.0, 0.0, 8.0, 16.0])),
     )  # fmt: skip
 
 
@@ -86,7 +87,7 @@ def plans(instance: PipelineInstance) -> Iterator[float]:
         cut = list(zip((0, *stops), (*stops, len(kinds)), strict=True))
         for modes in product(*(range(len(tables[0][k].modes)) for k in kinds)):
             durations, once_s, used = [], [instance.tie_s * (r in (0, pp - 1)) for r in range(pp)], np.zeros(pp)
-            peak, of_stage = np.zeros(pp), np.zeros(num)
+            peak, of_stage, stepped = np.zeros(pp), np.zeros(num), np.zeros(pp)
             for s, (start, stop) in enumerate(cut):
                 rank = s % pp
                 device, blocks = instance.device_of_rank[rank], [tables[rank][kinds[i]] for i in range(start, stop)]
@@ -99,12 +100,13 @@ def plans(instance: PipelineInstance) -> Iterator[float]:
                 once_s[rank] += sum(block.once_s for block in blocks)
                 kept = [mode.kept_bytes for mode in own]
                 used[rank] += sum(block.static_bytes for block in blocks)
+                stepped[rank] += sum(block.stepped_bytes for block in blocks)
                 of_stage[s] = sum(kept) + instance.sent_bytes * (s < num - 1)
                 passing = [mode.passing_bytes - sum(kept[i + 1 :]) for i, mode in enumerate(own)]
                 peak[rank] = max(peak[rank], *passing)
             limits = [instance.limit_bytes[d] for d in instance.device_of_rank]
             used += [(table @ of_stage[rank::pp]).max() for rank, table in enumerate(moments)]
-            if (used + peak <= limits).all():
+            if (used + peak <= limits).all() and (stepped <= limits).all():
                 yield chains_of(actions, durations, [*messages, 0.0], once_s, 1)[0].time_s
 
 
@@ -178,6 +180,22 @@ def test_whole_modes_are_exact_where_a_rank_recomputes_one_block_of_two() -> Non
     full = chain_bound(replace(instance, limit_bytes=(-1.0,)), math.inf)
     assert full is not None
     assert math.isinf(full.time_s)
+
+
+@pytest.mark.parametrize("virtual_stages", [1, 2])
+def test_an_optimizer_step_has_to_fit_too(virtual_stages: int) -> None:
+    """Six blocks on two ranks: three on one of them at least, which keep little, and need more room while they are stepped."""
+    mode = ModeFloor(backward_s=1.0, kept_bytes=0.5, passing_bytes=0.0)
+    block = BlockFloor(forward_s=0.5, modes=(mode,), static_bytes=2.0, stepped_bytes=6.0)
+    instance = PipelineInstance(
+        schedule="Interleaved1F1B" if virtual_stages > 1 else "1F1B", virtual_stages=virtual_stages,
+        num_micro_batches=2, runs=runs_of([0, 1, 1, 1, 1, 2]), groups=((1,),), floors=(FloorTable(blocks=(block,) * 3),),
+        device_of_rank=(0, 0), limit_bytes=(18.0,), forward_s=(0.0,), backward_s=(0.0,), sends_s=(0.0, 0.0),
+        sends_back_s=(0.0, 0.0), sent_bytes=1.0,
+    )  # fmt: skip
+    assert feasible_bounds([instance])[0] <= least_s(instance) < math.inf
+    assert math.isinf(least_s(replace(instance, limit_bytes=(17.0,))))
+    assert math.isinf(feasible_bounds([replace(instance, limit_bytes=(17.0,))])[0])
 
 
 def test_a_rank_may_leave_the_next_block_to_an_earlier_one() -> None:
