@@ -9,7 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from autopar.cli.console import progress
+from autopar.cli.options import progress
 from autopar.validate.parameters import PARAMETERS
 from autopar.validate.report import failures, markdown, percent, worst
 from autopar.validate.scores import Outcome, Score, score, scored

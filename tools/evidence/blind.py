@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from autopar.cli.console import progress
+from autopar.cli.options import progress
 from autopar.errors import UsageError
 from autopar.validate.report import failures, percent, worst
 from autopar.validate.runs import Run
