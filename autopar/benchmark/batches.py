@@ -18,8 +18,7 @@ from autopar.benchmark.score import Row, Score, measured, score
 from autopar.errors import AutoparError, UsageError
 from autopar.plan.run_log import COMPUTE, OPTIMIZER, predicted_parts
 from autopar.util.files import write_text
-from autopar.util.text_table import plain_table
-from autopar.util.units import num_bytes, seconds
+from autopar.util.formatting import num_bytes, plain_table, seconds
 from autopar.verification.rank_pool import WorkerPool
 
 PRELOAD = ("torch", "transformers", "autopar.benchmark.rank_runs")

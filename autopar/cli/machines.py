@@ -33,7 +33,7 @@ from autopar.cli.options import (
 )
 from autopar.errors import AutoparError
 from autopar.measure.job_of_ranks import check_output, start_ranks, torchrun_job, under_torchrun
-from autopar.util import data_files as resources
+from autopar.util import files as resources
 
 if TYPE_CHECKING:
     from autopar.measure.profiles import Profiling

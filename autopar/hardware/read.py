@@ -16,7 +16,7 @@ from autopar.hardware.cluster import Cluster, NodeGroup, Tier
 from autopar.hardware.device import Device
 from autopar.hardware.link import CollectiveLibrary, Link
 from autopar.hardware.links_file import Links
-from autopar.util import data_files as resources
+from autopar.util import files as resources
 from autopar.util.toml import Table
 
 RESERVED_TIERS = ("device", "node", "nic", "network")

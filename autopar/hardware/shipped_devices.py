@@ -7,8 +7,7 @@ from typing import Any
 
 from autopar.hardware.device import Device
 from autopar.hardware.read import known_devices, load_profile
-from autopar.util.text_table import plain_table
-from autopar.util.units import num_bytes
+from autopar.util.formatting import num_bytes, plain_table
 
 DTYPES = {"fp32": "float32", "tf32": "tf32", "bf16": "bfloat16", "fp16": "float16", "fp8": "float8_e4m3fn"}
 """Columns, and the dtypes of products that they show."""

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from autopar.errors import UsageError
 from autopar.plan.plan import PRECISIONS
-from autopar.util.sources import sources
+from autopar.util.files import sources
 
 if TYPE_CHECKING:
     from autopar.graph.graph import Graph

@@ -9,8 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from autopar.plan.plan import BUCKET_BYTES, recompute_text
-from autopar.util.text_table import plain_table
-from autopar.util.units import count, num_bytes, printable, ranges, seconds, share
+from autopar.util.formatting import count, num_bytes, plain_table, printable, ranges, seconds, share
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from autopar.plan.text import batch_text, micro_batch_text, schedule_text, zero_text
-from autopar.util.text_table import plain_table
-from autopar.util.units import num_bytes, seconds, share
+from autopar.util.formatting import num_bytes, plain_table, seconds, share
 
 if TYPE_CHECKING:
     from autopar.plan.plan import Plan

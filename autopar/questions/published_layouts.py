@@ -14,7 +14,7 @@ from autopar.errors import InfeasibleError, UsageError
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.scale import SCALES, scaled
 from autopar.plan.plan import Plan
-from autopar.util import data_files as resources
+from autopar.util import files as resources
 from autopar.util.toml import Table
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 from autopar.plan.diff import diff_plans
 from autopar.plan.run_log import RunRecord
 from autopar.plan.text import batch_text, schedule_text, time_parts, zero_text
-from autopar.util.text_table import plain_table
-from autopar.util.units import num_bytes, seconds, share
+from autopar.util.formatting import num_bytes, plain_table, seconds, share
 
 if TYPE_CHECKING:
     from autopar.plan.plan import Plan

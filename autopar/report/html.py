@@ -20,7 +20,7 @@ from autopar.plan.text import (
     zero_text,
 )
 from autopar.report.timeline import timeline
-from autopar.util.units import count, num_bytes, ranges, seconds, share
+from autopar.util.formatting import count, num_bytes, ranges, seconds, share
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

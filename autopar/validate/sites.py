@@ -15,7 +15,7 @@ from autopar.hardware.device_rates import MatmulRate
 from autopar.hardware.link import CollectiveLibrary, Link
 from autopar.hardware.read import MachineProfile, load_library
 from autopar.models.transformer import ATTENTIONS, FAMILIES
-from autopar.util import data_files as resources
+from autopar.util import files as resources
 from autopar.util.toml import Table
 from autopar.validate.runs import PRECISIONS, Run
 

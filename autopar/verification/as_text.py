@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from autopar.plan.text import micro_batch_text
-from autopar.util.text_table import plain_table
+from autopar.util.formatting import plain_table
 
 if TYPE_CHECKING:
     from autopar.plan.plan import Plan

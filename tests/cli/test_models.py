@@ -17,7 +17,7 @@ from autopar.models.resolve import resolve_model
 from autopar.plan.file import load_plan, save_plan
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import Plan
-from autopar.util import data_files as resources
+from autopar.util import files as resources
 from autopar.verification.against_one_device import RankErrors, VerifyReport
 from autopar.verification.verified_model import VerifiedModel
 from tests.support.cli_runner import Run, run_fixture

@@ -15,7 +15,7 @@ from autopar.hardware.cluster import NETWORK, Cluster
 from autopar.hardware.device_rates import CurvePoint, MatmulRate
 from autopar.hardware.link import CollectiveLibrary
 from autopar.hardware.read import known_devices, load_library, load_profile
-from autopar.util import data_files as resources
+from autopar.util import files as resources
 from autopar.util.toml import Table, line_of
 
 TWO_RACKS = """

@@ -30,7 +30,7 @@ from autopar.planner.stages.activation_modes import MOVED, BlockOption, CutBlock
 from autopar.planner.stages.stage_cut import Cut, CutBlocks, cut, stage_masks
 from autopar.planner.studies.study import params
 from autopar.planner.task import Limits
-from autopar.util import data_files as resources
+from autopar.util import files as resources
 from tests.support.planner.graphs import mlp
 
 HOST = HostLink(

@@ -32,7 +32,7 @@ from autopar.hardware.detect.machine import machine_profile
 from autopar.hardware.measured_times import load_json
 from autopar.hardware.read import MachineProfile
 from autopar.util.files import write_json, write_text
-from autopar.util.units import seconds
+from autopar.util.formatting import seconds
 from tools.revision import revision
 
 ROOT = Path(__file__).resolve().parents[2]

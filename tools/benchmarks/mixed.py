@@ -42,7 +42,7 @@ from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
 from autopar.planner.task import Limits, Task
 from autopar.util.files import write_text
-from autopar.util.units import seconds
+from autopar.util.formatting import seconds
 from autopar.verification.rank_pool import WorkerPool
 from tools.revision import revision
 

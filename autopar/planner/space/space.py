@@ -9,7 +9,7 @@ from typing import Literal, cast
 from autopar.errors import UsageError
 from autopar.plan.plan import BUCKET_BYTES, RECOMPUTES, Recompute, ScheduleName
 from autopar.plan.schedule import SCHEDULES
-from autopar.util import data_files as resources
+from autopar.util import files as resources
 from autopar.util.toml import Table
 
 SamplerName = Literal["none", "tpe", "cmaes", "nsga2"]

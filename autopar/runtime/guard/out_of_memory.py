@@ -13,7 +13,7 @@ from autopar.plan.prediction import Memory
 from autopar.runtime.optimizer.local_step import LocalSteps
 from autopar.runtime.step.gradients import Held
 from autopar.runtime.world import World
-from autopar.util.units import num_bytes
+from autopar.util.formatting import num_bytes
 
 _ON_HOST = "can't allocate memory"
 """What torch's allocator for CPUs says, in a RuntimeError of no kind of its own."""
