@@ -223,7 +223,7 @@ def _prepared(
     on_resize: str,
 ) -> tuple[str, Callable[[], tuple[Plan, Graph]]]:
     """The kind of device of a job that has started, and what rank 0 gets its plan by, and the graph that it is for."""
-    from autopar.hardware.detect.places import cluster_at, gathered_places
+    from autopar.hardware.places import cluster_at, gathered_places
     from autopar.runtime.guard.collective_calls import ordinary
     from autopar.runtime.job import check_alone, how_to_start, start
 

@@ -1,4 +1,4 @@
-"""Reads machine profiles and cluster files, and builds clusters from them. Schema: ``profiles/README.md``.
+"""Reads machine profiles, cluster files and files of measured links, and builds clusters from them. Schema: ``profiles/README.md``.
 
 Clusters in one line of text are read by ``autopar.hardware.describe``.
 """
@@ -14,8 +14,7 @@ from typing import Any
 from autopar.errors import UsageError
 from autopar.hardware.cluster import Cluster, NodeGroup, Tier
 from autopar.hardware.device import Device
-from autopar.hardware.link import CollectiveLibrary, Link
-from autopar.hardware.links_file import Links
+from autopar.hardware.link import CollectiveLibrary, CollectiveTime, Link
 from autopar.util import files as resources
 from autopar.util.toml import Table
 
@@ -322,3 +321,57 @@ def _library(table: Table, from_profiles: list[str | None]) -> CollectiveLibrary
         return load_library(name)
     except UsageError as error:
         raise error.becoming(UsageError, where=table.place("library")) from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Links:
+    """Links of a cluster and collectives on them, as measured.
+
+    Attributes:
+        library: name of the collective library that ran.
+        intra_node, nic: fitted; they price groups of shapes that were not measured.
+        measured: collectives on groups that were.
+        points: name of the file of raw points, beside this one.
+    """
+
+    library: str
+    intra_node: Link
+    nic: Link
+    measured: tuple[CollectiveTime, ...]
+    points: str
+    provenance: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """The tables of the file."""
+        return {
+            "library": self.library,
+            "points": self.points,
+            "provenance": self.provenance,
+            "intra_node": self.intra_node.to_dict(),
+            "nic": self.nic.to_dict(),
+            "measured": [item.to_dict() for item in self.measured],
+        }
+
+    @classmethod
+    def load(cls, path: Path) -> Links:
+        """Read the file.
+
+        Raises:
+            UsageError: names file, line and key.
+        """
+        table = Table.load(path)
+        found = cls(
+            library=table.text("library"),
+            intra_node=Link.from_table(table.table("intra_node")),
+            nic=Link.from_table(table.table("nic")),
+            measured=tuple(CollectiveTime.from_table(item) for item in table.tables("measured")),
+            points=table.text("points"),
+            provenance=table.text("provenance"),
+        )
+        table.finish()
+        return found
+
+    def on(self, cluster: Cluster, library: CollectiveLibrary) -> Cluster:
+        """The cluster with these links and collectives; ``library``: the one named, as shipped."""
+        groups = tuple(replace(group, intra_node=self.intra_node, nic=self.nic) for group in cluster.groups)
+        return replace(cluster, groups=groups, library=replace(library, measured=self.measured))

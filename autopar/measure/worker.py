@@ -1,4 +1,4 @@
-"""One of the processes that :mod:`autopar.hardware.detect.machine` starts: ``python -m autopar.measure.worker RANK RANKS FOLDER``.
+"""One of the processes that :mod:`autopar.hardware.machine` starts: ``python -m autopar.measure.worker RANK RANKS FOLDER``.
 
 On a CPU all ranks measure the device at once, as they compute in training, then the first two the link between them over gloo; of
 GPUs rank 0 measures one alone, then all ranks, one on each, the link over NCCL (one GPU alone has no link). Rank 0 writes the result as JSON to ``FOLDER/result.json``. A process of its own, so that

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.hardware.cluster import Cluster
-from autopar.hardware.scale import scaled
+from autopar.hardware.describe import scaled
 from autopar.plan.plan import Plan
 from autopar.planner.task import Limits, peak_bytes
 from autopar.questions.ask import Ask

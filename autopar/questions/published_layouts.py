@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.hardware.cluster import Cluster
-from autopar.hardware.scale import SCALES, scaled
+from autopar.hardware.describe import SCALES, scaled
 from autopar.plan.plan import Plan
 from autopar.util import files as resources
 from autopar.util.toml import Table
@@ -30,7 +30,7 @@ class Study:
     Attributes:
         title, source, measured: for people: what it is, where it stands, what the source measured.
         unsure: what the source does not say, and what was taken instead.
-        scale: factors of numbers of the cluster (``autopar.hardware.scale``), for hardware without a profile of its own.
+        scale: factors of numbers of the cluster (``autopar.hardware.describe``), for hardware without a profile of its own.
         pins: the published layout.
         model: MODEL of the command line, or sizes with a number of layers (``autopar.models.transformer``).
     """

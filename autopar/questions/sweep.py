@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from autopar.errors import UsageError
 from autopar.hardware.cluster import Cluster
-from autopar.hardware.scale import scaled
+from autopar.hardware.describe import scaled
 from autopar.plan.plan import Plan
 from autopar.planner.task import Limits
 from autopar.questions.ask import Ask
@@ -22,7 +22,7 @@ class Swept:
 
 
 def sweep(ask: Ask, name: str, factors: Sequence[float]) -> tuple[Swept, ...]:
-    """The best plan with the number ``name`` of the cluster (``autopar.hardware.scale``) times each factor.
+    """The best plan with the number ``name`` of the cluster (``autopar.hardware.describe``) times each factor.
 
     Raises:
         UsageError: unknown name, a factor that is not above zero.

@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from autopar.errors import RuntimeMismatchError
-from autopar.hardware.detect.gpu_names import shipped_profile_name
+from autopar.hardware.gpus import shipped_profile_name
 from autopar.plan.plan import RankGroup
 from autopar.runtime.fresh_store import fresh
 

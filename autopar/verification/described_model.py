@@ -10,7 +10,7 @@ import torch
 from autopar.errors import InternalError, UsageError
 from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
-from autopar.hardware.scale import with_free_links
+from autopar.hardware.describe import with_free_links
 from autopar.models.described import is_factory, model_of, sequence_of
 from autopar.models.resolve import resolve_model
 from autopar.plan.check import check_model

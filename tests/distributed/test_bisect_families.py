@@ -9,7 +9,7 @@ import torch
 
 from autopar import api
 from autopar.hardware.cluster import Cluster
-from autopar.hardware.scale import with_free_links
+from autopar.hardware.describe import with_free_links
 from autopar.lower.read_plan import local_graph
 from autopar.models.resolve import resolve_model
 from autopar.verification.against_one_device import PRELOAD, in_dtype, loss_of

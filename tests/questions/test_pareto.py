@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.hardware.cluster import Cluster
-from autopar.hardware.scale import scaled
+from autopar.hardware.describe import scaled
 from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.task import peak_bytes
 from autopar.questions.ask import Ask

@@ -9,7 +9,7 @@ import pytest
 
 from autopar.errors import UsageError
 from autopar.hardware.cluster import Cluster
-from autopar.hardware.scale import scaled
+from autopar.hardware.describe import scaled
 from autopar.planner.space.candidates import candidates
 from autopar.planner.space.constraints import Problem
 from autopar.planner.space.pins import Pins

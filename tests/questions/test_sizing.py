@@ -11,7 +11,7 @@ from autopar import api
 from autopar.errors import InfeasibleError, UsageError
 from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
-from autopar.hardware.scale import scaled
+from autopar.hardware.describe import scaled
 from autopar.plan.plan import Plan
 from autopar.questions.ask import Ask
 from autopar.questions.sizing import cheapest_cluster, largest_batch, longest_sequence, sizes_of, smallest_cluster

@@ -21,7 +21,7 @@ from autopar.errors import AutoparError
 from autopar.graph.attention import is_attention, is_scores
 from autopar.graph.graph import Graph, Op
 from autopar.hardware.cluster import Cluster
-from autopar.hardware.scale import with_free_links
+from autopar.hardware.describe import with_free_links
 from autopar.models.resolve import USER_FAILURES, resolve_model
 from autopar.plan.plan import Plan
 from autopar.planner.space.space import ATTENTION_KINDS

@@ -30,7 +30,7 @@ from autopar import api
 from autopar.errors import AutoparError, VerificationError
 from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
-from autopar.hardware.scale import with_free_links
+from autopar.hardware.describe import with_free_links
 from autopar.models.resolve import resolve_model
 from autopar.plan.plan import Plan
 from autopar.verification.against_one_device import PRELOAD, verify

@@ -19,7 +19,7 @@ from autopar.benchmark.local import BenchmarkRequest, one_device_pins, task_of
 from autopar.benchmark.rank_runs import Job
 from autopar.benchmark.score import Row
 from autopar.hardware.cluster import Cluster
-from autopar.hardware.detect.machine import identity, measured_host
+from autopar.hardware.machine import identity, measured_host
 from autopar.hardware.read import MachineProfile, load_library, profile_to_dict
 from autopar.measure import timers as measure
 from autopar.measure.operators import OperatorFile
