@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import torch
 
-from autopar.plan.tensor_types import Type
+from autopar.plan.mesh import Type
 
 Layout: TypeAlias = tuple[tuple[str, Type], ...]
 """Types of one tensor by axis, in the order in which the axes were applied."""

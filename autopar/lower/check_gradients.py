@@ -15,8 +15,7 @@ from autopar.errors import InternalError
 from autopar.graph.graph import Argument, Graph, Op, Ref
 from autopar.lower.emit import layout_of, use_layout
 from autopar.lower.program import Program
-from autopar.plan.mesh import DATA_AXES
-from autopar.plan.tensor_types import R, Type
+from autopar.plan.mesh import DATA_AXES, R, Type
 from autopar.rules.apply.apply import BATCH, OVER_DATA
 
 

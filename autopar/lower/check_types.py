@@ -37,8 +37,7 @@ from autopar.lower.pending_sums import CHANGES, linear_call, passes_by, target_n
 from autopar.lower.program import Program
 from autopar.ops import collectives, plain
 from autopar.ops.opaque import opaque
-from autopar.plan.mesh import DATA_AXES, MESH_AXES, Mesh
-from autopar.plan.tensor_types import Type
+from autopar.plan.mesh import DATA_AXES, MESH_AXES, Mesh, Type
 from autopar.rules.apply.apply import BATCH
 from autopar.rules.apply.experts_over_data import AXIS as SPREAD
 

@@ -17,8 +17,7 @@ from autopar.graph.random import draws_random
 from autopar.ops import names, plain
 from autopar.ops.opaque import Holder
 from autopar.ops.region import region_of
-from autopar.plan.mesh import DATA_AXES
-from autopar.plan.tensor_types import I, P, R, S
+from autopar.plan.mesh import DATA_AXES, I, P, R, S
 from autopar.rules.apply.apply import BATCH, OVER_DATA
 from autopar.rules.apply.experts_over_data import AXIS as SPREAD
 

@@ -37,9 +37,8 @@ from autopar.lower.emit import (
     str_name,
 )
 from autopar.lower.read_plan import local_graph
-from autopar.plan.mesh import Mesh
+from autopar.plan.mesh import Mesh, R
 from autopar.plan.plan import Plan, Recompute, StagePlan
-from autopar.plan.tensor_types import R
 from autopar.rules.apply.apply import BATCH
 
 _HEADER = "import torch\nimport torch.nn.functional as F\nfrom autopar.ops import collectives, experts, plain, seeded, sequence, sharded\naten = torch.ops.aten"

@@ -10,9 +10,8 @@ from autopar.errors import PlanError
 from autopar.graph.compact import signature
 from autopar.graph.graph import Graph, Op, digest
 from autopar.graph.vocabulary_padding import pad
-from autopar.plan.mesh import Mesh
+from autopar.plan.mesh import Mesh, Type
 from autopar.plan.plan import AxisTyping, Plan
-from autopar.plan.tensor_types import Type
 from autopar.rules import registry as rules
 from autopar.rules.apply import experts_over_data as spread
 from autopar.rules.apply.apply import BATCH, crosses_samples, shard

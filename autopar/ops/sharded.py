@@ -19,8 +19,7 @@ from torch import Tensor
 from autopar.ops import collectives
 from autopar.ops.collectives import group
 from autopar.ops.plain import fixed_batch_norm
-from autopar.plan.mesh import DATA_AXES
-from autopar.plan.tensor_types import parse_type
+from autopar.plan.mesh import DATA_AXES, parse_type
 
 
 def embedding_vocabulary(weight: Tensor, ids: Tensor, axis: str, padding_idx: int = -1) -> Tensor:

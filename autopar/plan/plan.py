@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from autopar.plan.mesh import Mesh
+from autopar.plan.mesh import Mesh, Type
 from autopar.plan.prediction import RARE, Memory, Prediction
-from autopar.plan.tensor_types import Type
 
 if TYPE_CHECKING:
-    from autopar.plan.diff import Change
+    from autopar.plan.text import Change
 
 FORMAT_VERSION = 1
 
@@ -306,7 +305,7 @@ class Plan:
 
     def diff(self, other: Plan) -> list[Change]:
         """What differs in ``other``: choices and predictions, each with its path, before and after."""
-        from autopar.plan.diff import diff_plans
+        from autopar.plan.text import diff_plans
 
         return diff_plans(self, other)
 

@@ -66,7 +66,7 @@ def render_sweep(name: str, swept: Sequence[Swept]) -> str:
 
 def sweep_summary(name: str, swept: Sequence[Swept]) -> dict[str, Any]:
     """The same as JSON values, with what changes in the plan."""
-    from autopar.plan.diff import diff_plans
+    from autopar.plan.text import diff_plans
     from autopar.report.json_summary import plan_summary
 
     base = _base(swept)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from autopar.plan.diff import diff_plans
 from autopar.plan.run_log import RunRecord
-from autopar.plan.text import batch_text, schedule_text, time_parts, zero_text
+from autopar.plan.text import batch_text, diff_plans, schedule_text, time_parts, zero_text
 from autopar.util.formatting import num_bytes, plain_table, seconds, share
 
 if TYPE_CHECKING:

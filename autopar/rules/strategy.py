@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from autopar.graph.graph import Argument, TensorSpec
-from autopar.plan.tensor_types import Type
+from autopar.plan.mesh import Type
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

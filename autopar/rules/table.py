@@ -12,7 +12,7 @@ from fractions import Fraction
 
 from autopar.errors import RuleError
 from autopar.graph.graph import Argument, Op, Ref, TensorSpec
-from autopar.plan.tensor_types import I, R
+from autopar.plan.mesh import I, R
 from autopar.rules.apply import zigzag
 from autopar.rules.grammar import Pattern, bind, enumerate_strategies, parse
 from autopar.rules.patterns import computing as compute

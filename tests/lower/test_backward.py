@@ -15,8 +15,7 @@ from autopar.lower import check_types as check
 from autopar.lower.check_gradients import check_gradients
 from autopar.lower.check_types import typecheck
 from autopar.lower.program import Program, lower
-from autopar.plan.mesh import Mesh
-from autopar.plan.tensor_types import I, R
+from autopar.plan.mesh import I, Mesh, R
 from autopar.rules import registry as rules
 from autopar.rules.apply import apply
 from autopar.rules.strategy import Strategy, Typing

@@ -12,7 +12,7 @@ import torch
 from autopar.errors import RuleError
 from autopar.graph.compact import compact
 from autopar.graph.graph import Block, Graph, Op, Ref
-from autopar.plan.tensor_types import I, P, R, S
+from autopar.plan.mesh import I, P, R, S
 from autopar.planner.sharding import batch_axis as batch
 from autopar.planner.sharding.batch_axis import solve_batch
 from autopar.planner.sharding.energy import Cost

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from autopar.graph.compact import compact
 from autopar.graph.graph import Graph, Op, Ref
-from autopar.plan.tensor_types import I, P, R, S, Type
+from autopar.plan.mesh import I, P, R, S, Type
 from autopar.planner.sharding import block_chain as chain
 from autopar.planner.sharding import block_table as intra
 from autopar.planner.sharding.axis_costs import AxisCosts

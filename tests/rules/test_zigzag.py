@@ -10,7 +10,7 @@ import torch
 from autopar.errors import RuleError
 from autopar.graph.graph import Block, Graph, Op, Parameter, Ref, TensorSpec
 from autopar.graph.graph import Input as Leaf
-from autopar.plan.tensor_types import I, P, R, S, Type
+from autopar.plan.mesh import I, P, R, S, Type
 from autopar.rules.apply.apply import shard
 from autopar.rules.apply.zigzag import RING, ZIGZAG_SAFE, check_strategy
 from autopar.rules.check.by_execution import verify_rule

@@ -14,7 +14,7 @@ from autopar.graph.compact import compact
 from autopar.graph.graph import Graph
 from autopar.graph.interpreter import evaluate
 from autopar.models.graph_for_plan import for_batch
-from autopar.plan.tensor_types import P
+from autopar.plan.mesh import P
 from autopar.planner.sharding.batch_axis import mixes_samples, samples_apart, solve_batch
 from autopar.tracing.trace import trace
 from tests.support.close import assert_close

@@ -13,7 +13,7 @@ from autopar.graph.compact import compact
 from autopar.graph.graph import Graph, Op, Ref, TensorSpec
 from autopar.graph.interpreter import evaluate, leaves, run
 from autopar.graph.random import draws_random
-from autopar.plan.tensor_types import R, S
+from autopar.plan.mesh import R, S
 from autopar.planner.sharding.batch_axis import solve_batch
 from autopar.rules import registry as rules
 from autopar.rules.apply.apply import shard

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from autopar.graph.compact import compact
 from autopar.graph.graph import Graph
 from autopar.graph.interpreter import evaluate
-from autopar.plan.tensor_types import S
+from autopar.plan.mesh import S
 from autopar.planner.sharding.batch_axis import solve_batch
 from autopar.rules.apply.apply import shard
 from autopar.tracing.trace import trace

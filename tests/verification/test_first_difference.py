@@ -12,8 +12,7 @@ import torch
 
 from autopar.graph.graph import Graph, Ref
 from autopar.lower.program import lower
-from autopar.plan.mesh import Mesh
-from autopar.plan.tensor_types import I, P, R, S
+from autopar.plan.mesh import I, Mesh, P, R, S
 from autopar.rules.apply.apply import BATCH
 from autopar.runtime.job import start, stop
 from autopar.runtime.parallel_model import ParallelModel

@@ -18,9 +18,8 @@ from autopar.graph.random import draws_random
 from autopar.lower.check_types import typecheck
 from autopar.lower.program import lower
 from autopar.lower.read_plan import SHARDED_AXES
-from autopar.plan.mesh import Mesh
+from autopar.plan.mesh import I, Mesh, P, R, S, Type
 from autopar.plan.plan import RECOMPUTES, Plan, StagePlan
-from autopar.plan.tensor_types import I, P, R, S, Type
 from autopar.planner.sharding.batch_axis import solve_batch
 from autopar.rules import registry as rules
 from autopar.rules.apply import apply

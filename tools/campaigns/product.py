@@ -23,10 +23,9 @@ from autopar.errors import InternalError, RuleError, UsageError
 from autopar.graph.compact import Compact
 from autopar.graph.graph import Graph, Op, Ref
 from autopar.hardware.cluster import Cluster
-from autopar.plan.mesh import Mesh
+from autopar.plan.mesh import I, Mesh, R, S, Type
 from autopar.plan.plan import BUCKET_BYTES, RECOMPUTES, Offload, Recompute, ScheduleName
 from autopar.plan.schedule import SCHEDULES, check_schedule
-from autopar.plan.tensor_types import I, R, S, Type
 from autopar.planner.sharding.batch_axis import solve_batch
 from autopar.planner.space.space import load_space
 from autopar.rules import registry as rules

@@ -17,8 +17,7 @@ from autopar.graph.graph import Buffer, Graph, Op, Parameter, Ref
 from autopar.graph.random import draws_random
 from autopar.lower.program import Program, StageProgram
 from autopar.ops import seeded
-from autopar.plan.mesh import DATA_AXES
-from autopar.plan.tensor_types import Type
+from autopar.plan.mesh import DATA_AXES, Type
 from autopar.rules.apply.apply import BATCH
 from autopar.rules.apply.experts_over_data import AXIS as SPREAD
 from autopar.rules.apply.zigzag import RING

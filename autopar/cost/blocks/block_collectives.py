@@ -8,8 +8,7 @@ from typing import cast
 
 from autopar.cost.operators.work import COLLECTIVES
 from autopar.graph.graph import Op, Ref, TensorSpec
-from autopar.plan.mesh import DATA_AXES
-from autopar.plan.tensor_types import parse_type
+from autopar.plan.mesh import DATA_AXES, parse_type
 from autopar.rules.apply.apply import OVER_DATA
 from autopar.rules.apply.conversions import conversion
 from autopar.rules.patterns.other_kernels import ring_messages

@@ -9,8 +9,8 @@ from dataclasses import replace
 from autopar.cost.model import CostModel
 from autopar.cost.operators.work import operand_specs, work
 from autopar.graph.graph import Graph, Op
+from autopar.plan.mesh import I, S
 from autopar.plan.plan import AxisTyping, BlockLayout, BlockPlan, ModelInfo, Plan, SearchRecord, StagePlan
-from autopar.plan.tensor_types import I, S
 from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.evaluate.evaluator import Evaluator
 from autopar.planner.explain.notes import (

@@ -15,9 +15,8 @@ from autopar.errors import InfeasibleError
 from autopar.graph.compact import Compact
 from autopar.graph.graph import Graph
 from autopar.graph.vocabulary_padding import lengths, pad
-from autopar.plan.mesh import Mesh
+from autopar.plan.mesh import I, Mesh
 from autopar.plan.plan import PaddedParameter
-from autopar.plan.tensor_types import I
 from autopar.planner.layouts.block_pricing import BlockPricing
 from autopar.planner.layouts.types import LayoutKey
 from autopar.planner.sharding.axis_costs import AxisCosts, AxisPricing

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from autopar.errors import InfeasibleError
 from autopar.graph.graph import Graph, Op, Ref
-from autopar.plan.tensor_types import Type
+from autopar.plan.mesh import Type
 from autopar.planner.layouts.rank_graphs import RankGraphs
 from autopar.planner.layouts.types import LayoutKey
 from autopar.planner.sharding.axis_costs import AxisCosts, Narrow

@@ -17,8 +17,7 @@ from autopar.cost.operators.work import VIEWS, is_elementwise, work
 from autopar.errors import InfeasibleError
 from autopar.graph.graph import Graph, Op, Parameter, Ref, TensorSpec
 from autopar.hardware.device import Device
-from autopar.plan.mesh import Mesh
-from autopar.plan.tensor_types import I, P, R, Type
+from autopar.plan.mesh import I, Mesh, P, R, Type
 from autopar.planner.sharding.energy import FREE, Cost, Table
 from autopar.planner.sharding.strategy_energy import rests_of
 from autopar.rules import registry as rules

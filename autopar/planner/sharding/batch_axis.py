@@ -17,7 +17,7 @@ from autopar.errors import RuleError
 from autopar.graph.compact import Compact, compact
 from autopar.graph.graph import Graph, Mutation, Op, Parameter, Ref
 from autopar.ops.region import region_of
-from autopar.plan.tensor_types import I, P, R, S, Type
+from autopar.plan.mesh import I, P, R, S, Type
 from autopar.planner.sharding.elimination import Entry
 from autopar.planner.sharding.energy import FREE, Cost, Table, Weights
 from autopar.planner.sharding.strategy_energy import Problem

@@ -25,8 +25,8 @@ import numpy as np
 from autopar.errors import InfeasibleError
 from autopar.graph.compact import Compact
 from autopar.graph.graph import Block, Ref
+from autopar.plan.mesh import Type
 from autopar.plan.plan import AxisTyping
-from autopar.plan.tensor_types import Type
 from autopar.planner.sharding.axis_costs import AxisCosts
 from autopar.planner.sharding.block_table import MAX_BOUNDARY_STATES, BlockProblem, boundary_of, crossing_types
 from autopar.planner.sharding.elimination import Entry, Marginals, Prepared, marginalise, prepare

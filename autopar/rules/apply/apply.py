@@ -27,7 +27,7 @@ from fractions import Fraction
 from autopar.errors import InternalError, RuleError
 from autopar.graph.compact import signature
 from autopar.graph.graph import Argument, Block, Graph, Input, Layout, Op, Parameter, Ref, TensorSpec, digest
-from autopar.plan.tensor_types import I, P, R, S, Type
+from autopar.plan.mesh import I, P, R, S, Type
 from autopar.rules.apply import zigzag
 from autopar.rules.apply.batch_axis_laws import SampleSums
 from autopar.rules.apply.conversions import conversion, emitted_arguments

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from autopar.errors import InternalError, RuleError
 from autopar.graph.graph import Graph, Op, Ref
-from autopar.plan.tensor_types import I, P, R, Type
+from autopar.plan.mesh import I, P, R, Type
 
 
 @dataclass(slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.plan.tensor_types import Type
+from autopar.plan.mesh import Type
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ def conversion(source: Type, target: Type, *, requires_grad: bool) -> Conversion
 
     Equal types give a conversion that does nothing.
 
-    >>> from autopar.plan.tensor_types import I, R, S
+    >>> from autopar.plan.mesh import I, R, S
     >>> conversion(S(1), R, requires_grad=True).backward
     'reduce_scatter'
     >>> conversion(R, I, requires_grad=True) is None

@@ -15,7 +15,7 @@ from dataclasses import replace
 from autopar.errors import RuleError
 from autopar.graph.compact import signature
 from autopar.graph.graph import Graph, Op, Ref, TensorSpec, digest
-from autopar.plan.tensor_types import S
+from autopar.plan.mesh import S
 
 AXIS = "ep_data"
 EXPERTS = "autopar.experts"

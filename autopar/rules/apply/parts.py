@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autopar.errors import RuleError
 from autopar.graph.graph import Graph, Layout, Ref, TensorSpec
-from autopar.plan.tensor_types import I, R, S, Type
+from autopar.plan.mesh import I, R, S, Type
 from autopar.rules.strategy import Typing
 
 BATCH = "batch"

@@ -12,7 +12,7 @@ from fractions import Fraction
 
 from autopar.graph.graph import Block, Graph, Input, Op, TensorSpec, digest
 from autopar.graph.index import SAME
-from autopar.plan.tensor_types import Type
+from autopar.plan.mesh import Type
 from autopar.rules.apply.apply import BATCH, part_of
 from autopar.rules.apply.literals import LOCALIZERS, localize
 from autopar.rules.strategy import Local, Strategy, Typing

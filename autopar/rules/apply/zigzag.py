@@ -24,7 +24,7 @@ from collections.abc import Iterable
 
 from autopar.errors import RuleError
 from autopar.graph.graph import TensorSpec
-from autopar.plan.tensor_types import Type
+from autopar.plan.mesh import Type
 from autopar.rules.strategy import Strategy
 
 RING = "autopar.attention_ring"

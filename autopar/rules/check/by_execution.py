@@ -29,7 +29,7 @@ from torch import Tensor
 from autopar.errors import RuleError
 from autopar.graph.graph import Argument, Op, TensorSpec, map_refs
 from autopar.ops.names import resolve
-from autopar.plan.tensor_types import Type
+from autopar.plan.mesh import Type
 from autopar.rules.apply.literals import localize
 from autopar.rules.apply.zigzag import RING, check_part, check_strategy
 from autopar.rules.registry import default_table

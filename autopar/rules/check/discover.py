@@ -19,7 +19,7 @@ from torch import Tensor
 
 from autopar.errors import RuleError
 from autopar.graph.graph import Op
-from autopar.plan.tensor_types import P, R, S, Type
+from autopar.plan.mesh import P, R, S, Type
 from autopar.rules.check.by_execution import call, verify_rule
 from autopar.rules.strategy import Strategy
 

@@ -10,7 +10,7 @@ from fractions import Fraction
 
 from autopar.errors import RuleError
 from autopar.graph.graph import Op
-from autopar.plan.tensor_types import P, R, S
+from autopar.plan.mesh import P, R, S
 from autopar.rules.grammar import Labels, Pattern
 from autopar.rules.patterns.moving import NAMES, Specs, argument, integer
 from autopar.rules.patterns.other_kernels import divides

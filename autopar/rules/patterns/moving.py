@@ -13,7 +13,7 @@ from typing import cast
 from autopar.errors import RuleError
 from autopar.graph.aliasing import dim_groups
 from autopar.graph.graph import Argument, Op, Ref, TensorSpec
-from autopar.plan.tensor_types import parse_type
+from autopar.plan.mesh import parse_type
 from autopar.rules.grammar import Labels, Pattern
 
 Specs = tuple[TensorSpec, ...]

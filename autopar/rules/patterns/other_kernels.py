@@ -13,7 +13,7 @@ from fractions import Fraction
 
 from autopar.graph.graph import Op
 from autopar.ops.region import region_of
-from autopar.plan.tensor_types import I, P, R, S
+from autopar.plan.mesh import I, P, R, S
 from autopar.rules.apply.zigzag import RING
 from autopar.rules.patterns.computing import reduction
 from autopar.rules.patterns.moving import Specs, argument

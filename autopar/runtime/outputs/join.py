@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from autopar.graph.graph import Layout, Ref, TensorSpec
 from autopar.lower.program import Program
 from autopar.ops.sequence import zigzag
-from autopar.plan.mesh import DATA_AXES
-from autopar.plan.tensor_types import R, S, Type
+from autopar.plan.mesh import DATA_AXES, R, S, Type
 from autopar.rules.apply.apply import BATCH
 from autopar.rules.apply.zigzag import RING
 from autopar.runtime.step.partial_batch import PartialBatch

@@ -7,7 +7,7 @@ from math import prod
 
 from autopar.graph.compact import compact
 from autopar.graph.graph import Graph, Op, Ref, TensorSpec
-from autopar.plan.mesh import Mesh
+from autopar.plan.mesh import Mesh, Type
 from autopar.plan.plan import (
     FP32,
     AxisTyping,
@@ -22,7 +22,6 @@ from autopar.plan.plan import (
     StagePlan,
 )
 from autopar.plan.prediction import Breakdown, Prediction
-from autopar.plan.tensor_types import Type
 from autopar.planner.sharding.axis_costs import AxisCosts
 from autopar.planner.sharding.batch_axis import solve_batch
 from autopar.planner.sharding.block_chain import AxisSolver, owners_of
