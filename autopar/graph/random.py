@@ -7,7 +7,7 @@ from functools import cache
 import torch
 
 from autopar.errors import RuleError
-from autopar.ops.names import resolve
+from autopar.ops.kernels import resolve
 
 _BY_ARGUMENT = "aten.scaled_dot_product_attention.default"
 """Random where an argument says so: the pass that emits code looks at it."""

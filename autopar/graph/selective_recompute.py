@@ -24,7 +24,7 @@ import torch
 from autopar.errors import RuleError
 from autopar.graph.aliasing import storage_roots
 from autopar.graph.graph import Block, Graph, Op, Ref
-from autopar.ops.names import resolve
+from autopar.ops.kernels import resolve
 
 
 def _aten(names: str) -> frozenset[str]:

@@ -21,7 +21,7 @@ from autopar.errors import UsageError
 from autopar.hardware.link import load_json
 from autopar.measure.timers import free_bytes, timer
 from autopar.ops.collectives import on_meshes
-from autopar.ops.names import resolve
+from autopar.ops.kernels import resolve
 from autopar.ops.seeded import draw
 from autopar.util.files import write_json
 

@@ -21,7 +21,7 @@ from autopar.graph.graph import (
     map_refs,
 )
 from autopar.graph.random import draws_random
-from autopar.ops.region import region_of
+from autopar.ops.kernels import region_of
 from autopar.tracing.blocks import find_blocks
 from autopar.tracing.buffers import with_totals, without_gradient
 from autopar.tracing.builder import FOLD_LIMIT, SKIPPED_KWARGS, Builder

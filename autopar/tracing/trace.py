@@ -18,8 +18,8 @@ from torch.utils import _pytree as pytree
 from autopar.errors import TraceError
 from autopar.graph.graph import Graph
 from autopar.graph.outputs import Outputs
-from autopar.ops.train_modes import as_trained
-from autopar.ops.train_modes import notes_of as notes_of_modes
+from autopar.ops.opaque import as_trained
+from autopar.ops.opaque import notes_of as notes_of_modes
 from autopar.pins.on_modules import pins_of
 from autopar.tracing.batch import arguments, fake_batch, inputs_of, named_batch
 from autopar.tracing.buffers import mutations_of, written_back

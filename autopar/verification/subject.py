@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from autopar.errors import TraceError
 from autopar.graph.graph import Graph
 from autopar.lower.emit import OPAQUE
-from autopar.ops.region import MODULE, region_of
+from autopar.ops.kernels import MODULE, region_of
 from autopar.tracing.batch import arguments
 from autopar.tracing.float64 import in_double
 from autopar.tracing.trace import LossFunction, trace

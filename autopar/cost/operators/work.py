@@ -18,7 +18,7 @@ from autopar.cost.operators.work_record import FLOAT, Product, Specs, Work, argu
 from autopar.graph.graph import Op, Ref, TensorSpec
 from autopar.graph.selective_recompute import SAVES_OUTPUT
 from autopar.hardware.device import KernelKind
-from autopar.ops.region import region_of
+from autopar.ops.kernels import region_of
 
 __all__ = ["COLLECTIVES", "LINEAR", "VIEWS", "Product", "Specs", "Work", "operand_specs", "work"]
 

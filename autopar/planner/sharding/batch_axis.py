@@ -16,7 +16,7 @@ from operator import contains
 from autopar.errors import RuleError
 from autopar.graph.compact import Compact, compact
 from autopar.graph.graph import Graph, Mutation, Op, Parameter, Ref
-from autopar.ops.region import region_of
+from autopar.ops.kernels import region_of
 from autopar.plan.mesh import I, P, R, S, Type
 from autopar.planner.sharding.elimination import Entry
 from autopar.planner.sharding.energy import FREE, Cost, Table, Weights

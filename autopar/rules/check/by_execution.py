@@ -28,7 +28,7 @@ from torch import Tensor
 
 from autopar.errors import RuleError
 from autopar.graph.graph import Argument, Op, TensorSpec, map_refs
-from autopar.ops.names import resolve
+from autopar.ops.kernels import resolve
 from autopar.plan.mesh import Type
 from autopar.rules.apply.literals import localize
 from autopar.rules.apply.zigzag import RING, check_part, check_strategy

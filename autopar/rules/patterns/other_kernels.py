@@ -12,7 +12,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 from autopar.graph.graph import Op
-from autopar.ops.region import region_of
+from autopar.ops.kernels import region_of
 from autopar.plan.mesh import I, P, R, S
 from autopar.rules.apply.zigzag import RING
 from autopar.rules.patterns.computing import reduction

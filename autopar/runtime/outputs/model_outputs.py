@@ -19,7 +19,7 @@ from autopar.graph.interpreter import run
 from autopar.graph.outputs import Leaf, Outputs
 from autopar.lower.emit import layout_of
 from autopar.lower.program import Program
-from autopar.ops.names import resolve
+from autopar.ops.kernels import resolve
 from autopar.plan.plan import Plan
 from autopar.runtime.checkpoint.state_dict import full_state_dict
 from autopar.runtime.outputs.in_training import NotComputed, without_gradient

@@ -22,8 +22,8 @@ from torch.utils.module_tracker import ModuleTracker
 
 from autopar.errors import first_line
 from autopar.graph.graph import TensorSpec
+from autopar.ops.kernels import Region
 from autopar.ops.opaque import run, tensors_of
-from autopar.ops.region import Region
 from autopar.tracing.failures import FAILURES
 from autopar.tracing.opaque.samples_apart import DRAWS, samples_apart
 from autopar.tracing.opaque.trials import Call, Subject, Unclear, draw, gradients_of, is_integer

@@ -23,8 +23,8 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from autopar.errors import AutoparError, TraceError, UsageError
 from autopar.graph.graph import Argument, Graph, Op, Ref, TensorSpec
+from autopar.ops.kernels import FUNCTION, MODULE, Region, region_of
 from autopar.ops.opaque import load_function, of_function, stateless
-from autopar.ops.region import FUNCTION, MODULE, Region, region_of
 from autopar.tracing.builder import Builder, Call, Value
 from autopar.tracing.failures import FAILURES
 from autopar.tracing.guards.side_effects import changed, state_of

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from autopar.graph.graph import TensorSpec
+from autopar.ops.kernels import Region
 from autopar.ops.opaque import run
-from autopar.ops.region import Region
 
 _TOLERANCE = {torch.float64: 1e-9}
 _COARSE = 1e-4

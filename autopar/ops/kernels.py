@@ -1,14 +1,63 @@
-"""What a graph knows of a region of unknown code, as plain data; :mod:`autopar.ops.opaque` runs it."""
+"""What is known of kernels before one is loaded: which functions targets name, which shapes have fused attention, what a region is."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
-from typing import Any
+from importlib import import_module
+from typing import Any, cast
 
 import torch
+
+from autopar.errors import RuleError
+
+KERNELS = ("collectives", "plain", "seeded", "sharded", "experts", "sequence", "opaque")
+"""The modules beside this one whose functions graphs name, and emitted code calls."""
+
+
+@cache
+def resolve(target: str) -> Callable[..., Any]:
+    """The function that a graph's target names: ``aten.linear.default`` or ``autopar.NAME``.
+
+    Raises:
+        RuleError: nothing of that name exists in this torch or this autopar.
+    """
+    namespace, _, rest = target.partition(".")
+    found: Any = None
+    if namespace == "autopar":
+        homes = (import_module(f"autopar.ops.{kernels}") for kernels in KERNELS)
+        found = next((getattr(home, rest) for home in homes if hasattr(home, rest)), None)
+    elif rest:
+        found = getattr(torch.ops, namespace)
+        for part in rest.split("."):
+            found = getattr(found, part, None)
+    if target == "aten.view.default":  # a graph's view has no strides to keep: it copies where it must
+        return cast("Callable[..., Any]", torch.ops.aten.reshape.default)
+    if found is None:
+        raise RuleError(
+            f"No operator '{target}' in torch or autopar",
+            fix="Import the module that registers it, or search again with this version",
+        )
+    return cast("Callable[..., Any]", found)
+
+
+_ON_CUDA = (torch.float16, torch.bfloat16)
+
+
+_WIDEST, _MULTIPLE = 256, 8
+"""Of heads: what the flash kernel in torch takes."""
+
+
+def takes_shapes(kind: str, dtype: torch.dtype, width: int, value_width: int) -> bool:
+    """Whether there is a fused kernel for an ``autopar.hardware.device.KernelKind``, whatever the make of the device."""
+    if width != value_width or not dtype.is_floating_point:
+        return False
+    if kind != "cuda":
+        return kind == "cpu"
+    return dtype in _ON_CUDA and width <= _WIDEST and width % _MULTIPLE == 0
+
 
 MODULE, FUNCTION = "module", "function"
 

@@ -16,7 +16,7 @@ import spmd_types
 import torch
 from torch import Tensor
 
-from autopar.ops.attention.flash_shapes import takes_shapes
+from autopar.ops.kernels import takes_shapes
 
 Kept: TypeAlias = tuple[Tensor, ...]
 """What a kernel's backward asks for besides: the state of a generator that nothing was drawn from."""

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.ops.attention import flash
+from autopar.ops import flash
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
