@@ -10,7 +10,7 @@ import torch
 
 from autopar.errors import AutoparError
 from autopar.graph.graph import Argument, Graph, Op, Parameter, Ref
-from autopar.graph.random import draws_random
+from autopar.graph.operator_kinds import draws_random
 from autopar.ops.kernels import region_of, resolve
 from autopar.ops.opaque import Holder
 from autopar.ops.seeded import draw

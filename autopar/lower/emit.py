@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from autopar.graph.graph import Argument, Buffer, Graph, Layout, Op, Parameter, Ref, TensorSpec
-from autopar.graph.random import draws_random
+from autopar.graph.operator_kinds import draws_random
 from autopar.ops import plain
 from autopar.ops.kernels import KERNELS, region_of, resolve
 from autopar.ops.opaque import Holder

@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from autopar.graph.graph import Block, Buffer, Graph, Layout, Parameter, Ref
-from autopar.graph.selective_recompute import made_again
+from autopar.graph.operator_kinds import made_again
 from autopar.lower.emit import (
     MICRO_BATCH_WEIGHT,
     SEED,

@@ -7,9 +7,8 @@ from dataclasses import replace
 from fractions import Fraction
 
 from autopar.errors import PlanError
-from autopar.graph.compact import signature
 from autopar.graph.graph import Graph, Op, digest
-from autopar.graph.vocabulary_padding import pad
+from autopar.graph.rewrites import pad, signature
 from autopar.plan.mesh import Mesh, Type
 from autopar.plan.plan import AxisTyping, Plan
 from autopar.rules import registry as rules

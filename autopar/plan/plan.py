@@ -24,7 +24,7 @@ BUCKET_BYTES = 25 * 2**20
 """From how many bytes on an all-reduce of gradients is not filled further, where nothing else is chosen: DDP's choice."""
 
 Recompute = Literal["none", "selective", "full"]
-"""What backward of a block computes again: nothing, what is cheap (:mod:`autopar.graph.selective_recompute`), or all of it."""
+"""What backward of a block computes again: nothing, what is cheap (:mod:`autopar.graph.operator_kinds`), or all of it."""
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 Offload = Literal["optimizer"]
 """What lives in host memory between its uses: ``optimizer``, the states of optimizers, which step on the host."""

@@ -25,9 +25,9 @@ from autopar.cost.model import CostModel
 from autopar.cost.operators.measured import Recorder
 from autopar.cost.step.data_parallel import is_mixed
 from autopar.errors import InfeasibleError
-from autopar.graph.attention import attention_heads, attention_sequences, has_written_attention
 from autopar.graph.graph import Graph, Op
-from autopar.graph.vocabulary_padding import vocabulary_sizes
+from autopar.graph.operator_kinds import attention_heads, attention_sequences, has_written_attention
+from autopar.graph.rewrites import vocabulary_sizes
 from autopar.plan.plan import Plan
 from autopar.planner import infeasible
 from autopar.planner.bounds.cascade import LEVELS

@@ -12,7 +12,7 @@ from torch import fx
 
 from autopar.errors import TraceError, first_line
 from autopar.graph.graph import Argument, Ref, TensorSpec
-from autopar.graph.random import draws_random
+from autopar.graph.operator_kinds import draws_random
 from autopar.tracing.builder import Builder, Call, Value
 from autopar.tracing.constants import fold, hint
 from autopar.tracing.failures import FAILURES, NO_VALUES

@@ -20,7 +20,7 @@ from autopar.graph.graph import (
     digest,
     map_refs,
 )
-from autopar.graph.random import draws_random
+from autopar.graph.operator_kinds import draws_random
 from autopar.ops.kernels import region_of
 from autopar.tracing.blocks import find_blocks
 from autopar.tracing.buffers import with_totals, without_gradient

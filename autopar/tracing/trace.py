@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from autopar.errors import TraceError
+from autopar.graph.elements import Outputs
 from autopar.graph.graph import Graph
-from autopar.graph.outputs import Outputs
 from autopar.ops.opaque import as_trained
 from autopar.ops.opaque import notes_of as notes_of_modes
 from autopar.pins.on_modules import pins_of

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from autopar.errors import UsageError, VerificationError
 from autopar.graph.graph import Argument, Graph, Op, TensorSpec
-from autopar.graph.random import draws_random
+from autopar.graph.operator_kinds import draws_random
 from autopar.lower.program import lower
 from autopar.plan.plan import FP32, FP64, Plan, Precision
 from autopar.runtime.parallel_model import ParallelModel

@@ -62,7 +62,7 @@ class VerifiedModel:
                 is traced without dropping anything: what two processes draw cannot be compared, and one device, in
                 float64 as well, runs without.
         """
-        from autopar.graph.random import draws_random
+        from autopar.graph.operator_kinds import draws_random
         from autopar.models.graph_for_plan import for_batch
         from autopar.models.resolve import without_dropout
         from autopar.planner.sharding.batch_axis import samples_apart

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from autopar.errors import RuleError
-from autopar.graph.compact import compact
 from autopar.graph.graph import Block, Graph, Op, Ref
+from autopar.graph.rewrites import compact
 from autopar.plan.mesh import I, P, R, S
 from autopar.planner.sharding import batch_axis as batch
 from autopar.planner.sharding.batch_axis import solve_batch

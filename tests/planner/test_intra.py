@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.graph.compact import compact
 from autopar.graph.graph import Graph, Op, Ref
+from autopar.graph.rewrites import compact
 from autopar.plan.mesh import I, P, R, S, Type
 from autopar.planner.sharding import block_chain as chain
 from autopar.planner.sharding import block_table as intra

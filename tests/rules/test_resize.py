@@ -13,8 +13,8 @@ import torch
 from autopar.cost.blocks.block_work import block_work, price_block
 from autopar.cost.network.collectives import CollectiveModel
 from autopar.errors import RuleError
-from autopar.graph.compact import compact
 from autopar.graph.graph import Graph
+from autopar.graph.rewrites import compact
 from autopar.hardware.cluster import Cluster
 from autopar.models.resolve import resolve_model
 from autopar.plan.mesh import Mesh

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.graph.compact import compact
 from autopar.graph.graph import Graph, Op, Ref, TensorSpec
 from autopar.graph.interpreter import evaluate, leaves, run
-from autopar.graph.random import draws_random
+from autopar.graph.operator_kinds import draws_random
+from autopar.graph.rewrites import compact
 from autopar.plan.mesh import R, S
 from autopar.planner.sharding.batch_axis import solve_batch
 from autopar.rules import registry as rules

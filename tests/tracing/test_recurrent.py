@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.graph.compact import compact
 from autopar.graph.graph import Graph
 from autopar.graph.interpreter import evaluate
+from autopar.graph.rewrites import compact
 from autopar.plan.mesh import S
 from autopar.planner.sharding.batch_axis import solve_batch
 from autopar.rules.apply.apply import shard

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from autopar import api
 from autopar.errors import AutoparError
-from autopar.graph.attention import is_attention, is_scores
 from autopar.graph.graph import Graph, Op
+from autopar.graph.operator_kinds import is_attention, is_scores
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.describe import with_free_links
 from autopar.models.resolve import USER_FAILURES, resolve_model

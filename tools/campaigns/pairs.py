@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from autopar.errors import RuleError
-from autopar.graph.compact import compact
 from autopar.graph.graph import Graph, Op, Ref
-from autopar.graph.random import draws_random
+from autopar.graph.operator_kinds import draws_random
+from autopar.graph.rewrites import compact
 from autopar.lower.check_types import typecheck
 from autopar.lower.program import lower
 from autopar.lower.read_plan import SHARDED_AXES

@@ -20,8 +20,8 @@ from autopar.cost.blocks.block_work import BlockWork
 from autopar.cost.model import BlockCost, CostModel, StageCost, Step
 from autopar.cost.step.data_parallel import is_mixed
 from autopar.errors import InternalError, RuleError, UsageError
-from autopar.graph.compact import Compact
 from autopar.graph.graph import Graph, Op, Ref
+from autopar.graph.rewrites import Compact
 from autopar.hardware.cluster import Cluster
 from autopar.plan.mesh import I, Mesh, R, S, Type
 from autopar.plan.plan import BUCKET_BYTES, RECOMPUTES, Offload, Recompute, ScheduleName

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
 from autopar.graph.graph import Buffer, Graph, Op, Parameter, Ref
-from autopar.graph.random import draws_random
+from autopar.graph.operator_kinds import draws_random
 from autopar.lower.program import Program, StageProgram
 from autopar.ops import seeded
 from autopar.plan.mesh import DATA_AXES, Type

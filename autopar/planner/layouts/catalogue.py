@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 
 from autopar.cost.blocks.block_cost import ParameterCost
 from autopar.cost.model import BlockCost, CostModel
-from autopar.graph.compact import compact
 from autopar.graph.graph import Graph
+from autopar.graph.rewrites import compact
 from autopar.planner.layouts.rank_graphs import RankGraphs, padding_of
 from autopar.planner.layouts.tp_typings import Order, TpTypings, pinned_types
 from autopar.planner.layouts.types import LayoutKey, Load, PricedLayout, TypedLayout

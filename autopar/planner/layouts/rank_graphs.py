@@ -12,9 +12,8 @@ from fractions import Fraction
 from autopar.cost.model import CostModel
 from autopar.cost.step.data_parallel import itemsize
 from autopar.errors import InfeasibleError
-from autopar.graph.compact import Compact
 from autopar.graph.graph import Graph
-from autopar.graph.vocabulary_padding import lengths, pad
+from autopar.graph.rewrites import Compact, lengths, pad
 from autopar.plan.mesh import I, Mesh
 from autopar.plan.plan import PaddedParameter
 from autopar.planner.layouts.block_pricing import BlockPricing

@@ -14,8 +14,8 @@ from fractions import Fraction
 from operator import contains
 
 from autopar.errors import RuleError
-from autopar.graph.compact import Compact, compact
 from autopar.graph.graph import Graph, Mutation, Op, Parameter, Ref
+from autopar.graph.rewrites import Compact, compact
 from autopar.ops.kernels import region_of
 from autopar.plan.mesh import I, P, R, S, Type
 from autopar.planner.sharding.elimination import Entry

@@ -25,8 +25,8 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from autopar.errors import InternalError, RuleError
-from autopar.graph.compact import signature
 from autopar.graph.graph import Argument, Block, Graph, Input, Layout, Op, Parameter, Ref, TensorSpec, digest
+from autopar.graph.rewrites import signature
 from autopar.plan.mesh import I, P, R, S, Type
 from autopar.rules.apply import zigzag
 from autopar.rules.apply.batch_axis_laws import SampleSums

@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from autopar.errors import RuleError
-from autopar.graph.compact import signature
 from autopar.graph.graph import Graph, Op, Ref, TensorSpec, digest
+from autopar.graph.rewrites import signature
 from autopar.plan.mesh import S
 
 AXIS = "ep_data"

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from autopar.graph.graph import Block, Graph, Input, Op, TensorSpec, digest
-from autopar.graph.index import SAME
+from autopar.graph.graph import SAME, Block, Graph, Input, Op, TensorSpec, digest
 from autopar.plan.mesh import Type
 from autopar.rules.apply.apply import BATCH, part_of
 from autopar.rules.apply.literals import LOCALIZERS, localize

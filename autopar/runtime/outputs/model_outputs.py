@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.errors import UsageError
+from autopar.graph.elements import Leaf, Outputs
 from autopar.graph.graph import Input, Op, Ref
 from autopar.graph.interpreter import run
-from autopar.graph.outputs import Leaf, Outputs
 from autopar.lower.emit import layout_of
 from autopar.lower.program import Program
 from autopar.ops.kernels import resolve

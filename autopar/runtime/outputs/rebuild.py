@@ -9,7 +9,7 @@ from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
 
-from autopar.graph.outputs import Structure, number_at
+from autopar.graph.elements import Structure, number_at
 
 
 def rebuilt(structure: Structure, loss: Any, leaf: Callable[[int], Any], more: Fraction) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx
 
 from autopar.graph.graph import Op, Ref
-from autopar.graph.random import draws_random
+from autopar.graph.operator_kinds import draws_random
 from autopar.ops import seeded, sharded
 from autopar.ops import sequence as sequence_ops
 

@@ -6,7 +6,7 @@ calls behind these notes are remembered with what they read, which is kept. When
 run once more, in order, each on its own, and nothing else of the block does: no product, no collective. Random
 operators draw from the streams that their arguments name, so that they repeat themselves.
 
-Which operators are cheap the program says (``BlockProgram.again``, :mod:`autopar.graph.selective_recompute`).
+Which operators are cheap the program says (``BlockProgram.again``, :mod:`autopar.graph.operator_kinds`).
 """
 
 from __future__ import annotations

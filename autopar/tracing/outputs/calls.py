@@ -11,7 +11,7 @@ from torch import fx
 from torch.export.graph_signature import OutputKind
 
 from autopar.graph.graph import Argument, Op, Ref, TensorSpec
-from autopar.graph.random import draws_random
+from autopar.graph.operator_kinds import draws_random
 
 _REGION = "wrap_with_set_grad_enabled"
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch.export.graph_signature import InputKind
 
+from autopar.graph.elements import Leaf, Outputs, same_calls
 from autopar.graph.graph import Argument, Buffer, Graph, Op, Parameter, Ref, TensorSpec, map_refs
-from autopar.graph.outputs import Leaf, Outputs, same_calls
 from autopar.tracing.builder import Builder, Value
 from autopar.tracing.outputs.calls import Calls, is_random
 from autopar.tracing.outputs.structure import Kept

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from autopar.graph.outputs import Structure
+from autopar.graph.elements import Structure
 
 _DROPPED = frozenset({"past_key_values", "cross_attention_cache", "cache_params", "mems"})
 """Names of what a model keeps for the next token: nothing that a plan of training has."""

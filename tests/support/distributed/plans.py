@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import prod
 
-from autopar.graph.compact import compact
 from autopar.graph.graph import Graph, Op, Ref, TensorSpec
+from autopar.graph.rewrites import compact
 from autopar.plan.mesh import Mesh, Type
 from autopar.plan.plan import (
     FP32,

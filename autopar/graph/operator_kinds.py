@@ -1,6 +1,6 @@
-"""Which operators of a block are made again in backward by selective recompute: the one place that says so.
+"""What is known of operators: which draw random numbers, which are attention, which selective recompute makes again in backward.
 
-Kept are the outputs of what is dear, sends, draws or decides: products with a parameter, convolutions, fused attention,
+**Selective recompute.** Kept are the outputs of what is dear, sends, draws or decides: products with a parameter, convolutions, fused attention,
 changes of type, experts, look-ups in tables, losses, random draws, choices (top-k, sorts), code that nobody knows. Made
 again are element-wise operators, activations, norms, softmaxes, reductions and copies, and products of two activations
 whose result is larger than both (the scores of attention that is not fused). So torchtitan's "op" selective checkpointing,
@@ -25,6 +25,68 @@ from autopar.errors import RuleError
 from autopar.graph.aliasing import storage_roots
 from autopar.graph.graph import Block, Graph, Op, Ref
 from autopar.ops.kernels import resolve
+
+_BY_ARGUMENT = "aten.scaled_dot_product_attention.default"
+"""Random where an argument says so: the pass that emits code looks at it."""
+
+_TAKEN_APART = frozenset(f"aten.{name}.input" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"))
+"""Recurrent networks: in a graph the dropout between their layers is an operator of its own."""
+
+
+@cache
+def draws_random(target: str) -> bool:
+    """Whether an operator draws random numbers at every call.
+
+    >>> draws_random("aten.bernoulli.p"), draws_random("autopar.dropout"), draws_random("aten.add.Tensor")
+    (True, True, False)
+    """
+    if target in _TAKEN_APART:
+        return False
+    if target == _BY_ARGUMENT:
+        return False
+    if target.startswith("autopar."):  # its kernels need not be loaded to say so
+        return target == "autopar.dropout"
+    try:
+        found = resolve(target)
+    except RuleError:  # no operator of torch's: it has no tags
+        return False
+    return torch.Tag.nondeterministic_seeded in getattr(found, "tags", ())
+
+
+def is_attention(op: Op) -> bool:
+    """Whether an operator is fused attention."""
+    return op.target in ("aten.scaled_dot_product_attention.default", "autopar.attention")
+
+
+def is_scores(op: Op) -> bool:
+    """Whether an operator is the softmax over [samples, heads, rows, columns] of attention that is written out."""
+    return op.target == "aten.softmax.int" and len(op.spec.shape) == 4 and op.args[1] in (-1, 3)
+
+
+def has_written_attention(graph: Graph) -> bool:
+    """Whether some attention is no operator of its own, so that a ring cannot run it."""
+    return any(is_scores(op) for op in graph.ops)
+
+
+def attention_heads(graph: Graph, operand: int = 0) -> tuple[int, ...]:
+    """Head counts of the model's fused attentions: of the queries (``operand`` 0), of keys and values (1)."""
+    found = set()
+    for op in graph.ops:
+        if "scaled_dot_product_attention" in op.target or op.target == "autopar.attention":
+            shape = graph.spec(op.operands[operand]).shape
+            if len(shape) == 4:
+                found.add(shape[1])
+    return tuple(sorted(found))
+
+
+def attention_sequences(graph: Graph) -> tuple[int, ...]:
+    """Lengths that are split: of the queries and keys of the model's attentions, of the rows alone where it is written out.
+
+    There keys are whole when scores are made, which may have columns besides (sinks).
+    """
+    found = {graph.spec(ref).shape[-2] for op in graph.ops if is_attention(op) for ref in op.operands[:2]}
+    found |= {op.spec.shape[-2] for op in graph.ops if is_scores(op)}
+    return tuple(sorted(found))
 
 
 def _aten(names: str) -> frozenset[str]:
