@@ -16,7 +16,7 @@ from autopar.graph.graph import Graph
 from autopar.plan.plan import Precision
 from autopar.rules.check.missing import complete
 from autopar.tracing.failures import EXPORTS, FAILURES, not_copied
-from autopar.tracing.guards.batch_size_numbers import CountError
+from autopar.tracing.repeated_steps import CountError
 from autopar.tracing.trace import LossFunction, trace
 
 Inputs = Mapping[str, Any] | Sequence[Any] | torch.Tensor

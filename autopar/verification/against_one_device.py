@@ -25,7 +25,7 @@ from autopar.plan.plan import FP32, FP64, Plan, Precision
 from autopar.runtime.parallel_model import ParallelModel
 from autopar.runtime.weights.from_model import ModelWeights
 from autopar.runtime.world import World
-from autopar.tracing.float64 import in_double
+from autopar.tracing.modes import in_double
 from autopar.tracing.trace import LossFunction
 from autopar.verification.first_difference import bisect
 from autopar.verification.rank_pool import WorkerPool

@@ -15,7 +15,7 @@ from autopar.graph.graph import Graph
 from autopar.lower.emit import OPAQUE
 from autopar.ops.kernels import MODULE, region_of
 from autopar.tracing.batch import arguments
-from autopar.tracing.float64 import in_double
+from autopar.tracing.modes import in_double
 from autopar.tracing.trace import LossFunction, trace
 
 DROPOUT = "autopar.dropout"

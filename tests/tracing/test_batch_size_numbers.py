@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from autopar.errors import TraceError
 from autopar.graph.graph import Ref
-from autopar.tracing.guards import batch_size_numbers as counts
+from autopar.tracing import repeated_steps as counts
 from autopar.tracing.trace import trace
 
 

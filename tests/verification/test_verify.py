@@ -15,7 +15,7 @@ import autopar
 from autopar.errors import VerificationError
 from autopar.graph.interpreter import evaluate
 from autopar.plan.plan import Plan
-from autopar.tracing.float64 import in_double
+from autopar.tracing.modes import in_double
 from autopar.tracing.trace import trace
 from autopar.verification.against_one_device import Confirmation, RankErrors, VerifyReport, _Run, verify
 from autopar.verification.rank_pool import WorkerPool

@@ -246,7 +246,7 @@ def _changes(graph: Graph, mutation: Mutation, found: set[Type]) -> RuleError:
 def _opaque(graph: Graph, op: Op) -> RuleError:
     """An operator that nothing is offered for: a region of unknown code whose backward is not linear, or not known to be."""
     region = region_of(str(op.args[0]))
-    from autopar.tracing.opaque.regions import reason_of  # the tracer is slow to import
+    from autopar.tracing.opaque_regions import reason_of  # the tracer is slow to import
 
     reason = reason_of(graph.notes, region.name)
     return RuleError(

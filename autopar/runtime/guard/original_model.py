@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopar.errors import UsageError
-from autopar.tracing.guards import side_effects as memory
+from autopar.tracing import side_effects as memory
 
 _LOGGER = logging.getLogger("autopar")
 

@@ -2,7 +2,7 @@
 
 A module becomes one because the user names it or because it cannot be traced; an autograd function because an export
 keeps its forward alone: its own backward would be lost without a word wherever it is not what autograd makes of the
-forward. What such a region does to samples is found by running it (:mod:`autopar.tracing.opaque.probe`).
+forward. What such a region does to samples is found by running it (:mod:`autopar.tracing.opaque_probe`).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from autopar.errors import AutoparError, TraceError, UsageError
 from autopar.graph.graph import Argument, Graph, Op, Ref, TensorSpec
 from autopar.ops.kernels import FUNCTION, MODULE, Region, region_of
 from autopar.ops.opaque import load_function, of_function, stateless
+from autopar.tracing import opaque_probe, opaque_trials
+from autopar.tracing import opaque_trials as functions
 from autopar.tracing.builder import Builder, Call, Value
 from autopar.tracing.failures import FAILURES
-from autopar.tracing.guards.side_effects import changed, state_of
-from autopar.tracing.opaque import autograd_functions as functions
-from autopar.tracing.opaque import probe, trials
+from autopar.tracing.side_effects import changed, state_of
 
 TARGET = "autopar.opaque"
 _LITERALS = (bool, int, float, str, torch.dtype, torch.device)
@@ -104,9 +104,9 @@ class Regions:
             key = (path, draft.tree, repr(draft.constants), specs)
             if key not in self.modules:
                 look = partial(_examined, original, self.model, draft, specs, self.batch_size)
-                self.modules[key] = probe.apart_from_trace(look, self.modes)
+                self.modules[key] = opaque_probe.apart_from_trace(look, self.modes)
             region, output = self.modules[key]
-        except (trials.Unclear, *FAILURES) as error:
+        except (opaque_trials.Unclear, *FAILURES) as error:
             raise _refused(path, original, error) from error
         return _emit(region, inputs, state, output)
 
@@ -140,19 +140,21 @@ class Regions:
             draft, inputs = _draft(FUNCTION, name, args, kwargs)
             key = (cls, draft.tree, repr(draft.constants), tuple((tuple(x.shape), x.dtype) for x in inputs))
             if key not in self.functions:
-                subject = trials.Subject(
+                subject = opaque_trials.Subject(
                     region=draft, call=of_function(cls), inputs=tuple(map(_spec, inputs)), parameters=(), buffers=()
                 )
-                self.functions[key] = probe.apart_from_trace(partial(self._examined, cls, subject), self.modes)
-        except trials.Unclear as error:
+                self.functions[key] = opaque_probe.apart_from_trace(partial(self._examined, cls, subject), self.modes)
+        except opaque_trials.Unclear as error:
             raise _refused_function(cls, str(error)) from error
         if self.functions[key] is not None:
             _check_import(cls, name)
         return self.functions[key], inputs
 
-    def _examined(self, cls: type[torch.autograd.Function], subject: trials.Subject) -> tuple[Region, Any] | None:
+    def _examined(
+        self, cls: type[torch.autograd.Function], subject: opaque_trials.Subject
+    ) -> tuple[Region, Any] | None:
         with torch.random.fork_rng(devices=[]):
-            return None if functions.is_plain(cls, subject) else probe.examine(subject, self.batch_size)
+            return None if functions.is_plain(cls, subject) else opaque_probe.examine(subject, self.batch_size)
 
 
 def _examined(
@@ -163,17 +165,17 @@ def _examined(
         torch.manual_seed(0)
         call = stateless(_without_dropout(original), model)
         before = state_of(call.module)
-        subject = trials.Subject(
+        subject = opaque_trials.Subject(
             region=draft,
             call=call,
             inputs=inputs,
             parameters=tuple(_value(p).requires_grad_(p.requires_grad) for p in original.parameters()),
             buffers=tuple(map(_value, original.buffers())),
         )
-        found = probe.examine(subject, batch_size)
+        found = opaque_probe.examine(subject, batch_size)
     left = changed(before, state_of(call.module))
     if left:
-        raise trials.Unclear(f"it sets {', '.join(left[:3])}, which every rank would do by itself")
+        raise opaque_trials.Unclear(f"it sets {', '.join(left[:3])}, which every rank would do by itself")
     return found
 
 
@@ -192,11 +194,11 @@ def _draft(kind: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     constants = tuple((i, leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor))
     for _, value in constants:
         if value is not None and not isinstance(value, _LITERALS):
-            raise trials.Unclear(f"it is called with a {type(value).__name__}, not tensors and numbers alone")
+            raise opaque_trials.Unclear(f"it is called with a {type(value).__name__}, not tensors and numbers alone")
     try:
         text = pytree.treespec_dumps(tree)
     except (NotImplementedError, TypeError, ValueError) as error:
-        raise trials.Unclear(f"its arguments cannot be written down: {error}") from error
+        raise opaque_trials.Unclear(f"its arguments cannot be written down: {error}") from error
     region = Region(
         kind=kind, name=name, tree=text, constants=constants, parameters=(), buffers=(), outputs=(), splits=None,
         why="", is_linear_backward=False,
@@ -216,7 +218,7 @@ def _emit(
     leaves, tree = pytree.tree_flatten(output)
     for leaf in leaves:
         if leaf is not None and not isinstance(leaf, (torch.Tensor, *_LITERALS)):
-            raise trials.Unclear(f"it returns a {type(leaf).__name__}")
+            raise opaque_trials.Unclear(f"it returns a {type(leaf).__name__}")
     return pytree.tree_unflatten([next(made) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], tree)
 
 
@@ -256,7 +258,7 @@ def _refused(path: str, module: torch.nn.Module, error: BaseException) -> Region
         got=error.short
         if isinstance(error, AutoparError)
         else str(error)
-        if isinstance(error, trials.Unclear)
+        if isinstance(error, opaque_trials.Unclear)
         else f"{type(error).__name__}: {error}",
         fix="Name a module around it with opaque=, or change it so that it can be traced",
     )

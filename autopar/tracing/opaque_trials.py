@@ -1,4 +1,4 @@
-"""Runs of a region of unknown code on small random inputs, and what they give."""
+"""Runs of a region of unknown code on small random inputs: what they give, and whether its own backward is autograd's."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from autopar.graph.graph import TensorSpec
 from autopar.ops.kernels import Region
 from autopar.ops.opaque import run
+from autopar.tracing.failures import FAILURES
 
 _TOLERANCE = {torch.float64: 1e-9}
 _COARSE = 1e-4
@@ -130,5 +131,49 @@ def are_same(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
             continue
         size = float(b.abs().max()) if b.numel() else 0.0
         if b.numel() and not float((a - b).abs().max()) <= _TOLERANCE.get(b.dtype, _COARSE) * max(size, 1e-6):
+            return False
+    return True
+
+
+class _Context:
+    """Stands for the context of an autograd function whose forward is run by itself."""
+
+    def __init__(self, count: int) -> None:
+        self.needs_input_grad = (True,) * count
+        self.saved_tensors: tuple[Tensor, ...] = ()
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        self.saved_tensors = tensors
+
+    def save_for_forward(self, *tensors: Tensor) -> None:
+        pass
+
+    def mark_non_differentiable(self, *tensors: Tensor) -> None:
+        pass
+
+    def mark_dirty(self, *tensors: Tensor) -> None:
+        raise Unclear("it changes its inputs in place")
+
+    def set_materialize_grads(self, value: bool) -> None:
+        pass
+
+
+def is_plain(function: type[torch.autograd.Function], subject: Subject) -> bool:
+    """Whether a function's own backward is what autograd makes of its forward: then it is traced like any code."""
+
+    def forward(state: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if function.setup_context is not torch.autograd.Function.setup_context:
+            return function.forward(*args, **kwargs)
+        return function.forward(_Context(len(args)), *args, **kwargs)
+
+    wide = subject.wide()
+    for number in range(4):
+        inputs = draw(wide.inputs, (None,) * len(wide.inputs), number)
+        try:
+            own = outcomes(wide, inputs, seed=number)
+            plain = outcomes(replace(wide, call=forward), inputs, seed=number)
+        except (Unclear, *FAILURES):
+            return False
+        if not (are_same(own[0], plain[0]) and are_same(own[1], plain[1])):
             return False
     return True

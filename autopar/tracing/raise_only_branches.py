@@ -22,7 +22,7 @@ import torch
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-_OWN = str(Path(__file__).parents[2])
+_OWN = str(Path(__file__).parents[1])
 _TORCH = str(Path(torch.__file__).parent)
 _CHECKED = tuple(str(Path(_TORCH) / part) for part in ("nn", "distributions"))
 """Where torch checks the values that it is given: a loss its variances, a distribution its parameters."""
