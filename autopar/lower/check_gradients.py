@@ -16,7 +16,7 @@ from autopar.graph.graph import Argument, Graph, Op, Ref
 from autopar.lower.emit import layout_of, use_layout
 from autopar.lower.program import Program
 from autopar.plan.mesh import DATA_AXES, R, Type
-from autopar.rules.apply.apply import BATCH, OVER_DATA
+from autopar.rules.apply import BATCH, OVER_DATA
 
 
 def check_program(program: Program) -> None:

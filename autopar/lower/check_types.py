@@ -38,8 +38,8 @@ from autopar.lower.program import Program
 from autopar.ops import collectives, plain
 from autopar.ops.opaque import opaque
 from autopar.plan.mesh import DATA_AXES, MESH_AXES, Mesh, Type
-from autopar.rules.apply.apply import BATCH
-from autopar.rules.apply.experts_over_data import AXIS as SPREAD
+from autopar.rules.apply import BATCH
+from autopar.rules.local_graphs import AXIS as SPREAD
 
 GLOBAL = frozenset(
     {

@@ -39,7 +39,7 @@ from autopar.lower.emit import (
 from autopar.lower.read_plan import local_graph
 from autopar.plan.mesh import Mesh, R
 from autopar.plan.plan import Plan, Recompute, StagePlan
-from autopar.rules.apply.apply import BATCH
+from autopar.rules.apply import BATCH
 
 _HEADER = "import torch\nimport torch.nn.functional as F\nfrom autopar.ops import collectives, experts, plain, seeded, sequence, sharded\naten = torch.ops.aten"
 

@@ -11,10 +11,10 @@ from autopar.graph.graph import Graph, Op, digest
 from autopar.graph.rewrites import pad, signature
 from autopar.plan.mesh import Mesh, Type
 from autopar.plan.plan import AxisTyping, Plan
-from autopar.rules import registry as rules
-from autopar.rules.apply import experts_over_data as spread
-from autopar.rules.apply.apply import BATCH, crosses_samples, shard
-from autopar.rules.check.missing import complete
+from autopar.rules import local_graphs as spread
+from autopar.rules import table as rules
+from autopar.rules.apply import BATCH, crosses_samples, shard
+from autopar.rules.missing import complete
 from autopar.rules.strategy import Strategy, Typing
 
 _AGAIN = "Search again with this model and this version of autopar"

@@ -1,7 +1,7 @@
 """Operators that run on one rank's part and know it: called by emitted code, next to :mod:`autopar.ops.collectives`.
 
 An axis is a mesh axis by name, as in :mod:`autopar.ops.collectives`. Types of operands and results are those of
-the strategies in ``autopar.rules.patterns.other_kernels``.
+the strategies in ``autopar.rules.other_kernels``.
 """
 
 from __future__ import annotations

@@ -50,8 +50,8 @@ from autopar.planner.space.preferences import leanness, seeds, usual
 from autopar.planner.space.variants import in_orders, offloaded
 from autopar.planner.studies.workers import Sharing, helpers
 from autopar.planner.task import Limits, Outcome, Progress, Task, checked, peak_bytes
-from autopar.rules.apply.experts_over_data import expert_counts
-from autopar.rules.check.missing import complete
+from autopar.rules.local_graphs import expert_counts
+from autopar.rules.missing import complete
 
 __all__ = ["Planner", "Task"]
 

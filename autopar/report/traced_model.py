@@ -8,7 +8,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from autopar.graph.graph import Graph, Op, TensorSpec
-from autopar.rules.registry import has_rule
+from autopar.rules.table import has_rule
 from autopar.util.formatting import flops, num_bytes, plain_table, ranges
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from autopar.graph.graph import Buffer, Parameter
 from autopar.lower.program import PreludeProgram, Program, StageProgram
 from autopar.ops.opaque import Holder
 from autopar.plan.mesh import EXPERT_MESH_AXES, MESH_AXES
-from autopar.rules.apply.experts_over_data import AXIS as SPREAD
+from autopar.rules.local_graphs import AXIS as SPREAD
 from autopar.runtime.step import fsdp as data_parallel
 from autopar.runtime.step.gradients import Group, Held, hand_over, lengthened
 from autopar.runtime.step.stage import BlockModule, StageModule

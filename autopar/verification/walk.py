@@ -19,7 +19,7 @@ from autopar.lower.emit import layout_of, use_layout
 from autopar.lower.read_plan import local_graph_and_typings, whole_graph
 from autopar.plan.mesh import DATA_AXES, R
 from autopar.plan.plan import Plan
-from autopar.rules.apply.apply import BATCH
+from autopar.rules.apply import BATCH
 from autopar.verification.record import PRELUDE, Tape, Watch
 from autopar.verification.slices import Mismatch, Split, gradient_layout, largest, text
 

@@ -13,8 +13,8 @@ from autopar.graph.graph import Block, Graph, Input, Op, Parameter, Ref, TensorS
 from autopar.lower.check_types import typecheck
 from autopar.lower.program import Program, lower
 from autopar.plan.mesh import Mesh, P
-from autopar.rules import registry as rules
-from autopar.rules.apply import apply
+from autopar.rules import apply
+from autopar.rules import table as rules
 from autopar.rules.strategy import Typing
 from tests.support.lower import chooser
 from tests.support.lower.models import plan_of

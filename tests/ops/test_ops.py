@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from autopar.errors import InternalError, RuleError
 from autopar.ops import collectives, kernels, plain, seeded
 from autopar.plan.mesh import MESH_AXES, I, Mesh, P, R, S, Type
-from autopar.rules.apply.conversions import conversion, emitted_arguments
+from autopar.rules.local_calls import conversion, emitted_arguments
 from tests.support.close import assert_close
 from tests.support.lower.ranks import run_ranks
 

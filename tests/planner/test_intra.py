@@ -20,9 +20,9 @@ from autopar.planner.sharding.block_chain import AxisSolution, AxisSolver, owner
 from autopar.planner.sharding.block_table import repeated
 from autopar.planner.sharding.energy import Weights
 from autopar.planner.sharding.strategy_energy import Problem, rests_of
-from autopar.rules import registry as rules
-from autopar.rules.apply.apply import shard
-from autopar.rules.apply.conversions import conversion
+from autopar.rules import table as rules
+from autopar.rules.apply import shard
+from autopar.rules.local_calls import conversion
 from autopar.rules.strategy import Strategy
 from autopar.tracing.trace import trace
 from tests.support.planner.graphs import attention, llama_block, mlp

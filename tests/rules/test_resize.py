@@ -19,8 +19,8 @@ from autopar.hardware.cluster import Cluster
 from autopar.models.resolve import resolve_model
 from autopar.plan.mesh import Mesh
 from autopar.planner.sharding.batch_axis import solve_batch
-from autopar.rules.apply.apply import shard
-from autopar.rules.apply.resize import Resizer, can_resize, resized
+from autopar.rules.apply import shard
+from autopar.rules.local_graphs import Resizer, can_resize, resized
 from tests.support.lower.moe import mixture_graph
 from tests.support.planner.graphs import attention, llama_block
 

@@ -15,8 +15,8 @@ from autopar.graph.operator_kinds import draws_random
 from autopar.graph.rewrites import compact
 from autopar.plan.mesh import R, S
 from autopar.planner.sharding.batch_axis import solve_batch
-from autopar.rules import registry as rules
-from autopar.rules.apply.apply import shard
+from autopar.rules import table as rules
+from autopar.rules.apply import shard
 from autopar.tracing.trace import trace
 from tests.support.close import assert_close
 

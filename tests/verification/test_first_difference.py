@@ -13,7 +13,7 @@ import torch
 from autopar.graph.graph import Graph, Ref
 from autopar.lower.program import lower
 from autopar.plan.mesh import I, Mesh, P, R, S
-from autopar.rules.apply.apply import BATCH
+from autopar.rules.apply import BATCH
 from autopar.runtime.job import start, stop
 from autopar.runtime.parallel_model import ParallelModel
 from autopar.runtime.weights.from_model import ModelWeights

@@ -25,7 +25,7 @@ from autopar.hardware.describe import with_free_links
 from autopar.models.resolve import USER_FAILURES, resolve_model
 from autopar.plan.plan import Plan
 from autopar.planner.space.space import ATTENTION_KINDS
-from autopar.rules import registry as rules
+from autopar.rules import table as rules
 from autopar.verification.against_one_device import (
     LOSS_TOLERANCE,
     PRELOAD,

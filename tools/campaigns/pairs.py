@@ -21,11 +21,11 @@ from autopar.lower.read_plan import SHARDED_AXES
 from autopar.plan.mesh import I, Mesh, P, R, S, Type
 from autopar.plan.plan import RECOMPUTES, Plan, StagePlan
 from autopar.planner.sharding.batch_axis import solve_batch
-from autopar.rules import registry as rules
-from autopar.rules.apply import apply
-from autopar.rules.apply import experts_over_data as spread
-from autopar.rules.apply.conversions import conversion
-from autopar.rules.check.missing import complete
+from autopar.rules import apply
+from autopar.rules import local_graphs as spread
+from autopar.rules import table as rules
+from autopar.rules.local_calls import conversion
+from autopar.rules.missing import complete
 from autopar.rules.strategy import Strategy, Typing
 from tests.support.lower.models import plan_of
 from tests.support.lower.ranks import interpret, run_ranks, slice_of

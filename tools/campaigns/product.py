@@ -28,9 +28,9 @@ from autopar.plan.plan import BUCKET_BYTES, RECOMPUTES, Offload, Recompute, Sche
 from autopar.plan.schedule import SCHEDULES, check_schedule
 from autopar.planner.sharding.batch_axis import solve_batch
 from autopar.planner.space.space import load_space
-from autopar.rules import registry as rules
-from autopar.rules.apply.apply import shard
-from autopar.rules.apply.conversions import conversion
+from autopar.rules import table as rules
+from autopar.rules.apply import shard
+from autopar.rules.local_calls import conversion
 from autopar.rules.strategy import Strategy, Typing
 
 TP = "tp"

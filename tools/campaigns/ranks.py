@@ -18,9 +18,9 @@ from autopar.graph.operator_kinds import draws_random
 from autopar.lower.program import Program, StageProgram
 from autopar.ops import seeded
 from autopar.plan.mesh import DATA_AXES, Type
-from autopar.rules.apply.apply import BATCH
-from autopar.rules.apply.experts_over_data import AXIS as SPREAD
-from autopar.rules.apply.zigzag import RING
+from autopar.rules.apply import BATCH
+from autopar.rules.local_graphs import AXIS as SPREAD
+from autopar.rules.strategy import RING
 from autopar.runtime.monitor import Monitor
 from autopar.runtime.step import fsdp as data_parallel
 from autopar.runtime.step.runner import Pipeline, micro_batches

@@ -9,14 +9,14 @@ from typing import cast
 from autopar.cost.operators.work import COLLECTIVES
 from autopar.graph.graph import Op, Ref, TensorSpec
 from autopar.plan.mesh import DATA_AXES, parse_type
-from autopar.rules.apply.apply import OVER_DATA
-from autopar.rules.apply.conversions import conversion
-from autopar.rules.patterns.other_kernels import ring_messages
+from autopar.rules.apply import OVER_DATA
+from autopar.rules.local_calls import conversion
+from autopar.rules.other_kernels import ring_messages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """A collective of one block; ``num_bytes`` as :func:`autopar.rules.apply.conversions.collective_bytes` counts.
+    """A collective of one block; ``num_bytes`` as :func:`autopar.rules.local_calls.collective_bytes` counts.
 
     ``repeated``: a forward one that runs again when the block is recomputed; torch's checkpoint stops after the last
     operator that keeps something.

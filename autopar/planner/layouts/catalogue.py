@@ -19,7 +19,7 @@ from autopar.planner.sharding.axis_costs import Narrow
 from autopar.planner.sharding.block_chain import every_typing
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import Space
-from autopar.rules.apply.apply import shard
+from autopar.rules.apply import shard
 
 
 @dataclass(slots=True, kw_only=True)

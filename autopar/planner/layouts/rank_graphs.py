@@ -26,9 +26,8 @@ from autopar.planner.sharding.resharding import Structures
 from autopar.planner.sharding.sequence_axis import CP, SequenceSplit
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import ATTENTION_KINDS
-from autopar.rules.apply.apply import shard
-from autopar.rules.apply.experts_over_data import spread
-from autopar.rules.apply.resize import Resizer, can_resize
+from autopar.rules.apply import shard
+from autopar.rules.local_graphs import Resizer, can_resize, spread
 from autopar.rules.strategy import Typing
 
 COLLECTIVE_WEIGHT = 1e-3

@@ -20,8 +20,8 @@ from autopar.hardware.device import Device
 from autopar.plan.mesh import I, Mesh, P, R, Type
 from autopar.planner.sharding.energy import FREE, Cost, Table
 from autopar.planner.sharding.strategy_energy import rests_of
-from autopar.rules import registry as rules
-from autopar.rules.apply.conversions import collective_bytes, conversion, emitted_arguments
+from autopar.rules import table as rules
+from autopar.rules.local_calls import collective_bytes, conversion, emitted_arguments
 from autopar.rules.strategy import Local, Strategy
 from autopar.rules.table import without_refs
 

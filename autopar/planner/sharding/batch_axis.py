@@ -21,8 +21,8 @@ from autopar.plan.mesh import I, P, R, S, Type
 from autopar.planner.sharding.elimination import Entry
 from autopar.planner.sharding.energy import FREE, Cost, Table, Weights
 from autopar.planner.sharding.strategy_energy import Problem
-from autopar.rules import registry as rules
-from autopar.rules.apply.conversions import conversion
+from autopar.rules import table as rules
+from autopar.rules.local_calls import conversion
 from autopar.rules.strategy import Strategy, Typing
 
 BATCH = "batch"

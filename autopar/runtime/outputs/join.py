@@ -19,8 +19,8 @@ from autopar.graph.graph import Layout, Ref, TensorSpec
 from autopar.lower.program import Program
 from autopar.ops.sequence import zigzag
 from autopar.plan.mesh import DATA_AXES, R, S, Type
-from autopar.rules.apply.apply import BATCH
-from autopar.rules.apply.zigzag import RING
+from autopar.rules.apply import BATCH
+from autopar.rules.strategy import RING
 from autopar.runtime.step.partial_batch import PartialBatch
 from autopar.runtime.world import World
 

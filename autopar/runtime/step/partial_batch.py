@@ -27,7 +27,7 @@ from autopar.lower.emit import moves_samples
 from autopar.lower.program import Program
 from autopar.plan.mesh import DATA_AXES, MESH_AXES
 from autopar.plan.plan import Plan
-from autopar.rules.apply.apply import OVER_DATA, crosses_samples
+from autopar.rules.apply import OVER_DATA, crosses_samples
 
 Batch = Mapping[str, Tensor]
 

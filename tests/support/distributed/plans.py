@@ -26,7 +26,7 @@ from autopar.planner.sharding.axis_costs import AxisCosts
 from autopar.planner.sharding.batch_axis import solve_batch
 from autopar.planner.sharding.block_chain import AxisSolver, owners_of
 from autopar.planner.sharding.energy import Cost, Weights
-from autopar.rules.apply.apply import shard
+from autopar.rules.apply import shard
 
 UNPRICED = Prediction(
     step_time_s=1.0,

@@ -1,19 +1,23 @@
-"""One rank's call of an operator: literals that count elements, rewritten for local shapes."""
+"""What one rank has and calls: its part of a tensor, changes of a tensor's type, literals rewritten for local shapes.
+
+Source of the table of changes: ``spmd-types`` and Megatron's f and g; see docs/adr/0001-types.md. A tensor without gradient moves
+nothing backward, and I and R are the same for it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 from typing import cast
 
 import torch
 
-from autopar.errors import InternalError
-from autopar.graph.graph import Argument, Op, TensorSpec
-from autopar.plan.mesh import DATA_AXES, EXPERT_AXIS
-from autopar.rules.patterns.moving import argument, dims_of
-from autopar.rules.strategy import Local, Strategy
+from autopar.errors import InternalError, RuleError
+from autopar.graph.graph import Argument, Graph, Layout, Op, Ref, TensorSpec
+from autopar.plan.mesh import DATA_AXES, EXPERT_AXIS, I, R, S, Type
+from autopar.rules.moving_patterns import argument, dims_of
+from autopar.rules.strategy import Local, Strategy, Typing
 
 Localizer = Callable[[Op, Strategy, Local], Op]
 """Writes the call; ``outputs`` and the strategy's target and extra arguments are set by the caller."""
@@ -186,3 +190,124 @@ LOCALIZERS: dict[str, Localizer] = {
     "autopar.experts_dispatch": _split_experts,
     "autopar.experts_dispatch_split": _split_experts,
 }
+
+
+BATCH = "batch"
+"""The axis of samples: micro-batches and data ranks together."""
+
+_OTHER = "Choose another degree, or another strategy here"
+
+
+def layout_before(graph: Graph, ref: Ref) -> Layout:
+    """Types on the axes applied before, where the value is used: R of parameters whose gradient is summed later."""
+    producer = graph.producer(ref)
+    if producer is not None:
+        return producer.layouts[ref.index] if producer.layouts else ()
+    if graph.is_parameter(ref):
+        parameter = graph.parameter(ref.name)
+        pending = (*parameter.gradient_sum_axes, BATCH)
+        return tuple((a, R if a in pending and kind == I else kind) for a, kind in parameter.layout)
+    by_samples = any(axis == BATCH for p in graph.parameters[:1] for axis, _ in p.layout)
+    leaf = next((leaf for leaf in graph.inputs if leaf.name == ref.name), None)
+    return ((BATCH, S(leaf.batch_dim)),) if by_samples and leaf and leaf.batch_dim is not None else ()
+
+
+def part_of(spec: TensorSpec, kind: Type, typing: Typing, place: str) -> TensorSpec:
+    """What one rank of the typing's axis has of a tensor of a type.
+
+    Raises:
+        RuleError: the dim does not exist or does not divide.
+    """
+    if not kind.is_split:
+        return spec
+    if kind.dim >= len(spec.shape):
+        raise RuleError(
+            f"A tensor of shape {spec.shape} has no dim {kind.dim} to split ({kind})", where=place, fix=_OTHER
+        )
+    part, rest = divmod(spec.shape[kind.dim] * typing.size.denominator, typing.size.numerator)
+    if rest:
+        raise RuleError(
+            f"A tensor of shape {spec.shape} cannot be split as {kind}: the dim does not divide by {typing.axis}={typing.size}",
+            where=place,
+            fix=_OTHER,
+        )
+    shape = (*spec.shape[: kind.dim], part, *spec.shape[kind.dim + 1 :])
+    return TensorSpec(shape=shape, dtype=spec.dtype, requires_grad=spec.requires_grad)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversion:
+    """How one type becomes another on one axis.
+
+    Attributes:
+        target: the operator in emitted code, ``autopar.NAME``; empty when nothing is emitted.
+        forward: the collective it runs forward, or None; sizes: see :func:`collective_bytes`.
+        backward: likewise for the gradient.
+    """
+
+    target: str
+    forward: str | None
+    backward: str | None
+
+
+_TABLE: dict[tuple[str, str], Conversion] = {
+    ("I", "R"): Conversion(target="autopar.invariant_to_replicate", forward=None, backward="all_reduce"),
+    ("I", "S"): Conversion(target="autopar.shard", forward=None, backward="all_gather"),
+    ("I", "P"): Conversion(target="autopar.keep_on_first", forward=None, backward=None),
+    ("R", "S"): Conversion(target="autopar.shard", forward=None, backward=None),
+    ("R", "P"): Conversion(target="autopar.keep_on_first", forward=None, backward=None),
+    ("S", "R"): Conversion(target="autopar.all_gather", forward="all_gather", backward="reduce_scatter"),
+    ("S", "I"): Conversion(target="autopar.all_gather", forward="all_gather", backward=None),
+    ("S", "S"): Conversion(target="autopar.all_to_all", forward="all_to_all", backward="all_to_all"),
+    ("P", "I"): Conversion(target="autopar.all_reduce", forward="all_reduce", backward=None),
+    ("P", "R"): Conversion(target="autopar.all_reduce", forward="all_reduce", backward="all_reduce"),
+    ("P", "S"): Conversion(target="autopar.reduce_scatter", forward="reduce_scatter", backward="all_gather"),
+}
+
+
+def conversion(source: Type, target: Type, *, requires_grad: bool) -> Conversion | None:
+    """The change from ``source`` to ``target``; None when there is none (R to I with a gradient, S to P).
+
+    Equal types give a conversion that does nothing.
+
+    >>> from autopar.plan.mesh import I, R, S
+    >>> conversion(S(1), R, requires_grad=True).backward
+    'reduce_scatter'
+    >>> conversion(R, I, requires_grad=True) is None
+    True
+    """
+    if source == target or (not requires_grad and {source.kind, target.kind} <= {"I", "R"}):
+        return Conversion(target="", forward=None, backward=None)
+    found = _TABLE.get((source.kind, target.kind))
+    if found is None or requires_grad:
+        return found
+    return Conversion(target=found.target, forward=found.forward, backward=None)
+
+
+def emitted_arguments(axis: str, source: Type, target: Type) -> tuple[str | int, ...]:
+    """Arguments after the tensor in emitted code: the axis, then dims, then the type at the end where it matters.
+
+    shard(x, axis, dim, from), all_gather(x, axis, dim, to), reduce_scatter(x, axis, dim),
+    all_to_all(x, axis, split_dim_after, gathered_dim), all_reduce(x, axis, to),
+    invariant_to_replicate(x, axis), keep_on_first(x, axis, from).
+    """
+    match source.kind, target.kind:
+        case (("I" | "R"), "S"):
+            return (axis, target.dim, source.kind)
+        case (("I" | "R"), "P"):
+            return (axis, source.kind)
+        case "S", "S":
+            return (axis, target.dim, source.dim)
+        case "S", _:
+            return (axis, source.dim, target.kind)
+        case "P", "S":
+            return (axis, target.dim)
+        case "P", _:
+            return (axis, target.kind)
+        case _:
+            return (axis,)
+
+
+def collective_bytes(kind: str, *, full_num_bytes: int, size: int) -> int:
+    """The S of the cost formulas: the full tensor, except that all-to-all counts one rank's part."""
+    return full_num_bytes // size if kind == "all_to_all" else full_num_bytes

@@ -1,21 +1,111 @@
-"""The graph of a micro-batch of another size, from one that was made by :func:`autopar.rules.apply.apply.shard`.
+"""Graphs of one rank made from others: with a micro-batch of another size, or with experts spread over data ranks.
 
-Samples change shapes and the literals that count elements, nothing else: operators, their order, names, wiring and types are
+**Another micro-batch.** Samples change shapes and the literals that count elements, nothing else: operators, their order, names, wiring and types are
 those of the other size. So what follows from these alone is not worked out again, and look-ups by name are shared.
+
+**Experts over data ranks.** The axis ``ep_data`` is a factor of the data ranks, applied after ``batch``: every tensor with samples is split there
+already, so the one operator that changes is the mixture itself, and the one layout that of its weights, S(0).
+
+Gradients of these weights are whole for the tokens of the ranks of ``ep_data``, and a pending sum over those data
+ranks that hold the same experts (``ep_outer``) alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from autopar.graph.graph import SAME, Block, Graph, Input, Op, TensorSpec, digest
-from autopar.plan.mesh import Type
-from autopar.rules.apply.apply import BATCH, part_of
-from autopar.rules.apply.literals import LOCALIZERS, localize
+from autopar.errors import RuleError
+from autopar.graph.graph import SAME, Block, Graph, Input, Op, Ref, TensorSpec, digest
+from autopar.graph.rewrites import signature
+from autopar.plan.mesh import S, Type
+from autopar.rules.apply import BATCH, part_of
+from autopar.rules.local_calls import LOCALIZERS, localize
 from autopar.rules.strategy import Local, Strategy, Typing
 from autopar.rules.table import without_refs
+
+AXIS = "ep_data"
+EXPERTS = "autopar.experts"
+DISPATCH = "dispatch"
+"""Name of the strategy of a mixture whose experts are spread."""
+SAMPLES = "samples"
+"""Name of that of every other operator: it works on its rank's samples."""
+
+
+def expert_counts(graph: Graph) -> tuple[int, ...]:
+    """Experts of each mixture that can be spread: its weights are parameters that nothing else reads."""
+    return tuple(graph.spec(op.operands[-1]).shape[0] for op in graph.ops if op.target == EXPERTS and _owns(graph, op))
+
+
+def _owns(graph: Graph, op: Op) -> bool:
+    held = op.operands[3:]
+    return all(graph.is_parameter(ref) and len(graph.users(ref)) == 1 for ref in held)
+
+
+def is_spread(graph: Graph, op: Op) -> bool:
+    """Whether :func:`spread` spreads the experts of ``op``, of a graph before or after it."""
+    return op.target in (EXPERTS, "autopar.experts_dispatch") and _owns(graph, op)
+
+
+def spread(graph: Graph, size: int, only: Collection[str] | None = None) -> Graph:
+    """One data rank's graph with the experts of its mixtures split over ``size`` data ranks.
+
+    Args:
+        graph: of one micro-batch on one data rank (axis ``batch`` applied, no other).
+        only: names of the mixtures that are spread; all that can be when None.
+
+    Raises:
+        RuleError: a mixture of ``only`` cannot be spread, or its experts do not divide.
+    """
+    chosen = [
+        op for op in graph.ops if op.target == EXPERTS and (op.name in only if only is not None else _owns(graph, op))
+    ]
+    split: set[str] = set()
+    for op in chosen:
+        count = graph.spec(op.operands[-1]).shape[0]
+        if count % size or not _owns(graph, op):
+            raise RuleError(
+                f"{count} experts cannot be spread over {size} data ranks",
+                where=f"{op.name}, {op.module or 'no module'}",
+                fix="Pin an ep that divides the experts (which share no weights), or ep=1",
+            )
+        split |= {ref.name for ref in op.operands[3:]}
+    names = {op.name for op in chosen}
+
+    def local(op: Op) -> Op:
+        if op.name not in names:
+            return op
+        args = (*op.args, AXIS, graph.spec(op.operands[-1]).shape[0])
+        return replace(op, target="autopar.experts_dispatch", args=args)
+
+    parameters = tuple(
+        replace(p, spec=_share(p.spec, size), layout=(*p.layout, (AXIS, S(0)))) if p.name in split else p
+        for p in graph.parameters
+    )
+    made = replace(graph, parameters=parameters, ops=tuple(map(local, graph.ops)))
+    blocks = tuple(
+        replace(b, hash=digest(f"{b.hash}|{AXIS}|{signature(made.block_ops(b), made.spec)}"))
+        if any(op.name in names for op in graph.block_ops(b))
+        else b
+        for b in graph.blocks
+    )
+    return replace(made, blocks=blocks)
+
+
+def strategy_names(graph: Graph, ops: Collection[Op]) -> Iterator[str]:
+    """The typing on ``ep_data`` of operators of a graph in which all mixtures that can be are spread."""
+    return (DISPATCH if op.target == EXPERTS and _owns(graph, op) else SAMPLES for op in ops)
+
+
+def spread_parameters(graph: Graph, ops: Collection[Op]) -> frozenset[str]:
+    """Names of the parameters that are split over ``ep_data`` there."""
+    owned: list[Ref] = [ref for op in ops if op.target == EXPERTS and _owns(graph, op) for ref in op.operands[3:]]
+    return frozenset(ref.name for ref in owned)
+
+
+def _share(spec: TensorSpec, size: int) -> TensorSpec:
+    return replace(spec, shape=(spec.shape[0] // size, *spec.shape[1:]))
 
 
 def can_resize(graph: Graph, local: Graph, typing: Typing) -> bool:
@@ -102,7 +192,7 @@ class Resizer:
         made |= {leaf.name: (leaf.spec,) for leaf in inputs}
         parts: dict[tuple[TensorSpec, int], TensorSpec] = {}
         outputs = [
-            tuple([_part(spec, kind, typing, name, parts) for spec, kind in zip(specs, kinds, strict=True)])
+            tuple([_resized(spec, kind, typing, name, parts) for spec, kind in zip(specs, kinds, strict=True)])
             for (specs, kinds), (_, name) in self._outputs.items()
         ]
         prelude = tuple([self._op(call, typing, outputs[call.outputs], made) for call in self._prelude])
@@ -165,7 +255,7 @@ class _Same:
         return tuple(found)
 
 
-def _part(
+def _resized(
     spec: TensorSpec, kind: Type, typing: Typing, place: str, known: dict[tuple[TensorSpec, int], TensorSpec]
 ) -> TensorSpec:
     if not kind.is_split:

@@ -10,7 +10,7 @@ cost model and the search count on:
 - a parameter that is I at rest and R at every use has no change: its gradient is left as a pending
   sum (``Parameter.gradient_sum_axes``). If other uses want it otherwise, R is an explicit change.
 
-Under ring attention every split dim that an operator reads or makes is in zig-zag order: see :mod:`autopar.rules.apply.zigzag`.
+Under ring attention every split dim that an operator reads or makes is in zig-zag order: see :mod:`autopar.rules.strategy`.
 
 On axis ``batch`` (micro-batches and data ranks together) prelude values change from P to R before the step: those are
 ``Graph.sums``. Live values change between P and I or R, and where samples meet (``Graph.mixing``) from and to S as well,
@@ -28,12 +28,8 @@ from autopar.errors import InternalError, RuleError
 from autopar.graph.graph import Argument, Block, Graph, Input, Layout, Op, Parameter, Ref, TensorSpec, digest
 from autopar.graph.rewrites import signature
 from autopar.plan.mesh import I, P, R, S, Type
-from autopar.rules.apply import zigzag
-from autopar.rules.apply.batch_axis_laws import SampleSums
-from autopar.rules.apply.conversions import conversion, emitted_arguments
-from autopar.rules.apply.literals import LOCALIZERS, localize
-from autopar.rules.apply.parts import BATCH, layout_before, part_of
-from autopar.rules.strategy import Local, Strategy, Typing
+from autopar.rules.local_calls import BATCH, LOCALIZERS, conversion, emitted_arguments, layout_before, localize, part_of
+from autopar.rules.strategy import Local, SampleSums, Strategy, Typing, check_part, check_strategy, is_zigzag
 
 __all__ = ["BATCH", "OVER_DATA", "crosses_samples", "part_of", "shard"]
 
@@ -92,7 +88,7 @@ class _Sharding:
         self.whole, self.only = whole, only
         self.graph, self.typing, self.axis = graph, typing, typing.axis
         self.is_batch = typing.axis == BATCH
-        self.is_zigzag = zigzag.is_zigzag(typing.strategies.values())
+        self.is_zigzag = is_zigzag(typing.strategies.values())
         self.count_scale = Fraction(global_batch_size, graph.batch_size) if self.is_batch else Fraction(1)
         self.types: dict[Ref, Type] = {}
         self.specs: dict[Ref, TensorSpec] = {}
@@ -201,7 +197,7 @@ class _Sharding:
                 f"The strategy '{strategy.name}' does not give every operand and output a type", where=place
             )
         if self.is_zigzag:
-            zigzag.check_strategy(strategy, place)
+            check_strategy(strategy, place)
         operands = tuple(
             [
                 self._converted(ref, wanted, op, section)
@@ -370,7 +366,7 @@ class _Sharding:
     def _local(self, spec: TensorSpec, kind: Type, place: str) -> TensorSpec:
         """Of a value that an operator makes."""
         if self.is_zigzag and kind.is_split and kind.dim < len(spec.shape):
-            zigzag.check_part(spec, kind, int(self.typing.size), place, axis=self.axis)
+            check_part(spec, kind, int(self.typing.size), place, axis=self.axis)
         return self._part(spec, kind, place)
 
     def _part(self, spec: TensorSpec, kind: Type, place: str) -> TensorSpec:

@@ -1,6 +1,6 @@
 """Patterns of operators that compute and whose dims depend on literals: products, attention, norms, sums.
 
-Functions are like those of :mod:`autopar.rules.patterns.moving`.
+Functions are like those of :mod:`autopar.rules.moving_patterns`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import cast
 from autopar.errors import RuleError
 from autopar.graph.graph import Op, Ref
 from autopar.rules.grammar import Labels, Pattern, bind, parse
-from autopar.rules.patterns.moving import NAMES, Specs, argument, dims_of, integer
+from autopar.rules.moving_patterns import NAMES, Specs, argument, dims_of, integer
 
 # --- elementwise ---------------------------------------------------------------------------------
 
@@ -133,7 +133,7 @@ def convolution(op: Op, operands: Specs) -> Pattern:
 
 
 def embedding(op: Op, operands: Specs) -> Pattern:
-    """Rows of a table [v, n] by ids: ids and n are split; v: see :mod:`autopar.rules.patterns.other_kernels`.
+    """Rows of a table [v, n] by ids: ids and n are split; v: see :mod:`autopar.rules.other_kernels`.
 
     Gradients scaled by how often an id stands in the batch need the whole batch.
     """
