@@ -194,7 +194,7 @@ def explain(
         else:
             print_text("\n".join(plan.search.reasons) or "the plan records no reasons")
         return
-    from autopar.models.described import model_of, sequence_of
+    from autopar.models.graph_cache import model_of, sequence_of
     from autopar.planner.space.pins import replaced
 
     pins = split_pins(why_not)
@@ -266,7 +266,7 @@ def cheapest_cluster(asked: Asked, price: Price = None, or_cluster: OrCluster = 
 @asks(without=("seq",))
 def longest_sequence(asked: Asked, step: Step = 1024) -> None:
     """Find the longest sequence with a plan, in multiples of --step tokens."""
-    from autopar.models.described import is_factory
+    from autopar.models.graph_cache import is_factory
     from autopar.questions.sizing import longest_sequence as longest
 
     if is_factory(asked.model):

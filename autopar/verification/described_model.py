@@ -11,7 +11,7 @@ from autopar.errors import InternalError, UsageError
 from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.describe import with_free_links
-from autopar.models.described import is_factory, model_of, sequence_of
+from autopar.models.graph_cache import is_factory, model_of, sequence_of
 from autopar.models.resolve import resolve_model
 from autopar.plan.check import check_model
 from autopar.plan.plan import Plan
