@@ -31,9 +31,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar.errors import InternalError, UsageError
 from autopar.graph.graph import Layout, TensorSpec
-from autopar.lower.check_gradients import check_program
+from autopar.lower.check_sums import CHANGES, check_program, linear_call, passes_by, target_name
 from autopar.lower.emit import MICRO_BATCH_WEIGHT, SEED, SHARE, layout_of, str_name
-from autopar.lower.pending_sums import CHANGES, linear_call, passes_by, target_name
 from autopar.lower.program import Program
 from autopar.ops import collectives, plain
 from autopar.ops.opaque import opaque

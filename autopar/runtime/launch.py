@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import Store
 
 from autopar.errors import AutoparError, RankFailedError, first_line
 from autopar.graph.graph import Graph
-from autopar.lower.check_gradients import check_program
+from autopar.lower.check_sums import check_program
 from autopar.lower.program import lower
 from autopar.plan.check import check_model, check_plan
 from autopar.plan.plan import Plan

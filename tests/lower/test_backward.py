@@ -12,7 +12,7 @@ import pytest
 from autopar.errors import InternalError
 from autopar.graph.graph import Block, Graph, Input, Op, Parameter, Ref, TensorSpec
 from autopar.lower import check_types as check
-from autopar.lower.check_gradients import check_gradients
+from autopar.lower.check_sums import check_gradients
 from autopar.lower.check_types import typecheck
 from autopar.lower.program import Program, lower
 from autopar.plan.mesh import I, Mesh, R
