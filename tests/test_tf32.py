@@ -17,7 +17,7 @@ from autopar.hardware.machine import _check_alike, fingerprint, identity
 from autopar.hardware.read import load_profile
 from autopar.plan.file import plan_from_dict, plan_to_dict
 from autopar.plan.plan import FP32, TF32, Plan
-from autopar.runtime.guard.checks import check_can_run, check_modes
+from autopar.runtime.checks import check_can_run, check_modes
 from tests.support.distributed.plans import make_plan
 from tests.support.distributed.subjects import HfSubject
 

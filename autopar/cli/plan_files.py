@@ -88,10 +88,10 @@ def run(
 ) -> None:
     """Start a script by torchrun on the plan's ranks; parallelize() takes the plan where the script names none."""
     from autopar.plan.plan import Plan
-    from autopar.runtime.torchrun import start
+    from autopar.runtime.job import start_script
 
     raise typer.Exit(
-        start(
+        start_script(
             Plan.load(plan_file),
             plan_file,
             [script, *context.args],

@@ -21,7 +21,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.ops import collectives
-from autopar.runtime.optimizer.local_step import LocalSteps
+from autopar.runtime.local_optimizer import LocalSteps
 
 _SIZE = 8
 _REPEATS, _WARM_UP = 9, 3

@@ -23,7 +23,7 @@ from autopar.graph.operator_kinds import draws_random
 from autopar.lower.program import lower
 from autopar.plan.plan import FP32, FP64, Plan, Precision
 from autopar.runtime.parallel_model import ParallelModel
-from autopar.runtime.weights.from_model import ModelWeights
+from autopar.runtime.weights import ModelWeights
 from autopar.runtime.world import World
 from autopar.tracing.modes import in_double
 from autopar.tracing.trace import LossFunction

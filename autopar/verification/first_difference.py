@@ -24,7 +24,7 @@ from autopar.graph.graph import Graph
 from autopar.lower.program import lower
 from autopar.plan.plan import Plan, Precision
 from autopar.runtime.parallel_model import ParallelModel
-from autopar.runtime.weights.from_model import ModelWeights
+from autopar.runtime.weights import ModelWeights
 from autopar.runtime.world import World
 from autopar.verification.rank_pool import WorkerPool
 from autopar.verification.record import OneDevice, Tape, Watch, attach

@@ -9,7 +9,7 @@ from torch import nn
 from autopar.errors import RuntimeMismatchError, UsageError
 from autopar.graph.graph import Parameter, Part, TensorSpec
 from autopar.plan.mesh import I, S
-from autopar.runtime.weights.from_model import ModelWeights, initialise, local_index
+from autopar.runtime.weights import ModelWeights, initialise, local_index
 
 
 def parameter(shape: tuple[int, ...], **options: object) -> Parameter:

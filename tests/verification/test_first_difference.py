@@ -16,7 +16,7 @@ from autopar.plan.mesh import I, Mesh, P, R, S
 from autopar.rules.apply import BATCH
 from autopar.runtime.job import start, stop
 from autopar.runtime.parallel_model import ParallelModel
-from autopar.runtime.weights.from_model import ModelWeights
+from autopar.runtime.weights import ModelWeights
 from autopar.runtime.world import World
 from autopar.verification.against_one_device import in_dtype
 from autopar.verification.first_difference import FP64

@@ -21,8 +21,8 @@ from autopar.plan.mesh import DATA_AXES, Type
 from autopar.rules.apply import BATCH
 from autopar.rules.local_graphs import AXIS as SPREAD
 from autopar.rules.strategy import RING
+from autopar.runtime import assemble as data_parallel
 from autopar.runtime.monitor import Monitor
-from autopar.runtime.step import fsdp as data_parallel
 from autopar.runtime.step.runner import Pipeline, micro_batches
 from autopar.runtime.step.stage import StageModule
 from tests.support.lower.ranks import axis_group, run_sums, slice_of, these_meshes, this_mesh

@@ -24,13 +24,12 @@ from torch import Tensor
 
 from autopar.errors import UsageError, reason
 from autopar.graph.graph import Graph
-from autopar.runtime.checkpoint import folder as folders
+from autopar.runtime.checkpoint import write as folders
 from autopar.runtime.checkpoint.chunk_files import Part, as_bytes, header
-from autopar.runtime.checkpoint.contents import part_of
-from autopar.runtime.checkpoint.folder import Target
-from autopar.runtime.checkpoint.meeting import Meeting
+from autopar.runtime.checkpoint.contents import Meeting, part_of
+from autopar.runtime.checkpoint.write import Target
+from autopar.runtime.state_dict import Untrained
 from autopar.runtime.step.gradients import Held
-from autopar.runtime.weights.untrained import Untrained
 
 _INDEX = "model.safetensors.index.json"
 _WRITTEN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|" + re.escape(_INDEX))
@@ -220,7 +219,7 @@ class Export:
                     "metadata": {"total_size": total},
                     "weight_map": {name: file.name for file in files for name in file.names},
                 }
-                folders.write(place / _INDEX, json.dumps(index, indent=2).encode())
+                folders.write_through(place / _INDEX, json.dumps(index, indent=2).encode())
             for config in self.facts.configs:
                 config.save_pretrained(place)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Puts a value of the model together from what ranks and micro-batches have of it, by its types on the plan's axes.
+"""A value of the model put together from what ranks and micro-batches have of it, and outputs in the classes that the model returns.
 
 On every axis a part of a dim is joined to the others, a pending sum is summed, and of what is the same one is taken. Axes are undone in
 the reverse of the order in which they were applied; samples come last, over micro-batches and then over data ranks.
@@ -6,22 +6,27 @@ the reverse of the order in which they were applied; samples come last, over mic
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
+from fractions import Fraction
 from math import prod
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from autopar.graph.elements import Structure, number_at
 from autopar.graph.graph import Layout, Ref, TensorSpec
 from autopar.lower.program import Program
 from autopar.ops.sequence import zigzag
 from autopar.plan.mesh import DATA_AXES, R, S, Type
 from autopar.rules.apply import BATCH
 from autopar.rules.strategy import RING
-from autopar.runtime.step.partial_batch import PartialBatch
+from autopar.runtime.step.other_runs import PartialBatch
 from autopar.runtime.world import World
 
 _MESH = ("dp_replicate", "dp_shard", "cp", "tp")
@@ -216,3 +221,62 @@ def gathered(value: Tensor, dim: int, group: dist.ProcessGroup, lengths: Sequenc
     if own.numel():
         dist.all_gather([_bytes(part) for part in parts], _bytes(own), group=group)
     return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)]).movedim(0, dim).contiguous()
+
+
+def rebuilt(structure: Structure, loss: Any, leaf: Callable[[int], Any], more: Fraction) -> Any:
+    """The outputs.
+
+    Args:
+        loss: what stands for the loss; None: nothing.
+        leaf: gives a tensor by its index.
+        more: by how many batches of the traced size the batch is larger than one.
+    """
+    match structure.kind:
+        case "loss":
+            return loss
+        case "tensor":
+            return leaf(structure.index)
+        case "value":
+            one, two = structure.value, structure.twice
+            is_count = type(one) in (int, float) and type(two) is type(one)
+            return number_at(one, two, more) if is_count else one  # type: ignore[arg-type]
+    items = [rebuilt(item, loss, leaf, more) for item in structure.items]
+    if structure.kind == "list":
+        return items
+    if structure.kind == "tuple":
+        return tuple(items)
+    named = dict(zip(structure.names, items, strict=True))
+    return named if structure.type == ("", "") else _made(structure, named)
+
+
+def _made(structure: Structure, named: dict[Any, Any]) -> Any:
+    kind = _class_of(structure.type)
+    if structure.kind == "fields":
+        return SimpleNamespace(**named) if kind is None else _with_fields(kind, named)
+    if kind is None:
+        return named
+    try:
+        made = kind()
+        for key, value in named.items():
+            made[key] = value
+    except TypeError:  # one that is made in a way of its own
+        return named
+    return made
+
+
+def _with_fields(kind: type[Any], named: dict[str, Any]) -> Any:
+    try:
+        return kind(**named)
+    except TypeError:  # it is made in a way of its own, which its fields do not tell
+        made = object.__new__(kind)
+        for name, value in named.items():
+            object.__setattr__(made, name, value)
+        return made
+
+
+def _class_of(place: tuple[str, str]) -> type[Any] | None:
+    """A class of a module that is imported; None for one that stands inside of a function."""
+    found: Any = sys.modules.get(place[0])
+    for name in place[1].split("."):
+        found = getattr(found, name, None)
+    return found if isinstance(found, type) and (is_dataclass(found) or issubclass(found, tuple | Mapping)) else None
