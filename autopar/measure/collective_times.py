@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from autopar.errors import AutoparError, UsageError
 from autopar.hardware.link import load_json
 from autopar.hardware.machine import device_name
-from autopar.measure.rank_groups import GroupSet, group_sets
+from autopar.measure.job_of_ranks import GroupSet, group_sets
 from autopar.measure.timers import free_bytes
 from autopar.util.files import write_json
 

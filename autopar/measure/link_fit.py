@@ -16,7 +16,7 @@ from autopar.hardware.cluster import Cluster, NodeGroup
 from autopar.hardware.device import Device
 from autopar.hardware.link import CollectiveLibrary, CollectiveTime, Link, Piece, pieces_time_s
 from autopar.hardware.read import Links, MachineProfile, load_library
-from autopar.measure.rank_groups import GroupSet
+from autopar.measure.job_of_ranks import GroupSet
 
 ROBUST = 0.3
 """Relative distance (in log space) from which a point counts less: a disturbed sample must not decide."""
