@@ -392,7 +392,7 @@ def verify(
     """
     from autopar.verification.against_one_device import check_size
     from autopar.verification.against_one_device import verify as compare
-    from autopar.verification.own_model import made, own_model
+    from autopar.verification.compared_models import made, own_model
 
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     check_size(plan)

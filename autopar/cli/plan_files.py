@@ -142,8 +142,8 @@ def verify(
     from autopar.plan.plan import PRECISIONS
     from autopar.verification.against_one_device import check_size
     from autopar.verification.against_one_device import verify as compare
-    from autopar.verification.as_text import render_verification, verification
-    from autopar.verification.described_model import is_plan, of_file, of_model
+    from autopar.verification.compared_models import is_plan, of_file, of_model
+    from autopar.verification.results import render_verification, verification
 
     with progress("tracing the model") as advance:
         if is_plan(target):

@@ -29,7 +29,18 @@ from autopar.tracing.modes import in_double
 from autopar.tracing.trace import LossFunction
 from autopar.verification.first_difference import bisect
 from autopar.verification.rank_pool import WorkerPool
-from autopar.verification.reference import Trained, adamw, errors, loss_of, trained_alone, trained_in_parallel
+from autopar.verification.reference import (
+    DoubleSubject,
+    Subject,
+    Trained,
+    WithLoss,
+    adamw,
+    errors,
+    loss_of,
+    traced_in_double,
+    trained_alone,
+    trained_in_parallel,
+)
 from autopar.verification.results import (
     DOUBLE_CEILING,
     DOUBLE_NUDGES,
@@ -40,7 +51,6 @@ from autopar.verification.results import (
     RankErrors,
     VerifyReport,
 )
-from autopar.verification.subject import DoubleSubject, Subject, WithLoss, traced_in_double
 
 __all__ = [
     "LOSS_TOLERANCE",
@@ -70,7 +80,7 @@ PRELOAD = (
     "transformers.modeling_utils",
     "transformers.generation",
     "autopar.api",
-    "autopar.verification.verified_model",
+    "autopar.verification.compared_models",
     "autopar.verification.against_one_device",
 )
 

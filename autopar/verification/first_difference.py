@@ -33,7 +33,7 @@ from autopar.verification.slices import TOLERANCE, Mismatch, largest
 from autopar.verification.walk import Spot, Trail
 
 if TYPE_CHECKING:
-    from autopar.verification.subject import Subject
+    from autopar.verification.reference import Subject
 
 FP64 = Precision(name="fp64", compute="float64", storage="float64", reduce="float64")
 

@@ -19,7 +19,7 @@ from autopar.plan.mesh import Mesh
 from autopar.plan.plan import Plan
 from autopar.util import files as resources
 from autopar.verification.against_one_device import RankErrors, VerifyReport
-from autopar.verification.verified_model import VerifiedModel
+from autopar.verification.compared_models import VerifiedModel
 from tests.support.cli_runner import Run, run_fixture
 from tests.support.distributed.plans import make_plan
 

@@ -19,9 +19,8 @@ from autopar.tracing.modes import in_double
 from autopar.tracing.trace import trace
 from autopar.verification.against_one_device import Confirmation, RankErrors, VerifyReport, _Run, verify
 from autopar.verification.rank_pool import WorkerPool
-from autopar.verification.reference import worst
+from autopar.verification.reference import DoubleSubject, traced_in_double, worst
 from autopar.verification.results import NUDGES
-from autopar.verification.subject import DoubleSubject, traced_in_double
 from tests.support.close import assert_close
 
 

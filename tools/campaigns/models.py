@@ -34,9 +34,8 @@ from autopar.verification.against_one_device import (
     VerifyReport,
     verify,
 )
-from autopar.verification.described_model import DEFAULT_SAMPLES
+from autopar.verification.compared_models import DEFAULT_SAMPLES, VerifiedModel
 from autopar.verification.rank_pool import WorkerPool
-from autopar.verification.verified_model import VerifiedModel
 
 RANKS = 4
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "evidence" / "models.md"

@@ -16,7 +16,7 @@ import autopar.ops.kernels
 from autopar.graph.graph import Graph, Op
 from autopar.lower.read_plan import local_graph
 from autopar.plan.plan import Plan
-from autopar.verification.subject import Subject
+from autopar.verification.reference import Subject
 
 
 @dataclass(frozen=True)
