@@ -225,7 +225,7 @@ def _check(files: Sequence[Path], written: Sequence[Path]) -> None:
 def _from_run(folder: Path, files: list[Path], as_json: bool) -> None:
     """What the first steps of a run measured, against its plan's prediction."""
     from autopar.plan.run_log import read_log
-    from autopar.report.compare import render_run, run_summary
+    from autopar.report.summaries import render_run, run_summary
 
     if files:
         raise UsageError(f"--from-run does not go with a file of runs ({files[0]})", fix="Leave one of them out")

@@ -34,15 +34,15 @@ def show(
     """Print a plan; or draw it as HTML or as a trace."""
     from autopar.plan.plan import Plan
     from autopar.plan.text import render_plan
-    from autopar.report.json_summary import plan_summary
+    from autopar.report.summaries import plan_summary
 
     plan = Plan.load(plan_file)
     if html is not None:
-        from autopar.report.html import render_html
+        from autopar.report.pictures import render_html
 
         write_report(html, render_html(plan))
     if perfetto is not None:
-        from autopar.report.timeline import perfetto_trace
+        from autopar.report.pictures import perfetto_trace
 
         write_report(perfetto, json.dumps(perfetto_trace(plan)) + "\n")
     if as_json:
@@ -58,7 +58,7 @@ def compare(
 ) -> None:
     """Compare two plans: predictions side by side, then every choice that differs."""
     from autopar.plan.plan import Plan
-    from autopar.report.compare import comparison, render_comparison
+    from autopar.report.summaries import comparison, render_comparison
 
     one, other = Plan.load(before), Plan.load(after)
     if as_json:

@@ -88,7 +88,7 @@ def give(plan: Plan, output: Path | None, as_json: bool) -> None:
     if output is not None:
         save(plan, output)
     if as_json:
-        from autopar.report.json_summary import plan_summary
+        from autopar.report.summaries import plan_summary
 
         print_json(plan_summary(plan))
     else:
@@ -185,7 +185,7 @@ def explain(
 ) -> None:
     """Say why a plan was chosen, and how the best plan with other pins would compare."""
     from autopar.plan.plan import Plan
-    from autopar.report.compare import comparison, render_comparison
+    from autopar.report.summaries import comparison, render_comparison
 
     plan = Plan.load(plan_file)
     if not why_not:

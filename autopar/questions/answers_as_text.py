@@ -37,7 +37,7 @@ def render_answer(answer: Answer) -> str:
 
 def answer_summary(answer: Answer) -> dict[str, Any]:
     """The same as JSON values."""
-    from autopar.report.json_summary import plan_summary
+    from autopar.report.summaries import plan_summary
 
     return {
         "answer": answer.value,
@@ -67,7 +67,7 @@ def render_sweep(name: str, swept: Sequence[Swept]) -> str:
 def sweep_summary(name: str, swept: Sequence[Swept]) -> dict[str, Any]:
     """The same as JSON values, with what changes in the plan."""
     from autopar.plan.text import diff_plans
-    from autopar.report.json_summary import plan_summary
+    from autopar.report.summaries import plan_summary
 
     base = _base(swept)
     found = []
@@ -105,7 +105,7 @@ def render_front(points: Sequence[Point]) -> str:
 
 def front_summary(points: Sequence[Point]) -> dict[str, Any]:
     """The same as JSON values."""
-    from autopar.report.json_summary import plan_summary
+    from autopar.report.summaries import plan_summary
 
     return {
         "front": [
@@ -185,7 +185,7 @@ def render_result(result: StudyResult) -> str:
 
 def study_summary(result: StudyResult) -> dict[str, Any]:
     """The same as JSON values."""
-    from autopar.report.json_summary import plan_summary
+    from autopar.report.summaries import plan_summary
 
     study = result.study
     return {
