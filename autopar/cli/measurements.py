@@ -175,8 +175,7 @@ def validate(
     if out is not None:
         _check_out(out, calibrate)
     _check(files or (), [path for path in (html, markdown) if path is not None])
-    from autopar.validate.report import render_html
-    from autopar.validate.validation import validated
+    from autopar.validate.report import render_html, validated
 
     with progress("reading runs") as advance:
         found = validated(files or (), sources=calibrate or (), leave_one_out=leave_one_out, progress=advance)
