@@ -25,8 +25,7 @@ from autopar.errors import UsageError
 
 if TYPE_CHECKING:
     from autopar.plan.plan import Plan
-    from autopar.questions.ask import Ask
-    from autopar.questions.sizing import Answer
+    from autopar.questions.sizing import Answer, Ask
 
 
 def make_plan(verb: Literal["search", "estimate"], asked: Asked, **options: Any) -> Plan:
@@ -289,8 +288,8 @@ def largest_batch(asked: Asked) -> None:
 def sweep(asked: Asked, scale: Scale) -> None:
     """Find the fastest plan with a number of the cluster times each factor."""
     from autopar.questions.answers_as_text import render_sweep, sweep_summary
-    from autopar.questions.sweep import parse_sweep
-    from autopar.questions.sweep import sweep as swept_over
+    from autopar.questions.comparisons import parse_sweep
+    from autopar.questions.comparisons import sweep as swept_over
 
     name, factors = parse_sweep(scale)
     with progress("reading the model") as advance:
@@ -304,7 +303,7 @@ def pareto(
 ) -> None:
     """Find the plans that no other one beats in all objectives; -o writes the fastest of them."""
     from autopar.questions.answers_as_text import front_summary, render_front
-    from autopar.questions.pareto import front, parse_objectives
+    from autopar.questions.comparisons import front, parse_objectives
     from autopar.questions.sizing import parse_prices
 
     check_output(asked.output)
@@ -335,7 +334,7 @@ def _answer(answer: Callable[[Ask], Answer], asked: Asked) -> None:
 
 def _ask(advance: Callable[[str, int, int], None], asked: Asked) -> Ask:
     from autopar.planner.branch_and_bound.process_group import cores
-    from autopar.questions.ask import Ask, tracer
+    from autopar.questions.sizing import Ask, tracer
 
     names = tuple(asked.opaque or ())
     return Ask(
@@ -370,7 +369,7 @@ def published(name: Name = None, space: Space = "default", as_json: Json = False
     from autopar.planner.branch_and_bound.process_group import cores
     from autopar.planner.space.space import load_space
     from autopar.questions import answers_as_text as text
-    from autopar.questions.published_layouts import load_study, run_study, study_files
+    from autopar.questions.comparisons import load_study, run_study, study_files
 
     if name is None:
         studies = [load_study(shipped) for shipped in study_files()]

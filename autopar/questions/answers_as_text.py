@@ -10,10 +10,8 @@ from autopar.util.formatting import num_bytes, plain_table, seconds, share
 
 if TYPE_CHECKING:
     from autopar.plan.plan import Plan
-    from autopar.questions.pareto import Point
-    from autopar.questions.published_layouts import Study, StudyResult
+    from autopar.questions.comparisons import Point, Study, StudyResult, Swept
     from autopar.questions.sizing import Answer, Trial
-    from autopar.questions.sweep import Swept
 
 _HEAD = ("step time", "peak memory", "MFU", "mesh", "ZeRO", "schedule", "micro-batch", "recompute")
 _LEFT = ("mesh", "schedule", "recompute")
