@@ -22,7 +22,7 @@ from statistics import fmean
 import torch
 import torch.distributed as dist
 
-from autopar.benchmark.score import Row
+from autopar.benchmark.batches import Row
 from autopar.errors import first_line
 from autopar.measure import timers as measure
 from autopar.util.files import write_json, write_text
