@@ -1,4 +1,4 @@
-"""The command line: parsing, and what becomes of errors. Each command lives in a module of its own."""
+"""The command line: parsing, and what becomes of errors. The commands stand in the modules beside this one."""
 
 from __future__ import annotations
 

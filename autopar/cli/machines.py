@@ -33,7 +33,7 @@ from autopar.cli.options import (
 )
 from autopar.errors import AutoparError
 from autopar.measure.job_of_ranks import check_output, start_ranks, torchrun_job, under_torchrun
-from autopar.util import files as resources
+from autopar.util.files import data_files
 
 if TYPE_CHECKING:
     from autopar.measure.profiles import Profiling
@@ -312,7 +312,7 @@ def _devices(torch: object) -> Iterator[Check]:
 def _data(kept: Path | None) -> Iterator[Check]:
     for name, what in (("profiles", "device profiles"), ("search", "search spaces")):
         try:
-            found = ", ".join(resources.files(name))
+            found = ", ".join(data_files(name))
         except AutoparError as error:
             yield Check(name=what, ok=False, found=str(error))
         else:

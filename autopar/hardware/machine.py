@@ -180,7 +180,7 @@ def profile_dict(measured: dict[str, Any]) -> dict[str, Any]:
             ],
             "overheads": {
                 **measured.get("overheads", {}),
-                "provenance": f"{where}: autopar/measure/timers.py and overheads.py, time of the calling thread"
+                "provenance": f"{where}: autopar/measure/timers.py and worker.py, time of the calling thread"
                 if measured.get("overheads")
                 else "not measured",
             },

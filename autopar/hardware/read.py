@@ -15,7 +15,7 @@ from autopar.errors import UsageError
 from autopar.hardware.cluster import Cluster, NodeGroup, Tier
 from autopar.hardware.device import Device
 from autopar.hardware.link import CollectiveLibrary, CollectiveTime, Link
-from autopar.util import files as resources
+from autopar.util.files import data_files
 from autopar.util.toml import Table
 
 RESERVED_TIERS = ("device", "node", "nic", "network")
@@ -159,7 +159,7 @@ def _slowed(device: Device, share: float, why: str = "the cores that each rank h
 
 def known_devices() -> tuple[str, ...]:
     """The names of the shipped machine profiles."""
-    return tuple(resources.files("profiles"))
+    return tuple(data_files("profiles"))
 
 
 def load_profile(name: str, *, relative_to: Path | None = None) -> MachineProfile:
@@ -170,7 +170,7 @@ def load_profile(name: str, *, relative_to: Path | None = None) -> MachineProfil
     """
     if name.endswith(".toml"):
         return profile_from_table(Table.load((relative_to or Path()) / name))
-    path = resources.files("profiles").get(name.lower())
+    path = data_files("profiles").get(name.lower())
     if path is None:
         raise UsageError.unknown("device profile", name, known_devices(), fix="or give the path of a .toml profile")
     return profile_from_table(Table.load(path))
@@ -182,7 +182,7 @@ def load_library(name: str) -> CollectiveLibrary:
     Raises:
         UsageError: the name is unknown.
     """
-    known = resources.files("profiles/links")
+    known = data_files("profiles/links")
     if name not in known:
         raise UsageError.unknown("collective library", name, known)
     return CollectiveLibrary.from_table(Table.load(known[name]))

@@ -22,7 +22,7 @@ from autopar.hardware.describe import SCALES, scaled
 from autopar.plan.plan import Plan
 from autopar.planner.task import Limits, peak_bytes
 from autopar.questions.sizing import Ask, prices_of, sizes_of
-from autopar.util import files as resources
+from autopar.util.files import data_files
 from autopar.util.toml import Table
 
 if TYPE_CHECKING:
@@ -256,7 +256,7 @@ class StudyResult:
 
 def study_files() -> dict[str, Path]:
     """The shipped studies by name."""
-    return resources.files("search/studies")
+    return data_files("search/studies")
 
 
 def load_study(name: str) -> Study:

@@ -1,7 +1,7 @@
 """Applies a typing: from the graph of all ranks of one axis to the graph of one of them.
 
 Every tensor gets one rank's shape; where an operator needs an operand in another type than the one
-it has, the change is an operator of its own (see conversions.py). Where changes stand, which the
+it has, the change is an operator of its own (see local_calls.py). Where changes stand, which the
 cost model and the search count on:
 
 - one change for each value, target type and *block*: consumers in a block share it, it stands

@@ -26,7 +26,6 @@ from autopar.graph.graph import Argument, Graph, Op, Ref, TensorSpec
 from autopar.ops.kernels import FUNCTION, MODULE, Region, region_of
 from autopar.ops.opaque import load_function, of_function, stateless
 from autopar.tracing import opaque_probe, opaque_trials
-from autopar.tracing import opaque_trials as functions
 from autopar.tracing.builder import Builder, Call, Value
 from autopar.tracing.failures import FAILURES
 from autopar.tracing.side_effects import changed, state_of
@@ -154,7 +153,7 @@ class Regions:
         self, cls: type[torch.autograd.Function], subject: opaque_trials.Subject
     ) -> tuple[Region, Any] | None:
         with torch.random.fork_rng(devices=[]):
-            return None if functions.is_plain(cls, subject) else opaque_probe.examine(subject, self.batch_size)
+            return None if opaque_trials.is_plain(cls, subject) else opaque_probe.examine(subject, self.batch_size)
 
 
 def _examined(

@@ -22,8 +22,7 @@ from autopar.ops.opaque import as_trained
 from autopar.ops.opaque import notes_of as notes_of_modes
 from autopar.pins.on_modules import pins_of
 from autopar.tracing import raise_only_branches as checks
-from autopar.tracing import repeated_steps as counts
-from autopar.tracing import repeated_steps as steps
+from autopar.tracing import repeated_steps
 from autopar.tracing import side_effects as memory
 from autopar.tracing.batch import arguments, fake_batch, inputs_of, named_batch
 from autopar.tracing.builder import Builder
@@ -92,8 +91,8 @@ def trace(
             where=type(model).__name__,
             fix="Return the loss that training minimises, and leave requires_grad on where it is to learn",
         )
-    if not exact and counts.suspects(graph) and not _same_numbers(graph, job):
-        counts.check_numbers(graph, _traced(job, times=2))
+    if not exact and repeated_steps.suspects(graph) and not _same_numbers(graph, job):
+        repeated_steps.check_numbers(graph, _traced(job, times=2))
     notes = (*graph.notes, *notes_of_modes(model), *notes_of(graph, job.reasons))
     found = replace(graph, exact=exact, pins=marks, notes=notes, outputs=_counted(graph, job, exact=exact))
     found.look_up()
@@ -190,7 +189,7 @@ def _traced(job: _Job, times: int = 1) -> Graph:
         if held.refused is not None:  # caught by the model, which went on as no step would
             raise _within(explained(held.refused, model), module_of_failure(held.refused, wrapper.model))
         with _quiet():
-            notes = steps.check(wrapper, wrapper.model, mode, batch) if times == 1 and not job.repeats else ()
+            notes = repeated_steps.check(wrapper, wrapper.model, mode, batch) if times == 1 and not job.repeats else ()
     builder = Builder()
     converter = Converter(builder)
     inputs = inputs_of(batch, batch_size)
@@ -236,11 +235,11 @@ def _same_numbers(graph: Graph, job: _Job) -> bool:
     found = []
     for times in (1, 2):
         with _faked(job, times) as (wrapper, mode, batch, _, held), _quiet():
-            called = steps.calls(wrapper, mode, batch)
+            called = repeated_steps.calls(wrapper, mode, batch)
         if called is None or held.refused is not None:
             return False
         found.append(called)
-    return counts.are_same(graph, *found)
+    return repeated_steps.are_same(graph, *found)
 
 
 def _within(error: TraceError, path: str) -> TraceError:

@@ -103,13 +103,13 @@ def sources() -> str:
     return found.hexdigest()[:16]
 
 
-def directory(name: str) -> Path:
+def data_directory(name: str) -> Path:
     """The data directory ``name``: ``autopar/_data/NAME`` when installed, ``NAME`` beside the package in a checkout.
 
     Raises:
         AutoparError: neither exists, so the installation is broken.
 
-    >>> (directory("profiles") / "cpu.toml").is_file()
+    >>> (data_directory("profiles") / "cpu.toml").is_file()
     True
     """
     candidates = (PACKAGE / "_data" / name, PACKAGE.parent / name)
@@ -122,10 +122,10 @@ def directory(name: str) -> Path:
     )
 
 
-def files(name: str, suffix: str = ".toml") -> dict[str, Path]:
+def data_files(name: str, suffix: str = ".toml") -> dict[str, Path]:
     """The files of a data directory by stem, sorted.
 
-    >>> "h100-sxm5-80gb" in files("profiles")
+    >>> "h100-sxm5-80gb" in data_files("profiles")
     True
     """
-    return {path.stem: path for path in sorted(directory(name).glob(f"*{suffix}"))}
+    return {path.stem: path for path in sorted(data_directory(name).glob(f"*{suffix}"))}

@@ -26,7 +26,7 @@ from autopar.models.transformer import ATTENTIONS, FAMILIES
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import Precision
 from autopar.rules.strategy import Strategy
-from autopar.util import files as resources
+from autopar.util.files import data_files
 from autopar.util.toml import Table
 from autopar.validate.foreign_kernels import LOSSES
 from autopar.validate.runs import PRECISIONS, Run
@@ -77,7 +77,7 @@ def load_sites() -> tuple[Site, ...]:
     Raises:
         UsageError: a file is malformed; names file, line and key.
     """
-    found = resources.files("profiles/sites")
+    found = data_files("profiles/sites")
     known = frozenset(Table.load(found.pop(PRACTICES)).table(PRACTICES).names())
     return tuple(site_from(item, known) for path in found.values() for item in Table.load(path).tables("site"))
 

@@ -378,7 +378,7 @@ class Killed(BaseException):
     """As a signal: nothing that runs after it is to tidy up."""
 
 
-@pytest.mark.parametrize("where", ["files.write", "folder.write", "folder.commit", "folder._sync"])
+@pytest.mark.parametrize("where", ["files.write", "folder.write_through", "folder.commit", "folder._sync"])
 @pytest.mark.parametrize("replaces", [False, True])
 def test_a_save_that_is_killed_leaves_what_was_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, replaces: bool
@@ -404,7 +404,7 @@ def test_a_save_that_is_killed_leaves_what_was_there(
             return original(*args)
 
         with monkeypatch.context() as patched:
-            patched.setattr(f"autopar.runtime.checkpoint.{'write' if module == 'files' else module}.{name}", killed)
+            patched.setattr(f"autopar.runtime.checkpoint.write.{name}", killed)
             try:
                 checkpoints.save(par, optimizer)
             except Killed:

@@ -21,7 +21,7 @@ from autopar.plan.mesh import DATA_AXES, Type
 from autopar.rules.apply import BATCH
 from autopar.rules.local_graphs import AXIS as SPREAD
 from autopar.rules.strategy import RING
-from autopar.runtime import assemble as data_parallel
+from autopar.runtime import assemble
 from autopar.runtime.monitor import Monitor
 from autopar.runtime.step.runner import Pipeline, micro_batches
 from autopar.runtime.step.stage import StageModule
@@ -129,23 +129,23 @@ def _module(stage: StageProgram, program: Program, parts: Mapping[str, Tensor]) 
     )
     module = StageModule(replace(stage, blocks=blocks), program, these_meshes())
     module._parameters.update({name: leaves[name] for name in stage.shared_parameters})
-    if data_parallel.uses_fsdp(program.plan):
+    if assemble.uses_fsdp(program.plan):
         _shard(module, program, leaves)
     return module
 
 
 def _shard(module: StageModule, program: Program, leaves: Mapping[str, nn.Parameter]) -> None:
     """As the runtime does; FSDP takes no scalars and no experts over data ranks."""
-    mesh = data_parallel.fsdp_mesh(program.plan, this_mesh())
+    mesh = assemble.fsdp_mesh(program.plan, this_mesh())
     left = {
         leaves[p.name] for p in program.graph.parameters if p.name in leaves and (_is_spread(p) or not p.spec.shape)
     }
     for block in module.blocks:
         own = set(block.parameters())
         if own:
-            data_parallel.shard_block(block, program.plan, mesh, ignored=own & left)
-    data_parallel.shard_block(module, program.plan, mesh, keep_gathered=True, ignored=left & set(module.parameters()))
-    data_parallel.sum_gradients(module)
+            assemble.shard_block(block, program.plan, mesh, ignored=own & left)
+    assemble.shard_block(module, program.plan, mesh, keep_gathered=True, ignored=left & set(module.parameters()))
+    assemble.sum_gradients(module)
 
 
 def _in_turn(modules: Sequence[StageModule], batch: Mapping[str, Tensor], program: Program) -> Tensor:
@@ -153,7 +153,7 @@ def _in_turn(modules: Sequence[StageModule], batch: Mapping[str, Tensor], progra
     total = torch.zeros((), dtype=torch.float64)
     for number, part in enumerate(micro_batches(batch, program.graph.inputs, program.plan.num_micro_batches)):
         for module in modules:
-            data_parallel.before_backward(module, program.plan, is_last=number == program.plan.num_micro_batches - 1)
+            assemble.before_backward(module, program.plan, is_last=number == program.plan.num_micro_batches - 1)
         taken: list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = []
         passed: tuple[Tensor, ...] = ()
         for module in modules:
