@@ -35,6 +35,24 @@ from autopar.graph.elements import (
 if TYPE_CHECKING:
     import networkx
 
+__all__ = [
+    "Argument",
+    "Block",
+    "Buffer",
+    "Graph",
+    "Input",
+    "Layout",
+    "Mutation",
+    "Op",
+    "Padding",
+    "Parameter",
+    "Part",
+    "Ref",
+    "TensorSpec",
+    "digest",
+    "map_refs",
+]
+
 
 SAME = "same calls"
 """Under this name graphs of several sizes keep what says which operators of a block do the same in each of them."""
@@ -112,25 +130,6 @@ class Index:
         """Position of the last live operator that reads ``ref``; -1 for none."""
         users = self.users.get(ref)
         return users[-1] if users else -1
-
-
-__all__ = [
-    "Argument",
-    "Block",
-    "Buffer",
-    "Graph",
-    "Input",
-    "Layout",
-    "Mutation",
-    "Op",
-    "Padding",
-    "Parameter",
-    "Part",
-    "Ref",
-    "TensorSpec",
-    "digest",
-    "map_refs",
-]
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots: the look-up index is cached on first use

@@ -276,17 +276,8 @@ def _autopar_version() -> str:
         return "of this checkout"
 
 
-__all__ = [
-    "dumps",
-    "load_plan",
-    "plan_from_dict",
-    "plan_schema",
-    "plan_to_dict",
-    "save_plan",
-]
-
-
 def short(value: object) -> str:
+    """A value as an error names it."""
     if isinstance(value, list):
         plain = all(not isinstance(item, dict | list) for item in value)
         text = json.dumps(value) if plain else f"{len(value)} items"

@@ -34,7 +34,7 @@ class Communication:
     """Bytes that an operator's own implementation moves inside (vocabulary-parallel cross entropy).
 
     ``kind`` is a collective (``all_reduce`` ...); ``num_bytes`` that of the full tensor, for an all-to-all
-    that of one rank's part (as ``rules.conversions.collective_bytes``).
+    that of one rank's part (as ``rules.local_calls.collective_bytes``).
     """
 
     kind: str
@@ -92,7 +92,7 @@ class Typing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Local:
-    """What a rule needs to write one rank's call: see ``rules.localize``.
+    """What a rule needs to write one rank's call: see ``local_calls.localize``.
 
     Attributes:
         axis, size: as in :class:`Typing`.

@@ -19,8 +19,7 @@ from autopar.rules import moving_patterns as special
 from autopar.rules import other_kernels, strategy
 from autopar.rules import other_kernels as sharded
 from autopar.rules.grammar import Pattern, bind, enumerate_strategies, parse
-from autopar.rules.local_calls import localize
-from autopar.rules.strategy import Communication, Local, Strategy, Typing
+from autopar.rules.strategy import Strategy
 
 PatternMaker = Callable[[Op, tuple[TensorSpec, ...]], Pattern]
 MoreStrategies = Callable[[Op, tuple[TensorSpec, ...], str, Fraction], Iterator[Strategy]]
@@ -339,20 +338,6 @@ def torch_rules() -> dict[str, Rule]:
     rules = {target: Rule(line=line, more=_MORE.get(target)) for target, line in _lines().items()}
     rules |= {target: Rule(make=make, more=_MORE.get(target)) for target, make in _functions().items()}
     return rules | {"autopar.opaque": Rule(every=sharded.opaque)}
-
-
-__all__ = [
-    "Communication",
-    "Local",
-    "RuleTable",
-    "Strategy",
-    "Typing",
-    "default_table",
-    "has_rule",
-    "localize",
-    "register_rule",
-    "strategies",
-]
 
 
 @cache

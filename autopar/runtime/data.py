@@ -30,8 +30,6 @@ except ImportError as missing:
         "package torchdata, which par.dataloader needs", fix='Run: pip install "autopar[data]"'
     ) from missing
 
-__all__ = ["StatefulDataLoader", "StreamLoader", "stream_loader", "without_its_warning"]
-
 
 class _Part(NamedTuple):
     """What a worker gives of a global batch.

@@ -16,8 +16,9 @@ from autopar.errors import RuleError
 from autopar.graph.graph import Op, TensorSpec
 from autopar.plan.mesh import I, P, R, S
 from autopar.rules.by_execution import call, verify_rule
-from autopar.rules.local_calls import localize
-from autopar.rules.table import Local, RuleTable, Strategy, default_table, has_rule, register_rule, strategies
+from autopar.rules.local_calls import Local, localize
+from autopar.rules.strategy import Strategy
+from autopar.rules.table import RuleTable, default_table, has_rule, register_rule, strategies
 from tests.support.rule_examples import Example, Maker
 
 TP, TWO = "tp", Fraction(2)

@@ -97,7 +97,7 @@ def _travels(op: Op, spec_of: Callable[[Ref], TensorSpec]) -> Iterator[Message]:
 
 
 def _directions(name: str, op: Op) -> tuple[str, str]:
-    """Collectives forward and backward of an emitted change of type; the table of ``rules.conversions``."""
+    """Collectives forward and backward of an emitted change of type; the table of ``rules.local_calls``."""
     end = op.args[-1]
     match name:
         case "all_reduce":
