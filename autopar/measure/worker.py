@@ -34,7 +34,7 @@ from autopar.runtime.local_optimizer import LocalSteps
 
 _SIZE = 8
 _REPEATS, _WARM_UP = 9, 3
-_ROUNDS, _BUDGET_S = 5, 6.0
+ROUNDS, BUDGET_S = 5, 6.0
 _PARAMETERS = (2, 10)
 _UNITS = 6
 _KERNELS_OF_ADAMW = 9  # autopar.cost.step.optimizer: operators of AdamW for one parameter
@@ -43,8 +43,8 @@ _KERNELS_OF_ADAMW = 9  # autopar.cost.step.optimizer: operators of AdamW for one
 def measure_overheads() -> dict[str, float]:
     """All of them, by the names of :class:`autopar.hardware.device.Overheads`."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    end, rounds = time.monotonic() + _BUDGET_S, [_measured_once(mesh)]
-    while len(rounds) < _ROUNDS and _has_time(end):
+    end, rounds = time.monotonic() + BUDGET_S, [_measured_once(mesh)]
+    while len(rounds) < ROUNDS and _has_time(end):
         rounds.append(_measured_once(mesh))
     return {name: statistics.median(found[name] for found in rounds) for name in rounds[0]}
 
@@ -232,8 +232,6 @@ DELAYS_OF_SMALL_ALL_REDUCE = 5  # with 2 ranks: profiles/links/gloo.toml, 1 + 2 
 
 _HAS_TF32 = (8, 0)
 """From which compute capability on GPUs have it, and bfloat16, which older ones are made to multiply (NVIDIA A100 white paper)."""
-
-ROUNDS, BUDGET_S = 5, 6.0
 
 
 def measured_in_rounds(device: torch.device) -> dict[str, Any]:

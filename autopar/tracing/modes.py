@@ -66,7 +66,7 @@ class _Marker:
             if node.op == "output":
                 continue
             operands = [n for n in node.all_input_nodes if n.name in with_gradient]
-            if node.op == "call_function" and _writes(node):
+            if node.op == "call_function" and writes(node):
                 self._check(node, with_gradient, off)
             region = _region_of(node, module)
             if region is not None:
@@ -97,7 +97,8 @@ class _Marker:
             )
 
 
-def _writes(node: fx.Node) -> bool:
+def writes(node: fx.Node) -> bool:
+    """Whether a call changes one of its arguments."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 

@@ -19,6 +19,7 @@ from autopar.graph.elements import Leaf, Outputs, same_calls
 from autopar.graph.graph import Argument, Buffer, Graph, Op, Parameter, Ref, TensorSpec, map_refs
 from autopar.graph.operator_kinds import draws_random
 from autopar.tracing.builder import Builder, Value
+from autopar.tracing.modes import writes
 from autopar.tracing.program_ends import Kept
 
 _REGION = "wrap_with_set_grad_enabled"
@@ -60,14 +61,10 @@ def needed_nodes(program: torch.export.ExportedProgram) -> set[str]:
     roots = [value for value in output.args[0][:count] if isinstance(value, fx.Node)]
     wanted = {node.name for node in roots}
     for node in reversed(program.graph.nodes):
-        if node.op != "output" and (node.name in wanted or (node.op == "call_function" and _has_effects(node))):
+        if node.op != "output" and (node.name in wanted or (node.op == "call_function" and writes(node))):
             wanted.add(node.name)
             wanted |= {source.name for source in node.all_input_nodes}
     return wanted
-
-
-def _has_effects(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def calls_of(program: torch.export.ExportedProgram) -> Calls:

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.graph.graph import Graph
 from autopar.lower.program import lower
-from autopar.plan.plan import Plan, Precision
+from autopar.plan.plan import FP64, Plan
 from autopar.runtime.parallel_model import ParallelModel
 from autopar.runtime.weights import ModelWeights
 from autopar.runtime.world import World
@@ -34,8 +34,6 @@ from autopar.verification.walk import Spot, Trail
 
 if TYPE_CHECKING:
     from autopar.verification.reference import Subject
-
-FP64 = Precision(name="fp64", compute="float64", storage="float64", reduce="float64")
 
 LOSS_TOLERANCE = 1e-6
 """Of the loss of the global batch, which a step returns in float32."""
@@ -324,6 +322,3 @@ def _of_optimizer(name: str, mismatch: Mismatch, step: int) -> Difference:
         mismatch=mismatch,
         remedy=_REPORT,
     )
-
-
-__all__ = ["FP64", "Bisection", "Difference", "bisect"]
