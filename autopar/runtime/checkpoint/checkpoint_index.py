@@ -274,9 +274,9 @@ def encode_state(value: Any, tensors: Tensors, prefix: str, *, where: str) -> An
         UsageError: it holds something else than numbers, texts, tensors and containers of them.
 
     >>> tensors = {}
-    >>> encode({"a": (1, 2.5), 3: None, "best": math.inf, "w": torch.ones(2)}, tensors, "x", where="")
+    >>> encode_state({"a": (1, 2.5), 3: None, "best": math.inf, "w": torch.ones(2)}, tensors, "x", where="")
     {'$items': [['a', {'$tuple': [1, 2.5]}], [3, None], ['best', {'$float': 'inf'}], ['w', {'$tensor': 'x.0'}]]}
-    >>> decode(encode(Counter({30: 2}), tensors, "x", where=""), tensors.__getitem__)
+    >>> decode_state(encode_state(Counter({30: 2}), tensors, "x", where=""), tensors.__getitem__)
     Counter({30: 2})
     """
     if isinstance(value, np.generic):
@@ -323,13 +323,13 @@ def _mapping(value: Mapping[Any, Any], of: Callable[[Any, str], Any]) -> Any:
 
 
 def decode_state(value: Any, tensor: Callable[[str], Tensor]) -> Any:
-    """What :func:`encode` was given.
+    """What :func:`encode_state` was given.
 
     Args:
         tensor: gives the tensor of a name.
 
     Raises:
-        ValueError: it is nothing that :func:`encode` gave.
+        ValueError: it is nothing that :func:`encode_state` gave.
     """
     if isinstance(value, list):
         return [decode_state(inner, tensor) for inner in value]
