@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from autopar.plan.mesh import Mesh
     from autopar.plan.plan import Plan
     from autopar.request import Request
-    from autopar.rules.registry import register_rule
+    from autopar.rules.table import register_rule
     from autopar.runtime.checkpoint.series import Checkpoints
     from autopar.runtime.fit import fit
     from autopar.runtime.parallel_model import ParallelModel
@@ -94,7 +94,7 @@ _HOME = {
     "fit": "autopar.runtime.fit",
     "parallelize": "autopar.api",
     "pin": "autopar.pins.on_modules",
-    "register_rule": "autopar.rules.registry",
+    "register_rule": "autopar.rules.table",
     "search": "autopar.api",
     "trace": "autopar.api",
     "verify": "autopar.api",

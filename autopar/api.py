@@ -195,7 +195,7 @@ def parallelize(  # noqa: PLR0913  keywords of the public call
         PlanError: the plan is for another model.
         InfeasibleError: no plan satisfies the constraints.
     """
-    from autopar.runtime.guard.checks import check_can_run
+    from autopar.runtime.checks import check_can_run
     from autopar.runtime.job import given_plan
     from autopar.runtime.launch import launch
 
@@ -223,8 +223,8 @@ def _prepared(
     on_resize: str,
 ) -> tuple[str, Callable[[], tuple[Plan, Graph]]]:
     """The kind of device of a job that has started, and what rank 0 gets its plan by, and the graph that it is for."""
-    from autopar.hardware.detect.places import cluster_at, gathered_places
-    from autopar.runtime.guard.collective_calls import ordinary
+    from autopar.hardware.places import cluster_at, gathered_places
+    from autopar.runtime.failure_watch import ordinary
     from autopar.runtime.job import check_alone, how_to_start, start
 
     where = Cluster.parse(request.cluster) if isinstance(request.cluster, str) else request.cluster
@@ -392,7 +392,7 @@ def verify(
     """
     from autopar.verification.against_one_device import check_size
     from autopar.verification.against_one_device import verify as compare
-    from autopar.verification.own_model import made, own_model
+    from autopar.verification.compared_models import made, own_model
 
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     check_size(plan)

@@ -39,7 +39,7 @@ class Request:
         space: what may be chosen: the name of a shipped space (``quick``, ``default``, ``wide``, ``exhaustive``) or a TOML file.
         loss_fn: ``loss_fn(output, batch)`` gives the scalar loss, where the model does not.
         opaque: modules that run as they are written, by path, pattern or class name; see
-            ``autopar.tracing.opaque.regions``.
+            ``autopar.tracing.opaque_regions``.
         name: of the model in the plan.
         sampler: ``tpe``, ``cmaes`` or ``nsga2`` asks for a part of the candidates, however few there are, ``none`` for nothing;
             None: as the space says, where there are too many to be searched to the end.

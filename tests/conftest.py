@@ -54,7 +54,7 @@ def own_cache_directory(tmp_path_factory: pytest.TempPathFactory, monkeypatch: p
 @pytest.fixture
 def known_machine(own_cache_directory: None) -> None:
     """This machine counts as measured, by numbers that are made up: a measurement takes half a minute of one core."""
-    from autopar.hardware.detect.machine import profile_dict, profile_path
+    from autopar.hardware.machine import profile_dict, profile_path
     from autopar.util.files import write_toml
     from tests.support.measured import MEASURED
 

@@ -14,10 +14,10 @@ from torch import nn
 from autopar import api
 from autopar.errors import PlanError, UsageError
 from autopar.lower.program import lower
-from autopar.plan.diff import diff_plans
 from autopar.plan.file import dumps, plan_from_dict, plan_to_dict
 from autopar.plan.plan import Plan
-from autopar.report.json_summary import plan_summary
+from autopar.plan.text import diff_plans
+from autopar.report.summaries import plan_summary
 from tests.support.mixed_clusters import two_kinds
 from tests.support.planner.graphs import mlp
 

@@ -9,7 +9,7 @@ from autopar import api
 from autopar.errors import RuntimeMismatchError, UsageError
 from autopar.plan.file import plan_from_dict, plan_to_dict
 from autopar.plan.plan import FP8, Plan
-from autopar.runtime.guard.checks import check_can_run
+from autopar.runtime.checks import check_can_run
 
 MODEL = torch.nn.Sequential(*(torch.nn.Linear(4096, 4096, device="meta") for _ in range(4)))
 

@@ -11,13 +11,13 @@ import torch
 
 from autopar import api
 from autopar.errors import UsageError
-from autopar.hardware.detect.machine import _check_alike, fingerprint, identity
-from autopar.hardware.detect.tf32 import multiplies_in_tf32
 from autopar.hardware.device import Device
+from autopar.hardware.gpus import multiplies_in_tf32
+from autopar.hardware.machine import _check_alike, fingerprint, identity
 from autopar.hardware.read import load_profile
 from autopar.plan.file import plan_from_dict, plan_to_dict
 from autopar.plan.plan import FP32, TF32, Plan
-from autopar.runtime.guard.checks import check_can_run, check_modes
+from autopar.runtime.checks import check_can_run, check_modes
 from tests.support.distributed.plans import make_plan
 from tests.support.distributed.subjects import HfSubject
 

@@ -15,7 +15,7 @@ from autopar.benchmark.rank_links import measured_cluster
 from autopar.benchmark.rank_runs import Job
 from autopar.errors import UsageError
 from autopar.hardware.cluster import Cluster
-from autopar.hardware.detect.machine import default_cache_dir, fingerprint, machine_profile, profile_path
+from autopar.hardware.machine import default_cache_dir, fingerprint, machine_profile, profile_path
 from autopar.models.resolve import ModelSource, resolve_model
 from autopar.planner.space.space import Space
 from autopar.planner.task import Task

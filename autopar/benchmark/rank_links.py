@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 
 from autopar.hardware.cluster import Cluster
-from autopar.hardware.detect.machine import device_name
-from autopar.hardware.measured_times import load_json
+from autopar.hardware.link import load_json
+from autopar.hardware.machine import device_name
 from autopar.hardware.read import MachineProfile, at_speed, load_library
 from autopar.measure.collective_times import COLLECTIVES, Limits, LinkJob, LinkPoints, measure_links
+from autopar.measure.job_of_ranks import GroupSet
 from autopar.measure.link_fit import links_of
-from autopar.measure.rank_groups import GroupSet
 from autopar.measure.timers import Layers
 from autopar.util.files import write_json
 

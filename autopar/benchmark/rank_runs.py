@@ -31,7 +31,7 @@ from autopar.plan.mesh import Mesh
 from autopar.plan.plan import Plan
 from autopar.runtime.job import start, stop
 from autopar.runtime.parallel_model import ParallelModel
-from autopar.runtime.weights.from_model import ModelWeights
+from autopar.runtime.weights import ModelWeights
 from autopar.runtime.world import World
 
 LEARNING_RATE = 1e-4

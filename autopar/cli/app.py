@@ -1,4 +1,4 @@
-"""The command line: parsing, and what becomes of errors. Each command lives in a module of its own."""
+"""The command line: parsing, and what becomes of errors. The commands stand in the modules beside this one."""
 
 from __future__ import annotations
 
@@ -12,22 +12,7 @@ from typing import Annotated
 
 import typer
 
-from autopar.cli.commands import (
-    benchmark,
-    devices,
-    doctor,
-    estimate,
-    explain,
-    profile,
-    published,
-    questions,
-    run,
-    search,
-    show,
-    trace,
-    validate,
-    verify,
-)
+from autopar.cli import machines, measurements, plan_files, plans
 from autopar.errors import AutoparError
 
 INTERRUPTED = 130
@@ -44,27 +29,27 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("search")(search.search)
-app.command("estimate")(estimate.estimate)
-app.command("smallest-cluster")(questions.smallest_cluster)
-app.command("cheapest-cluster")(questions.cheapest_cluster)
-app.command("longest-sequence")(questions.longest_sequence)
-app.command("largest-batch")(questions.largest_batch)
-app.command("sweep")(questions.sweep)
-app.command("pareto")(questions.pareto)
-app.command("published")(published.published)
-app.command("show")(show.show)
-app.command("explain")(explain.explain)
-app.command("compare")(show.compare)
-app.command("run", context_settings=run.SETTINGS)(run.run)
-app.command("verify")(verify.verify)
-app.command("trace")(trace.trace)
-app.command("validate")(validate.validate)
-app.add_typer(profile.app, name="profile")
-app.add_typer(benchmark.app, name="benchmark")
-app.command("devices")(devices.devices)
-app.command("pins")(devices.pins)
-app.command("doctor")(doctor.doctor)
+app.command("search")(plans.search)
+app.command("estimate")(plans.estimate)
+app.command("smallest-cluster")(plans.smallest_cluster)
+app.command("cheapest-cluster")(plans.cheapest_cluster)
+app.command("longest-sequence")(plans.longest_sequence)
+app.command("largest-batch")(plans.largest_batch)
+app.command("sweep")(plans.sweep)
+app.command("pareto")(plans.pareto)
+app.command("published")(plans.published)
+app.command("show")(plan_files.show)
+app.command("explain")(plans.explain)
+app.command("compare")(plan_files.compare)
+app.command("run", context_settings=plan_files.SETTINGS)(plan_files.run)
+app.command("verify")(plan_files.verify)
+app.command("trace")(plan_files.trace)
+app.command("validate")(measurements.validate)
+app.add_typer(machines.app, name="profile")
+app.add_typer(measurements.app, name="benchmark")
+app.command("devices")(machines.devices)
+app.command("pins")(machines.pins)
+app.command("doctor")(machines.doctor)
 
 
 def _print_version(value: bool) -> None:

@@ -10,10 +10,9 @@ import torch
 
 from autopar.errors import AutoparError
 from autopar.graph.graph import Argument, Graph, Op, Parameter, Ref
-from autopar.graph.random import draws_random
-from autopar.ops.names import resolve
+from autopar.graph.operator_kinds import draws_random
+from autopar.ops.kernels import region_of, resolve
 from autopar.ops.opaque import Holder
-from autopar.ops.region import region_of
 from autopar.ops.seeded import draw
 
 

@@ -119,7 +119,7 @@ class Cluster:
             cache_dir: where the measurement is kept; ``None`` for the user's cache directory.
             refresh: measure again even if a measurement is kept.
         """
-        from autopar.hardware.detect import machine as detect
+        from autopar.hardware import machine as detect
 
         return detect.detect(num_ranks=num_ranks, cache_dir=cache_dir, refresh=refresh)
 

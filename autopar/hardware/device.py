@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from autopar.errors import UsageError
 from autopar.hardware.device_rates import FunctionRate, MatmulRate, function_of, rate_of
-from autopar.hardware.measured_times import OperatorTable
+from autopar.hardware.link import OperatorTable
 from autopar.util.toml import Table
 
 Kind = Literal["cpu", "cuda"]

@@ -1,12 +1,191 @@
-"""Links and collective libraries as plain data, read from profiles (units and provenance as in ``device.py``)."""
+"""Links and collective libraries as plain data, read from profiles, and what was measured: times of operators and of collectives.
+
+Units and provenance as in ``device.py``.
+"""
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from autopar.hardware.measured_times import CollectiveTime
+from autopar.errors import UsageError
 from autopar.util.toml import Table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorTime:
+    """Seconds of one operator at one rank's shapes.
+
+    ``call``: the JSON text ``[target, args, kwargs, outputs]``; a tensor is ``{"tensor": [dtype, shape, has gradient]}``,
+    a dtype ``{"dtype": name}``.
+    """
+
+    call: str
+    forward_s: float
+    backward_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorTable:
+    """Operators measured on a device; ``scale``: what their times are multiplied by (ranks that share a core)."""
+
+    times: tuple[OperatorTime, ...]
+    provenance: str
+    scale: float = 1.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data with nothing left to look up."""
+        times = [{"call": t.call, "forward_s": t.forward_s, "backward_s": t.backward_s} for t in self.times]
+        return {"scale": self.scale, "provenance": self.provenance, "times": times}
+
+    @classmethod
+    def from_table(cls, table: Table) -> OperatorTable:
+        """Read what :meth:`to_dict` gives, or the ``file`` beside the profile that the table names.
+
+        Raises:
+            UsageError: a key is missing or unknown; the file is missing or damaged.
+        """
+        if table.has("file"):
+            path = table.beside(table.text("file"))
+            items = load_json(path).get("times")
+            if not isinstance(items, list):
+                raise UsageError.missing(
+                    "list 'times' of operator times", where=str(path), fix="Measure them with 'autopar profile ops'"
+                )
+            rows = [Table(item, file=f"{path}, times[{i}]") for i, item in enumerate(items)]
+        else:
+            rows = list(table.tables("times"))
+        found = cls(
+            times=tuple(_operator_time(row) for row in rows),
+            provenance=table.text("provenance"),
+            scale=table.number("scale", 1.0),
+        )
+        table.finish()
+        return found
+
+
+def _operator_time(row: Table) -> OperatorTime:
+    time = OperatorTime(
+        call=row.text("call"),
+        forward_s=row.number("forward_s", positive=False),
+        backward_s=row.number("backward_s", positive=False),
+    )
+    for key in ("spread", "repeats"):  # for readers: how well the median is known
+        row.has(key)
+    row.finish()
+    return time
+
+
+def load_json(path: Path) -> dict[str, Any]:
+    """An object from a JSON file.
+
+    Raises:
+        UsageError: the file cannot be read or holds something else.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError.unreadable(path, error, fix="Check that the file is there and holds JSON") from error
+    if not isinstance(data, dict):
+        raise UsageError(
+            "The file is not a JSON object",
+            where=str(path),
+            got=type(data).__name__,
+            fix="Write the file again with the command that made it",
+        )
+    return data
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Up to ``up_to_bytes`` (0: without end) a collective takes ``latency_s + num_bytes * s_per_byte``."""
+
+    up_to_bytes: float
+    latency_s: float
+    s_per_byte: float
+
+    def time_s(self, num_bytes: float) -> float:
+        return self.latency_s + num_bytes * self.s_per_byte
+
+
+def pieces_time_s(pieces: Sequence[Piece], num_bytes: float) -> float:
+    """Time by pieces of rising size; never less than any smaller collective takes.
+
+    >>> pieces_time_s((Piece(up_to_bytes=100, latency_s=1.0, s_per_byte=0.1), Piece(up_to_bytes=0, latency_s=0, s_per_byte=0.02)), 200)
+    11.0
+    """
+    least = 0.0
+    for piece in pieces:
+        if not piece.up_to_bytes or num_bytes <= piece.up_to_bytes:
+            return max(least, piece.time_s(num_bytes))
+        least = max(least, piece.time_s(piece.up_to_bytes))
+    return max(least, pieces[-1].time_s(num_bytes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveTime:
+    """A collective measured on groups of one shape while all groups of that shape did the same.
+
+    Attributes:
+        kind: as ``autopar.cost.network.collectives.KINDS``.
+        size: ranks of a group.
+        num_nodes: on which they stand.
+        ranks_per_node: fewest of the group on one of those nodes.
+        devices_per_node: ranks of a node in the job that measured: as many siblings share the node's links.
+        pieces: of the fit, by rising size; bytes count the full tensor, of one rank's part for ``all_to_all``.
+        residual: largest relative distance of a measured point from the fit.
+    """
+
+    kind: str
+    size: int
+    num_nodes: int
+    ranks_per_node: int
+    devices_per_node: int
+    pieces: tuple[Piece, ...]
+    residual: float
+    provenance: str
+
+    def time_s(self, num_bytes: float) -> float:
+        return pieces_time_s(self.pieces, num_bytes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data."""
+        whole = {key: getattr(self, key) for key in self.__dataclass_fields__ if key != "pieces"}
+        pieces = [{key: getattr(piece, key) for key in piece.__dataclass_fields__} for piece in self.pieces]
+        return {**whole, "pieces": pieces}
+
+    @classmethod
+    def from_table(cls, table: Table) -> CollectiveTime:
+        """Read what :meth:`to_dict` gives."""
+        pieces = []
+        for item in table.tables("pieces"):
+            pieces.append(
+                Piece(
+                    up_to_bytes=item.number("up_to_bytes", 0.0, positive=False),
+                    latency_s=item.number("latency_s", positive=False),
+                    s_per_byte=item.number("s_per_byte", positive=False),
+                )
+            )
+            item.finish()
+        ends = [piece.up_to_bytes or math.inf for piece in pieces]
+        if not ends or ends != sorted(set(ends)):
+            raise table.wrong("pieces", "at least one piece, by rising up_to_bytes", ends or "none")
+        found = cls(
+            kind=table.text("kind"),
+            size=table.integer("size"),
+            num_nodes=table.integer("num_nodes"),
+            ranks_per_node=table.integer("ranks_per_node"),
+            devices_per_node=table.integer("devices_per_node"),
+            pieces=tuple(pieces),
+            residual=table.number("residual", positive=False),
+            provenance=table.text("provenance"),
+        )
+        table.finish()
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

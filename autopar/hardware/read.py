@@ -1,4 +1,4 @@
-"""Reads machine profiles and cluster files, and builds clusters from them. Schema: ``profiles/README.md``.
+"""Reads machine profiles, cluster files and files of measured links, and builds clusters from them. Schema: ``profiles/README.md``.
 
 Clusters in one line of text are read by ``autopar.hardware.describe``.
 """
@@ -14,9 +14,8 @@ from typing import Any
 from autopar.errors import UsageError
 from autopar.hardware.cluster import Cluster, NodeGroup, Tier
 from autopar.hardware.device import Device
-from autopar.hardware.link import CollectiveLibrary, Link
-from autopar.hardware.links_file import Links
-from autopar.util import data_files as resources
+from autopar.hardware.link import CollectiveLibrary, CollectiveTime, Link
+from autopar.util.files import data_files
 from autopar.util.toml import Table
 
 RESERVED_TIERS = ("device", "node", "nic", "network")
@@ -160,7 +159,7 @@ def _slowed(device: Device, share: float, why: str = "the cores that each rank h
 
 def known_devices() -> tuple[str, ...]:
     """The names of the shipped machine profiles."""
-    return tuple(resources.files("profiles"))
+    return tuple(data_files("profiles"))
 
 
 def load_profile(name: str, *, relative_to: Path | None = None) -> MachineProfile:
@@ -171,7 +170,7 @@ def load_profile(name: str, *, relative_to: Path | None = None) -> MachineProfil
     """
     if name.endswith(".toml"):
         return profile_from_table(Table.load((relative_to or Path()) / name))
-    path = resources.files("profiles").get(name.lower())
+    path = data_files("profiles").get(name.lower())
     if path is None:
         raise UsageError.unknown("device profile", name, known_devices(), fix="or give the path of a .toml profile")
     return profile_from_table(Table.load(path))
@@ -183,7 +182,7 @@ def load_library(name: str) -> CollectiveLibrary:
     Raises:
         UsageError: the name is unknown.
     """
-    known = resources.files("profiles/links")
+    known = data_files("profiles/links")
     if name not in known:
         raise UsageError.unknown("collective library", name, known)
     return CollectiveLibrary.from_table(Table.load(known[name]))
@@ -322,3 +321,57 @@ def _library(table: Table, from_profiles: list[str | None]) -> CollectiveLibrary
         return load_library(name)
     except UsageError as error:
         raise error.becoming(UsageError, where=table.place("library")) from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Links:
+    """Links of a cluster and collectives on them, as measured.
+
+    Attributes:
+        library: name of the collective library that ran.
+        intra_node, nic: fitted; they price groups of shapes that were not measured.
+        measured: collectives on groups that were.
+        points: name of the file of raw points, beside this one.
+    """
+
+    library: str
+    intra_node: Link
+    nic: Link
+    measured: tuple[CollectiveTime, ...]
+    points: str
+    provenance: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """The tables of the file."""
+        return {
+            "library": self.library,
+            "points": self.points,
+            "provenance": self.provenance,
+            "intra_node": self.intra_node.to_dict(),
+            "nic": self.nic.to_dict(),
+            "measured": [item.to_dict() for item in self.measured],
+        }
+
+    @classmethod
+    def load(cls, path: Path) -> Links:
+        """Read the file.
+
+        Raises:
+            UsageError: names file, line and key.
+        """
+        table = Table.load(path)
+        found = cls(
+            library=table.text("library"),
+            intra_node=Link.from_table(table.table("intra_node")),
+            nic=Link.from_table(table.table("nic")),
+            measured=tuple(CollectiveTime.from_table(item) for item in table.tables("measured")),
+            points=table.text("points"),
+            provenance=table.text("provenance"),
+        )
+        table.finish()
+        return found
+
+    def on(self, cluster: Cluster, library: CollectiveLibrary) -> Cluster:
+        """The cluster with these links and collectives; ``library``: the one named, as shipped."""
+        groups = tuple(replace(group, intra_node=self.intra_node, nic=self.nic) for group in cluster.groups)
+        return replace(cluster, groups=groups, library=replace(library, measured=self.measured))

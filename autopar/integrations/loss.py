@@ -13,9 +13,8 @@ from torch.amp import GradScaler
 from autopar.errors import UsageError
 from autopar.plan.plan import PRECISIONS
 from autopar.runtime.parallel_model import ParallelModel
-from autopar.runtime.step.global_loss import plain_gradient
+from autopar.runtime.step.global_loss import LossScale, plain_gradient
 from autopar.runtime.step.gradients import local_part
-from autopar.runtime.step.loss_scale import LossScale
 
 
 def loss_of(outputs: Any) -> Tensor:

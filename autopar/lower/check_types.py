@@ -31,16 +31,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar.errors import InternalError, UsageError
 from autopar.graph.graph import Layout, TensorSpec
-from autopar.lower.check_gradients import check_program
+from autopar.lower.check_sums import CHANGES, check_program, linear_call, passes_by, target_name
 from autopar.lower.emit import MICRO_BATCH_WEIGHT, SEED, SHARE, layout_of, str_name
-from autopar.lower.pending_sums import CHANGES, linear_call, passes_by, target_name
 from autopar.lower.program import Program
 from autopar.ops import collectives, plain
 from autopar.ops.opaque import opaque
-from autopar.plan.mesh import DATA_AXES, MESH_AXES, Mesh
-from autopar.plan.tensor_types import Type
-from autopar.rules.apply.apply import BATCH
-from autopar.rules.apply.experts_over_data import AXIS as SPREAD
+from autopar.plan.mesh import DATA_AXES, MESH_AXES, Mesh, Type
+from autopar.rules.apply import BATCH
+from autopar.rules.local_graphs import AXIS as SPREAD
 
 GLOBAL = frozenset(
     {

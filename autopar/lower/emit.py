@@ -13,14 +13,13 @@ import torch.nn.functional as F
 from torch import fx
 
 from autopar.graph.graph import Argument, Buffer, Graph, Layout, Op, Parameter, Ref, TensorSpec
-from autopar.graph.random import draws_random
-from autopar.ops import names, plain
+from autopar.graph.operator_kinds import draws_random
+from autopar.ops import plain
+from autopar.ops.kernels import KERNELS, region_of, resolve
 from autopar.ops.opaque import Holder
-from autopar.ops.region import region_of
-from autopar.plan.mesh import DATA_AXES
-from autopar.plan.tensor_types import I, P, R, S
-from autopar.rules.apply.apply import BATCH, OVER_DATA
-from autopar.rules.apply.experts_over_data import AXIS as SPREAD
+from autopar.plan.mesh import DATA_AXES, I, P, R, S
+from autopar.rules.apply import BATCH, OVER_DATA
+from autopar.rules.local_graphs import AXIS as SPREAD
 
 SEED = "rng_seed"
 """Name of the input that random operators draw from: a Python int, other for each step and micro-batch."""
@@ -182,7 +181,7 @@ class Emitter:
         seed = self._seed_of(op) if is_random(op) else None
         node = self.graph.create_node(
             "call_function",
-            _FUNCTIONS.get(target) or names.resolve(target),
+            _FUNCTIONS.get(target) or resolve(target),
             (*self._region(op), *(self._argument(arg) for arg in args)),
             {key: self._argument(value) for key, value in kwargs.items()},
             name=op.name,
@@ -278,7 +277,7 @@ def _comment(node: fx.Node) -> str:
 
 
 def _has_device(target: str) -> bool:
-    overload = names.resolve(target)
+    overload = resolve(target)
     schema = getattr(overload, "_schema", None)
     return schema is not None and any(argument.name == "device" for argument in schema.arguments)
 
@@ -287,7 +286,7 @@ _SHORT = (
     ("torch.ops.aten.", "aten."),
     ("torch._C._nn.", "F."),
     ("torch.nn.functional.", "F."),
-    *((f"autopar_ops_{kernels}_", f"{kernels}.") for kernels in names.KERNELS),
+    *((f"autopar_ops_{kernels}_", f"{kernels}.") for kernels in KERNELS),
 )
 
 

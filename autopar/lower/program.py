@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from autopar.graph.graph import Block, Buffer, Graph, Layout, Parameter, Ref
-from autopar.graph.selective_recompute import made_again
+from autopar.graph.operator_kinds import made_again
 from autopar.lower.emit import (
     MICRO_BATCH_WEIGHT,
     SEED,
@@ -37,10 +37,9 @@ from autopar.lower.emit import (
     str_name,
 )
 from autopar.lower.read_plan import local_graph
-from autopar.plan.mesh import Mesh
+from autopar.plan.mesh import Mesh, R
 from autopar.plan.plan import Plan, Recompute, StagePlan
-from autopar.plan.tensor_types import R
-from autopar.rules.apply.apply import BATCH
+from autopar.rules.apply import BATCH
 
 _HEADER = "import torch\nimport torch.nn.functional as F\nfrom autopar.ops import collectives, experts, plain, seeded, sequence, sharded\naten = torch.ops.aten"
 

@@ -7,16 +7,14 @@ from dataclasses import replace
 from fractions import Fraction
 
 from autopar.errors import PlanError
-from autopar.graph.compact import signature
 from autopar.graph.graph import Graph, Op, digest
-from autopar.graph.vocabulary_padding import pad
-from autopar.plan.mesh import Mesh
+from autopar.graph.rewrites import pad, signature
+from autopar.plan.mesh import Mesh, Type
 from autopar.plan.plan import AxisTyping, Plan
-from autopar.plan.tensor_types import Type
-from autopar.rules import registry as rules
-from autopar.rules.apply import experts_over_data as spread
-from autopar.rules.apply.apply import BATCH, crosses_samples, shard
-from autopar.rules.check.missing import complete
+from autopar.rules import local_graphs
+from autopar.rules import table as rules
+from autopar.rules.apply import BATCH, crosses_samples, shard
+from autopar.rules.missing import complete
 from autopar.rules.strategy import Strategy, Typing
 
 _AGAIN = "Search again with this model and this version of autopar"
@@ -60,7 +58,7 @@ def local_graph_and_typings(plan: Plan, graph: Graph, data_rank: int = 0) -> tup
     if totalled and plan.data_shares:
         raise _equal_shares(plan, f"{totalled[0].name} ({totalled[0].target}), {totalled[0].module}")
     if plan.mesh.ep_data > 1:
-        result = spread.spread(result, plan.mesh.ep_data, _spread_mixtures(plan, graph))
+        result = local_graphs.spread(result, plan.mesh.ep_data, _spread_mixtures(plan, graph))
     result = _padded(plan, result)
     for axis in SHARDED_AXES:
         if getattr(plan.mesh, axis) > 1:
@@ -86,24 +84,24 @@ def _spread_mixtures(plan: Plan, graph: Graph) -> frozenset[str]:
     found: list[str] = []
     for block, planned in zip(graph.blocks, plan.blocks, strict=True):
         place = f"block {block.index} ({block.label})"
-        typing = _chosen(plan, planned.layout, spread.AXIS, place)
+        typing = _chosen(plan, planned.layout, local_graphs.AXIS, place)
         names, ops = typing.strategies if typing is not None else (), graph.block_ops(block)
         if len(names) != len(ops):
             raise PlanError.mismatch(
-                f"The number of strategies on axis {spread.AXIS}",
+                f"The number of strategies on axis {local_graphs.AXIS}",
                 where=place,
                 expected=len(ops),
                 got=len(names),
                 fix=_AGAIN,
             )
         for op, name in zip(ops, names, strict=True):
-            if name == spread.DISPATCH and op.target == spread.EXPERTS:
+            if name == local_graphs.DISPATCH and op.target == local_graphs.EXPERTS:
                 found.append(op.name)
-            elif name != spread.SAMPLES:
+            elif name != local_graphs.SAMPLES:
                 raise PlanError(
-                    f"{op.target} has no strategy '{name}' on axis {spread.AXIS}",
+                    f"{op.target} has no strategy '{name}' on axis {local_graphs.AXIS}",
                     where=f"{place}: {op.name}",
-                    expected=spread.SAMPLES,
+                    expected=local_graphs.SAMPLES,
                     fix=_AGAIN,
                 )
     return frozenset(found)

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from autopar.errors import AutoparError, UsageError
-from autopar.hardware.detect.machine import device_name
-from autopar.hardware.measured_times import load_json
-from autopar.measure.rank_groups import GroupSet, group_sets
+from autopar.hardware.link import load_json
+from autopar.hardware.machine import device_name
+from autopar.measure.job_of_ranks import GroupSet, group_sets
 from autopar.measure.timers import free_bytes
 from autopar.util.files import write_json
 

@@ -14,11 +14,9 @@ from autopar.cost.network.placement import shapes_of
 from autopar.errors import AutoparError
 from autopar.hardware.cluster import Cluster, NodeGroup
 from autopar.hardware.device import Device
-from autopar.hardware.link import CollectiveLibrary, Link
-from autopar.hardware.links_file import Links
-from autopar.hardware.measured_times import CollectiveTime, Piece, pieces_time_s
-from autopar.hardware.read import MachineProfile, load_library
-from autopar.measure.rank_groups import GroupSet
+from autopar.hardware.link import CollectiveLibrary, CollectiveTime, Link, Piece, pieces_time_s
+from autopar.hardware.read import Links, MachineProfile, load_library
+from autopar.measure.job_of_ranks import GroupSet
 
 ROBUST = 0.3
 """Relative distance (in log space) from which a point counts less: a disturbed sample must not decide."""

@@ -1,6 +1,6 @@
 """Times operators one by one, at given shapes, on one device: what ``autopar profile ops`` runs.
 
-A call is the JSON text of :class:`autopar.hardware.measured_times.OperatorTime`. Its tensors are filled with random numbers; those of
+A call is the JSON text of :class:`autopar.hardware.link.OperatorTime`. Its tensors are filled with random numbers; those of
 whole numbers with what the operator can look up. Backward is the time of ``torch.autograd.grad`` less what the engine
 takes for a call of its own: in training one call serves the whole step.
 """
@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from autopar.errors import UsageError
-from autopar.hardware.measured_times import load_json
+from autopar.hardware.link import load_json
 from autopar.measure.timers import free_bytes, timer
 from autopar.ops.collectives import on_meshes
-from autopar.ops.names import resolve
+from autopar.ops.kernels import resolve
 from autopar.ops.seeded import draw
 from autopar.util.files import write_json
 

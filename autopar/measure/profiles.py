@@ -15,9 +15,8 @@ from torch._C._distributed_c10d import Store
 
 from autopar.errors import AutoparError, UsageError
 from autopar.hardware.cluster import Cluster
-from autopar.hardware.detect.machine import identity, machine_profile, measured_host
-from autopar.hardware.links_file import Links
-from autopar.hardware.read import MachineProfile, load_profile, profile_to_dict
+from autopar.hardware.machine import identity, machine_profile, measured_host
+from autopar.hardware.read import Links, MachineProfile, load_profile, profile_to_dict
 from autopar.measure.collective_times import IDLE_S, LinkJob, LinkPoints, measure_links
 from autopar.measure.job_of_ranks import local_device
 from autopar.measure.operators import OperatorFile

@@ -14,9 +14,9 @@ from torch.utils import _pytree as pytree
 from autopar.errors import RuleError, TraceError, UsageError
 from autopar.graph.graph import Graph
 from autopar.plan.plan import Precision
-from autopar.rules.check.missing import complete
+from autopar.rules.missing import complete
 from autopar.tracing.failures import EXPORTS, FAILURES, not_copied
-from autopar.tracing.guards.batch_size_numbers import CountError
+from autopar.tracing.repeated_steps import CountError
 from autopar.tracing.trace import LossFunction, trace
 
 Inputs = Mapping[str, Any] | Sequence[Any] | torch.Tensor

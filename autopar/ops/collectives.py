@@ -1,7 +1,7 @@
 """Typed collectives over a mesh axis by name: what emitted code calls most.
 
 The collectives are those of ``spmd-types``: each is a pair of a forward and the backward that the
-types ask for (:mod:`autopar.plan.tensor_types`). An axis is a name, looked up in the mesh that
+types ask for (:mod:`autopar.plan.mesh`). An axis is a name, looked up in the mesh that
 ``spmd_types.set_current_mesh(device_mesh)`` set on the calling thread; the process group is found
 in the forward pass, so that backward runs on any thread. Whoever recomputes a block in backward
 sets the mesh again around it. Tensors without gradient, integers and booleans pass as well.

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.ops.collectives import group
-from autopar.ops.names import resolve
+from autopar.ops.kernels import resolve
 
 Salt = int | tuple[int, ...]
 """Tells the random operators of a program apart."""

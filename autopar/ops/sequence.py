@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.ops import collectives, seeded
-from autopar.ops.attention import flash
-from autopar.ops.attention.ring import FlashRing, Ring, RingWork
+from autopar.ops import collectives, flash, seeded
+from autopar.ops.ring import FlashRing, Ring, RingWork
 
 
 def attention_gathered(  # noqa: PLR0913  the signature of scaled_dot_product_attention
@@ -134,7 +133,7 @@ def attention_ring(  # noqa: PLR0913  the signature of scaled_dot_product_attent
     """Attention of this rank's queries over keys and values that go round (Liu et al. 2023, Ring Attention).
 
     Partial results are merged by their log-sum-exp; backward goes round again with the gradients of keys and values, which are
-    summed in fp32 or better. Blocks are of fused kernels where there is one (:mod:`autopar.ops.attention.flash`); else (masks, dropout, values of
+    summed in fp32 or better. Blocks are of fused kernels where there is one (:mod:`autopar.ops.flash`); else (masks, dropout, values of
     another width, fp32 on GPUs) scores are computed in fp32 or better, one rank's block of columns at a time.
 
     Args:

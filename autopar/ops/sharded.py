@@ -1,7 +1,7 @@
 """Operators that run on one rank's part and know it: called by emitted code, next to :mod:`autopar.ops.collectives`.
 
 An axis is a mesh axis by name, as in :mod:`autopar.ops.collectives`. Types of operands and results are those of
-the strategies in ``autopar.rules.patterns.other_kernels``.
+the strategies in ``autopar.rules.other_kernels``.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from torch import Tensor
 from autopar.ops import collectives
 from autopar.ops.collectives import group
 from autopar.ops.plain import fixed_batch_norm
-from autopar.plan.mesh import DATA_AXES
-from autopar.plan.tensor_types import parse_type
+from autopar.plan.mesh import DATA_AXES, parse_type
 
 
 def embedding_vocabulary(weight: Tensor, ids: Tensor, axis: str, padding_idx: int = -1) -> Tensor:

@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from autopar.plan.mesh import Mesh
+from autopar.plan.mesh import Mesh, Type
 from autopar.plan.prediction import RARE, Memory, Prediction
-from autopar.plan.tensor_types import Type
 
 if TYPE_CHECKING:
-    from autopar.plan.diff import Change
+    from autopar.plan.text import Change
 
 FORMAT_VERSION = 1
 
@@ -25,7 +24,7 @@ BUCKET_BYTES = 25 * 2**20
 """From how many bytes on an all-reduce of gradients is not filled further, where nothing else is chosen: DDP's choice."""
 
 Recompute = Literal["none", "selective", "full"]
-"""What backward of a block computes again: nothing, what is cheap (:mod:`autopar.graph.selective_recompute`), or all of it."""
+"""What backward of a block computes again: nothing, what is cheap (:mod:`autopar.graph.operator_kinds`), or all of it."""
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 Offload = Literal["optimizer"]
 """What lives in host memory between its uses: ``optimizer``, the states of optimizers, which step on the host."""
@@ -306,7 +305,7 @@ class Plan:
 
     def diff(self, other: Plan) -> list[Change]:
         """What differs in ``other``: choices and predictions, each with its path, before and after."""
-        from autopar.plan.diff import diff_plans
+        from autopar.plan.text import diff_plans
 
         return diff_plans(self, other)
 

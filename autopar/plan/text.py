@@ -1,22 +1,25 @@
-"""The plan as a person reads it in a terminal or a review: plain text of at most 100 columns."""
+"""The plan as a person reads it in a terminal or a review, and in what two plans differ: plain text of at most 100 columns."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from autopar.plan.plan import BUCKET_BYTES, recompute_text
-from autopar.util.text_table import plain_table
-from autopar.util.units import count, num_bytes, printable, ranges, seconds, share
+from autopar.plan.file import encode, short
+from autopar.plan.plan import BUCKET_BYTES, Plan, recompute_text
+from autopar.util.formatting import count, num_bytes, plain_table, printable, ranges, seconds, share
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from autopar.plan.plan import AxisTyping, Plan
+    from autopar.plan.plan import AxisTyping
     from autopar.plan.prediction import Breakdown, Memory
+
 
 WIDTH = 100
 _BAR = 30
@@ -291,3 +294,34 @@ def memory_text(plan: Plan) -> str:
         return f"{num_bytes(predicted.peak_memory_bytes)} {of}"
     low, high = map(num_bytes, predicted.peak_memory_interval_bytes)
     return f"{num_bytes(predicted.peak_memory_bytes)} (between {low} and {high}) {of}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One difference between two plans; a missing side is None."""
+
+    path: str
+    before: object
+    after: object
+
+    def __str__(self) -> str:
+        return f"{self.path}: {short(self.before)} -> {short(self.after)}"
+
+
+def diff_plans(before: Plan, after: Plan) -> list[Change]:
+    """What differs, in the order of the document; the record of the search and the format are left out."""
+    left, right = encode(before, rare=True), encode(after, rare=True)
+    for data in (left, right):
+        del data["search"], data["version"]
+    return list(_differences(left, right, ""))
+
+
+def _differences(before: Any, after: Any, path: str) -> Iterator[Change]:
+    if isinstance(before, dict) and isinstance(after, dict):
+        for key in before:
+            yield from _differences(before[key], after[key], f"{path}.{key}" if path else key)
+    elif isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+        for index, (left, right) in enumerate(zip(before, after, strict=True)):
+            yield from _differences(left, right, f"{path}[{index}]")
+    elif before != after or type(before) is not type(after):
+        yield Change(path=path, before=before, after=after)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from autopar.cost.model import CostModel, Step
 from autopar.cost.operators.work import work
 from autopar.errors import InfeasibleError
-from autopar.graph.compact import Compact
 from autopar.graph.graph import Graph
+from autopar.graph.rewrites import Compact
 from autopar.hardware.device import KernelKind
 from autopar.plan.plan import Recompute
 from autopar.planner.layouts.catalogue import Layouts

@@ -25,9 +25,9 @@ from autopar.cost.model import CostModel
 from autopar.cost.operators.measured import Recorder
 from autopar.cost.step.data_parallel import is_mixed
 from autopar.errors import InfeasibleError
-from autopar.graph.attention import attention_heads, attention_sequences, has_written_attention
 from autopar.graph.graph import Graph, Op
-from autopar.graph.vocabulary_padding import vocabulary_sizes
+from autopar.graph.operator_kinds import attention_heads, attention_sequences, has_written_attention
+from autopar.graph.rewrites import vocabulary_sizes
 from autopar.plan.plan import Plan
 from autopar.planner import infeasible
 from autopar.planner.bounds.cascade import LEVELS
@@ -50,8 +50,8 @@ from autopar.planner.space.preferences import leanness, seeds, usual
 from autopar.planner.space.variants import in_orders, offloaded
 from autopar.planner.studies.workers import Sharing, helpers
 from autopar.planner.task import Limits, Outcome, Progress, Task, checked, peak_bytes
-from autopar.rules.apply.experts_over_data import expert_counts
-from autopar.rules.check.missing import complete
+from autopar.rules.local_graphs import expert_counts
+from autopar.rules.missing import complete
 
 __all__ = ["Planner", "Task"]
 

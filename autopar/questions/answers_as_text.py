@@ -6,15 +6,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from autopar.plan.text import batch_text, micro_batch_text, schedule_text, zero_text
-from autopar.util.text_table import plain_table
-from autopar.util.units import num_bytes, seconds, share
+from autopar.util.formatting import num_bytes, plain_table, seconds, share
 
 if TYPE_CHECKING:
     from autopar.plan.plan import Plan
-    from autopar.questions.pareto import Point
-    from autopar.questions.published_layouts import Study, StudyResult
+    from autopar.questions.comparisons import Point, Study, StudyResult, Swept
     from autopar.questions.sizing import Answer, Trial
-    from autopar.questions.sweep import Swept
 
 _HEAD = ("step time", "peak memory", "MFU", "mesh", "ZeRO", "schedule", "micro-batch", "recompute")
 _LEFT = ("mesh", "schedule", "recompute")
@@ -38,7 +35,7 @@ def render_answer(answer: Answer) -> str:
 
 def answer_summary(answer: Answer) -> dict[str, Any]:
     """The same as JSON values."""
-    from autopar.report.json_summary import plan_summary
+    from autopar.report.summaries import plan_summary
 
     return {
         "answer": answer.value,
@@ -67,8 +64,8 @@ def render_sweep(name: str, swept: Sequence[Swept]) -> str:
 
 def sweep_summary(name: str, swept: Sequence[Swept]) -> dict[str, Any]:
     """The same as JSON values, with what changes in the plan."""
-    from autopar.plan.diff import diff_plans
-    from autopar.report.json_summary import plan_summary
+    from autopar.plan.text import diff_plans
+    from autopar.report.summaries import plan_summary
 
     base = _base(swept)
     found = []
@@ -106,7 +103,7 @@ def render_front(points: Sequence[Point]) -> str:
 
 def front_summary(points: Sequence[Point]) -> dict[str, Any]:
     """The same as JSON values."""
-    from autopar.report.json_summary import plan_summary
+    from autopar.report.summaries import plan_summary
 
     return {
         "front": [
@@ -186,7 +183,7 @@ def render_result(result: StudyResult) -> str:
 
 def study_summary(result: StudyResult) -> dict[str, Any]:
     """The same as JSON values."""
-    from autopar.report.json_summary import plan_summary
+    from autopar.report.summaries import plan_summary
 
     study = result.study
     return {

@@ -8,9 +8,8 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from autopar.graph.graph import Graph, Op, TensorSpec
-from autopar.rules.registry import has_rule
-from autopar.util.text_table import plain_table
-from autopar.util.units import flops, num_bytes, ranges
+from autopar.rules.table import has_rule
+from autopar.util.formatting import flops, num_bytes, plain_table, ranges
 
 if TYPE_CHECKING:
     from autopar.graph.graph import Block, Graph

@@ -30,7 +30,7 @@ import torch
 
 from autopar.errors import RuleError
 from autopar.graph.graph import TensorSpec
-from autopar.plan.tensor_types import I, P, R, S, Type
+from autopar.plan.mesh import I, P, R, S, Type
 from autopar.rules.strategy import Strategy
 
 Labels = tuple[str, ...]

@@ -1,4 +1,4 @@
-"""The rules of torch's operators, and the table that holds them with a user's own.
+"""The rules of torch's operators, the table that holds them with a user's own, and what others ask: the strategies of an operator.
 
 One line an operator, or one function where literals of the call matter. An operator whose dims no
 line can describe, and that is not here, has no rule: it is reported by name, never guessed.
@@ -6,19 +6,19 @@ line can describe, and that is not here, has no rule: it is reported by name, ne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import cache
 
 from autopar.errors import RuleError
 from autopar.graph.graph import Argument, Op, Ref, TensorSpec
-from autopar.plan.tensor_types import I, R
-from autopar.rules.apply import zigzag
+from autopar.plan.mesh import I, R
+from autopar.rules import computing_patterns as compute
+from autopar.rules import moving_patterns as special
+from autopar.rules import other_kernels, strategy
+from autopar.rules import other_kernels as sharded
 from autopar.rules.grammar import Pattern, bind, enumerate_strategies, parse
-from autopar.rules.patterns import computing as compute
-from autopar.rules.patterns import images
-from autopar.rules.patterns import moving as special
-from autopar.rules.patterns import other_kernels as sharded
 from autopar.rules.strategy import Strategy
 
 PatternMaker = Callable[[Op, tuple[TensorSpec, ...]], Pattern]
@@ -99,7 +99,7 @@ class RuleTable:
     def strategies(
         self, op: Op, operands: tuple[TensorSpec, ...], *, axis: str, size: Fraction, fallback: bool = False
     ) -> tuple[Strategy, ...]:
-        """See :func:`autopar.rules.registry.strategies`."""
+        """See :func:`autopar.rules.table.strategies`."""
         key = (
             op.target,
             without_refs(op.args),
@@ -289,9 +289,9 @@ _NAMES: dict[PatternMaker, str] = {
     compute.bag_vocabulary: "autopar.embedding_bag_vocabulary",
     compute.layer_norm: "layer_norm native_layer_norm rms_norm",
     compute.group_norm: "group_norm",
-    images.instance_norm: "instance_norm",
-    images.shuffle: "pixel_shuffle pixel_unshuffle",
-    images.transposed_convolution: "conv_transpose1d conv_transpose2d.input conv_transpose3d.input",
+    other_kernels.instance_norm: "instance_norm",
+    other_kernels.shuffle: "pixel_shuffle pixel_unshuffle",
+    other_kernels.transposed_convolution: "conv_transpose1d conv_transpose2d.input conv_transpose3d.input",
     compute.cross_entropy: "cross_entropy_loss",
 }
 """By function the operators whose calls it reads: of aten by what follows that word, of autopar in full."""
@@ -308,12 +308,12 @@ def _functions() -> dict[str, PatternMaker]:
     found |= dict.fromkeys(compute.REDUCTION_TARGETS, compute.reduction)
     found |= dict.fromkeys(compute.LOSS_TARGETS, compute.loss)
     found["autopar.change_over_data"] = special.change_over_data
-    found |= dict.fromkeys(images.WINDOW_TARGETS, images.window)
-    found["autopar.batch_norm"] = images.batch_norm
-    found["aten.batch_norm.default"] = images.batch_norm_at_rest
+    found |= dict.fromkeys(other_kernels.WINDOW_TARGETS, other_kernels.window)
+    found["autopar.batch_norm"] = other_kernels.batch_norm
+    found["aten.batch_norm.default"] = other_kernels.batch_norm_at_rest
     found["autopar.scatter_sum"] = special.scatter_sum
-    found |= {"autopar.batch_norm_running": images.batch_norm_running, "autopar.total": images.total}
-    found |= dict.fromkeys(("autopar.attention", sharded.GATHERED, zigzag.RING), compute.attention)
+    found |= {"autopar.batch_norm_running": other_kernels.batch_norm_running, "autopar.total": other_kernels.total}
+    found |= dict.fromkeys(("autopar.attention", sharded.GATHERED, strategy.RING), compute.attention)
     return found
 
 
@@ -325,9 +325,9 @@ _MORE: dict[str, MoreStrategies] = {
     "autopar.experts_dispatch": sharded.experts,
     "aten.mean.default": sharded.partial_mean,
     "aten.mean.dim": sharded.partial_mean,
-    "autopar.batch_norm": images.batch_statistics,
-    "autopar.batch_norm_running": images.batch_statistics,
-    "autopar.total": images.total_statistics,
+    "autopar.batch_norm": other_kernels.batch_statistics,
+    "autopar.batch_norm_running": other_kernels.batch_statistics,
+    "autopar.total": other_kernels.total_statistics,
     "aten.scaled_dot_product_attention.default": sharded.attention_sequence,
     "autopar.attention": sharded.attention_sequence,
 }
@@ -338,3 +338,75 @@ def torch_rules() -> dict[str, Rule]:
     rules = {target: Rule(line=line, more=_MORE.get(target)) for target, line in _lines().items()}
     rules |= {target: Rule(make=make, more=_MORE.get(target)) for target, make in _functions().items()}
     return rules | {"autopar.opaque": Rule(every=sharded.opaque)}
+
+
+@cache
+def default_table() -> RuleTable:
+    """The one table that users extend by :func:`register_rule` and that is used unless another is given."""
+    return RuleTable(rules=torch_rules())
+
+
+def strategies(
+    op: Op,
+    operands: tuple[TensorSpec, ...],
+    *,
+    axis: str,
+    size: Fraction,
+    fallback: bool = False,
+    table: RuleTable | None = None,
+) -> tuple[Strategy, ...]:
+    """All ways to run one operator on one mesh axis.
+
+    Args:
+        op: the call; names and layouts do not matter, literals do.
+        operands: specs of ``op.operands``, in order, before the axis is applied. Where one has no
+            gradient, every I is written R, which is the same for it.
+        axis: mesh axis, or ``batch``.
+        size: by what the axis divides a dim; only dims that divide evenly are split.
+        fallback: an operator without a rule gives ``invariant`` and ``replicate`` only, and the
+            caller records it by name, instead of an error.
+        table: rules to use instead of :func:`default_table`.
+
+    Raises:
+        RuleError: no rule, or the call does not fit it.
+    """
+    rules = default_table() if table is None else table
+    return rules.strategies(op, operands, axis=axis, size=size, fallback=fallback)
+
+
+def has_rule(target: str, *, table: RuleTable | None = None) -> bool:
+    """True when the table has a declared rule for an operator, by its target."""
+    rule = (default_table() if table is None else table).rules.get(target)
+    return rule is not None and not rule.found
+
+
+def register_rule(
+    target: str,
+    line: str,
+    *,
+    example: Sequence[object] | None = None,
+    check: bool = True,
+    table: RuleTable | None = None,
+) -> None:
+    """Adds a rule for an operator in one line: ``register_rule("mylib::fused_mlp", "b s k+, f k+ -> b s f")``.
+
+    The rule is checked by execution before it is added: every strategy on two and on four ranks, forward and
+    gradient, against one device. See :mod:`autopar.rules.grammar` for the language.
+
+    Args:
+        target: ``mylib::fused_mlp`` or ``mylib::fused_mlp.overload``.
+        line: the rule.
+        example: arguments of one call for the check, tensors (float64 where they are floats) and others; made from
+            the line when None: a tensor for each operand, every dim another length.
+        check: False for an operator that cannot run here in float64: the rule is then taken on trust.
+        table: default: the one that everything uses.
+
+    Raises:
+        RuleError: the line is malformed, the operator does not run on the example, or a strategy gives
+            another result than one device; names the strategies.
+    """
+    from autopar.rules.by_execution import check_rule
+
+    if check:
+        check_rule(target, line, example)
+    (default_table() if table is None else table).register(target, line)

@@ -1,13 +1,24 @@
-"""Builds this rank's stages: modules, parameters on the mesh, FSDP, and the groups of gradient sums."""
+"""Builds this rank's stages: modules, parameters on the mesh, FSDP2 (ZeRO 1 to 3, HSDP), and the groups of gradient sums.
+
+Losses are sums over a global count, so gradients are summed over data ranks, not averaged.
+
+| ZeRO | parameters between forward and backward | gradients are reduced |
+|------|-----------------------------------------|-----------------------|
+| 1    | stay gathered until the step's last backward | on the last micro-batch |
+| 2    | likewise                                | on every micro-batch  |
+| 3    | freed after each block's forward and backward | on every micro-batch; with a pipeline on the last |
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from autopar.errors import UsageError
@@ -15,12 +26,104 @@ from autopar.graph.graph import Buffer, Parameter
 from autopar.lower.program import PreludeProgram, Program, StageProgram
 from autopar.ops.opaque import Holder
 from autopar.plan.mesh import EXPERT_MESH_AXES, MESH_AXES
-from autopar.rules.apply.experts_over_data import AXIS as SPREAD
-from autopar.runtime.step import fsdp as data_parallel
+from autopar.plan.plan import Plan, Precision
+from autopar.rules.local_graphs import AXIS as SPREAD
 from autopar.runtime.step.gradients import Group, Held, hand_over, lengthened
 from autopar.runtime.step.stage import BlockModule, StageModule
-from autopar.runtime.weights.from_model import Weights, local_index
+from autopar.runtime.weights import Weights, local_index
 from autopar.runtime.world import World
+
+
+def uses_fsdp(plan: Plan) -> bool:
+    """FSDP does the sharding of ZeRO, and the casts of mixed precision."""
+    return plan.mesh.dp_shard > 1 or is_mixed(plan.precision)
+
+
+def is_mixed(precision: Precision) -> bool:
+    """Whether parameters change their dtype between rest and use."""
+    return len({precision.compute, precision.storage, precision.reduce}) > 1
+
+
+def fsdp_mesh(plan: Plan, device_mesh: DeviceMesh) -> DeviceMesh:
+    """One dim where parameters are only sharded, two (replicated, sharded) for HSDP."""
+    if plan.mesh.dp_replicate > 1:
+        return device_mesh["dp_replicate", "dp_shard"]
+    return device_mesh["dp_shard"]
+
+
+def shard_block(
+    module: nn.Module,
+    plan: Plan,
+    mesh: DeviceMesh,
+    *,
+    keep_gathered: bool = False,
+    ignored: set[nn.Parameter] | None = None,
+) -> None:
+    """Makes ``module`` one FSDP unit: its parameters are gathered and its gradients reduced together.
+
+    Args:
+        keep_gathered: not freed between forward and backward, whatever the plan says (what backward
+            needs at once).
+        ignored: parameters that stay as they are.
+    """
+    policy = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, plan.precision.compute) if is_mixed(plan.precision) else None,
+        reduce_dtype=getattr(torch, plan.precision.reduce) if is_mixed(plan.precision) else None,
+        cast_forward_inputs=False,
+    )
+    size = plan.mesh.dp_shard
+    fully_shard(
+        module,
+        mesh=mesh,
+        reshard_after_forward=plan.zero_stage == 3 and not keep_gathered,
+        shard_placement_fn=lambda parameter: _shard_dim(parameter, size),
+        mp_policy=policy,
+        ignored_params=ignored,
+    )
+
+
+def _shard_dim(parameter: nn.Parameter, size: int) -> Shard | None:
+    """Another dim than the first where tensor parallelism has split that unevenly for ``size`` ranks."""
+    if not isinstance(parameter, DTensor) or parameter.to_local().shape[0] % size == 0:
+        return None
+    if not any(placement.is_shard(0) for placement in parameter.placements):
+        return None
+    local = parameter.to_local()
+    return next((Shard(dim) for dim in range(1, local.ndim) if local.shape[dim] % size == 0), None)
+
+
+def sum_gradients(stage: StageModule) -> None:
+    """Tells FSDP to sum gradients, without a division before or after."""
+    for module in fsdp_modules(stage):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def fsdp_modules(stage: nn.Module) -> Iterator[FSDPModule]:
+    """The FSDP units in a stage, the stage itself among them."""
+    return (module for module in stage.modules() if isinstance(module, FSDPModule))
+
+
+def forget_gathered(stage: StageModule) -> None:
+    """Frees gathered parameters, so that a forward pass gathers them anew.
+
+    Backward frees them. A forward pass without one leaves them there, where an optimizer's step or a checkpoint that is
+    loaded later would not reach them.
+    """
+    for module in fsdp_modules(stage):
+        module.reshard()
+
+
+def before_backward(stage: StageModule, plan: Plan, *, is_last: bool) -> None:
+    """Sets what FSDP does in the backward of one micro-batch; ``is_last`` of the step."""
+    if not isinstance(stage, FSDPModule):
+        return
+    every = plan.zero_stage >= 2
+    stage.set_is_last_backward(is_last)
+    stage.set_requires_gradient_sync(is_last or every)
+    stage.set_reshard_after_backward(is_last or plan.zero_stage == 3)
+    if plan.mesh.dp_replicate > 1:
+        stage.set_requires_all_reduce(is_last)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +189,7 @@ class _Assembler:
     def __init__(self, program: Program, world: World, weights: Weights) -> None:
         self.program, self.world, self.weights = program, world, weights
         self.plan = program.plan
-        self.is_fsdp = data_parallel.uses_fsdp(self.plan)
+        self.is_fsdp = uses_fsdp(self.plan)
         self.storage: torch.dtype = getattr(torch, self.plan.precision.storage)
         self.degrees: Mapping[str, int] = {axis: getattr(self.plan.mesh, axis) for axis in MESH_AXES}
         self.parameters = {p.name: p for p in program.graph.parameters}
@@ -116,21 +219,21 @@ class _Assembler:
         for region in module.modules():
             if isinstance(region, Holder):
                 region.bind(self.weights.model, self.world.device)
-        mesh = data_parallel.fsdp_mesh(self.plan, self.world.device_mesh) if self.is_fsdp else None
+        mesh = fsdp_mesh(self.plan, self.world.device_mesh) if self.is_fsdp else None
         for block, block_program in zip(module.blocks, program.blocks, strict=True):
             assert isinstance(block, BlockModule)
             for name in block_program.parameters:
                 self._place(program.index, name, block.body)
             if mesh is not None and block_program.parameters:
-                data_parallel.shard_block(block, self.plan, mesh, ignored=self._left_alone(block))
+                shard_block(block, self.plan, mesh, ignored=self._left_alone(block))
         for name in program.shared_parameters:
             self._place(program.index, name, module)
         if program.prelude is not None:
             self.fill_buffers(program.prelude)
         if mesh is not None:
             ignored = self._left_alone(module)
-            data_parallel.shard_block(module, self.plan, mesh, keep_gathered=True, ignored=ignored)
-            data_parallel.sum_gradients(module)
+            shard_block(module, self.plan, mesh, keep_gathered=True, ignored=ignored)
+            sum_gradients(module)
         return module
 
     def _place(self, stage: int, name: str, holder: nn.Module) -> None:

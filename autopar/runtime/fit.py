@@ -1,25 +1,29 @@
-"""A training loop that goes on where the last one ended: resumed, saved, and stopped in good order."""
+"""A training loop that goes on where the last one ended: resumed, saved, and stopped in good order, by SIGTERM too."""
 
 from __future__ import annotations
 
 import logging
 import math
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from torch.optim import Optimizer
 
 from autopar.errors import NonFiniteError, UsageError
 from autopar.runtime.checkpoint.series import Checkpoints
-from autopar.runtime.guard.out_of_memory import is_out_of_memory
-from autopar.runtime.guard.termination import Termination
+from autopar.runtime.checks import is_out_of_memory
 from autopar.runtime.step.runner import Batch
 
 if TYPE_CHECKING:
     from autopar.runtime.parallel_model import ParallelModel
+
 
 _LOGGER = logging.getLogger("autopar")
 
@@ -268,3 +272,29 @@ class _Loop:
         if self.checkpoints is None:
             return f"SIGTERM: training ends after step {self.step}. Nothing is saved, as fit was given no checkpoints"
         return f"SIGTERM: training ends after step {self.step}, which is saved in {self.checkpoints.root}; a new start goes on there"
+
+
+class Termination:
+    """Whether this process was asked to end.
+
+    Attributes:
+        is_asked: a signal has come.
+    """
+
+    def __init__(self) -> None:
+        self.is_asked = False
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Inside, SIGTERM sets :attr:`is_asked` and nothing else; Python delivers signals to its main thread alone."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.signal(signal.SIGTERM, self._note)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    def _note(self, _: int, __: FrameType | None) -> None:
+        self.is_asked = True

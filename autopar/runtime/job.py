@@ -1,23 +1,80 @@
-"""The job that this process is one rank of: meeting the others, the device of each, and the checks that both can work."""
+"""The job that this process is one rank of: started by torchrun, meeting the others, the device of each, checks that all can work.
+
+**Starts anew.** Launchers that start ranks anew after a failure (``torchrun --max-restarts``, or with other nodes) keep the store, and in it the
+addresses of processes that are gone: torch's process groups would connect to those. Each rank says hello by a name of its own process,
+rank 0 offers a place to those whose names it has read, and all who find their name in the offer meet there.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import subprocess
+import sys
+import threading
+import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from autopar.errors import RuntimeMismatchError
-from autopar.hardware.detect.gpu_names import shipped_profile_name
-from autopar.plan.plan import RankGroup
-from autopar.runtime.fresh_store import fresh
+from autopar.errors import RankFailedError, RuntimeMismatchError, UsageError
+from autopar.hardware.gpus import shipped_profile_name
+from autopar.plan.plan import Plan, RankGroup
+
+_POLL_S = 0.02
+
+
+def fresh(store: Store, rank: int, size: int, *, timeout_s: float) -> Store:
+    """The place that all ranks of this start get, and none of another start; all ranks call it.
+
+    Raises:
+        RankFailedError: some rank has not come after ``timeout_s``.
+    """
+    if size == 1:
+        return store
+    own, end = uuid4().hex, time.monotonic() + timeout_s
+    store.set(f"hello/{rank}", own)
+    if rank == 0:
+        _offer(store, own, size, end)
+        return PrefixStore(own, store)
+    while True:
+        offer = store.get("offer").decode().split() if store.check(["offer"]) else []
+        if len(offer) > rank and offer[rank] == own:
+            store.set(f"{offer[0]}/{rank}", "")
+            return PrefixStore(offer[0], store)
+        _wait(end, "Rank 0")
+
+
+def _offer(store: Store, own: str, size: int, end: float) -> None:
+    """Until every rank has found its name in the offer; names of an earlier start are read until they are replaced."""
+    hellos, answers = ([f"{place}/{rank}" for rank in range(1, size)] for place in ("hello", own))
+    offered: Sequence[bytes] = ()
+    while not store.check(answers):
+        if store.check(hellos):
+            found = store.multi_get(hellos)
+            if found != offered:
+                store.set("offer", " ".join([own, *(name.decode() for name in found)]))
+                offered = found
+        _wait(end, "Some rank")
+
+
+def _wait(end: float, who: str) -> None:
+    if time.monotonic() > end:
+        raise RankFailedError(
+            f"{who} did not come to the start of the job",
+            fix="See what the launcher says of it, and start the job again",
+        )
+    time.sleep(_POLL_S)
+
 
 DEFAULT_TIMEOUT_S = 600.0
 
@@ -257,3 +314,87 @@ def check_groups(groups: Sequence[RankGroup], names: Sequence[str]) -> None:
                 got=", ".join(found),
                 fix="Number the nodes in the order of the plan's groups (torchrun --node-rank)",
             )
+
+
+def start_script(
+    plan: Plan,
+    file: Path,
+    script: Sequence[str],
+    *,
+    nodes: int = 1,
+    rendezvous: str | None = None,
+    max_restarts: int = 0,
+) -> int:
+    """Run a script on this machine's share of a plan's ranks, and wait for its end.
+
+    Args:
+        plan: says how many ranks there are.
+        file: of the plan, which :func:`autopar.runtime.job.given_plan` gives each rank.
+        script: and its arguments.
+        nodes: machines, on each of which this is called.
+        rendezvous: ``HOST:PORT`` of one of them.
+        max_restarts: how often all ranks are started anew after one has failed.
+
+    Returns:
+        The exit code of torchrun. SIGTERM is passed on to it, and by it to the ranks.
+
+    Raises:
+        UsageError: as :func:`command`; there is no such script.
+    """
+    if not Path(script[0]).is_file():
+        raise UsageError.missing(f"script {script[0]}", fix="Give the path of a Python file")
+    ranks = command(plan, script, nodes=nodes, rendezvous=rendezvous, max_restarts=max_restarts)
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, PLAN: str(file.resolve())}
+    with subprocess.Popen(ranks, env=environment) as job, _passed_on(job):
+        while True:
+            try:
+                return job.wait()
+            except KeyboardInterrupt:  # of the whole terminal: torchrun ends its ranks, and then itself
+                continue
+
+
+@contextmanager
+def _passed_on(job: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Inside, SIGTERM goes to the job; Python lets its main thread alone decide about signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: job.terminate())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def command(
+    plan: Plan, script: Sequence[str], *, nodes: int = 1, rendezvous: str | None = None, max_restarts: int = 0
+) -> list[str]:
+    """What starts the ranks of one machine.
+
+    Raises:
+        UsageError: the ranks do not divide among the machines, or these have no place to meet.
+    """
+    ranks = plan.mesh.world_size
+    if ranks % nodes:
+        raise UsageError(
+            f"{ranks} ranks do not divide among {nodes} machines",
+            fix="Give a number of nodes that divides the plan's ranks",
+        )
+    if (nodes > 1) != (rendezvous is not None):
+        raise UsageError(
+            f"{nodes} machines need a place to meet" if nodes > 1 else "One machine alone meets nobody",
+            fix="Give --nodes and --rendezvous HOST:PORT together",
+        )
+    again = [f"--max-restarts={max_restarts}"] if max_restarts else []
+    place = ["--standalone"]
+    if rendezvous is not None:
+        place = [f"--nnodes={nodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={rendezvous}", "--rdzv-id=autopar"]
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        *place,
+        f"--nproc-per-node={ranks // nodes}",
+        *again,
+        *script,
+    ]

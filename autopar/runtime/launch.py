@@ -13,17 +13,15 @@ from torch._C._distributed_c10d import Store
 
 from autopar.errors import AutoparError, RankFailedError, first_line
 from autopar.graph.graph import Graph
-from autopar.lower.check_gradients import check_program
+from autopar.lower.check_sums import check_program
 from autopar.lower.program import lower
 from autopar.plan.check import check_model, check_plan
 from autopar.plan.plan import Plan
-from autopar.runtime.guard.collective_calls import ordinary
-from autopar.runtime.guard.failure_watch import Alarm
+from autopar.runtime.failure_watch import Alarm, ordinary
 from autopar.runtime.job import DEFAULT_TIMEOUT_S, check_groups, own_store, start
-from autopar.runtime.optimizer.checksum import checksums
 from autopar.runtime.parallel_model import ParallelModel
-from autopar.runtime.weights.from_files import FileWeights
-from autopar.runtime.weights.from_model import ModelWeights, Weights
+from autopar.runtime.same_values import checksums
+from autopar.runtime.weights import FileWeights, ModelWeights, Weights
 from autopar.runtime.world import World
 
 Make = Callable[[], tuple[Plan, Graph]]

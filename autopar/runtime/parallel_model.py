@@ -16,41 +16,36 @@ from torch.utils.data import Dataset
 
 from autopar.errors import AutoparError, UsageError
 from autopar.lower.program import Program
-from autopar.runtime.assemble import Assembly, assemble
+from autopar.runtime.assemble import Assembly, assemble, forget_gathered
 from autopar.runtime.checkpoint.export import Export, ModelFacts
-from autopar.runtime.checkpoint.of_model import Beside, Checkpointed
-from autopar.runtime.checkpoint.state_dict import full_state_dict
+from autopar.runtime.checkpoint.series import Beside, Checkpointed
 from autopar.runtime.checkpoint.write import Save
-from autopar.runtime.guard.checks import Parameters, check_can_run, check_evaluates, check_modes, unknown_in_eval
-from autopar.runtime.guard.collective_calls import Calls, launched_on, ordinary
-from autopar.runtime.guard.failure_watch import Alarm
-from autopar.runtime.guard.norm_of_all import refuse_clipping
-from autopar.runtime.guard.original_model import Given
-from autopar.runtime.guard.out_of_memory import MemoryReport
-from autopar.runtime.guard.replicas import Replicas
-from autopar.runtime.guard.shared_samples import SharedSamples
-from autopar.runtime.module import PlannedModule
+from autopar.runtime.checks import (
+    MemoryReport,
+    Parameters,
+    check_can_run,
+    check_evaluates,
+    check_modes,
+    unknown_in_eval,
+)
+from autopar.runtime.failure_watch import Alarm, Calls, launched_on, ordinary
+from autopar.runtime.local_optimizer import LocalSteps
+from autopar.runtime.model_outputs import ModelOutputs
+from autopar.runtime.module import Given, PlannedModule
 from autopar.runtime.monitor import Monitor
-from autopar.runtime.optimizer.local_step import LocalSteps
-from autopar.runtime.outputs.model_outputs import ModelOutputs
-from autopar.runtime.step.batches import Batches
-from autopar.runtime.step.changed_buffers import State
-from autopar.runtime.step.fsdp import forget_gathered
-from autopar.runtime.step.global_loss import GlobalLoss
-from autopar.runtime.step.gradients import Norm, clip
-from autopar.runtime.step.loss_scale import SCALER_NUMBERS, LossScale, ParallelScaler, StepLoss
-from autopar.runtime.step.partial_batch import PartialBatch, partial_of
-from autopar.runtime.step.runner import Accumulation, Batch, Pipeline, Runner, micro_batches
-from autopar.runtime.step.step_gradients import StepGradients
-from autopar.runtime.weights.from_model import Weights
-from autopar.runtime.weights.module_state import EXTRA_STATE, ModuleState, names_of
-from autopar.runtime.weights.untrained import Untrained
+from autopar.runtime.same_values import Replicas
+from autopar.runtime.state_dict import EXTRA_STATE, ModuleState, State, Untrained, full_state_dict, names_of
+from autopar.runtime.step.global_loss import SCALER_NUMBERS, GlobalLoss, LossScale, ParallelScaler, StepLoss
+from autopar.runtime.step.gradients import Norm, clip, refuse_clipping
+from autopar.runtime.step.local_batch import Batches, SharedSamples
+from autopar.runtime.step.other_runs import PartialBatch, partial_of
+from autopar.runtime.step.runner import Accumulation, Batch, Pipeline, Runner, StepGradients, micro_batches
+from autopar.runtime.weights import Weights
 from autopar.runtime.world import World
 from autopar.tracing.batch import positional, with_names
 
 if TYPE_CHECKING:
-    from autopar.runtime.data import PlannedLoader
-    from autopar.runtime.stream import StreamLoader
+    from autopar.runtime.data import PlannedLoader, StreamLoader
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -182,7 +177,7 @@ class ParallelModel(PlannedModule):
             UsageError: the batch has other inputs or another size than the plan, or one that needs a gradient; ranks that share
                 samples were given different ones (looked at in the first step, and seldom later); autocast is on, or gradients
                 are off.
-            RankFailedError: another rank failed (see :mod:`autopar.runtime.guard.failure_watch`).
+            RankFailedError: another rank failed (see :mod:`autopar.runtime.failure_watch`).
         """
         with self._calls.together("train_step"):
             if not self.training:

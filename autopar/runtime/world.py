@@ -20,7 +20,7 @@ _CLEARING = ("_clear_sharding_prop_cache", "_clear_python_sharding_prop_cache", 
 """Of ``torch.distributed.tensor.debug``: torch 2.11 to 2.13 divide one cache in two, and the first of the names changed its sense."""
 
 DISKS = timedelta(hours=2)
-"""A rank that has died is noticed by others long before (:mod:`autopar.runtime.guard.failure_watch`)."""
+"""A rank that has died is noticed by others long before (:mod:`autopar.runtime.failure_watch`)."""
 
 
 def _forget_meshes() -> None:

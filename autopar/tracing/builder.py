@@ -16,7 +16,7 @@ import torch
 from autopar.graph.graph import Argument, Op, Ref, TensorSpec
 
 if TYPE_CHECKING:
-    from autopar.tracing.lazy_masks import Lazy
+    from autopar.tracing.constants import Lazy
 
 Value: TypeAlias = "Argument"
 """What a call gives: a tensor, a tuple of tensors (list outputs), or None for an output that nobody may read."""

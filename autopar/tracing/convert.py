@@ -12,20 +12,14 @@ from torch import fx
 
 from autopar.errors import TraceError, first_line
 from autopar.graph.graph import Argument, Ref, TensorSpec
-from autopar.graph.random import draws_random
+from autopar.graph.operator_kinds import draws_random
 from autopar.tracing.builder import Builder, Call, Value
 from autopar.tracing.constants import fold, hint
 from autopar.tracing.failures import FAILURES, NO_VALUES
 from autopar.tracing.forms.basic import COMPOSITES, HANDLERS, generic
-from autopar.tracing.forms.indexing import INDEXING
-from autopar.tracing.forms.losses import LOSSES
-from autopar.tracing.forms.means import SHIFTS, SUMS
-from autopar.tracing.forms.moe import experts_of
-from autopar.tracing.forms.norms import NORMS
-from autopar.tracing.forms.products import PRODUCTS
-from autopar.tracing.forms.random import random_call
-from autopar.tracing.forms.recurrent import LAYERS
-from autopar.tracing.opaque.regions import opaque_of
+from autopar.tracing.forms.layers import INDEXING, LAYERS, NORMS, PRODUCTS, experts_of, random_call
+from autopar.tracing.forms.losses import LOSSES, SHIFTS, SUMS
+from autopar.tracing.opaque_regions import opaque_of
 
 _ALL_HANDLERS = (
     HANDLERS | LAYERS | INDEXING | PRODUCTS | NORMS | LOSSES | SUMS | SHIFTS | {"autopar.experts.default": experts_of}

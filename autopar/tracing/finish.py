@@ -20,14 +20,13 @@ from autopar.graph.graph import (
     digest,
     map_refs,
 )
-from autopar.graph.random import draws_random
-from autopar.ops.region import region_of
+from autopar.graph.operator_kinds import draws_random
+from autopar.ops.kernels import region_of
 from autopar.tracing.blocks import find_blocks
-from autopar.tracing.buffers import with_totals, without_gradient
 from autopar.tracing.builder import FOLD_LIMIT, SKIPPED_KWARGS, Builder
 from autopar.tracing.constants import LOGICAL
-from autopar.tracing.forms.gelu import fuse_gelu
-from autopar.tracing.forms.unfuse import cut_parameters, unfuse
+from autopar.tracing.forms.fusion import cut_parameters, fuse_gelu, unfuse
+from autopar.tracing.program_ends import with_totals, without_gradient
 
 _SMALL = 2**16
 """Elements up to which equal constants are shared."""

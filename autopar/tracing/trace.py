@@ -16,31 +16,25 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from autopar.errors import TraceError
+from autopar.graph.elements import Outputs
 from autopar.graph.graph import Graph
-from autopar.graph.outputs import Outputs
-from autopar.ops.train_modes import as_trained
-from autopar.ops.train_modes import notes_of as notes_of_modes
+from autopar.ops.opaque import as_trained
+from autopar.ops.opaque import notes_of as notes_of_modes
 from autopar.pins.on_modules import pins_of
+from autopar.tracing import raise_only_branches as checks
+from autopar.tracing import repeated_steps
+from autopar.tracing import side_effects as memory
 from autopar.tracing.batch import arguments, fake_batch, inputs_of, named_batch
-from autopar.tracing.buffers import mutations_of, written_back
 from autopar.tracing.builder import Builder
 from autopar.tracing.convert import Converter, needs_decomposition, source_of
 from autopar.tracing.failures import EXPORTS, FAILURES, NO_VALUES, explained, module_of_failure, not_copied
 from autopar.tracing.finish import finish
-from autopar.tracing.forms.moe import swap_experts
-from autopar.tracing.forms.norms import swap_norms
-from autopar.tracing.guards import batch_size_numbers as counts
-from autopar.tracing.guards import raise_only_branches as checks
-from autopar.tracing.guards import repeated_steps as steps
-from autopar.tracing.guards import side_effects as memory
-from autopar.tracing.guards.no_grad import cut_off
-from autopar.tracing.guards.one_dtype import for_products
-from autopar.tracing.leaves import declare, loss_output
-from autopar.tracing.opaque.regions import TARGET as OPAQUE
-from autopar.tracing.opaque.regions import RegionError, Regions, around, notes_of, outermost, paths_of
-from autopar.tracing.outputs.calls import Calls, calls_of, cut, needed_nodes
-from autopar.tracing.outputs.kept import counts_samples, kept, with_counts
-from autopar.tracing.outputs.structure import Kept, with_twice
+from autopar.tracing.forms.layers import swap_experts, swap_norms
+from autopar.tracing.modes import cut_off, for_products
+from autopar.tracing.opaque_regions import TARGET as OPAQUE
+from autopar.tracing.opaque_regions import RegionError, Regions, around, notes_of, outermost, paths_of
+from autopar.tracing.outputs import Calls, calls_of, counts_samples, cut, kept, needed_nodes, with_counts
+from autopar.tracing.program_ends import Kept, declare, loss_output, mutations_of, with_twice, written_back
 
 LossFunction = Callable[[Any, dict[str, Any]], torch.Tensor]
 
@@ -97,8 +91,8 @@ def trace(
             where=type(model).__name__,
             fix="Return the loss that training minimises, and leave requires_grad on where it is to learn",
         )
-    if not exact and counts.suspects(graph) and not _same_numbers(graph, job):
-        counts.check(graph, _traced(job, times=2))
+    if not exact and repeated_steps.suspects(graph) and not _same_numbers(graph, job):
+        repeated_steps.check_numbers(graph, _traced(job, times=2))
     notes = (*graph.notes, *notes_of_modes(model), *notes_of(graph, job.reasons))
     found = replace(graph, exact=exact, pins=marks, notes=notes, outputs=_counted(graph, job, exact=exact))
     found.look_up()
@@ -195,7 +189,7 @@ def _traced(job: _Job, times: int = 1) -> Graph:
         if held.refused is not None:  # caught by the model, which went on as no step would
             raise _within(explained(held.refused, model), module_of_failure(held.refused, wrapper.model))
         with _quiet():
-            notes = steps.check(wrapper, wrapper.model, mode, batch) if times == 1 and not job.repeats else ()
+            notes = repeated_steps.check(wrapper, wrapper.model, mode, batch) if times == 1 and not job.repeats else ()
     builder = Builder()
     converter = Converter(builder)
     inputs = inputs_of(batch, batch_size)
@@ -232,7 +226,7 @@ def _faked(job: _Job, times: int) -> Iterator[tuple[_Training, FakeTensorMode, d
 
 
 def _same_numbers(graph: Graph, job: _Job) -> bool:
-    """Whether forward passes at two batch sizes spare a trace at the second one; see :mod:`autopar.tracing.guards.batch_size_numbers`.
+    """Whether forward passes at two batch sizes spare a trace at the second one; see :mod:`autopar.tracing.repeated_steps`.
 
     Not tried where there are opaque regions: each pass would find out anew what they do, which may take longer than an export.
     """
@@ -241,11 +235,11 @@ def _same_numbers(graph: Graph, job: _Job) -> bool:
     found = []
     for times in (1, 2):
         with _faked(job, times) as (wrapper, mode, batch, _, held), _quiet():
-            called = steps.calls(wrapper, mode, batch)
+            called = repeated_steps.calls(wrapper, mode, batch)
         if called is None or held.refused is not None:
             return False
         found.append(called)
-    return counts.are_same(graph, *found)
+    return repeated_steps.are_same(graph, *found)
 
 
 def _within(error: TraceError, path: str) -> TraceError:

@@ -1,14 +1,15 @@
-"""Files are written whole or not at all: another process may read them at any time."""
+"""Files that are written whole or not at all, as another process may read them at any time; where shipped data and sources lie."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from autopar.errors import UsageError, reason
+from autopar.errors import AutoparError, UsageError, reason
 
 
 def write_text(path: Path, text: str, *, make_folder: bool = False) -> None:
@@ -83,3 +84,48 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
         else:
             parts.append(f"{json.dumps(key)}: {json.dumps(value)}")
     write_text(path, "{\n" + ",\n".join(parts) + "\n}\n", make_folder=True)
+
+
+PACKAGE = Path(__file__).resolve().parents[1]
+"""The folder of autopar."""
+
+_NOT_PRICED = ("cli", "report", "runtime", "lower", "benchmark", "validate", "measure", "verification")
+"""Folders of the package that no time depends on."""
+
+
+def sources() -> str:
+    """A hash of the code that makes graphs and times: searches by different versions must not mix."""
+    found = hashlib.sha256()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = path.relative_to(PACKAGE)
+        if name.parts[0] not in _NOT_PRICED:
+            found.update(f"{name.as_posix()}\n".encode() + path.read_bytes())
+    return found.hexdigest()[:16]
+
+
+def data_directory(name: str) -> Path:
+    """The data directory ``name``: ``autopar/_data/NAME`` when installed, ``NAME`` beside the package in a checkout.
+
+    Raises:
+        AutoparError: neither exists, so the installation is broken.
+
+    >>> (data_directory("profiles") / "cpu.toml").is_file()
+    True
+    """
+    candidates = (PACKAGE / "_data" / name, PACKAGE.parent / name)
+    for candidate in candidates:
+        if candidate.is_dir():
+            return candidate
+    raise AutoparError.missing(
+        f"data directory '{name}' (neither {' nor '.join(str(candidate) for candidate in candidates)} is there)",
+        fix="Install autopar again",
+    )
+
+
+def data_files(name: str, suffix: str = ".toml") -> dict[str, Path]:
+    """The files of a data directory by stem, sorted.
+
+    >>> "h100-sxm5-80gb" in data_files("profiles")
+    True
+    """
+    return {path.stem: path for path in sorted(data_directory(name).glob(f"*{suffix}"))}

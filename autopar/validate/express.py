@@ -29,11 +29,18 @@ from autopar.planner.layouts.types import LayoutKey, Load, PricedLayout
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
 from autopar.tracing.trace import trace
-from autopar.validate.foreign import ForeignRuntime
 from autopar.validate.foreign_kernels import EAGER, PRACTICES, ForeignKernels, filled
-from autopar.validate.practice import as_megatron, attention_core, cheap, regathered, second_products
+from autopar.validate.practice import (
+    PLAIN,
+    ForeignRuntime,
+    Site,
+    as_megatron,
+    attention_core,
+    cheap,
+    regathered,
+    second_products,
+)
 from autopar.validate.runs import Run
-from autopar.validate.sites import PLAIN, Site
 
 TRACED_LAYERS = 4
 """The fewest of which one has equal layers before and behind it, and another like it."""

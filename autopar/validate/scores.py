@@ -16,7 +16,7 @@ from autopar.hardware.read import MachineProfile, known_devices, load_profile, p
 from autopar.plan.prediction import Prediction
 from autopar.util.files import write_toml
 from autopar.validate import parameters as free
-from autopar.validate.robust_fit import Fit
+from autopar.validate.parameters import Fit
 from autopar.validate.runs import FailedRow, Run
 from autopar.validate.session import LEAST_SEEN, Session
 

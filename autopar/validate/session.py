@@ -17,10 +17,19 @@ from autopar.hardware.read import MachineProfile, load_library, load_profile
 from autopar.plan.prediction import Prediction
 from autopar.validate import parameters as free
 from autopar.validate.express import Expressed, Structure, predict, step_time_s
-from autopar.validate.parameters import PARAMETERS, Parameter
-from autopar.validate.robust_fit import Array, Fit, Linearized, corrected, fit, robust_loss, sensitivities
+from autopar.validate.parameters import (
+    PARAMETERS,
+    Array,
+    Fit,
+    Linearized,
+    Parameter,
+    corrected,
+    fit,
+    robust_loss,
+    sensitivities,
+)
+from autopar.validate.practice import Site, cluster_of, load_sites, released, site_of
 from autopar.validate.runs import FailedRow, Run
-from autopar.validate.sites import Site, cluster_of, load_sites, released, site_of
 
 ROUNDS = 8
 MEASURED_ROUNDS = (0, 1)

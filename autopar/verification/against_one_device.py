@@ -19,17 +19,28 @@ from torch import Tensor, nn
 
 from autopar.errors import UsageError, VerificationError
 from autopar.graph.graph import Argument, Graph, Op, TensorSpec
-from autopar.graph.random import draws_random
+from autopar.graph.operator_kinds import draws_random
 from autopar.lower.program import lower
 from autopar.plan.plan import FP32, FP64, Plan, Precision
 from autopar.runtime.parallel_model import ParallelModel
-from autopar.runtime.weights.from_model import ModelWeights
+from autopar.runtime.weights import ModelWeights
 from autopar.runtime.world import World
-from autopar.tracing.float64 import in_double
+from autopar.tracing.modes import in_double
 from autopar.tracing.trace import LossFunction
 from autopar.verification.first_difference import bisect
 from autopar.verification.rank_pool import WorkerPool
-from autopar.verification.reference import Trained, adamw, errors, loss_of, trained_alone, trained_in_parallel
+from autopar.verification.reference import (
+    DoubleSubject,
+    Subject,
+    Trained,
+    WithLoss,
+    adamw,
+    errors,
+    loss_of,
+    traced_in_double,
+    trained_alone,
+    trained_in_parallel,
+)
 from autopar.verification.results import (
     DOUBLE_CEILING,
     DOUBLE_NUDGES,
@@ -40,7 +51,6 @@ from autopar.verification.results import (
     RankErrors,
     VerifyReport,
 )
-from autopar.verification.subject import DoubleSubject, Subject, WithLoss, traced_in_double
 
 __all__ = [
     "LOSS_TOLERANCE",
@@ -70,7 +80,7 @@ PRELOAD = (
     "transformers.modeling_utils",
     "transformers.generation",
     "autopar.api",
-    "autopar.verification.verified_model",
+    "autopar.verification.compared_models",
     "autopar.verification.against_one_device",
 )
 

@@ -22,9 +22,9 @@ from torch.utils import _pytree as pytree
 
 from autopar.graph.graph import Graph
 from autopar.lower.program import lower
-from autopar.plan.plan import Plan, Precision
+from autopar.plan.plan import FP64, Plan
 from autopar.runtime.parallel_model import ParallelModel
-from autopar.runtime.weights.from_model import ModelWeights
+from autopar.runtime.weights import ModelWeights
 from autopar.runtime.world import World
 from autopar.verification.rank_pool import WorkerPool
 from autopar.verification.record import OneDevice, Tape, Watch, attach
@@ -33,9 +33,7 @@ from autopar.verification.slices import TOLERANCE, Mismatch, largest
 from autopar.verification.walk import Spot, Trail
 
 if TYPE_CHECKING:
-    from autopar.verification.subject import Subject
-
-FP64 = Precision(name="fp64", compute="float64", storage="float64", reduce="float64")
+    from autopar.verification.reference import Subject
 
 LOSS_TOLERANCE = 1e-6
 """Of the loss of the global batch, which a step returns in float32."""
@@ -324,6 +322,3 @@ def _of_optimizer(name: str, mismatch: Mismatch, step: int) -> Difference:
         mismatch=mismatch,
         remedy=_REPORT,
     )
-
-
-__all__ = ["FP64", "Bisection", "Difference", "bisect"]

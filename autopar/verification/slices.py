@@ -11,9 +11,9 @@ from torch import Tensor
 from autopar.graph.graph import Graph, Layout
 from autopar.ops.sequence import zigzag
 from autopar.plan.mesh import DATA_AXES, Mesh
-from autopar.rules.apply.apply import BATCH
-from autopar.rules.apply.experts_over_data import AXIS as SPREAD
-from autopar.rules.apply.zigzag import RING
+from autopar.rules.apply import BATCH
+from autopar.rules.local_graphs import AXIS as SPREAD
+from autopar.rules.strategy import RING
 
 TOLERANCE = 1e-8
 """Largest difference over largest element, in float64."""

@@ -17,10 +17,9 @@ from torch import Tensor
 from autopar.graph.graph import Block, Graph, Layout, Op, Ref
 from autopar.lower.emit import layout_of, use_layout
 from autopar.lower.read_plan import local_graph_and_typings, whole_graph
-from autopar.plan.mesh import DATA_AXES
+from autopar.plan.mesh import DATA_AXES, R
 from autopar.plan.plan import Plan
-from autopar.plan.tensor_types import R
-from autopar.rules.apply.apply import BATCH
+from autopar.rules.apply import BATCH
 from autopar.verification.record import PRELUDE, Tape, Watch
 from autopar.verification.slices import Mismatch, Split, gradient_layout, largest, text
 

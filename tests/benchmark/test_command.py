@@ -11,10 +11,9 @@ from unittest import mock
 
 import pytest
 
-from autopar.benchmark.batches import Outcome
+from autopar.benchmark.batches import Outcome, Row, score
 from autopar.benchmark.local import MAX_AGE_S, BenchmarkRequest, run_local, whether_again
 from autopar.benchmark.rank_runs import QUIET_PROFILER
-from autopar.benchmark.score import Row, score
 from tests.support.cli_runner import Run, run_fixture
 
 run = run_fixture

@@ -49,7 +49,7 @@ def test_profile_predictions_and_page_of_one_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """All that a GPU machine does, but for the device: operators, a profile, every plan, both predictions, a page."""
-    monkeypatch.setattr("autopar.hardware.detect.machine.machine_profile", lambda: load_profile("cpu"))
+    monkeypatch.setattr("autopar.hardware.machine.machine_profile", lambda: load_profile("cpu"))
     assert gpu.run_profile(tmp_path, [SMALL])
     profile = load_profile(str(tmp_path / gpu.PROFILE))
     assert profile.device.operators is not None and profile.device.operators.times

@@ -12,7 +12,7 @@ import pytest
 from autopar.benchmark.rank_links import KINDS, LinkTask, measured_cluster
 from autopar.cost.network.collectives import CollectiveModel
 from autopar.hardware.read import load_profile
-from autopar.measure.rank_groups import group_sets
+from autopar.measure.job_of_ranks import group_sets
 from autopar.plan.mesh import Mesh
 
 SIZES = (1024, 8192, 65536)

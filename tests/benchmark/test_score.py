@@ -2,9 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.benchmark.batches import Outcome, render
+from autopar.benchmark.batches import Outcome, Row, measured, rank_correlation, render, score
 from autopar.benchmark.chosen_plans import Choice
-from autopar.benchmark.score import Row, measured, rank_correlation, score
 
 
 def row(key: str, predicted_s: float, measured_s: float | None, **others: object) -> Row:

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from autopar.rules.registry import default_table
-from autopar.rules.table import Rule, torch_rules
+from autopar.rules.table import Rule, default_table, torch_rules
 from tools.campaigns.fuzz import Tally, run_chunk
 from tools.campaigns.pairs import check_pair
 from tools.campaigns.saved import read

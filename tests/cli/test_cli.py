@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from autopar.cli import app as cli_app
-from autopar.cli import make_plan
+from autopar.cli import plans
 from autopar.plan.file import dumps, plan_to_dict, save_plan
 from autopar.plan.mesh import Mesh
 from tests.support.cli_runner import Run, run_fixture
@@ -58,7 +58,7 @@ def test_an_interrupt_without_a_result_is_said(run: Run, monkeypatch: pytest.Mon
     def interrupted(*given: object, **named: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(make_plan, "parse_cluster", interrupted)
+    monkeypatch.setattr(plans, "parse_cluster", interrupted)
     done = run("search", "gpt:layers=2,hidden=32,heads=2,vocab=64", "--cluster", "cpu:1x2", "--global-batch", 8)
     assert (done.code, done.out, done.err.splitlines()[-1]) == (130, "", "interrupted before there was a result")
 
@@ -229,7 +229,7 @@ def test_doctor_names_what_is_missing(run: Run, monkeypatch: pytest.MonkeyPatch)
     assert {"torch", "gloo (CPU runs)", "pipeline schedules", "spmd-types"} <= {
         check["name"] for check in found["checks"]
     }
-    monkeypatch.setattr("autopar.hardware.detect.this_machine._FEATURES", (("time travel", "torch", ("tardis",)),))
+    monkeypatch.setattr("autopar.cli.machines._FEATURES", (("time travel", "torch", ("tardis",)),))
     done = run("doctor")
     assert done.code == 1
     assert "missing  time travel" in done.out

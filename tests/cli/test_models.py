@@ -17,9 +17,9 @@ from autopar.models.resolve import resolve_model
 from autopar.plan.file import load_plan, save_plan
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import Plan
-from autopar.util import data_files as resources
+from autopar.util.files import data_files
 from autopar.verification.against_one_device import RankErrors, VerifyReport
-from autopar.verification.verified_model import VerifiedModel
+from autopar.verification.compared_models import VerifiedModel
 from tests.support.cli_runner import Run, run_fixture
 from tests.support.distributed.plans import make_plan
 
@@ -318,7 +318,7 @@ def test_bad_option_gives_one_message(options: list[str], expected: str, run: Ru
     lines = ["[[group]]", 'device = "cpu"', "num_nodes = 1", "devices_per_nodes = 2", "devices_per_node = 2"]
     (tmp_path / "cluster.toml").write_text("\n".join(lines))
     (tmp_path / "torn.toml").write_text('name = "mine')
-    space = resources.files("search")["quick"].read_text().replace("zero_stages = [0, 1, 3]", "zero_stages = [4]")
+    space = data_files("search")["quick"].read_text().replace("zero_stages = [0, 1, 3]", "zero_stages = [4]")
     (tmp_path / "space.toml").write_text(space)
     done = run("search", GPT, "--global-batch", "8", *options)
     assert done.code == 2

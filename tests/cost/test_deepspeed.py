@@ -16,8 +16,8 @@ from autopar.models.transformer import Sizes, build
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import FP32, Precision
 from autopar.tracing.trace import trace
-from autopar.validate.foreign import copies_s
 from autopar.validate.foreign_kernels import ForeignKernels
+from autopar.validate.practice import copies_s
 from tests.support.blocks_by_hand import block, stage, step
 from tests.support.practices import kernels, runtime
 

@@ -19,7 +19,7 @@ from autopar.cost.operators.roofline import OpTime, op_time
 from autopar.errors import UsageError
 from autopar.graph.graph import Argument, Op, Ref, TensorSpec
 from autopar.hardware.cluster import Cluster
-from autopar.hardware.measured_times import OperatorTable, OperatorTime
+from autopar.hardware.link import OperatorTable, OperatorTime
 from autopar.hardware.read import load_profile, profile_to_dict
 from autopar.plan.plan import FP32
 

@@ -21,9 +21,9 @@ from pathlib import Path
 import pytest
 
 from autopar.cost.blocks.block_cost import BlockCost
+from autopar.validate.practice import Site
 from autopar.validate.runs import Run, read_runs
 from autopar.validate.session import Session
-from autopar.validate.sites import Site
 
 B, S, H, A, T = 2, 512, 1024, 8, 4  # so large that splitting rows between blocks pays for its launches
 SBH, SCORES = S * B * H, A * S * S * B

@@ -82,7 +82,9 @@ def test_what_is_listed_is_still_there(seen: Seen) -> None:
 def test_copies_are_compared_once_a_step_whatever_is_evaluated_at_it(seen: Seen) -> None:
     for name, case in seen("dense").items():
         looks = [
-            count for phase, *_, place, count in case["seen"] if phase == "loaded" and "replicas.py:check_now" in place
+            count
+            for phase, *_, place, count in case["seen"]
+            if phase == "loaded" and "same_values.py:check_now" in place
         ]
         assert looks == ([] if name.startswith("one rank") else [1]), name
 
@@ -119,10 +121,10 @@ def test_batches_on_the_device_are_compared_a_step_later(seen: Seen) -> None:
             reads = [
                 count
                 for phase, *_, place, count in case["seen"]
-                if phase == "batch on the device" and "shared_samples.py" in place
+                if phase == "batch on the device" and "local_batch.py" in place
             ]
             assert len(reads) <= 1, name
-    looked = [row for row in seen("dense")["tp rank 0"]["seen"] if "shared_samples.py" in row[3]]
+    looked = [row for row in seen("dense")["tp rank 0"]["seen"] if "local_batch.py" in row[3]]
     assert [row[:2] for row in looked] == [["batch on the device", "host waits"]]
 
 

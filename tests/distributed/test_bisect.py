@@ -15,8 +15,8 @@ from autopar.lower.read_plan import local_graph
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import Plan
 from autopar.verification.against_one_device import PRELOAD, VerifyReport, verify
-from autopar.verification.as_text import GRAPH_TOLERANCE, render_verification, verification
 from autopar.verification.rank_pool import WorkerPool
+from autopar.verification.results import GRAPH_TOLERANCE, render_verification, verification
 from tests.support.distributed.faults import Fault, Faulty
 from tests.support.distributed.plans import make_plan
 from tests.support.distributed.subjects import HfSubject, Unpadded

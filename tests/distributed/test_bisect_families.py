@@ -9,14 +9,14 @@ import torch
 
 from autopar import api
 from autopar.hardware.cluster import Cluster
-from autopar.hardware.scale import with_free_links
+from autopar.hardware.describe import with_free_links
 from autopar.lower.read_plan import local_graph
 from autopar.models.resolve import resolve_model
 from autopar.verification.against_one_device import PRELOAD, in_dtype, loss_of
-from autopar.verification.as_text import GRAPH_TOLERANCE
+from autopar.verification.compared_models import VerifiedModel
 from autopar.verification.first_difference import bisect
 from autopar.verification.rank_pool import WorkerPool
-from autopar.verification.verified_model import VerifiedModel
+from autopar.verification.results import GRAPH_TOLERANCE
 from tests.support.distributed.faults import Fault, Faulty
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]

@@ -48,7 +48,7 @@ def test_damage_is_refused_by_all_ranks_alike(pool: WorkerPool, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("rank", "where"), [(1, "write.write"), (0, "folder.commit"), (0, "beside write.write"), (1, "beside write.write")]
+    ("rank", "where"), [(1, "write.write"), (0, "write.commit"), (0, "beside write.write"), (1, "beside write.write")]
 )
 def test_a_rank_that_is_killed_in_a_save_leaves_the_checkpoint_before(tmp_path: Path, rank: int, where: str) -> None:
     subject, graph = traced("gpt2")

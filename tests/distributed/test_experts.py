@@ -14,8 +14,8 @@ from autopar.models.resolve import resolve_model
 from autopar.plan.plan import Plan
 from autopar.tracing.trace import trace
 from autopar.verification.against_one_device import adamw, verify
+from autopar.verification.compared_models import VerifiedModel
 from autopar.verification.rank_pool import WorkerPool
-from autopar.verification.verified_model import VerifiedModel
 from tests.support.close import assert_close
 from tests.support.distributed import jobs
 from tests.support.distributed.mixtures import Subject

@@ -16,8 +16,8 @@ from autopar.models.resolve import resolve_model
 from autopar.plan.plan import FP64
 from autopar.verification import results
 from autopar.verification.against_one_device import verify
+from autopar.verification.compared_models import VerifiedModel
 from autopar.verification.rank_pool import WorkerPool
-from autopar.verification.verified_model import VerifiedModel
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
 

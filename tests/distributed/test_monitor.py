@@ -9,7 +9,7 @@ import pytest
 
 from autopar import api
 from autopar.hardware.cluster import Cluster
-from autopar.hardware.scale import with_free_links
+from autopar.hardware.describe import with_free_links
 from autopar.plan.run_log import CATEGORIES, DATA, OPTIMIZER, PIPELINE, TENSOR, read_log
 from autopar.runtime.monitor import MEASURED_STEPS
 from autopar.verification.rank_pool import WorkerPool

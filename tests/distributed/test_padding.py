@@ -13,7 +13,7 @@ from autopar.models.resolve import resolve_model
 from autopar.plan.plan import Plan
 from autopar.verification.against_one_device import verify
 from autopar.verification.rank_pool import WorkerPool
-from autopar.verification.subject import Subject
+from autopar.verification.reference import Subject
 from tests.support.distributed import jobs
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]

@@ -1,6 +1,6 @@
 """What stages of a pipeline pass to each other beside activations with gradients, against one device.
 
-Up to torch 2.11 pipelines ask of all of it for what activations have (``autopar/runtime/step/stage_io.py``); 2.13 does not.
+Up to torch 2.11 pipelines ask of all of it for what activations have (``autopar/runtime/step/stage.py``); 2.13 does not.
 """
 
 from __future__ import annotations

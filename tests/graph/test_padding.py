@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from autopar.graph.graph import Graph
 from autopar.graph.interpreter import evaluate
-from autopar.graph.vocabulary_padding import lengths, pad
+from autopar.graph.rewrites import lengths, pad
 from autopar.runtime.step.gradients import lengthened
 from autopar.tracing.trace import trace
 from tests.support.close import assert_close

@@ -15,7 +15,7 @@ from autopar.hardware.cluster import NETWORK, Cluster
 from autopar.hardware.device_rates import CurvePoint, MatmulRate
 from autopar.hardware.link import CollectiveLibrary
 from autopar.hardware.read import known_devices, load_library, load_profile
-from autopar.util import data_files as resources
+from autopar.util.files import data_directory
 from autopar.util.toml import Table, line_of
 
 TWO_RACKS = """
@@ -65,7 +65,7 @@ def test_every_shipped_profile_gives_a_cluster_that_survives_a_round_trip(name: 
     assert Cluster.from_dict(written) == cluster
 
 
-@pytest.mark.parametrize("path", sorted(resources.directory("profiles").rglob("*.toml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(data_directory("profiles").rglob("*.toml")), ids=lambda path: path.stem)
 def test_every_number_of_a_profile_stands_beside_its_provenance(path: Path) -> None:
     def check(table: dict[str, object], place: str, covered: bool) -> None:
         covered = covered or bool(table.get("provenance"))

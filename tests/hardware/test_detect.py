@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from autopar.errors import AutoparError, UsageError
+from autopar.hardware import machine as detect
 from autopar.hardware.cluster import Cluster
-from autopar.hardware.detect import machine as detect
 from autopar.hardware.device import HostLink
 from autopar.hardware.read import load_profile, profile_from_table
 from autopar.measure import timers as measure

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from autopar.errors import RuntimeMismatchError
+from autopar.hardware import places
 from autopar.hardware.cluster import Cluster
-from autopar.hardware.detect import places
-from autopar.hardware.detect.places import Place, cluster_at
+from autopar.hardware.places import Place, cluster_at
 from autopar.hardware.read import load_profile
 
 H100, A100, L40S, EPYC = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "NVIDIA L40S", "AMD EPYC 7713"

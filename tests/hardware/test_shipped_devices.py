@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
+from autopar.hardware.gpus import peaks, shipped_devices
 from autopar.hardware.read import known_devices
-from autopar.hardware.shipped_devices import peaks, shipped_devices
 from tests.support.cli_runner import Run, run_fixture
 
 run = run_fixture

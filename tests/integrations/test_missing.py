@@ -13,7 +13,7 @@ NEEDS = {
     "autopar.integrations.accelerate": ("accelerate", "autopar[hf]"),
     "autopar.integrations.hf": ("transformers", "autopar[hf]"),
     "autopar.integrations.lightning": ("lightning", "autopar[lightning]"),
-    "autopar.runtime.stream": ("torchdata", "autopar[data]"),
+    "autopar.runtime.data": ("torchdata", "autopar[data]"),
 }
 
 

@@ -12,13 +12,12 @@ import pytest
 from autopar.errors import InternalError
 from autopar.graph.graph import Block, Graph, Input, Op, Parameter, Ref, TensorSpec
 from autopar.lower import check_types as check
-from autopar.lower.check_gradients import check_gradients
+from autopar.lower.check_sums import check_gradients
 from autopar.lower.check_types import typecheck
 from autopar.lower.program import Program, lower
-from autopar.plan.mesh import Mesh
-from autopar.plan.tensor_types import I, R
-from autopar.rules import registry as rules
-from autopar.rules.apply import apply
+from autopar.plan.mesh import I, Mesh, R
+from autopar.rules import apply
+from autopar.rules import table as rules
 from autopar.rules.strategy import Strategy, Typing
 from tests.support.lower.mlp import op, spec
 from tests.support.lower.models import plan_of

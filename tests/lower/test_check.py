@@ -16,7 +16,7 @@ from autopar.errors import InternalError, UsageError
 from autopar.lower.check_types import typecheck
 from autopar.lower.program import BlockProgram, Program, lower
 from autopar.plan.mesh import Mesh
-from autopar.rules.apply import apply
+from autopar.rules import apply
 from tests.lower.test_program import mlp_program
 from tests.support.lower import chooser, mlp
 from tests.support.lower.models import plan_of, traced

@@ -12,10 +12,9 @@ import torch
 from autopar.graph.graph import Block, Graph, Input, Op, Parameter, Ref, TensorSpec
 from autopar.lower.check_types import typecheck
 from autopar.lower.program import Program, lower
-from autopar.plan.mesh import Mesh
-from autopar.plan.tensor_types import P
-from autopar.rules import registry as rules
-from autopar.rules.apply import apply
+from autopar.plan.mesh import Mesh, P
+from autopar.rules import apply
+from autopar.rules import table as rules
 from autopar.rules.strategy import Typing
 from tests.support.lower import chooser
 from tests.support.lower.models import plan_of

@@ -10,7 +10,7 @@ from autopar.errors import UsageError
 from autopar.lower.check_types import typecheck
 from autopar.lower.program import Program, lower
 from autopar.plan.mesh import Mesh
-from autopar.rules.apply import apply
+from autopar.rules import apply
 from tests.support.close import assert_close
 from tests.support.lower import chooser
 from tests.support.lower.models import plan_of, whole_tensors

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import autopar
 from autopar.errors import InfeasibleError
 from autopar.models.resolve import resolve_model
+from autopar.plan.mesh import S
 from autopar.plan.plan import Plan
-from autopar.plan.tensor_types import S
 from tests.support.lower.against_model import check
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*_functional_collectives.*:FutureWarning")

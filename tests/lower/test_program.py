@@ -12,7 +12,7 @@ from autopar.graph.graph import Graph, Ref
 from autopar.lower.emit import str_name
 from autopar.lower.program import Program, from_local_graph, lower
 from autopar.plan.mesh import Mesh
-from autopar.rules.apply import apply
+from autopar.rules import apply
 from autopar.tracing.trace import trace
 from tests.support.lower import chooser, mlp
 from tests.support.lower.models import plan_of, traced, whole_tensors

@@ -9,10 +9,9 @@ import pytest
 from autopar.errors import PlanError, RuleError
 from autopar.lower.program import lower
 from autopar.lower.read_plan import axis_typing, batch_typing, local_graph
-from autopar.plan.mesh import Mesh
+from autopar.plan.mesh import Mesh, S
 from autopar.plan.plan import AxisTyping, Plan
-from autopar.plan.tensor_types import S
-from autopar.rules.apply import apply
+from autopar.rules import apply
 from autopar.rules.strategy import Typing
 from tests.support.lower import chooser
 from tests.support.lower.models import plan_of, traced

@@ -13,8 +13,8 @@ from autopar.cost.network.placement import shapes_of
 from autopar.errors import AutoparError, UsageError
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.read import load_profile
+from autopar.measure.job_of_ranks import GroupSet, group_sets
 from autopar.measure.link_fit import links_of
-from autopar.measure.rank_groups import GroupSet, group_sets
 from autopar.plan.mesh import Mesh
 
 TRUE = """

@@ -13,8 +13,8 @@ import torch
 import transformers
 
 from autopar.errors import UsageError
-from autopar.models.config_reads import optional_keys
 from autopar.models.resolve import example_batch_for, resolve_model
+from autopar.models.specs import optional_keys
 
 GPT = "gpt:layers=2,hidden=32,heads=4,vocab=64"
 

@@ -16,10 +16,9 @@ from autopar.cost.operators.matmul import _attention  # the works of attention a
 from autopar.cost.operators.roofline import time_of_work
 from autopar.graph.graph import Op, Ref, TensorSpec
 from autopar.hardware.cluster import Cluster
-from autopar.ops import collectives
+from autopar.ops import collectives, flash
 from autopar.ops import sequence as sequence_ops
-from autopar.ops.attention import flash
-from autopar.ops.attention.flash_shapes import takes_shapes
+from autopar.ops.kernels import takes_shapes
 
 DTYPES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 

@@ -14,10 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from autopar.errors import InternalError, RuleError
-from autopar.ops import collectives, names, plain, seeded
-from autopar.plan.mesh import MESH_AXES, Mesh
-from autopar.plan.tensor_types import I, P, R, S, Type
-from autopar.rules.apply.conversions import conversion, emitted_arguments
+from autopar.ops import collectives, kernels, plain, seeded
+from autopar.plan.mesh import MESH_AXES, I, Mesh, P, R, S, Type
+from autopar.rules.local_calls import conversion, emitted_arguments
 from tests.support.close import assert_close
 from tests.support.lower.ranks import run_ranks
 
@@ -60,7 +59,7 @@ def test_a_change_of_type_keeps_the_tensor_and_its_gradient(source: Type, target
     whole, gradient = torch.randn(SHAPE), torch.randn(SHAPE)
     found = conversion(source, target, requires_grad=True)
     assert found is not None
-    call = names.resolve(found.target)
+    call = kernels.resolve(found.target)
 
     def work(rank: int) -> tuple[Tensor, Tensor]:
         x = part(whole, source, size, rank).requires_grad_()
@@ -125,12 +124,12 @@ def test_backward_of_a_change_needs_no_mesh() -> None:
 
 
 def test_every_target_resolves_or_is_named() -> None:
-    assert names.resolve("aten.linear.default") is torch.ops.aten.linear.default
-    assert names.resolve("autopar.dropout") is seeded.dropout
-    assert names.resolve("autopar.embedding_vocabulary").__module__ == "autopar.ops.sharded"
+    assert kernels.resolve("aten.linear.default") is torch.ops.aten.linear.default
+    assert kernels.resolve("autopar.dropout") is seeded.dropout
+    assert kernels.resolve("autopar.embedding_vocabulary").__module__ == "autopar.ops.sharded"
     for missing in ("autopar.nothing", "aten.nothing.default", "nothing"):
         with pytest.raises(RuleError, match="in torch or autopar"):
-            names.resolve(missing)
+            kernels.resolve(missing)
 
 
 def test_linear_t_is_a_transposed_linear() -> None:

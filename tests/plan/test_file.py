@@ -13,11 +13,10 @@ import pytest
 from hypothesis import given, settings
 
 from autopar.errors import PlanError
-from autopar.plan.diff import diff_plans
-from autopar.plan.file import dumps, load_plan, plan_from_dict, plan_schema, plan_to_dict, save_plan
-from autopar.plan.json_schema import schema_text
+from autopar.plan.file import dumps, load_plan, plan_from_dict, plan_schema, plan_to_dict, save_plan, schema_text
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import Plan
+from autopar.plan.text import diff_plans
 from tests.support.example_plans import llama_plan, single_plan
 from tests.support.strategies import plans
 
@@ -41,7 +40,7 @@ def test_difference_is_empty_exactly_for_equal_plans(one: Plan, other: Plan) -> 
 
 def test_published_schema_is_current_and_valid() -> None:
     jsonschema.Draft202012Validator.check_schema(plan_schema())
-    remedy = "run: python -m autopar.plan.json_schema docs/reference/plan.schema.json"
+    remedy = "run: python -m autopar.plan.file docs/reference/plan.schema.json"
     assert SCHEMA_FILE.read_text(encoding="utf-8") == schema_text(), remedy
 
 

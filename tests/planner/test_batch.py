@@ -10,16 +10,15 @@ import pytest
 import torch
 
 from autopar.errors import RuleError
-from autopar.graph.compact import compact
 from autopar.graph.graph import Block, Graph, Op, Ref
-from autopar.plan.tensor_types import I, P, R, S
+from autopar.graph.rewrites import compact
+from autopar.plan.mesh import I, P, R, S
 from autopar.planner.sharding import batch_axis as batch
 from autopar.planner.sharding.batch_axis import solve_batch
 from autopar.planner.sharding.energy import Cost
-from autopar.rules.apply.apply import shard
-from autopar.rules.registry import default_table
+from autopar.rules.apply import shard
 from autopar.rules.strategy import Strategy
-from autopar.rules.table import Rule
+from autopar.rules.table import Rule, default_table
 from autopar.tracing.trace import trace
 from tests.support.planner.graphs import mlp, op
 

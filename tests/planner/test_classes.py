@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from autopar.errors import UsageError
-from autopar.graph.compact import compact
 from autopar.graph.graph import Ref
+from autopar.graph.rewrites import compact
 from autopar.planner.space.space import load_space
 from tests.support.planner.graphs import mlp
 

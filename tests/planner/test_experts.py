@@ -15,9 +15,8 @@ from autopar.lower.check_types import typecheck
 from autopar.lower.program import lower
 from autopar.plan.check import check_plan
 from autopar.plan.file import plan_from_dict, plan_to_dict
-from autopar.plan.mesh import Mesh
+from autopar.plan.mesh import Mesh, S
 from autopar.plan.plan import Plan
-from autopar.plan.tensor_types import S
 from autopar.tracing.trace import trace
 from tests.support.lower.moe import Layer, mixture_graph
 from tests.support.planner.graphs import mlp

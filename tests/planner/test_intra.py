@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.graph.compact import compact
 from autopar.graph.graph import Graph, Op, Ref
-from autopar.plan.tensor_types import I, P, R, S, Type
+from autopar.graph.rewrites import compact
+from autopar.plan.mesh import I, P, R, S, Type
 from autopar.planner.sharding import block_chain as chain
 from autopar.planner.sharding import block_table as intra
 from autopar.planner.sharding.axis_costs import AxisCosts
@@ -20,9 +20,9 @@ from autopar.planner.sharding.block_chain import AxisSolution, AxisSolver, owner
 from autopar.planner.sharding.block_table import repeated
 from autopar.planner.sharding.energy import Weights
 from autopar.planner.sharding.strategy_energy import Problem, rests_of
-from autopar.rules import registry as rules
-from autopar.rules.apply.apply import shard
-from autopar.rules.apply.conversions import conversion
+from autopar.rules import table as rules
+from autopar.rules.apply import shard
+from autopar.rules.local_calls import conversion
 from autopar.rules.strategy import Strategy
 from autopar.tracing.trace import trace
 from tests.support.planner.graphs import attention, llama_block, mlp

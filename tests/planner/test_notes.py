@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.hardware.cluster import Cluster
-from autopar.hardware.scale import with_free_links
+from autopar.hardware.describe import with_free_links
 from autopar.planner.space.space import load_space
 
 

@@ -30,7 +30,7 @@ from autopar.planner.stages.activation_modes import MOVED, BlockOption, CutBlock
 from autopar.planner.stages.stage_cut import Cut, CutBlocks, cut, stage_masks
 from autopar.planner.studies.study import params
 from autopar.planner.task import Limits
-from autopar.util import data_files as resources
+from autopar.util.files import data_files
 from tests.support.planner.graphs import mlp
 
 HOST = HostLink(
@@ -132,7 +132,7 @@ def test_the_search_moves_what_blocks_keep_where_that_pays(memory: str, moved: i
 
 def test_a_plan_says_which_blocks_the_search_moved(tmp_path: Path) -> None:
     file = tmp_path / "moving.toml"
-    file.write_text(resources.files("search")["quick"].read_text() + 'offload = ["activations"]\n')
+    file.write_text(data_files("search")["quick"].read_text() + 'offload = ["activations"]\n')
     pins = ["micro_batch=2048", "pp=1", "tp=1", "zero=0"]
     plan = api.search(graph(), cluster=cluster("560MB"), global_batch_size=8192, space=str(file), pins=pins)
     assert sum(block.offload for block in plan.blocks) == 5

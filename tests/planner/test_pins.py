@@ -8,8 +8,8 @@ import pytest
 
 from autopar.errors import UsageError
 from autopar.models.resolve import resolve_model
+from autopar.plan.mesh import S
 from autopar.plan.plan import BUCKET_BYTES
-from autopar.plan.tensor_types import S
 from autopar.planner.space.pin_syntax import NumberPin, ParameterPin, RecomputePin, StagePin, parse_pin
 from autopar.planner.space.pins import Pins
 from tests.support.planner.graphs import mlp

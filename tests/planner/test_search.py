@@ -16,8 +16,8 @@ from autopar.errors import InfeasibleError, UsageError
 from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
 from autopar.models.resolve import resolve_model
+from autopar.plan.mesh import S
 from autopar.plan.plan import FP32, FP64, Plan, SearchRecord
-from autopar.plan.tensor_types import S
 from autopar.planner.bounds.cascade import LEVELS
 from autopar.planner.branch_and_bound.branch_and_bound import BranchAndBound
 from autopar.planner.evaluate.evaluation import Evaluation, Misfit

@@ -10,7 +10,7 @@ from autopar import api
 from autopar.cost.operators.measured import Recorder, decode, key_of
 from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
-from autopar.hardware.measured_times import OperatorTable, OperatorTime
+from autopar.hardware.link import OperatorTable, OperatorTime
 from autopar.models.resolve import resolve_model
 from autopar.plan.plan import FP32
 from autopar.planner.evaluate.evaluation import Evaluation

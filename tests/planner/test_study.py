@@ -34,7 +34,7 @@ from autopar.planner.studies import workers
 from autopar.planner.studies.study import Study
 from autopar.planner.studies.workers import Job, identity, study_name
 from autopar.planner.task import Limits
-from autopar.util import sources
+from autopar.util import files
 from tests.support.cli_runner import Run, run_fixture
 from tests.support.planner.graphs import CLUSTER, mlp, task_of
 from tests.support.planner.interleaved import Turns
@@ -237,19 +237,19 @@ def test_the_version_of_a_study_is_that_of_all_code_that_prices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy = tmp_path / "autopar"
-    shutil.copytree(sources.PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    shipped = sources.sources()
-    monkeypatch.setattr(sources, "PACKAGE", copy)
-    assert sources.sources() == shipped
+    shutil.copytree(files.PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    shipped = files.sources()
+    monkeypatch.setattr(files, "PACKAGE", copy)
+    assert files.sources() == shipped
     for name, counts in (
         ("cost/model.py", True),
         ("graph/graph.py", True),
         ("planner/planner.py", True),
         ("cli/app.py", False),
     ):
-        before, path = sources.sources(), copy / name
+        before, path = files.sources(), copy / name
         path.write_text(path.read_text() + "# changed\n")
-        assert (sources.sources() != before) == counts
+        assert (files.sources() != before) == counts
 
 
 def test_a_named_study_of_something_else_is_refused(graph: Graph, tmp_path: Path) -> None:

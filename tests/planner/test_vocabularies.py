@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from autopar import api
 from autopar.errors import UsageError
 from autopar.graph.graph import Graph
-from autopar.graph.vocabulary_padding import vocabulary_sizes
+from autopar.graph.rewrites import vocabulary_sizes
 from autopar.hardware.cluster import Cluster
 from autopar.models.resolve import resolve_model
 from autopar.plan.file import plan_from_dict, plan_to_dict

@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.hardware.cluster import Cluster
-from autopar.hardware.scale import scaled
+from autopar.hardware.describe import scaled
 from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.task import peak_bytes
-from autopar.questions.ask import Ask
-from autopar.questions.pareto import MEMORY_STEP, Point, front, parse_objectives, undominated
-from autopar.questions.sizing import sizes_of
+from autopar.questions.comparisons import MEMORY_STEP, Point, front, parse_objectives, undominated
+from autopar.questions.sizing import Ask, sizes_of
 from tests.questions.test_sizing import ASK, KIND, alone
 from tests.support.cli_runner import Run, run_fixture
 from tests.support.example_plans import llama_plan

@@ -9,12 +9,12 @@ import pytest
 
 from autopar.errors import UsageError
 from autopar.hardware.cluster import Cluster
-from autopar.hardware.scale import scaled
+from autopar.hardware.describe import scaled
 from autopar.planner.space.candidates import candidates
 from autopar.planner.space.constraints import Problem
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
-from autopar.questions.published_layouts import cluster_of, load_study, study_files
+from autopar.questions.comparisons import cluster_of, load_study, study_files
 from tests.support.cli_runner import Run, run_fixture
 
 run = run_fixture
@@ -129,7 +129,7 @@ def test_an_unknown_study_is_told_the_known_ones(run: Run, monkeypatch: pytest.M
     with pytest.raises(UsageError, match="bloom-176b"):
         load_study("blom")
     monkeypatch.setattr(
-        "autopar.questions.published_layouts.run_study", None
+        "autopar.questions.comparisons.run_study", None
     )  # a space is looked for before the model is traced
     assert "Unknown space 'vast'" in run("published", "bloom-176b", "--space", "vast").error
 

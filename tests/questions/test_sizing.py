@@ -11,11 +11,10 @@ from autopar import api
 from autopar.errors import InfeasibleError, UsageError
 from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
-from autopar.hardware.scale import scaled
+from autopar.hardware.describe import scaled
 from autopar.plan.plan import Plan
-from autopar.questions.ask import Ask
-from autopar.questions.sizing import cheapest_cluster, largest_batch, longest_sequence, sizes_of, smallest_cluster
-from autopar.questions.sweep import parse_sweep, sweep
+from autopar.questions.comparisons import parse_sweep, sweep
+from autopar.questions.sizing import Ask, cheapest_cluster, largest_batch, longest_sequence, sizes_of, smallest_cluster
 from tests.support.cli_runner import Run, run_fixture
 from tests.support.planner.graphs import llama_block, mlp
 

@@ -17,9 +17,8 @@ from autopar.errors import PlanError
 from autopar.plan.plan import Plan
 from autopar.plan.schedule import schedule_actions
 from autopar.plan.text import render_plan
-from autopar.report.compare import render_comparison
-from autopar.report.html import render_html
-from autopar.report.timeline import perfetto_trace, timeline
+from autopar.report.pictures import perfetto_trace, render_html, timeline
+from autopar.report.summaries import render_comparison
 from tests.support.example_plans import llama_plan, single_plan
 from tests.support.strategies import plans
 

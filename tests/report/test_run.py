@@ -10,7 +10,7 @@ import pytest
 
 from autopar.errors import UsageError
 from autopar.plan.run_log import CATEGORIES, FILE_NAME, RankTimes, read_log, record_of, step_of, write_log
-from autopar.report.compare import render_run
+from autopar.report.summaries import render_run
 from tests.support.cli_runner import (
     Run,
     run_fixture,

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from autopar.errors import InternalError, RuleError
-from autopar.graph.compact import signature
 from autopar.graph.graph import Graph, Op, Ref, TensorSpec
-from autopar.plan.tensor_types import I, P, R, S
-from autopar.rules.apply.apply import shard
+from autopar.graph.rewrites import signature
+from autopar.plan.mesh import I, P, R, S
+from autopar.rules.apply import shard
 from autopar.rules.strategy import Typing
 from tests.support.lower import mlp
 

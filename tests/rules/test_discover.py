@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from autopar.errors import RuleError
-from autopar.rules.check.by_execution import verify_rule
-from autopar.rules.check.discover import discover_rule
-from autopar.rules.registry import RuleTable
+from autopar.rules.by_execution import verify_rule
+from autopar.rules.missing import discover_rule
+from autopar.rules.table import RuleTable
 from tests.support.rule_examples import Maker
 
 make = Maker()

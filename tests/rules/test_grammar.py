@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from autopar.errors import RuleError
 from autopar.graph.aliasing import dim_groups
 from autopar.graph.graph import TensorSpec
-from autopar.plan.tensor_types import I, P, R, S
+from autopar.plan.mesh import I, P, R, S
 from autopar.rules.grammar import Pattern, bind, enumerate_strategies, parse
 from autopar.rules.strategy import Strategy
 

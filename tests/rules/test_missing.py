@@ -12,11 +12,10 @@ import torch
 
 from autopar.errors import RuleError
 from autopar.graph.graph import Block, Graph, Input, Op, Parameter, Ref, TensorSpec
-from autopar.rules.check import missing as found_rules
-from autopar.rules.check.by_execution import verify_rule
-from autopar.rules.check.missing import adopt, complete, own_rules
-from autopar.rules.registry import RuleTable, has_rule, register_rule
-from autopar.rules.table import torch_rules
+from autopar.rules import missing as found_rules
+from autopar.rules.by_execution import verify_rule
+from autopar.rules.missing import adopt, complete, own_rules
+from autopar.rules.table import RuleTable, has_rule, register_rule, torch_rules
 
 LIBRARY = torch.library.Library("autopar_test", "DEF")
 LIBRARY.define("gated(Tensor x, Tensor w) -> Tensor")

@@ -13,14 +13,14 @@ import torch
 from autopar.cost.blocks.block_work import block_work, price_block
 from autopar.cost.network.collectives import CollectiveModel
 from autopar.errors import RuleError
-from autopar.graph.compact import compact
 from autopar.graph.graph import Graph
+from autopar.graph.rewrites import compact
 from autopar.hardware.cluster import Cluster
 from autopar.models.resolve import resolve_model
 from autopar.plan.mesh import Mesh
 from autopar.planner.sharding.batch_axis import solve_batch
-from autopar.rules.apply.apply import shard
-from autopar.rules.apply.resize import Resizer, can_resize, resized
+from autopar.rules.apply import shard
+from autopar.rules.local_graphs import Resizer, can_resize, resized
 from tests.support.lower.moe import mixture_graph
 from tests.support.planner.graphs import attention, llama_block
 

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from autopar.errors import RuleError
 from autopar.graph.graph import Op, TensorSpec
-from autopar.plan.tensor_types import I, P, R, S
-from autopar.rules.apply.literals import localize
-from autopar.rules.check.by_execution import call, verify_rule
-from autopar.rules.registry import Local, RuleTable, Strategy, default_table, has_rule, register_rule, strategies
+from autopar.plan.mesh import I, P, R, S
+from autopar.rules.by_execution import call, verify_rule
+from autopar.rules.local_calls import Local, localize
+from autopar.rules.strategy import Strategy
+from autopar.rules.table import RuleTable, default_table, has_rule, register_rule, strategies
 from tests.support.rule_examples import Example, Maker
 
 TP, TWO = "tp", Fraction(2)

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from autopar.graph.graph import TensorSpec
-from autopar.rules.check.by_execution import _gloo, _in_threads, call, verify_rule
+from autopar.rules.by_execution import _gloo, _in_threads, call, verify_rule
 from autopar.rules.grammar import Pattern, enumerate_strategies
-from autopar.rules.registry import default_table
-from autopar.rules.table import RuleTable, torch_rules
+from autopar.rules.table import RuleTable, default_table, torch_rules
 from tests.support.rule_examples import (
     OUTSIDE,
     Example,
@@ -65,7 +64,7 @@ def test_no_rank_begins_before_all_are_connected(monkeypatch: pytest.MonkeyPatch
         made.append(rank)
         return group
 
-    monkeypatch.setattr("autopar.rules.check.by_execution._gloo", slowly)
+    monkeypatch.setattr("autopar.rules.by_execution._gloo", slowly)
     _in_threads(lambda index, group: seen.append(len(made)), 3)
     assert seen == [3, 3, 3]
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from autopar.graph.graph import Argument, Graph, Op, TensorSpec
-from autopar.rules.check.by_execution import verify_rule
-from autopar.rules.registry import strategies
+from autopar.rules.by_execution import verify_rule
+from autopar.rules.table import strategies
 from autopar.tracing.trace import trace
 
 transformers = pytest.importorskip("transformers")

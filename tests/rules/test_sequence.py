@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from autopar.graph.graph import TensorSpec
 from autopar.ops import sequence as sequence_ops
-from autopar.rules import registry as rules
-from autopar.rules.check.by_execution import _in_threads, verify_rule
+from autopar.rules import table as rules
+from autopar.rules.by_execution import _in_threads, verify_rule
 from autopar.rules.strategy import Strategy
 from tests.support.rule_examples import Example, Maker
 

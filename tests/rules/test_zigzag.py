@@ -10,12 +10,11 @@ import torch
 from autopar.errors import RuleError
 from autopar.graph.graph import Block, Graph, Op, Parameter, Ref, TensorSpec
 from autopar.graph.graph import Input as Leaf
-from autopar.plan.tensor_types import I, P, R, S, Type
-from autopar.rules.apply.apply import shard
-from autopar.rules.apply.zigzag import RING, ZIGZAG_SAFE, check_strategy
-from autopar.rules.check.by_execution import verify_rule
-from autopar.rules.registry import default_table
-from autopar.rules.strategy import Strategy, Typing
+from autopar.plan.mesh import I, P, R, S, Type
+from autopar.rules.apply import shard
+from autopar.rules.by_execution import verify_rule
+from autopar.rules.strategy import RING, ZIGZAG_SAFE, Strategy, Typing, check_strategy
+from autopar.rules.table import default_table
 from tests.support.rule_examples import every
 
 ATTENTION = "aten.scaled_dot_product_attention.default"

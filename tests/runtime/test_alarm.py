@@ -12,7 +12,7 @@ import pytest
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from autopar.errors import RankFailedError
-from autopar.runtime.guard.failure_watch import Alarm
+from autopar.runtime.failure_watch import Alarm
 
 POLL_S = 0.02
 PATIENCE_S = 20.0
@@ -43,8 +43,8 @@ class Pair:
             alarm._closed.set()
 
         with (
-            mock.patch("autopar.runtime.guard.failure_watch.own_store", return_value=PrefixStore("job", store)),
-            mock.patch("autopar.runtime.guard.failure_watch.dist.get_backend", return_value="nccl"),
+            mock.patch("autopar.runtime.failure_watch.own_store", return_value=PrefixStore("job", store)),
+            mock.patch("autopar.runtime.failure_watch.dist.get_backend", return_value="nccl"),
         ):
             options: Any = {"poll_s": POLL_S, "grace_s": POLL_S, "launched": self.device.mark}
             self.alarms = [Alarm(rank, 2, **options) for rank in range(2)]

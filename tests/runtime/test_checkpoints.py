@@ -30,11 +30,11 @@ from autopar.errors import CheckpointError, PlanError, UsageError
 from autopar.lower.program import lower
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import Plan
-from autopar.runtime.checkpoint import chunk_files, folder, states
+from autopar.runtime.checkpoint import checkpoint_index, chunk_files, write
 from autopar.runtime.checkpoint.checkpoint_index import NAME, chunk_rows, decode, encode, read
 from autopar.runtime.checkpoint.series import Checkpoints
 from autopar.runtime.parallel_model import ParallelModel
-from autopar.runtime.weights.from_model import ModelWeights
+from autopar.runtime.weights import ModelWeights
 from autopar.runtime.world import World
 from autopar.tracing.trace import trace
 from tests.support.damage import KINDS, damage
@@ -322,7 +322,7 @@ def test_an_index_that_is_forged_with_its_checksum_is_refused(tmp_path: Path, ol
 
 def test_a_state_that_nobody_wrote_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'\$eval' is no kind"):
-        states.decode({"$eval": "1"}, lambda name: torch.ones(1))
+        checkpoint_index.decode_state({"$eval": "1"}, lambda name: torch.ones(1))
 
 
 def test_what_is_too_large_to_be_kept_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -378,7 +378,7 @@ class Killed(BaseException):
     """As a signal: nothing that runs after it is to tidy up."""
 
 
-@pytest.mark.parametrize("where", ["files.write", "folder.write", "folder.commit", "folder._sync"])
+@pytest.mark.parametrize("where", ["files.write", "folder.write_through", "folder.commit", "folder._sync"])
 @pytest.mark.parametrize("replaces", [False, True])
 def test_a_save_that_is_killed_leaves_what_was_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, replaces: bool
@@ -395,7 +395,7 @@ def test_a_save_that_is_killed_leaves_what_was_there(
     module, _, name = where.partition(".")
     for after in range(3):  # at its first, second, third call
         calls = []
-        original = getattr({"files": chunk_files, "folder": folder}[module], name)
+        original = getattr({"files": chunk_files, "folder": write}[module], name)
 
         def killed(*args: Any, after: int = after, calls: list[int] = calls, original: Any = original) -> Any:
             calls.append(1)
@@ -404,7 +404,7 @@ def test_a_save_that_is_killed_leaves_what_was_there(
             return original(*args)
 
         with monkeypatch.context() as patched:
-            patched.setattr(f"autopar.runtime.checkpoint.{'write' if module == 'files' else module}.{name}", killed)
+            patched.setattr(f"autopar.runtime.checkpoint.write.{name}", killed)
             try:
                 checkpoints.save(par, optimizer)
             except Killed:
@@ -473,7 +473,7 @@ def test_what_is_written_beside_training_is_what_a_save_would_have_written(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr("autopar.runtime.checkpoint.folder.commit", full)
+        patched.setattr("autopar.runtime.checkpoint.write.commit", full)
         beside.save(par, optimizer)
         with pytest.raises(UsageError, match="no space left on device"):
             beside.save(par, optimizer)

@@ -15,7 +15,7 @@ from autopar import api
 from autopar.errors import UsageError
 from autopar.plan.plan import Plan
 from autopar.runtime.data import PlannedLoader, planned_loader
-from autopar.runtime.step.partial_batch import BatchSizes, WholeBatch
+from autopar.runtime.step.other_runs import BatchSizes, WholeBatch
 from tests.support.mixed_clusters import two_kinds
 from tests.support.planner.graphs import mlp
 

@@ -14,8 +14,7 @@ import autopar
 from autopar.errors import UsageError
 from autopar.graph.graph import Parameter, TensorSpec
 from autopar.runtime.parallel_model import ParallelModel
-from autopar.runtime.weights.from_files import FileWeights
-from autopar.runtime.weights.from_model import ModelWeights
+from autopar.runtime.weights import FileWeights, ModelWeights
 from tests.support.close import assert_close
 
 pytestmark = pytest.mark.usefixtures("one_rank")

@@ -23,9 +23,9 @@ from autopar.lower.program import lower
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import FP16
 from autopar.runtime.fit import MAX_SKIPPED, StepDone
-from autopar.runtime.fresh_store import fresh
+from autopar.runtime.job import fresh
 from autopar.runtime.parallel_model import ParallelModel
-from autopar.runtime.weights.from_model import ModelWeights
+from autopar.runtime.weights import ModelWeights
 from autopar.runtime.world import World
 from tests.support.close import assert_close
 from tests.support.distributed.plans import make_plan

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.runtime.step.activation_offload import Mover
+from autopar.runtime.step.kept_for_backward import Mover
 from tests.support.close import assert_close
 
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from autopar.errors import UsageError
-from autopar.runtime.optimizer.local_step import ELEMENTWISE, LocalSteps
+from autopar.runtime.local_optimizer import ELEMENTWISE, LocalSteps
 from tests.support.close import assert_close, error_of
 
 pytestmark = pytest.mark.usefixtures("one_rank")

@@ -16,7 +16,7 @@ from autopar.ops.sharded import partial_mean
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import BF16, FP16, Precision
 from autopar.runtime.parallel_model import ParallelModel
-from autopar.runtime.weights.from_model import ModelWeights
+from autopar.runtime.weights import ModelWeights
 from autopar.runtime.world import World
 from tests.support.distributed import scaled
 from tests.support.distributed.plans import make_plan

@@ -8,8 +8,8 @@ from torch import nn
 
 from autopar.errors import RuntimeMismatchError, UsageError
 from autopar.graph.graph import Parameter, Part, TensorSpec
-from autopar.plan.tensor_types import I, S
-from autopar.runtime.weights.from_model import ModelWeights, initialise, local_index
+from autopar.plan.mesh import I, S
+from autopar.runtime.weights import ModelWeights, initialise, local_index
 
 
 def parameter(shape: tuple[int, ...], **options: object) -> Parameter:

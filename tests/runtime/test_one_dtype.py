@@ -17,7 +17,7 @@ from autopar.lower.program import lower
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import PRECISIONS
 from autopar.runtime.parallel_model import ParallelModel
-from autopar.runtime.weights.from_model import ModelWeights
+from autopar.runtime.weights import ModelWeights
 from autopar.runtime.world import World
 from autopar.tracing.trace import trace
 from tests.support.distributed.plans import make_plan

@@ -26,10 +26,10 @@ from autopar.lower.program import lower
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import BF16, PRECISIONS
 from autopar.runtime.launch import launch
-from autopar.runtime.optimizer.checksum import checksums
 from autopar.runtime.parallel_model import ParallelModel
+from autopar.runtime.same_values import checksums
 from autopar.runtime.step.gradients import BucketedSums, Held
-from autopar.runtime.weights.from_model import ModelWeights
+from autopar.runtime.weights import ModelWeights
 from autopar.runtime.world import World
 from autopar.tracing.trace import trace
 from autopar.verification.against_one_device import adamw, loss_of
@@ -118,7 +118,7 @@ def test_a_save_that_is_cut_off_leaves_the_checkpoint_that_was_there(
     with monkeypatch.context() as patched, torch.no_grad():
         for parameter in parallel.parameters():
             parameter.add_(1.0)
-        patched.setattr("autopar.runtime.checkpoint.folder.commit", cut_off)
+        patched.setattr("autopar.runtime.checkpoint.write.commit", cut_off)
         with pytest.raises(
             UsageError,
             match=r"Cannot write the checkpoint .* no space left.*checkpoint that was",

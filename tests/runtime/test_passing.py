@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from autopar.runtime.step.stage_io import Ends, Passed, enter, leave
+from autopar.runtime.step.stage import Ends, Passed, enter, leave
 
 DTYPES = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autopar.cost.blocks.block_cost import BlockCost
 from autopar.cost.model import CostModel
 from autopar.graph.graph import Graph, Ref
-from autopar.graph.selective_recompute import made_again
+from autopar.graph.operator_kinds import made_again
 from autopar.hardware.cluster import Cluster
 from autopar.lower.emit import SEED
 from autopar.lower.program import BlockProgram, lower

@@ -10,8 +10,7 @@ import pytest
 import autopar
 from autopar.errors import UsageError
 from autopar.plan.mesh import Mesh
-from autopar.runtime.job import PLAN, given_plan
-from autopar.runtime.torchrun import command
+from autopar.runtime.job import PLAN, command, given_plan
 from tests.support.cli_runner import Run, run_fixture
 from tests.support.example_plans import llama_plan
 

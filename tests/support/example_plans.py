@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopar.plan.mesh import Mesh
+from autopar.plan.mesh import I, Mesh, S
 from autopar.plan.plan import BF16, FP32, AxisTyping, BlockLayout, BlockPlan, ModelInfo, Plan, SearchRecord, StagePlan
 from autopar.plan.prediction import Breakdown, Memory, Prediction
-from autopar.plan.tensor_types import I, S
 
 _GIB = 2**30
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autopar.hardware.cluster import Cluster, NodeGroup
-from autopar.hardware.scale import scaled
+from autopar.hardware.describe import scaled
 
 
 def slow_group(

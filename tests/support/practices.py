@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from autopar.validate.foreign import ForeignRuntime
 from autopar.validate.foreign_kernels import ForeignKernels
-from autopar.validate.sites import PLAIN, Site
+from autopar.validate.practice import PLAIN, ForeignRuntime, Site
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

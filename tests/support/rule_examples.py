@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from autopar.graph.graph import Op, Ref, map_refs
-from autopar.graph.random import draws_random
-from autopar.ops.names import resolve
+from autopar.graph.operator_kinds import draws_random
+from autopar.ops.kernels import resolve
 from autopar.rules.table import RuleTable
 
 OUTSIDE = frozenset((

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from autopar.plan.mesh import Mesh
+from autopar.plan.mesh import I, Mesh, S, Type
 from autopar.plan.plan import (
     BF16,
     FP32,
@@ -18,7 +18,6 @@ from autopar.plan.plan import (
     StagePlan,
 )
 from autopar.plan.prediction import Breakdown, Memory, Prediction
-from autopar.plan.tensor_types import I, S, Type
 
 _SECONDS = st.floats(min_value=0, max_value=1e9, allow_subnormal=False)
 _BYTES = st.integers(0, 2**50)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from autopar.errors import TraceError
 from autopar.graph.graph import Ref
-from autopar.tracing.guards import batch_size_numbers as counts
+from autopar.tracing import repeated_steps
 from autopar.tracing.trace import trace
 
 
@@ -71,7 +71,7 @@ def test_numbers_that_passes_show_to_be_the_same_cost_no_second_export(
         with pytest.raises(TraceError):
             trace(model, batch)
     else:
-        assert counts.suspects(trace(model, batch))
+        assert repeated_steps.suspects(trace(model, batch))
     assert len(exported) == most
 
 
@@ -97,10 +97,10 @@ def test_numbers_in_place_are_compared_too() -> None:
 def test_a_number_that_no_pass_shows_needs_a_trace() -> None:
     """Of a computed constant or a number that is made of others, equal passes say nothing."""
     graph = trace(Scaled("by sequence"), (torch.zeros((4, 8), dtype=torch.int64),))
-    (op,) = counts.suspects(graph)
+    (op,) = repeated_steps.suspects(graph)
     (number,) = (argument for argument in op.args if not isinstance(argument, Ref))
     call = (op.target, "tensor", number)
-    assert counts.are_same(graph, [call], [call])
-    assert not counts.are_same(graph, [], [])
-    assert not counts.are_same(graph, [call], [])
-    assert not counts.are_same(graph, [call], [(op.target, "tensor", 2.5)])
+    assert repeated_steps.are_same(graph, [call], [call])
+    assert not repeated_steps.are_same(graph, [], [])
+    assert not repeated_steps.are_same(graph, [call], [])
+    assert not repeated_steps.are_same(graph, [call], [(op.target, "tensor", 2.5)])

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributions import Normal, kl_divergence
 
-from autopar.graph.compact import compact
 from autopar.graph.graph import Graph
 from autopar.graph.interpreter import evaluate
+from autopar.graph.rewrites import compact
 from autopar.models.graph_for_plan import for_batch
-from autopar.plan.tensor_types import P
+from autopar.plan.mesh import P
 from autopar.planner.sharding.batch_axis import mixes_samples, samples_apart, solve_batch
 from autopar.tracing.trace import trace
 from tests.support.close import assert_close

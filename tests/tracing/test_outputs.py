@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from autopar.graph.elements import Leaf, Outputs
 from autopar.graph.graph import Graph, Ref
-from autopar.graph.outputs import Leaf, Outputs
-from autopar.tracing.outputs.structure import Kept
+from autopar.tracing.program_ends import Kept
 from autopar.tracing.trace import trace
 from tests.support import zoo
 from tests.support.distributed.returning import Returning

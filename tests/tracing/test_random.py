@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.graph.compact import compact
 from autopar.graph.graph import Graph, Op, Ref, TensorSpec
 from autopar.graph.interpreter import evaluate, leaves, run
-from autopar.graph.random import draws_random
-from autopar.plan.tensor_types import R, S
+from autopar.graph.operator_kinds import draws_random
+from autopar.graph.rewrites import compact
+from autopar.plan.mesh import R, S
 from autopar.planner.sharding.batch_axis import solve_batch
-from autopar.rules import registry as rules
-from autopar.rules.apply.apply import shard
+from autopar.rules import table as rules
+from autopar.rules.apply import shard
 from autopar.tracing.trace import trace
 from tests.support.close import assert_close
 

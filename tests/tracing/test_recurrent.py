@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.graph.compact import compact
 from autopar.graph.graph import Graph
 from autopar.graph.interpreter import evaluate
-from autopar.plan.tensor_types import S
+from autopar.graph.rewrites import compact
+from autopar.plan.mesh import S
 from autopar.planner.sharding.batch_axis import solve_batch
-from autopar.rules.apply.apply import shard
+from autopar.rules.apply import shard
 from autopar.tracing.trace import trace
 from autopar.verification.against_one_device import _without_dropout
 from tests.support.close import assert_close

@@ -14,7 +14,7 @@ from autopar.errors import TraceError
 from autopar.graph.graph import Graph, Op, Ref
 from autopar.graph.interpreter import evaluate, leaves, run
 from autopar.models.resolve import resolve_model
-from autopar.rules.check.by_execution import verify_rule
+from autopar.rules.by_execution import verify_rule
 from autopar.tracing.trace import trace
 from tests.support.close import assert_close
 from tests.support.zoo import HUGGING_FACE, LENGTH, loss_of, subject, traced, traced_on_meta

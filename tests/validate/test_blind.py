@@ -15,10 +15,10 @@ from autopar.hardware.read import known_devices, load_profile
 from autopar.plan.prediction import Memory
 from autopar.validate import parameters as free
 from autopar.validate.express import predict
+from autopar.validate.practice import PLAIN, cluster_of, load_sites, site_of
 from autopar.validate.runs import Run, read_runs
 from autopar.validate.scores import evaluate
 from autopar.validate.session import Session
-from autopar.validate.sites import PLAIN, cluster_of, load_sites, site_of
 from tests.support.practices import doing
 from tools.evidence import blind as blind_page
 from tools.evidence.blind import TESTS, hidden, page, read_before, read_figures

@@ -11,9 +11,9 @@ from autopar.hardware.device_rates import MatmulRate
 from autopar.hardware.read import load_profile
 from autopar.validate.express import predict
 from autopar.validate.foreign_kernels import is_filled
+from autopar.validate.practice import Site, cluster_of, load_sites, site_of
 from autopar.validate.runs import Run, read_runs
 from autopar.validate.session import Session
-from autopar.validate.sites import Site, cluster_of, load_sites, site_of
 from tests.support.practices import doing
 
 OWN = Path(__file__).parent / "runs.csv"

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pytest
 
-from autopar.validate.parameters import Parameter
-from autopar.validate.robust_fit import Fit, Linearized, fit, sensitivities
+from autopar.validate.parameters import Fit, Linearized, Parameter, fit, sensitivities
 
 WORK = [(1.0, 0.2, 0.0), (0.5, 2.0, 0.0), (3.0, 1.0, 0.0), (0.1, 0.3, 0.0), (2.0, 4.0, 0.0), (5.0, 0.1, 0.0)]
 """Seconds of each run that scale with one over the first, with the second, and with the third parameter."""

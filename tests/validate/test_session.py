@@ -15,11 +15,11 @@ from autopar.hardware.read import load_profile, profile_to_dict
 from autopar.util.toml import Table
 from autopar.validate import parameters as free
 from autopar.validate.express import scaled
+from autopar.validate.practice import cluster_of, load_sites, site_from, site_of
 from autopar.validate.report import markdown, render_html
 from autopar.validate.runs import read_runs
 from autopar.validate.scores import as_read, calibrate, evaluate, may_fit, memory_width, score, write_profile
 from autopar.validate.session import Session
-from autopar.validate.sites import cluster_of, load_sites, site_from, site_of
 from tools.evidence.accuracy import ERRATA, document, unslowed, without_errata
 
 OWN = Path(__file__).parent / "runs.csv"

@@ -12,15 +12,14 @@ import torch
 
 from autopar.graph.graph import Graph, Ref
 from autopar.lower.program import lower
-from autopar.plan.mesh import Mesh
-from autopar.plan.tensor_types import I, P, R, S
-from autopar.rules.apply.apply import BATCH
+from autopar.plan.mesh import I, Mesh, P, R, S
+from autopar.plan.plan import FP64
+from autopar.rules.apply import BATCH
 from autopar.runtime.job import start, stop
 from autopar.runtime.parallel_model import ParallelModel
-from autopar.runtime.weights.from_model import ModelWeights
+from autopar.runtime.weights import ModelWeights
 from autopar.runtime.world import World
 from autopar.verification.against_one_device import in_dtype
-from autopar.verification.first_difference import FP64
 from autopar.verification.record import PRELUDE, OneDevice, Tape, Watch, attach
 from autopar.verification.slices import Split, gradient_layout
 from autopar.verification.walk import Trail

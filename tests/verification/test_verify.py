@@ -15,13 +15,12 @@ import autopar
 from autopar.errors import VerificationError
 from autopar.graph.interpreter import evaluate
 from autopar.plan.plan import Plan
-from autopar.tracing.float64 import in_double
+from autopar.tracing.modes import in_double
 from autopar.tracing.trace import trace
 from autopar.verification.against_one_device import Confirmation, RankErrors, VerifyReport, _Run, verify
 from autopar.verification.rank_pool import WorkerPool
-from autopar.verification.reference import worst
+from autopar.verification.reference import DoubleSubject, traced_in_double, worst
 from autopar.verification.results import NUDGES
-from autopar.verification.subject import DoubleSubject, traced_in_double
 from tests.support.close import assert_close
 
 

@@ -17,11 +17,10 @@ import torch
 
 from autopar.graph.graph import Graph
 from autopar.lower.program import lower
-from autopar.plan.mesh import Mesh
+from autopar.plan.mesh import I, Mesh, S, Type
 from autopar.plan.plan import Plan
-from autopar.plan.tensor_types import I, S, Type
 from autopar.runtime.parallel_model import ParallelModel
-from autopar.runtime.weights.from_model import ModelWeights
+from autopar.runtime.weights import ModelWeights
 from autopar.runtime.world import World
 from autopar.tracing.trace import trace
 from autopar.verification.rank_pool import WorkerPool

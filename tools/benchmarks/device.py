@@ -29,7 +29,7 @@ from autopar.plan.mesh import Mesh
 from autopar.plan.plan import BF16, FP32, Precision
 from autopar.runtime.job import start, stop
 from autopar.runtime.parallel_model import ParallelModel
-from autopar.runtime.weights.from_model import ModelWeights
+from autopar.runtime.weights import ModelWeights
 from autopar.runtime.world import World
 from autopar.util.files import write_json
 from tests.support.distributed.plans import make_plan

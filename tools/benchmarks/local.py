@@ -28,11 +28,11 @@ from autopar.benchmark.rank_links import LinkTask, measured_cluster
 from autopar.benchmark.rank_runs import QUIET_PROFILER, Job, read_result, write_job
 from autopar.errors import AutoparError
 from autopar.hardware.cluster import Cluster
-from autopar.hardware.detect.machine import machine_profile
-from autopar.hardware.measured_times import load_json
+from autopar.hardware.link import load_json
+from autopar.hardware.machine import machine_profile
 from autopar.hardware.read import MachineProfile
 from autopar.util.files import write_json, write_text
-from autopar.util.units import seconds
+from autopar.util.formatting import seconds
 from tools.revision import revision
 
 ROOT = Path(__file__).resolve().parents[2]

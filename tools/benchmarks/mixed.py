@@ -32,7 +32,7 @@ from autopar.benchmark.rank_runs import Job
 from autopar.errors import InfeasibleError, UsageError
 from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
-from autopar.hardware.detect.machine import machine_profile
+from autopar.hardware.machine import machine_profile
 from autopar.hardware.read import load_library
 from autopar.models.resolve import resolve_model
 from autopar.plan.plan import FP32, Plan, Precision
@@ -42,7 +42,7 @@ from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
 from autopar.planner.task import Limits, Task
 from autopar.util.files import write_text
-from autopar.util.units import seconds
+from autopar.util.formatting import seconds
 from autopar.verification.rank_pool import WorkerPool
 from tools.revision import revision
 

@@ -37,7 +37,7 @@ from typing import Any
 PLANNER = next(name for name in ("autopar.planner", "autopar.search") if find_spec(name) is not None)
 """The package of the planner: it had the second name."""
 
-STUDIES = ("autopar.questions.published_layouts", "autopar.studies")
+STUDIES = ("autopar.questions.comparisons", "autopar.questions.published_layouts", "autopar.studies")
 """Where published layouts are posed as problems, or were."""
 
 

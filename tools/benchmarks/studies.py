@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.plan.plan import Plan
-from autopar.questions.published_layouts import load_study, run_study, study_files
+from autopar.questions.comparisons import load_study, run_study, study_files
 from autopar.util.files import write_text
 from tools.revision import revision
 

@@ -19,9 +19,8 @@ from autopar import api
 from autopar.graph.graph import Graph
 from autopar.models.resolve import resolve_model
 from autopar.plan.plan import Plan
-from autopar.runtime.checkpoint.chunk_files import as_bytes
+from autopar.runtime.checkpoint.chunk_files import as_bytes, open_folder
 from autopar.runtime.checkpoint.load import whole
-from autopar.runtime.checkpoint.source import open_folder
 from autopar.verification.against_one_device import PRELOAD
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.damage import KINDS

@@ -18,14 +18,14 @@ from pathlib import Path
 
 from autopar import api
 from autopar.errors import AutoparError
-from autopar.graph.attention import is_attention, is_scores
 from autopar.graph.graph import Graph, Op
+from autopar.graph.operator_kinds import is_attention, is_scores
 from autopar.hardware.cluster import Cluster
-from autopar.hardware.scale import with_free_links
+from autopar.hardware.describe import with_free_links
 from autopar.models.resolve import USER_FAILURES, resolve_model
 from autopar.plan.plan import Plan
 from autopar.planner.space.space import ATTENTION_KINDS
-from autopar.rules import registry as rules
+from autopar.rules import table as rules
 from autopar.verification.against_one_device import (
     LOSS_TOLERANCE,
     PRELOAD,
@@ -34,9 +34,8 @@ from autopar.verification.against_one_device import (
     VerifyReport,
     verify,
 )
-from autopar.verification.described_model import DEFAULT_SAMPLES
+from autopar.verification.compared_models import DEFAULT_SAMPLES, VerifiedModel
 from autopar.verification.rank_pool import WorkerPool
-from autopar.verification.verified_model import VerifiedModel
 
 RANKS = 4
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "evidence" / "models.md"

@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autopar.graph.graph import TensorSpec
-from autopar.plan.tensor_types import I, P, R, S, Type
-from autopar.rules.check.by_execution import call, verify_rule
-from autopar.rules.registry import default_table
+from autopar.plan.mesh import I, P, R, S, Type
+from autopar.rules.by_execution import call, verify_rule
 from autopar.rules.strategy import Strategy
+from autopar.rules.table import default_table
 from tests.support.rule_examples import Example, every
 
 SIZE = 2

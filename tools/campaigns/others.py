@@ -30,13 +30,12 @@ from autopar import api
 from autopar.errors import AutoparError, VerificationError
 from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
-from autopar.hardware.scale import with_free_links
+from autopar.hardware.describe import with_free_links
 from autopar.models.resolve import resolve_model
 from autopar.plan.plan import Plan
 from autopar.verification.against_one_device import PRELOAD, verify
-from autopar.verification.described_model import DEFAULT_SAMPLES
+from autopar.verification.compared_models import DEFAULT_SAMPLES, VerifiedModel
 from autopar.verification.rank_pool import WorkerPool
-from autopar.verification.verified_model import VerifiedModel
 from tools.campaigns.models import LAYOUTS, RANKS, USER_FAILURES, Result, result_of, said, splits
 from tools.campaigns.others_page import (
     BROKEN,

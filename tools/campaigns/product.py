@@ -20,18 +20,17 @@ from autopar.cost.blocks.block_work import BlockWork
 from autopar.cost.model import BlockCost, CostModel, StageCost, Step
 from autopar.cost.step.data_parallel import is_mixed
 from autopar.errors import InternalError, RuleError, UsageError
-from autopar.graph.compact import Compact
 from autopar.graph.graph import Graph, Op, Ref
+from autopar.graph.rewrites import Compact
 from autopar.hardware.cluster import Cluster
-from autopar.plan.mesh import Mesh
+from autopar.plan.mesh import I, Mesh, R, S, Type
 from autopar.plan.plan import BUCKET_BYTES, RECOMPUTES, Offload, Recompute, ScheduleName
 from autopar.plan.schedule import SCHEDULES, check_schedule
-from autopar.plan.tensor_types import I, R, S, Type
 from autopar.planner.sharding.batch_axis import solve_batch
 from autopar.planner.space.space import load_space
-from autopar.rules import registry as rules
-from autopar.rules.apply.apply import shard
-from autopar.rules.apply.conversions import conversion
+from autopar.rules import table as rules
+from autopar.rules.apply import shard
+from autopar.rules.local_calls import conversion
 from autopar.rules.strategy import Strategy, Typing
 
 TP = "tp"

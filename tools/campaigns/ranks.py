@@ -14,16 +14,15 @@ from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
 from autopar.graph.graph import Buffer, Graph, Op, Parameter, Ref
-from autopar.graph.random import draws_random
+from autopar.graph.operator_kinds import draws_random
 from autopar.lower.program import Program, StageProgram
 from autopar.ops import seeded
-from autopar.plan.mesh import DATA_AXES
-from autopar.plan.tensor_types import Type
-from autopar.rules.apply.apply import BATCH
-from autopar.rules.apply.experts_over_data import AXIS as SPREAD
-from autopar.rules.apply.zigzag import RING
+from autopar.plan.mesh import DATA_AXES, Type
+from autopar.rules.apply import BATCH
+from autopar.rules.local_graphs import AXIS as SPREAD
+from autopar.rules.strategy import RING
+from autopar.runtime import assemble
 from autopar.runtime.monitor import Monitor
-from autopar.runtime.step import fsdp as data_parallel
 from autopar.runtime.step.runner import Pipeline, micro_batches
 from autopar.runtime.step.stage import StageModule
 from tests.support.lower.ranks import axis_group, run_sums, slice_of, these_meshes, this_mesh
@@ -130,23 +129,23 @@ def _module(stage: StageProgram, program: Program, parts: Mapping[str, Tensor]) 
     )
     module = StageModule(replace(stage, blocks=blocks), program, these_meshes())
     module._parameters.update({name: leaves[name] for name in stage.shared_parameters})
-    if data_parallel.uses_fsdp(program.plan):
+    if assemble.uses_fsdp(program.plan):
         _shard(module, program, leaves)
     return module
 
 
 def _shard(module: StageModule, program: Program, leaves: Mapping[str, nn.Parameter]) -> None:
     """As the runtime does; FSDP takes no scalars and no experts over data ranks."""
-    mesh = data_parallel.fsdp_mesh(program.plan, this_mesh())
+    mesh = assemble.fsdp_mesh(program.plan, this_mesh())
     left = {
         leaves[p.name] for p in program.graph.parameters if p.name in leaves and (_is_spread(p) or not p.spec.shape)
     }
     for block in module.blocks:
         own = set(block.parameters())
         if own:
-            data_parallel.shard_block(block, program.plan, mesh, ignored=own & left)
-    data_parallel.shard_block(module, program.plan, mesh, keep_gathered=True, ignored=left & set(module.parameters()))
-    data_parallel.sum_gradients(module)
+            assemble.shard_block(block, program.plan, mesh, ignored=own & left)
+    assemble.shard_block(module, program.plan, mesh, keep_gathered=True, ignored=left & set(module.parameters()))
+    assemble.sum_gradients(module)
 
 
 def _in_turn(modules: Sequence[StageModule], batch: Mapping[str, Tensor], program: Program) -> Tensor:
@@ -154,7 +153,7 @@ def _in_turn(modules: Sequence[StageModule], batch: Mapping[str, Tensor], progra
     total = torch.zeros((), dtype=torch.float64)
     for number, part in enumerate(micro_batches(batch, program.graph.inputs, program.plan.num_micro_batches)):
         for module in modules:
-            data_parallel.before_backward(module, program.plan, is_last=number == program.plan.num_micro_batches - 1)
+            assemble.before_backward(module, program.plan, is_last=number == program.plan.num_micro_batches - 1)
         taken: list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = []
         passed: tuple[Tensor, ...] = ()
         for module in modules:

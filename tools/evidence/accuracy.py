@@ -9,12 +9,11 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from autopar.cli.console import progress
+from autopar.cli.options import progress
 from autopar.validate.parameters import PARAMETERS
-from autopar.validate.report import failures, markdown, percent, worst
+from autopar.validate.report import failures, markdown, percent, validated, worst
 from autopar.validate.scores import Outcome, Score, score, scored
 from autopar.validate.session import LEAST_SEEN, Session
-from autopar.validate.validation import validated
 from tools.evidence.noise import bounds_table
 from tools.revision import revision
 

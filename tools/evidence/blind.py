@@ -13,13 +13,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from autopar.cli.console import progress
+from autopar.cli.options import progress
 from autopar.errors import UsageError
-from autopar.validate.report import failures, percent, worst
+from autopar.validate.report import failures, percent, validated, worst
 from autopar.validate.runs import Run
 from autopar.validate.scores import Outcome, Score, evaluate
 from autopar.validate.session import Session
-from autopar.validate.validation import validated
 from tools.revision import revision
 
 ROOT = Path(__file__).parents[2]

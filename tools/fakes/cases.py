@@ -145,7 +145,7 @@ LISTED: dict[tuple[str, str, str], str] = {
     (
         "host waits",
         "event.synchronize",
-        "autopar/runtime/optimizer/host_copy.py:wait",
+        "autopar/runtime/local_optimizer.py:wait",
     ): "a step on the host begins when its gradients are down, and the next one when its parameters are up",
     (
         "host waits",
@@ -155,17 +155,17 @@ LISTED: dict[tuple[str, str, str], str] = {
     (
         "host waits",
         "event.synchronize",
-        "autopar/runtime/guard/shared_samples.py:read",
+        "autopar/runtime/step/local_batch.py:read",
     ): "what was queued before one step in 32 is read before the step after it, of which the device has all work by then",
     (
         "host waits",
         "Tensor.item",
-        "autopar/runtime/step/loss_scale.py:step",
+        "autopar/runtime/step/global_loss.py:step",
     ): "torch's scaler asks whether a step is made",
     (
         "host waits",
         "Tensor.__int__",
-        "autopar/runtime/guard/replicas.py:check_now",
+        "autopar/runtime/same_values.py:check_now",
     ): "whether copies of parameters differ: before one step in a thousand, and before a checkpoint",
 }
 """Where a program may wait or keep states: kind, what, and file and function, with the reason."""

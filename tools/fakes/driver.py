@@ -35,10 +35,10 @@ def run(case: Case, rank: int, record: Any) -> int:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from autopar.lower.program import lower
-    from autopar.runtime.guard.replicas import EVERY
     from autopar.runtime.job import stop
     from autopar.runtime.parallel_model import ParallelModel
-    from autopar.runtime.weights.from_model import ModelWeights
+    from autopar.runtime.same_values import EVERY
+    from autopar.runtime.weights import ModelWeights
     from autopar.runtime.world import World
     from tools.fakes.watch import Watch
 
@@ -93,7 +93,7 @@ def run(case: Case, rank: int, record: Any) -> int:
 
 def _look(parallel: Any, case: Case, batch: Any, record: Any, phase: str) -> None:
     """A step whose batch is compared with those of other ranks, and calls after it."""
-    from autopar.runtime.guard.shared_samples import EVERY
+    from autopar.runtime.step.local_batch import EVERY
 
     record.phase = phase
     parallel._shared._calls = EVERY
@@ -145,7 +145,7 @@ def _call(parallel: Any, batch: Any, record: Any) -> None:
 
 def _save(parallel: Any, optimizer: Any, record: Any) -> tuple[set[str], dict[str, Any]]:
     """What goes to a checkpoint, but for the files: names of tensors, and values."""
-    from autopar.runtime.checkpoint import contents, meeting, of_model
+    from autopar.runtime.checkpoint import contents, series
 
     kept: list[tuple[set[str], dict[str, Any]]] = []
 
@@ -162,10 +162,10 @@ def _save(parallel: Any, optimizer: Any, record: Any) -> tuple[set[str], dict[st
 
     record.phase = "save"
     with (
-        mock.patch.object(of_model, "Save", saved),
+        mock.patch.object(series, "Save", saved),
         mock.patch.object(contents, "random_states", return_value={}),
         mock.patch.object(contents, "compute_local_shape_and_global_offset", _places()),
-        mock.patch.object(meeting.Meeting, "all", lambda self, value: [value] * self.size),
+        mock.patch.object(contents.Meeting, "all", lambda self, value: [value] * self.size),
     ):
         parallel.save("nowhere", optimizer)
         if parallel.plan.mesh.pp == 1:
@@ -194,7 +194,7 @@ def _load(parallel: Any, saved: tuple[set[str], dict[str, Any]], record: Any) ->
     """What comes from a checkpoint, for a job that has made no step yet: its optimizer is new, and has no states."""
     import torch
 
-    from autopar.runtime.checkpoint import contents, meeting, of_model
+    from autopar.runtime.checkpoint import contents, series
 
     names, values = saved
 
@@ -211,9 +211,9 @@ def _load(parallel: Any, saved: tuple[set[str], dict[str, Any]], record: Any) ->
     loading.source.values, loading.source.is_complete = values, True
     record.phase = LOADS
     with (
-        mock.patch.object(of_model, "Loading", mock.Mock(begin=lambda *_, **__: loading)),
+        mock.patch.object(series, "Loading", mock.Mock(begin=lambda *_, **__: loading)),
         mock.patch.object(contents, "compute_local_shape_and_global_offset", _places()),
-        mock.patch.object(meeting.Meeting, "all", lambda self, value: [value] * self.size),
+        mock.patch.object(contents.Meeting, "all", lambda self, value: [value] * self.size),
     ):
         parallel.load("nowhere", torch.optim.AdamW(parallel.parameters(), lr=1e-3))
 
@@ -310,8 +310,8 @@ def main(guard: str, output: str, *names: str) -> None:
     gc.set_threshold(50_000, 20, 50)  # traces make millions of objects, of which few are garbage in circles
     warnings.filterwarnings("ignore")
     from autopar.ops import experts as expert_ops
-    from autopar.runtime.guard import shared_samples
-    from autopar.runtime.optimizer import host_copy
+    from autopar.runtime import local_optimizer
+    from autopar.runtime.step import local_batch
     from tools.fakes.watch import Record, install
 
     record = Record()
@@ -323,8 +323,8 @@ def main(guard: str, output: str, *names: str) -> None:
         return counted(chosen, num_experts)
 
     expert_ops._sorted = sorted_by
-    host_copy._read = lambda numbers: [0] * numbers.numel()
-    shared_samples._of_all_ranks = lambda mine, ranks, _: [[[0] * mine.shape[1]] * 2] * ranks
+    local_optimizer._read = lambda numbers: [0] * numbers.numel()
+    local_batch._of_all_ranks = lambda mine, ranks, _: [[[0] * mine.shape[1]] * 2] * ranks
     found: dict[str, Any] = {}
     if PROBE in names:
         _probe(record)

@@ -22,11 +22,11 @@ from statistics import fmean
 import torch
 import torch.distributed as dist
 
-from autopar.benchmark.score import Row
+from autopar.benchmark.batches import Row
 from autopar.errors import first_line
 from autopar.measure import timers as measure
 from autopar.util.files import write_json, write_text
-from autopar.util.units import num_bytes, seconds
+from autopar.util.formatting import num_bytes, seconds
 from autopar.validate.report import percent
 from tools.gpu.machine_facts import facts_text, machine_facts
 from tools.gpu.one_device import SETTINGS, Comparison, Setting, cluster_of, compare, false_fits, to_dict, write_profile
@@ -87,7 +87,7 @@ def run_nccl(out: Path) -> bool:
 
 def run_profile(out: Path, settings: Sequence[Setting] = ()) -> bool:
     """Measure ceilings, bandwidth, launch, the host's link and every operator; ``FOLDER/device.toml`` and its operators."""
-    from autopar.hardware.detect.machine import machine_profile
+    from autopar.hardware.machine import machine_profile
 
     file = write_profile(machine_profile(), measure_device(), settings or SETTINGS, out / PROFILE)
     torch.cuda.empty_cache()
@@ -100,7 +100,7 @@ def run_profile(out: Path, settings: Sequence[Setting] = ()) -> bool:
 def run_predictions(out: Path, settings: Sequence[Setting] = ()) -> bool:
     """Every micro-batch and recompute at each length and precision, measured beside both profiles' predictions; ``FOLDER/gpu.md``."""
     from autopar.benchmark.batches import local_ranks, score_line
-    from autopar.hardware.detect.machine import identity, machine_profile
+    from autopar.hardware.machine import identity, machine_profile
     from autopar.hardware.read import load_profile
 
     clusters = {"shipped": cluster_of(machine_profile(), "shipped")}

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from autopar.hardware.detect.machine import device_name, host_memory_bytes
-from autopar.util.units import num_bytes
+from autopar.hardware.machine import device_name, host_memory_bytes
+from autopar.util.formatting import num_bytes
 
 
 def machine_facts() -> dict[str, Any]:

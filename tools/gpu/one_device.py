@@ -13,13 +13,12 @@ from typing import Any
 
 import torch
 
-from autopar.benchmark.batches import Launch, Outcome, benchmark
+from autopar.benchmark.batches import Launch, Outcome, Row, benchmark
 from autopar.benchmark.chosen_plans import Advance, variants
 from autopar.benchmark.local import BenchmarkRequest, one_device_pins, task_of
 from autopar.benchmark.rank_runs import Job
-from autopar.benchmark.score import Row
 from autopar.hardware.cluster import Cluster
-from autopar.hardware.detect.machine import identity, measured_host
+from autopar.hardware.machine import identity, measured_host
 from autopar.hardware.read import MachineProfile, load_library, profile_to_dict
 from autopar.measure import timers as measure
 from autopar.measure.operators import OperatorFile

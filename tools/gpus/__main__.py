@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from autopar.util.files import write_json, write_text
-from autopar.util.units import seconds
+from autopar.util.formatting import seconds
 from autopar.verification.results import LOSS_TOLERANCE, TENSOR_TOLERANCE
 from tools.gpu.machine_facts import facts_text, machine_facts
 from tools.gpus.ranks import cases_of

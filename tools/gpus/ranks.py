@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from autopar.api import parallelize
 from autopar.models.resolve import ModelSource, resolve_model
-from autopar.runtime.guard.shared_samples import EVERY
 from autopar.runtime.job import start, stop
 from autopar.runtime.parallel_model import ParallelModel
+from autopar.runtime.step.local_batch import EVERY
 from autopar.util.files import write_json
 from autopar.verification.reference import adamw, loss_of
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from autopar.cost.operators.work import VIEWS, Work
 from autopar.graph.aliasing import numbered_roots
-from autopar.graph.graph import Block, Graph, Op, Ref, TensorSpec
-from autopar.graph.index import SAME
+from autopar.graph.graph import SAME, Block, Graph, Op, Ref, TensorSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

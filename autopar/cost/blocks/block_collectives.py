@@ -8,16 +8,15 @@ from typing import cast
 
 from autopar.cost.operators.work import COLLECTIVES
 from autopar.graph.graph import Op, Ref, TensorSpec
-from autopar.plan.mesh import DATA_AXES
-from autopar.plan.tensor_types import parse_type
-from autopar.rules.apply.apply import OVER_DATA
-from autopar.rules.apply.conversions import conversion
-from autopar.rules.patterns.other_kernels import ring_messages
+from autopar.plan.mesh import DATA_AXES, parse_type
+from autopar.rules.apply import OVER_DATA
+from autopar.rules.local_calls import conversion
+from autopar.rules.other_kernels import ring_messages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """A collective of one block; ``num_bytes`` as :func:`autopar.rules.apply.conversions.collective_bytes` counts.
+    """A collective of one block; ``num_bytes`` as :func:`autopar.rules.local_calls.collective_bytes` counts.
 
     ``repeated``: a forward one that runs again when the block is recomputed; torch's checkpoint stops after the last
     operator that keeps something.
@@ -98,7 +97,7 @@ def _travels(op: Op, spec_of: Callable[[Ref], TensorSpec]) -> Iterator[Message]:
 
 
 def _directions(name: str, op: Op) -> tuple[str, str]:
-    """Collectives forward and backward of an emitted change of type; the table of ``rules.conversions``."""
+    """Collectives forward and backward of an emitted change of type; the table of ``rules.local_calls``."""
     end = op.args[-1]
     match name:
         case "all_reduce":

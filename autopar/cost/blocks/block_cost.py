@@ -54,7 +54,7 @@ class ParameterCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remade:
-    """A block that makes again in backward what is cheap (:mod:`autopar.graph.selective_recompute`).
+    """A block that makes again in backward what is cheap (:mod:`autopar.graph.operator_kinds`).
 
     Attributes:
         time_s: seconds that making it again takes.

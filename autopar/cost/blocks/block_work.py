@@ -13,7 +13,7 @@ from autopar.cost.network.collectives import CollectiveModel
 from autopar.cost.operators.roofline import OperatorTimes, OpTime, time_of_work
 from autopar.cost.operators.work import Specs, Work, work
 from autopar.graph.graph import Block, Graph, Op, TensorSpec
-from autopar.graph.selective_recompute import is_dear, made_again
+from autopar.graph.operator_kinds import is_dear, made_again
 from autopar.hardware.device import Device, KernelKind
 from autopar.plan.mesh import Mesh
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from autopar.cost.network.placement import GroupShape, group_place, group_shape, hop_shape, send_shape
 from autopar.errors import UsageError
 from autopar.hardware.cluster import Cluster
-from autopar.hardware.link import Algorithm
-from autopar.hardware.measured_times import CollectiveTime
+from autopar.hardware.link import Algorithm, CollectiveTime
 from autopar.hardware.topology import Fabric
 from autopar.plan.mesh import Mesh
 

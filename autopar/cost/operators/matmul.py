@@ -12,7 +12,7 @@ import torch
 from autopar.cost.operators.work_record import FLOAT, Product, Specs, Work, argument, total, with_grad
 from autopar.graph.graph import Op, TensorSpec
 from autopar.hardware.device import KernelKind
-from autopar.ops.attention.flash_shapes import takes_shapes
+from autopar.ops.kernels import takes_shapes
 
 _LINE_BYTES = 64
 
@@ -149,7 +149,7 @@ def _is_fused_in_blocks(op: Op, operands: Specs, kind: KernelKind) -> bool:
 
 
 def _in_blocks(op: Op, operands: Specs, fused: Work, blocks: int) -> Work:
-    """Fused attention on one block of columns after the other (:mod:`autopar.ops.attention.flash`).
+    """Fused attention on one block of columns after the other (:mod:`autopar.ops.flash`).
 
     Forward keeps the sum in fp32 or better and merges each further block into it: it is read and written, the block's output is
     read, cast and read again. Backward adds each block's gradients to sums in fp32 or better.

@@ -21,7 +21,7 @@ from autopar.cost.operators.work import COLLECTIVES, VIEWS, Specs
 from autopar.errors import UsageError
 from autopar.graph.graph import Argument, Op, Ref, TensorSpec
 from autopar.hardware.device import Device
-from autopar.hardware.measured_times import OperatorTable
+from autopar.hardware.link import OperatorTable
 
 Source = Literal["measured", "interpolated", "scaled", "roofline"]
 Key = tuple[object, ...]
@@ -72,7 +72,7 @@ def _coarse(argument: Argument) -> object:
 
 
 def encode(op: Op, operands: Specs) -> str:
-    """The call as :class:`autopar.hardware.measured_times.OperatorTime` has it."""
+    """The call as :class:`autopar.hardware.link.OperatorTime` has it."""
     rest = iter(operands)
     args = [_plain(argument, rest) for argument in op.args]
     kwargs = {name: _plain(value, rest) for name, value in op.kwargs}

@@ -115,7 +115,7 @@ def stepped_s(
     """What the optimizer reads and writes; and, where it does so on the host, of copies: gradients down, parameters up.
 
     Nothing runs beside any of them: a step begins when gradients are summed and clipped, and forward waits for it. Checksums read
-    the parameters on the device before and after (``autopar.runtime.optimizer.host_copy``), which go down only where somebody else has written them.
+    the parameters on the device before and after (``autopar.runtime.local_optimizer``), which go down only where somebody else has written them.
 
     Args:
         itemsize: bytes of an element at rest.

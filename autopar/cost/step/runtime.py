@@ -1,7 +1,7 @@
 """What the program that trains decides about a step: the hook by which other programs than autopar's own are predicted.
 
 :class:`Runtime` is ``autopar.runtime``: FSDP2 or buckets on the data axes, messages between stages that nobody waits for but their
-receiver, gradients summed beside the last backward. ``autopar.validate.foreign`` has what others do (Megatron, DeepSpeed).
+receiver, gradients summed beside the last backward. ``autopar.validate.practice`` has what others do (Megatron, DeepSpeed).
 """
 
 from __future__ import annotations

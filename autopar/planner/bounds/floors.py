@@ -21,7 +21,7 @@ from autopar.planner.bounds.gradient_sums import are_inside, at_both_ends, least
 from autopar.planner.bounds.instance import BlockFloor, FloorTable, ModeFloor
 from autopar.planner.layouts.types import LayoutKey, PricedLayout
 from autopar.planner.stages.equal_blocks import EqualBlocks
-from autopar.rules.apply.experts_over_data import AXIS as EXPERTS_OVER_DATA
+from autopar.rules.local_graphs import AXIS as EXPERTS_OVER_DATA
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

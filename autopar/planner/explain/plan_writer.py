@@ -9,8 +9,8 @@ from dataclasses import replace
 from autopar.cost.model import CostModel
 from autopar.cost.operators.work import operand_specs, work
 from autopar.graph.graph import Graph, Op
+from autopar.plan.mesh import I, S
 from autopar.plan.plan import AxisTyping, BlockLayout, BlockPlan, ModelInfo, Plan, SearchRecord, StagePlan
-from autopar.plan.tensor_types import I, S
 from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.evaluate.evaluator import Evaluator
 from autopar.planner.explain.notes import (
@@ -36,9 +36,9 @@ from autopar.planner.sharding.sequence_axis import CP
 from autopar.planner.space.variants import rank_groups
 from autopar.planner.stages.activation_modes import MOVED, none_if_moved
 from autopar.planner.task import Outcome, Task
-from autopar.rules.apply.experts_over_data import AXIS as SPREAD
-from autopar.rules.apply.experts_over_data import DISPATCH, EXPERTS, spread_parameters, strategy_names
-from autopar.rules.check.missing import Found, key_of
+from autopar.rules.local_graphs import AXIS as SPREAD
+from autopar.rules.local_graphs import DISPATCH, EXPERTS, spread_parameters, strategy_names
+from autopar.rules.missing import Found, key_of
 
 LEAST_REPEATED = 0.1
 """Part of the FLOPs that a plan says it repeats; below lie routers and small heads."""

@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from autopar.cost.blocks.block_work import BlockWork
 from autopar.cost.model import BlockCost, CostModel
 from autopar.graph.graph import Block, Graph, Ref
-from autopar.plan.mesh import Mesh
-from autopar.plan.tensor_types import Type
+from autopar.plan.mesh import Mesh, Type
 from autopar.planner.sharding.block_chain import AxisSolution
-from autopar.rules.apply.apply import shard
+from autopar.rules.apply import shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

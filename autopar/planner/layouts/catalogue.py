@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 
 from autopar.cost.blocks.block_cost import ParameterCost
 from autopar.cost.model import BlockCost, CostModel
-from autopar.graph.compact import compact
 from autopar.graph.graph import Graph
+from autopar.graph.rewrites import compact
 from autopar.planner.layouts.rank_graphs import RankGraphs, padding_of
 from autopar.planner.layouts.tp_typings import Order, TpTypings, pinned_types
 from autopar.planner.layouts.types import LayoutKey, Load, PricedLayout, TypedLayout
@@ -19,7 +19,7 @@ from autopar.planner.sharding.axis_costs import Narrow
 from autopar.planner.sharding.block_chain import every_typing
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import Space
-from autopar.rules.apply.apply import shard
+from autopar.rules.apply import shard
 
 
 @dataclass(slots=True, kw_only=True)

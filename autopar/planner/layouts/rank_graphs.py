@@ -12,12 +12,10 @@ from fractions import Fraction
 from autopar.cost.model import CostModel
 from autopar.cost.step.data_parallel import itemsize
 from autopar.errors import InfeasibleError
-from autopar.graph.compact import Compact
 from autopar.graph.graph import Graph
-from autopar.graph.vocabulary_padding import lengths, pad
-from autopar.plan.mesh import Mesh
+from autopar.graph.rewrites import Compact, lengths, pad
+from autopar.plan.mesh import I, Mesh
 from autopar.plan.plan import PaddedParameter
-from autopar.plan.tensor_types import I
 from autopar.planner.layouts.block_pricing import BlockPricing
 from autopar.planner.layouts.types import LayoutKey
 from autopar.planner.sharding.axis_costs import AxisCosts, AxisPricing
@@ -28,9 +26,8 @@ from autopar.planner.sharding.resharding import Structures
 from autopar.planner.sharding.sequence_axis import CP, SequenceSplit
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import ATTENTION_KINDS
-from autopar.rules.apply.apply import shard
-from autopar.rules.apply.experts_over_data import spread
-from autopar.rules.apply.resize import Resizer, can_resize
+from autopar.rules.apply import shard
+from autopar.rules.local_graphs import Resizer, can_resize, spread
 from autopar.rules.strategy import Typing
 
 COLLECTIVE_WEIGHT = 1e-3

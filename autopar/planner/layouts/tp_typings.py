@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from autopar.errors import InfeasibleError
 from autopar.graph.graph import Graph, Op, Ref
-from autopar.plan.tensor_types import Type
+from autopar.plan.mesh import Type
 from autopar.planner.layouts.rank_graphs import RankGraphs
 from autopar.planner.layouts.types import LayoutKey
 from autopar.planner.sharding.axis_costs import AxisCosts, Narrow
@@ -15,8 +15,8 @@ from autopar.planner.sharding.block_chain import AxisSolution, AxisSolver
 from autopar.planner.sharding.energy import Cost, Weights
 from autopar.planner.sharding.strategy_energy import rests_of
 from autopar.planner.space.pins import Pins
-from autopar.rules.apply.experts_over_data import EXPERTS
-from autopar.rules.patterns.other_kernels import EXPERT_TARGETS
+from autopar.rules.local_graphs import EXPERTS
+from autopar.rules.other_kernels import EXPERT_TARGETS
 from autopar.rules.strategy import Strategy
 
 TP = "tp"

@@ -10,7 +10,7 @@ from autopar.plan.mesh import Mesh
 from autopar.plan.plan import PaddedParameter
 from autopar.planner.sharding.block_chain import AxisSolution
 from autopar.planner.space.candidates import Candidate
-from autopar.rules.patterns.other_kernels import EXPERT_TARGETS
+from autopar.rules.other_kernels import EXPERT_TARGETS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

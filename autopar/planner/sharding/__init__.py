@@ -6,5 +6,5 @@ by an integer program. Blocks are put together by dynamic programming over their
 (:class:`~autopar.planner.sharding.block_chain.AxisSolver`). What choices cost stands in
 :class:`~autopar.planner.sharding.axis_costs.AxisCosts`; costs have four parts that are weighted last, so that one problem serves a
 sweep of memory prices (``energy``). ``batch_axis`` and ``sequence_axis`` say what may be chosen on the axes of samples and of the
-sequence. Types are those of :mod:`autopar.plan.tensor_types`.
+sequence. Types are those of :mod:`autopar.plan.mesh`.
 """

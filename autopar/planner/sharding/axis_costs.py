@@ -17,12 +17,11 @@ from autopar.cost.operators.work import VIEWS, is_elementwise, work
 from autopar.errors import InfeasibleError
 from autopar.graph.graph import Graph, Op, Parameter, Ref, TensorSpec
 from autopar.hardware.device import Device
-from autopar.plan.mesh import Mesh
-from autopar.plan.tensor_types import I, P, R, Type
+from autopar.plan.mesh import I, Mesh, P, R, Type
 from autopar.planner.sharding.energy import FREE, Cost, Table
 from autopar.planner.sharding.strategy_energy import rests_of
-from autopar.rules import registry as rules
-from autopar.rules.apply.conversions import collective_bytes, conversion, emitted_arguments
+from autopar.rules import table as rules
+from autopar.rules.local_calls import collective_bytes, conversion, emitted_arguments, localize
 from autopar.rules.strategy import Local, Strategy
 from autopar.rules.table import without_refs
 
@@ -197,7 +196,7 @@ class AxisCosts:
         operands = tuple([self.local(s, t) for s, t in zip(specs, strategy.inputs, strict=True)])
         outputs = tuple([self.local(s, t) for s, t in zip(op.outputs, strategy.outputs, strict=True)])
         local = Local(axis=self.axis, size=self.parts, operands=operands, outputs=outputs)
-        called = rules.localize(op, strategy, local)
+        called = localize(op, strategy, local)
         cost = self.pricing.op_cost(called, operands)
         if op.target in SENDING:  # over axes that were applied before, or over these and this one
             sent = messages(called, dict(zip(called.operands, operands, strict=True)).__getitem__)

@@ -14,15 +14,15 @@ from fractions import Fraction
 from operator import contains
 
 from autopar.errors import RuleError
-from autopar.graph.compact import Compact, compact
 from autopar.graph.graph import Graph, Mutation, Op, Parameter, Ref
-from autopar.ops.region import region_of
-from autopar.plan.tensor_types import I, P, R, S, Type
+from autopar.graph.rewrites import Compact, compact
+from autopar.ops.kernels import region_of
+from autopar.plan.mesh import I, P, R, S, Type
 from autopar.planner.sharding.elimination import Entry
 from autopar.planner.sharding.energy import FREE, Cost, Table, Weights
 from autopar.planner.sharding.strategy_energy import Problem
-from autopar.rules import registry as rules
-from autopar.rules.apply.conversions import conversion
+from autopar.rules import table as rules
+from autopar.rules.local_calls import conversion
 from autopar.rules.strategy import Strategy, Typing
 
 BATCH = "batch"
@@ -246,7 +246,7 @@ def _changes(graph: Graph, mutation: Mutation, found: set[Type]) -> RuleError:
 def _opaque(graph: Graph, op: Op) -> RuleError:
     """An operator that nothing is offered for: a region of unknown code whose backward is not linear, or not known to be."""
     region = region_of(str(op.args[0]))
-    from autopar.tracing.opaque.regions import reason_of  # the tracer is slow to import
+    from autopar.tracing.opaque_regions import reason_of  # the tracer is slow to import
 
     reason = reason_of(graph.notes, region.name)
     return RuleError(

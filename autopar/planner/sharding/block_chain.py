@@ -3,7 +3,7 @@
 The chain is an energy itself: a variable for each value that crosses a boundary (and each parameter that several
 blocks read), a table for each block. Elimination along a chain is dynamic programming over boundary types; skip
 connections and tied weights merely make it wider. Equal blocks share one table. Inner blocks of a run stand for all
-of theirs and share one layout (:mod:`autopar.graph.compact`).
+of theirs and share one layout (:mod:`autopar.graph.rewrites`).
 
 The solver minimises what adds up; the step of a plan does not quite: gathers hide behind the block before, memory comes in
 steps. So the plan of a small problem may have a typing that no price makes best. A space says up to how many typings are all
@@ -23,10 +23,10 @@ from math import prod
 import numpy as np
 
 from autopar.errors import InfeasibleError
-from autopar.graph.compact import Compact
 from autopar.graph.graph import Block, Ref
+from autopar.graph.rewrites import Compact
+from autopar.plan.mesh import Type
 from autopar.plan.plan import AxisTyping
-from autopar.plan.tensor_types import Type
 from autopar.planner.sharding.axis_costs import AxisCosts
 from autopar.planner.sharding.block_table import MAX_BOUNDARY_STATES, BlockProblem, boundary_of, crossing_types
 from autopar.planner.sharding.elimination import Entry, Marginals, Prepared, marginalise, prepare

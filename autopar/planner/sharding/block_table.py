@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import prod
 
 from autopar.graph.graph import Block, Graph, Ref
-from autopar.plan.tensor_types import I, P, R, Type
+from autopar.plan.mesh import I, P, R, Type
 from autopar.planner.sharding.axis_costs import AxisCosts
 from autopar.planner.sharding.elimination import Marginals
 from autopar.planner.sharding.energy import Weights

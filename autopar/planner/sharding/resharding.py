@@ -14,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.plan.tensor_types import Type
+from autopar.plan.mesh import Type
 from autopar.planner.sharding.elimination import Prepared
 from autopar.planner.sharding.energy import SumTable, Table
 

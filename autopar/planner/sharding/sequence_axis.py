@@ -17,12 +17,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.graph.attention import is_attention, is_scores
 from autopar.graph.graph import Graph, Op, Ref
-from autopar.plan.tensor_types import Type
-from autopar.rules.apply.apply import BATCH
-from autopar.rules.apply.zigzag import ZIGZAG_SAFE
-from autopar.rules.strategy import Strategy
+from autopar.graph.operator_kinds import is_attention, is_scores
+from autopar.plan.mesh import Type
+from autopar.rules.apply import BATCH
+from autopar.rules.strategy import ZIGZAG_SAFE, Strategy
 
 CP = "cp"
 

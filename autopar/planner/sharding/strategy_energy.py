@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.graph.graph import Graph, Op, Parameter, Ref, TensorSpec
-from autopar.plan.tensor_types import I, P, R, S, Type
+from autopar.plan.mesh import I, P, R, S, Type
 from autopar.planner.sharding.elimination import Marginals, Prepared, prepare
 from autopar.planner.sharding.energy import FREE, Cost, Energy, Factor, PartedFactor, Table, Weights, columns_of
 from autopar.planner.sharding.resharding import Flow, Made, Structures, Wanted, forbidding, one_reader, several_readers

@@ -43,7 +43,7 @@ class Candidate:
         shares: samples that a data rank of each node group takes at once, in the order of ranks; ``micro_batch_size`` is then
             the largest. Empty: all take as many.
         moves: blocks may keep there what their backward needs.
-        vocab_multiple: of the rows of each rank's part of a vocabulary, which is padded to it (:mod:`autopar.graph.vocabulary_padding`).
+        vocab_multiple: of the rows of each rank's part of a vocabulary, which is padded to it (:mod:`autopar.graph.rewrites`).
     """
 
     mesh: Mesh

@@ -12,7 +12,7 @@ from math import gcd
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.graph.vocabulary_padding import length
+from autopar.graph.rewrites import length
 from autopar.hardware.device_rates import ALIGNED_ELEMENTS
 from autopar.plan.schedule import SCHEDULES
 from autopar.planner.space.pin_syntax import BUCKET, ChoicePin, NumberPin

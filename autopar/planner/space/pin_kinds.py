@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.util.text_table import plain_table
+from autopar.util.formatting import plain_table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

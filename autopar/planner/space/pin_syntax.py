@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from autopar.errors import UsageError
+from autopar.plan.mesh import Type, parse_type
 from autopar.plan.plan import RECOMPUTES, Recompute
 from autopar.plan.schedule import SCHEDULES
-from autopar.plan.tensor_types import Type, parse_type
 from autopar.planner.space.space import ATTENTION_KINDS
 
 _RELATIONS: dict[str, Callable[[int, int], bool]] = {

@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 
 from autopar.errors import UsageError, closest
 from autopar.graph.graph import Graph
-from autopar.graph.vocabulary_padding import vocabulary_sizes
+from autopar.graph.rewrites import vocabulary_sizes
 from autopar.plan.plan import BUCKET_BYTES, Recompute
 from autopar.planner.space.pin_syntax import (
     BUCKET,

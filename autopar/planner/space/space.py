@@ -9,7 +9,7 @@ from typing import Literal, cast
 from autopar.errors import UsageError
 from autopar.plan.plan import BUCKET_BYTES, RECOMPUTES, Recompute, ScheduleName
 from autopar.plan.schedule import SCHEDULES
-from autopar.util import data_files as resources
+from autopar.util.files import data_files
 from autopar.util.toml import Table
 
 SamplerName = Literal["none", "tpe", "cmaes", "nsga2"]
@@ -94,7 +94,7 @@ def load_space(name: str) -> Space:
     Raises:
         UsageError: unknown name, malformed file (file, line, key).
     """
-    shipped = resources.files("search")
+    shipped = data_files("search")
     if name.endswith(".toml"):
         path = Path(name)
     elif name in shipped:

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from autopar.cost.model import BlockCost, CostModel, StageCost, Step
 from autopar.cost.step.step_model import Beside
-from autopar.graph.compact import Compact
+from autopar.graph.rewrites import Compact
 from autopar.plan.plan import RECOMPUTES, Recompute
 from autopar.planner.bounds.floors import BlockFloors, without_shared
 from autopar.planner.layouts.catalogue import Layouts

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cost.step.step import own_times
-from autopar.graph.compact import Compact
+from autopar.graph.rewrites import Compact
 from autopar.plan.plan import Recompute
 from autopar.planner.layouts.types import PricedLayout
 

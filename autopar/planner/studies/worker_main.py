@@ -11,7 +11,7 @@ from types import FrameType
 
 from autopar.planner.planner import Planner
 from autopar.planner.studies.workers import Job
-from autopar.rules.check.missing import adopt
+from autopar.rules.missing import adopt
 
 
 def run(job: Job) -> None:

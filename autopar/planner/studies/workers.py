@@ -22,8 +22,8 @@ from autopar.graph.graph import Graph, digest
 from autopar.planner.branch_and_bound.process_group import available
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.task import Limits, Task
-from autopar.rules.check.missing import OwnRule, own_rules
-from autopar.util.sources import PACKAGE, sources
+from autopar.rules.missing import OwnRule, own_rules
+from autopar.util.files import PACKAGE, sources
 
 if TYPE_CHECKING:
     from autopar.planner.studies.study import Study

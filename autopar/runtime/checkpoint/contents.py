@@ -1,4 +1,4 @@
-"""What one rank has for a checkpoint: boxes of tensors, and states that are none.
+"""What ranks have for a checkpoint, boxes of tensors and states that are none, and what they tell each other of it on their hosts.
 
 Names of tensors are ``model.KEY`` with ``Parameter.key``, which is the same in all plans, ``optimizer.KEY.STATE`` and ``buffer.FQN``,
 and ``state.KIND.OWNER.NUMBER`` for those of schedulers, loaders and generators. Padding of a plan is in none of them.
@@ -8,25 +8,206 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, TypeGuard, TypeVar
 from zlib import crc32
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
-from autopar.errors import UsageError
+from autopar.errors import AutoparError, PlanError, UsageError
 from autopar.graph.graph import Padding
-from autopar.runtime.checkpoint import states
+from autopar.runtime.checkpoint.checkpoint_index import encode_state
 from autopar.runtime.checkpoint.chunk_files import Part, as_bytes
-from autopar.runtime.checkpoint.optimizer_groups import groups, settings
 from autopar.runtime.step.gradients import Held
+
+_T = TypeVar("_T")
+
+
+class Meeting:
+    """All ranks call the same of its methods in the same order.
+
+    Args:
+        group: of all ranks, that nothing else uses meanwhile; None for one rank alone.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.size = 1 if group is None else dist.get_world_size(group)
+
+    def all(self, value: _T) -> list[_T]:
+        """What each rank says."""
+        if self.group is None:
+            return [value]
+        said: list[Any] = [None] * self.size
+        dist.all_gather_object(said, value, group=self.group)
+        return said
+
+    def gather(self, value: _T) -> list[_T]:
+        """What each rank says, on rank 0; on the others nothing."""
+        if self.group is None:
+            return [value]
+        said: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(value, said, group=self.group, group_dst=0)
+        return said or []
+
+    def scatter(self, values: Sequence[_T]) -> _T:
+        """For each rank its own of rank 0's values, of which the others give none."""
+        if self.group is None:
+            return values[0]
+        got: list[Any] = [None]
+        dist.scatter_object_list(got, list(values) if self.rank == 0 else None, group=self.group, group_src=0)
+        mine: _T = got[0]
+        return mine
+
+    def first(self, make: Callable[[], _T]) -> _T:
+        """What rank 0 makes, on all ranks.
+
+        Raises:
+            AutoparError: what it raised; on all ranks alike.
+        """
+        made: list[Any] = [None]
+        if self.rank == 0:
+            try:
+                made = [make()]
+            except AutoparError as error:
+                made = [error]
+        if self.group is not None:
+            dist.broadcast_object_list(made, group=self.group, group_src=0)
+        if isinstance(made[0], AutoparError):
+            raise made[0]
+        result: _T = made[0]
+        return result
+
+    def agree(self, failure: AutoparError | None) -> None:
+        """Nothing, where no rank has failed.
+
+        Raises:
+            AutoparError: of the first rank that has; on all ranks alike.
+        """
+        if failed := [one for one in self.all(failure) if one is not None]:
+            raise failed[0]
+
+
+Settings = dict[str, Any]
+
+WAYS = frozenset({"fused", "foreach", "capturable", "differentiable"})
+"""Hyperparameters that say how an optimizer steps on its devices, not where to: each job has its own."""
+
+
+def groups(held: Sequence[Held], optimizer: Optimizer) -> list[tuple[Held, dict[str, Any]]]:
+    """Each parameter that the optimizer steps, with its group."""
+    of = {p: group for group in optimizer.param_groups for p in group["params"]}
+    return [(h, of[h.parameter]) for h in held if h.parameter in of]
+
+
+def settings(group: Mapping[str, Any]) -> Settings:
+    """The hyperparameters of a group: numbers, switches and tuples of them, by name."""
+    plain = {name: _plain(value) for name, value in group.items()}
+    return {name: value for name, value in plain.items() if isinstance(value, float | int | bool | tuple)}
+
+
+def _plain(value: object) -> object:
+    """A number as Python's own, also of numpy's kinds."""
+    if _is_number(value):
+        return value.item()
+    if isinstance(value, tuple):
+        return tuple(_plain(one) for one in value)
+    return float(value) if isinstance(value, float) else value
+
+
+def _is_number(value: object) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and value.numel() == 1
+
+
+def check_groups(
+    place: str, held: Sequence[Held], optimizer: Optimizer, saved: Mapping[str, Settings], meeting: Meeting
+) -> None:
+    """Refuses groups of parameters that were saved with different hyperparameters; all ranks call it.
+
+    Raises:
+        PlanError: names two of them; on all ranks alike, before a group is changed.
+    """
+    mixed = ""
+    firsts: list[tuple[dict[str, Any], str, Settings]] = []
+    for h, group in groups(held, optimizer):
+        own = {name: value for name, value in saved[h.key].items() if name not in WAYS}
+        known = next(((key, first) for one, key, first in firsts if one is group), None)
+        if known is None:
+            firsts.append((group, h.key, own))
+            continue
+        key, first = known
+        name = next((name for name in sorted(first.keys() | own) if first.get(name) != own.get(name)), "")
+        if name and not mixed:
+            mixed = f"{name} {first.get(name)} of {key} and {own.get(name)} of {h.key} in one group"
+    if found := [text for text in meeting.all(mixed) if text]:
+        raise PlanError(
+            "The parameters of a group of the optimizer were saved with different hyperparameters",
+            where=place,
+            got=found[0],
+            fix="Make the groups of the optimizer that was saved, or load without one",
+        )
+
+
+def put_groups(held: Sequence[Held], optimizer: Optimizer, saved: Mapping[str, Settings], meeting: Meeting) -> None:
+    """Hyperparameters are Python values: read beside, then put in; a learning rate in a tensor stays in it.
+
+    Those that the group has not yet, too: what a scheduler that is made later goes on from (``initial_lr``). A group without a
+    parameter of this rank's, as pipeline ranks may have, takes what another rank has in the group at its place. All ranks call it.
+    """
+    own: list[Settings | None] = [None] * len(optimizer.param_groups)
+    for h, group in groups(held, optimizer):
+        place = next(i for i, one in enumerate(optimizer.param_groups) if one is group)
+        own[place] = saved[h.key]
+        _put(group, saved[h.key].items())
+    said = meeting.all(own)
+    if len({len(one) for one in said}) > 1:
+        return  # ranks have groups of their own: none is the other's at the same place
+    for place, group in enumerate(optimizer.param_groups):
+        if own[place] is None:
+            found = next((one[place] for one in said if one[place] is not None), {})
+            _put(group, (found or {}).items())
+
+
+def _put(group: dict[str, Any], values: Iterable[tuple[str, Any]]) -> None:
+    for name, value in values:
+        old = group.get(name)
+        if name in WAYS:
+            continue
+        if _is_number(old):
+            old.fill_(value)
+        else:
+            group[name] = value
+
+
+def make_state(optimizer: Optimizer) -> bool:
+    """Lets an optimizer make its state tensors, by a step that changes nothing; whether it had none at all."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    if all(p in optimizer.state for p in parameters):
+        return False
+    is_new = not optimizer.state
+    kept = [(group.get("lr"), p.grad) for group in optimizer.param_groups for p in group["params"]]
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        if "lr" in group:
+            group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+        for p in group["params"]:
+            p.grad = torch.zeros_like(p) if p.requires_grad else None
+    optimizer.step()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        if "lr" in group:
+            group["lr"] = rate
+    for (_, grad), p in zip(kept, (p for group in optimizer.param_groups for p in group["params"]), strict=True):
+        p.grad = grad
+    return is_new
 
 
 @dataclass(slots=True, kw_only=True)
@@ -114,12 +295,12 @@ def of_optimizer(own: Own, held: Sequence[Held], optimizer: Optimizer) -> None:
         UsageError: a state is neither a tensor nor a number or text.
     """
     for h, group in groups(held, optimizer):
-        own.settings[h.key] = states.encode(settings(group), {}, "", where="the optimizer's groups")
+        own.settings[h.key] = encode_state(settings(group), {}, "", where="the optimizer's groups")
     for h in held:
         for name, value in optimizer.state.get(h.parameter, {}).items():
             if not isinstance(value, Tensor):
                 beside: dict[str, Tensor] = {}
-                encoded = states.encode(value, beside, "", where=f"the optimizer's state {name} of {h.key}")
+                encoded = encode_state(value, beside, "", where=f"the optimizer's state {name} of {h.key}")
                 if beside:
                     raise UsageError(
                         f"A checkpoint cannot hold the tensors inside of the optimizer's state {name} of {h.key}",
@@ -135,9 +316,9 @@ def of_state(own: Own, kind: str, owner: int, given: Any) -> None:
         UsageError: it has something that a checkpoint cannot hold.
     """
     tensors: dict[str, Tensor] = {}
-    value = states.encode(given, tensors, f"state.{kind}.{owner}", where=f"the state of the {kind}")
+    value = encode_state(given, tensors, f"state.{kind}.{owner}", where=f"the state of the {kind}")
     own.parts += [part_of(name, tensor) for name, tensor in tensors.items()]
-    digest = crc32(json.dumps(states.encode(given, {}, "", where="")).encode())
+    digest = crc32(json.dumps(encode_state(given, {}, "", where="")).encode())
     for tensor in tensors.values():
         digest = crc32(as_bytes(tensor), digest)
     own.states[kind] = State(owner=owner, value=value, tensors=tuple(tensors), digest=digest)

@@ -24,13 +24,12 @@ from torch import Tensor
 
 from autopar.errors import UsageError, reason
 from autopar.graph.graph import Graph
-from autopar.runtime.checkpoint import folder as folders
+from autopar.runtime.checkpoint import write
 from autopar.runtime.checkpoint.chunk_files import Part, as_bytes, header
-from autopar.runtime.checkpoint.contents import part_of
-from autopar.runtime.checkpoint.folder import Target
-from autopar.runtime.checkpoint.meeting import Meeting
+from autopar.runtime.checkpoint.contents import Meeting, part_of
+from autopar.runtime.checkpoint.write import Target
+from autopar.runtime.state_dict import Untrained
 from autopar.runtime.step.gradients import Held
-from autopar.runtime.weights.untrained import Untrained
 
 _INDEX = "model.safetensors.index.json"
 _WRITTEN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|" + re.escape(_INDEX))
@@ -101,13 +100,13 @@ class Export:
         shapes = {name: whole for own in said for name, _, _, whole in own}
         files = self._files(shapes, limit)
         target = self.meeting.first(lambda: _begun(place))
-        failure = self._written(files, shapes, folders.staging(place, target))
+        failure = self._written(files, shapes, write.staging(place, target))
         if self.meeting.rank == 0 and failure is None:
-            failure = self._described(files, shapes, folders.staging(place, target))
+            failure = self._described(files, shapes, write.staging(place, target))
         try:
             self.meeting.agree(failure)
         except UsageError:
-            folders.give_up(place, target, own="", is_first=self.meeting.rank == 0)
+            write.give_up(place, target, own="", is_first=self.meeting.rank == 0)
             raise
         self.meeting.first(lambda: _commit(place, target))
 
@@ -220,7 +219,7 @@ class Export:
                     "metadata": {"total_size": total},
                     "weight_map": {name: file.name for file in files for name in file.names},
                 }
-                folders.write(place / _INDEX, json.dumps(index, indent=2).encode())
+                write.write_through(place / _INDEX, json.dumps(index, indent=2).encode())
             for config in self.facts.configs:
                 config.save_pretrained(place)
         except OSError as error:
@@ -275,8 +274,8 @@ def _finish(file: BinaryIO | None) -> None:
 
 def _begun(place: Path) -> Target:
     try:
-        target = folders.look(place)
-        folders.begin(place, target)
+        target = write.look(place)
+        write.begin(place, target)
     except OSError as error:
         raise _failed(place, error) from error
     return target
@@ -284,7 +283,7 @@ def _begun(place: Path) -> Target:
 
 def _commit(place: Path, target: Target) -> None:
     """Rank 0 puts what was written in the place of weights that are there; an index of several files comes last."""
-    staged = folders.staging(place, target)
+    staged = write.staging(place, target)
     try:
         if not target.is_there:
             staged.rename(place)

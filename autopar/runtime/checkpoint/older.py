@@ -20,9 +20,9 @@ from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from autopar.errors import CheckpointError, reason
-from autopar.runtime.checkpoint import states
+from autopar.runtime.checkpoint import checkpoint_index
 from autopar.runtime.checkpoint.checkpoint_index import AGAIN, Entry, Piece
-from autopar.runtime.checkpoint.source import OLD_INDEX, Source
+from autopar.runtime.checkpoint.chunk_files import OLD_INDEX, Source
 
 _CLASSES = {
     (metadata.__name__, name): getattr(metadata, name)
@@ -185,7 +185,7 @@ class OlderFolder(Source):
         for name in self._metadata.state_dict_metadata:
             if name.startswith("optimizer.") and name.endswith(".group"):
                 of[name.removeprefix("optimizer.").removesuffix(".group")] = len(settings)
-                settings.append(states.encode(dict(self._loaded(name, ())), {}, "", where=name))
+                settings.append(checkpoint_index.encode_state(dict(self._loaded(name, ())), {}, "", where=name))
         return {
             "progress": progress,
             "optimizer": {"settings": settings, "of": of, "numbers": {}},

@@ -1,4 +1,8 @@
-"""Writes a checkpoint: every rank a share of the tensors that it has, rank 0 the index.
+"""Writes a checkpoint: every rank a share of its tensors, rank 0 the index; the folder becomes a checkpoint in one step or not at all.
+
+A save writes into a folder of its own: beside the target, and renamed, where that is not there yet; inside of it where it is. Then
+its data files, whose names no earlier save has had, are moved, and a rename puts its index in place of the old one: at no moment is
+there none, or one without its files. What a save leaves that was killed is removed by the next one.
 
 What several ranks have is written by one of them, which rank 0 chooses so that all write about as much. The index is a
 deterministic function of what is saved: two saves of the same state by the same job are the same bytes.
@@ -7,6 +11,9 @@ deterministic function of what is saved: two saves of the same state by the same
 from __future__ import annotations
 
 import json
+import os
+import re
+import shutil
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -20,12 +27,118 @@ from torch import Tensor
 
 from autopar.errors import AutoparError, UsageError, reason
 from autopar.plan.file import dumps
-from autopar.runtime.checkpoint import folder as folders
-from autopar.runtime.checkpoint.checkpoint_index import NAME, PLAN, Entry, File, Index, Piece, encode
+from autopar.runtime.checkpoint.checkpoint_index import FILE, NAME, PLAN, Entry, File, Index, Piece, encode
 from autopar.runtime.checkpoint.chunk_files import Part, write
-from autopar.runtime.checkpoint.contents import Own, State, once
-from autopar.runtime.checkpoint.folder import Target
-from autopar.runtime.checkpoint.meeting import Meeting
+from autopar.runtime.checkpoint.contents import Meeting, Own, State, once
+
+_INSIDE = ".saving"
+_OLD = re.compile(r"\.metadata|\.metadata\.tmp|__\d+_.*\.distcp")
+"""Files of checkpoints before version 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Where a save goes; rank 0 decides, and tells the others.
+
+    Attributes:
+        is_there: the folder is there already, with a checkpoint or with something else.
+        generation: part of the names of its data files.
+    """
+
+    is_there: bool = False
+    generation: int = 0
+
+
+def look(folder: Path) -> Target:
+    """What is there; an empty folder counts as none."""
+    if not folder.is_dir():
+        return Target()
+    names = [path.name for path in folder.iterdir() if path.name != _INSIDE]
+    found = [int(match[1]) for match in map(FILE.fullmatch, names) if match is not None]
+    return Target(is_there=bool(names) or _is_mount(folder), generation=max(found, default=-1) + 1)
+
+
+def _is_mount(folder: Path) -> bool:
+    with suppress(OSError):
+        return folder.is_mount()
+    return False
+
+
+def staging(folder: Path, target: Target) -> Path:
+    """Where the files of a save are written first."""
+    return folder / _INSIDE if target.is_there else folder.with_name(f".{folder.name}{_INSIDE}")
+
+
+def begin(folder: Path, target: Target) -> None:
+    """Removes what a save has left that was killed; called by rank 0.
+
+    Raises:
+        OSError: it cannot.
+    """
+    for path in (folder / _INSIDE, folder.with_name(f".{folder.name}{_INSIDE}")):
+        if path.is_dir():
+            shutil.rmtree(path)
+    staging(folder, target).mkdir(parents=True)
+
+
+def give_up(folder: Path, target: Target, *, own: str, is_first: bool) -> None:
+    """After a save that has failed: removes its files, this rank's ``own`` or all, so that they do not fill a disk without room."""
+    place = staging(folder, target)
+    with suppress(OSError):
+        (place / own).unlink()
+    if is_first:
+        shutil.rmtree(place, ignore_errors=True)
+    with suppress(OSError):  # of a rank that was given another folder than the first
+        place.rmdir()
+
+
+def write_through(path: Path, data: bytes) -> None:
+    """Writes a file through to the disk.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with path.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def commit(folder: Path, target: Target) -> None:
+    """Makes what has been written the checkpoint of the folder; called by rank 0 after all have written.
+
+    Raises:
+        OSError: it cannot; what was there is as it was.
+    """
+    place = staging(folder, target)
+    _sync(place)
+    if not target.is_there:
+        place.rename(folder)
+        _sync(folder.parent)
+        return
+    names = {path.name for path in place.iterdir()}
+    for name in sorted(names - {NAME, PLAN}):
+        (place / name).rename(folder / name)
+    _sync(folder)
+    (place / NAME).replace(folder / NAME)
+    _sync(folder)
+    with suppress(OSError):  # the checkpoint is complete without that: its index has the plan, too
+        (place / PLAN).replace(folder / PLAN)
+        for path in folder.iterdir():
+            if (FILE.fullmatch(path.name) or _OLD.fullmatch(path.name)) and path.name not in names:
+                path.unlink()
+        place.rmdir()
+
+
+def _sync(folder: Path) -> None:
+    """Writes through to the disk which files a folder has, where that can be asked for."""
+    with suppress(OSError):
+        number = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(number)
+        finally:
+            os.close(number)
+
 
 Box = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...], torch.dtype]
 """Name, whole shape, offset, shape, dtype."""
@@ -97,7 +210,7 @@ class Save:
         if meeting.group is not None and not failed:
             problem = next((one for one in meeting.all(problem) if one is not None), None)
         if problem is not None:
-            folders.give_up(self.folder, self._target, own=self._name, is_first=meeting.rank == 0)
+            give_up(self.folder, self._target, own=self._name, is_first=meeting.rank == 0)
             raise problem
 
     def _orders(self, said: Sequence[_Told]) -> list[_Order]:
@@ -115,8 +228,8 @@ class Save:
         self._shapes = {box[0]: box for told in said for box in told.boxes}
         self._values["optimizer"] |= _optimizer(said)
         self._values["states"] = states
-        target = folders.look(self.folder)
-        folders.begin(self.folder, target)
+        target = look(self.folder)
+        begin(self.folder, target)
         return [_Order(names=frozenset(own), target=target) for own in names]
 
     def _written(self, rank: int) -> tuple[File | None, dict[str, Piece]] | AutoparError:
@@ -124,7 +237,7 @@ class Save:
         if not self.parts:
             return None, {}
         try:
-            place = folders.staging(self.folder, self._target)
+            place = staging(self.folder, self._target)
             place.mkdir(parents=True, exist_ok=True)
             return write(place / self._name, self.parts, {"format": "pt", "rank": str(rank)})
         except OSError as error:
@@ -132,7 +245,7 @@ class Save:
 
     def _commit(self, said: Sequence[tuple[File | None, dict[str, Piece]]]) -> AutoparError | None:
         """On rank 0, when all have written."""
-        place = folders.staging(self.folder, self._target)
+        place = staging(self.folder, self._target)
         try:
             files = {file.name: file for file, _ in said if file is not None}
             for rank, (file, _) in enumerate(said):
@@ -151,9 +264,9 @@ class Save:
                 for name in sorted(pieces)
             }
             index = Index(files=files, tensors=tensors, values=self._values)
-            folders.write(place / PLAN, (dumps(self._plan) + "\n").encode())
-            folders.write(place / NAME, encode(index))
-            folders.commit(self.folder, self._target)
+            write_through(place / PLAN, (dumps(self._plan) + "\n").encode())
+            write_through(place / NAME, encode(index))
+            commit(self.folder, self._target)
         except OSError as error:
             return self._failed(error)
         return None

@@ -11,8 +11,7 @@ import torch
 
 from autopar.graph.graph import Argument, Op, Ref, TensorSpec
 from autopar.tracing.builder import SKIPPED_KWARGS, Builder, Call, Value
-from autopar.tracing.constants import LOGICAL
-from autopar.tracing.lazy_masks import allows_all, is_causal
+from autopar.tracing.constants import LOGICAL, allows_all, is_causal
 
 Handler: TypeAlias = Callable[[Builder, Call], Value]
 

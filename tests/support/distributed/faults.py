@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 import autopar.lower.program
 import autopar.ops.collectives
-import autopar.ops.names
+import autopar.ops.kernels
 from autopar.graph.graph import Graph, Op
 from autopar.lower.read_plan import local_graph
 from autopar.plan.plan import Plan
-from autopar.verification.subject import Subject
+from autopar.verification.reference import Subject
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def planted(local: Graph, fault: Fault) -> Graph:
         forgotten = (replace(p, gradient_sum_axes=()) if p.name in read else p for p in local.parameters)
         return replace(local, parameters=tuple(forgotten))
     setattr(autopar.ops.collectives, f"fault_{fault.kind}", KINDS[fault.kind](op))
-    autopar.ops.names.resolve.cache_clear()
+    autopar.ops.kernels.resolve.cache_clear()
     wrong = replace(op, target=f"autopar.fault_{fault.kind}")
     return replace(local, ops=tuple(wrong if one is op else one for one in local.ops))
 
@@ -107,7 +107,7 @@ def _no_gradient_sum(op: Op) -> Callable[..., Tensor]:
 
 def _one_rank(op: Op) -> Callable[..., Tensor]:
     """A wrong value on the last rank."""
-    right = autopar.ops.names.resolve(op.target)
+    right = autopar.ops.kernels.resolve(op.target)
 
     def call(*args: Any, **kwargs: Any) -> Tensor:
         last = dist.get_rank() == dist.get_world_size() - 1
@@ -117,12 +117,12 @@ def _one_rank(op: Op) -> Callable[..., Tensor]:
 
 
 def _value(op: Op) -> Callable[..., Tensor]:
-    right = autopar.ops.names.resolve(op.target)
+    right = autopar.ops.kernels.resolve(op.target)
     return lambda *args, **kwargs: _scaled(right(*args, **kwargs), 1.25, 1.0)
 
 
 def _gradient(op: Op) -> Callable[..., Tensor]:
-    right = autopar.ops.names.resolve(op.target)
+    right = autopar.ops.kernels.resolve(op.target)
     return lambda *args, **kwargs: _scaled(right(*args, **kwargs), 1.0, 1.25)
 
 

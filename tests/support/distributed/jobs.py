@@ -22,15 +22,15 @@ from autopar.errors import AutoparError, UsageError
 from autopar.graph.graph import Graph
 from autopar.lower.program import lower
 from autopar.plan.plan import Plan
-from autopar.runtime.guard import shared_samples
-from autopar.runtime.guard.failure_watch import Alarm
-from autopar.runtime.guard.replicas import EVERY
+from autopar.runtime.assemble import fsdp_modules
+from autopar.runtime.failure_watch import Alarm
 from autopar.runtime.launch import launch
 from autopar.runtime.monitor import MEASURED_STEPS, WARM_UP_STEPS
 from autopar.runtime.parallel_model import ParallelModel
-from autopar.runtime.step.fsdp import fsdp_modules
+from autopar.runtime.same_values import EVERY
+from autopar.runtime.step import local_batch
 from autopar.runtime.step.gradients import local_part
-from autopar.runtime.weights.from_model import ModelWeights
+from autopar.runtime.weights import ModelWeights
 from autopar.runtime.world import World
 from autopar.verification.against_one_device import adamw, loss_of
 from tests.support.distributed.subjects import HfSubject
@@ -125,7 +125,7 @@ def called_back(parallel: ParallelModel, batch: Batch, *, fails: bool) -> None:
     with ExitStack() as stack:
         if fails:
             error = IndexError("Target 1000000 is out of bounds.")
-            stack.enter_context(mock.patch("autopar.runtime.step.step_gradients.SetAside.begin", side_effect=error))
+            stack.enter_context(mock.patch("autopar.runtime.step.runner.SetAside.begin", side_effect=error))
         loss.backward()
 
 
@@ -176,7 +176,7 @@ def with_own_shuffle_later(subject: HfSubject, plan: Plan, graph: Graph, batch: 
     said: list[str] = []
     for given in (batch, shuffled, batch, batch):
         if len(said) == 1:
-            parallel._shared._calls = shared_samples.EVERY
+            parallel._shared._calls = local_batch.EVERY
         try:
             parallel.train_step(given)
             said.append("")

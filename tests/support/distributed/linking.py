@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from autopar.errors import AutoparError
 from autopar.measure.collective_times import COLLECTIVES, Limits, LinkJob, LinkPoints, measure_links
-from autopar.measure.rank_groups import GroupSet
+from autopar.measure.job_of_ranks import GroupSet
 
 LARGEST = 16 * 1024
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import prod
 
-from autopar.graph.compact import compact
 from autopar.graph.graph import Graph, Op, Ref, TensorSpec
-from autopar.plan.mesh import Mesh
+from autopar.graph.rewrites import compact
+from autopar.plan.mesh import Mesh, Type
 from autopar.plan.plan import (
     FP32,
     AxisTyping,
@@ -22,12 +22,11 @@ from autopar.plan.plan import (
     StagePlan,
 )
 from autopar.plan.prediction import Breakdown, Prediction
-from autopar.plan.tensor_types import Type
 from autopar.planner.sharding.axis_costs import AxisCosts
 from autopar.planner.sharding.batch_axis import solve_batch
 from autopar.planner.sharding.block_chain import AxisSolver, owners_of
 from autopar.planner.sharding.energy import Cost, Weights
-from autopar.rules.apply.apply import shard
+from autopar.rules.apply import shard
 
 UNPRICED = Prediction(
     step_time_s=1.0,

@@ -17,7 +17,7 @@ from autopar.graph.graph import Graph
 from autopar.lower.program import lower
 from autopar.plan.plan import Plan
 from autopar.runtime.parallel_model import ParallelModel
-from autopar.runtime.weights.from_model import ModelWeights
+from autopar.runtime.weights import ModelWeights
 from autopar.runtime.world import World
 from autopar.verification.against_one_device import loss_of
 from tests.support.distributed.mixtures import Model as Mixture

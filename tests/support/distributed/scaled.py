@@ -15,7 +15,7 @@ from torch.func import functional_call
 from autopar.graph.graph import Graph
 from autopar.plan.plan import Plan
 from autopar.runtime.parallel_model import ParallelModel
-from autopar.runtime.step.loss_scale import ParallelScaler
+from autopar.runtime.step.global_loss import ParallelScaler
 from autopar.verification.against_one_device import loss_of
 from tests.support.distributed.jobs import build
 

@@ -14,7 +14,7 @@ from torch import nn
 from autopar import api
 from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
-from autopar.hardware.detect.places import place_here
+from autopar.hardware.places import place_here
 from autopar.hardware.read import load_profile
 from autopar.plan.plan import Plan
 from autopar.request import Request
@@ -60,8 +60,8 @@ def without_a_cluster(subject: HfSubject, batch: Batch) -> tuple[str, str, list[
         return search(model, request, *rest)
 
     with (
-        mock.patch("autopar.hardware.detect.places.place_here", return_value=node),
-        mock.patch("autopar.hardware.detect.places.machine_profile", return_value=load_profile("cpu")),
+        mock.patch("autopar.hardware.places.place_here", return_value=node),
+        mock.patch("autopar.hardware.places.machine_profile", return_value=load_profile("cpu")),
         mock.patch("autopar.api._searched", noted),
     ):
         parallel = api.parallelize(subject.build(), example_inputs=batch, global_batch_size=16, pins=["dp=4"])

@@ -13,7 +13,7 @@ from autopar.graph.graph import Graph
 from autopar.lower.program import lower
 from autopar.plan.plan import Plan, PrecisionName
 from autopar.runtime.parallel_model import ParallelModel
-from autopar.runtime.weights.from_model import ModelWeights
+from autopar.runtime.weights import ModelWeights
 from autopar.runtime.world import World
 from tests.support.distributed.layouts import LAYOUTS
 from tests.support.distributed.plans import make_plan, micro_batch_size

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from fractions import Fraction
 
 from autopar.graph.graph import Graph, Op, Ref
-from autopar.plan.tensor_types import I, P, R, S, Type
-from autopar.rules import registry as rules
-from autopar.rules.apply.conversions import conversion
+from autopar.plan.mesh import I, P, R, S, Type
+from autopar.rules import table as rules
+from autopar.rules.local_calls import conversion
 from autopar.rules.strategy import Strategy, Typing
 
 Score = Callable[[Op, Strategy, list[Type], list[Ref]], float]

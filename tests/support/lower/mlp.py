@@ -7,7 +7,7 @@ from fractions import Fraction
 import torch
 
 from autopar.graph.graph import Block, Graph, Input, Op, Parameter, Ref, TensorSpec
-from autopar.plan.tensor_types import I, P, R, S, Type
+from autopar.plan.mesh import I, P, R, S, Type
 from autopar.rules.strategy import Strategy, Typing
 
 BATCH, SEQ, HIDDEN, FFN, LAYERS = 4, 8, 16, 32, 2

@@ -9,9 +9,8 @@ from itertools import pairwise
 import torch
 
 from autopar.graph.graph import Graph
-from autopar.plan.mesh import Mesh
+from autopar.plan.mesh import I, Mesh
 from autopar.plan.plan import AxisTyping, BlockLayout, BlockPlan, Plan, StagePlan
-from autopar.plan.tensor_types import I
 from autopar.rules.strategy import Typing
 from autopar.tracing.trace import trace
 from tests.support.example_plans import single_plan

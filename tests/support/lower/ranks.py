@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
 
 from autopar.graph.graph import Argument, Graph, Ref
 from autopar.lower.program import Program
-from autopar.ops import collectives, names
+from autopar.ops import collectives, kernels
 from autopar.plan.mesh import EXPERT_AXIS, EXPERT_MESH_AXES, MESH_AXES, Mesh
 from tests.support.close import assert_close
 
@@ -196,7 +196,7 @@ def interpret(graph: Graph, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor
         return [value(item) for item in argument] if isinstance(argument, tuple) else argument
 
     for op in (*graph.prelude, *graph.ops):
-        result = names.resolve(op.target)(*map(value, op.args), **{key: value(item) for key, item in op.kwargs})
+        result = kernels.resolve(op.target)(*map(value, op.args), **{key: value(item) for key, item in op.kwargs})
         many = result if isinstance(result, (tuple, list)) else (result,)
         env |= {Ref(op.name, i): item for i, item in enumerate(many)}
     found = env[graph.loss]

@@ -1,0 +1,360 @@
+"""``autopar devices``, ``pins``, ``profile`` and ``doctor``: what clusters and pins are made of, profiles measured, this machine examined."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from autopar.cli.options import (
+    ClusterOption,
+    Json,
+    Model,
+    Opaque,
+    Pin,
+    PrecisionOption,
+    Sequence_,
+    Space,
+    cache_dir,
+    parse_cluster,
+    print_json,
+    print_text,
+    progress,
+    split_pins,
+    warn,
+)
+from autopar.errors import AutoparError
+from autopar.measure.job_of_ranks import check_output, start_ranks, torchrun_job, under_torchrun
+from autopar.util.files import data_files
+
+if TYPE_CHECKING:
+    from autopar.measure.profiles import Profiling
+    from autopar.planner.task import Progress
+    from autopar.request import Request
+
+
+def devices(as_json: Json = False) -> None:
+    """List the devices that --cluster knows: memory, and the peak of products in each precision."""
+    from autopar.hardware.gpus import devices_summary, render_devices, shipped_devices
+
+    found = shipped_devices()
+    if as_json:
+        print_json(devices_summary(found))
+    else:
+        print_text(render_devices(found))
+
+
+def pins(as_json: Json = False) -> None:
+    """List what --pin takes, with an example of each."""
+    from autopar.planner.space.pin_kinds import pins_summary, render_pins
+
+    if as_json:
+        print_json(pins_summary())
+    else:
+        print_text(render_pins())
+
+
+app = typer.Typer(help="Measure operators and links of a cluster.", no_args_is_help=True, rich_markup_mode=None)
+
+Output = Annotated[Path, typer.Option("-o", "--output", metavar="FILE.toml", help="Write the profile here.")]
+Batch = Annotated[
+    int | None, typer.Option("--global-batch", min=1, metavar="N", help="Samples of a step; 8 a rank if not given.")
+]
+Ranks = Annotated[
+    int | None,
+    typer.Option(
+        "--ranks", min=2, metavar="N", help="Without torchrun: local ranks; a GPU or a core each (at least 2)."
+    ),
+]
+Budget = Annotated[float, typer.Option("--budget", min=1, metavar="S", help="Seconds for all collectives.")]
+Largest = Annotated[int, typer.Option("--max-bytes", min=1024, metavar="N", help="Of the largest collective.")]
+Timeout = Annotated[
+    float, typer.Option("--collective-timeout", min=1, metavar="S", help="Seconds until a collective has failed.")
+]
+Nics = Annotated[int | None, typer.Option("--nics", min=1, metavar="N", help="Network cards of a node.")]
+
+
+@app.command("ops")
+def ops(
+    model: Model,
+    cluster: ClusterOption,
+    output: Output,
+    space: Space = "default",
+    global_batch: Batch = None,
+    seq: Sequence_ = None,
+    precision: PrecisionOption = "fp32",
+    pin: Pin = None,
+    opaque: Opaque = None,
+    as_json: Json = False,
+) -> None:
+    """Time every operator at every local shape that a search for MODEL can ask for; continues what was begun."""
+    check_output(output)
+    from autopar.hardware.describe import machine_of
+    from autopar.measure.profiles import calls_of, device_of
+
+    machine = machine_of(cluster, cache_dir=cache_dir())
+    device_of(machine)  # before the model is traced
+    asked = _asked(space, global_batch, precision, pin, opaque)
+    with progress("timing operators") as advance:
+        calls = calls_of(model, asked, parse_cluster(cluster), sequence=seq, advance=advance)
+        found = _profiling(output, advance).operators(calls, machine)
+    _give(found, as_json)
+
+
+@app.command("links")
+def links(
+    output: Output,
+    ranks: Ranks = None,
+    max_bytes: Largest = 2**30,
+    budget: Budget = 120.0,
+    collective_timeout: Timeout = 30.0,
+    nics: Nics = None,
+    as_json: Json = False,
+) -> None:
+    """Time collectives between the ranks of a torchrun job, or of this machine; continues what was begun."""
+    check_output(output)
+    with progress("timing collectives") as advance:
+        profiling = _profiling(output, advance, nics)
+        if not under_torchrun():
+            start_ranks(output, ranks, max_bytes=max_bytes, budget=budget, timeout=collective_timeout, nics=nics)
+            found: dict[str, Any] | None = profiling.kept_links()
+        else:
+            with torchrun_job(max_bytes, budget, collective_timeout) as job:
+                found = profiling.links(job)
+    if found is not None:
+        _give(found, as_json)
+
+
+@app.command("all")
+def everything(
+    model: Model,
+    output: Output,
+    ranks: Ranks = None,
+    space: Space = "default",
+    global_batch: Batch = None,
+    seq: Sequence_ = None,
+    precision: PrecisionOption = "fp32",
+    pin: Pin = None,
+    opaque: Opaque = None,
+    max_bytes: Largest = 2**30,
+    budget: Budget = 120.0,
+    collective_timeout: Timeout = 30.0,
+    nics: Nics = None,
+    as_json: Json = False,
+) -> None:
+    """Links, then operators of MODEL, and a cluster file that names both; under torchrun every rank takes part."""
+    check_output(output)
+    from autopar.measure.profiles import calls_of
+
+    asked = _asked(space, global_batch, precision, pin, opaque)
+    with progress("timing collectives") as advance:
+        both = _profiling(output, advance, nics)
+        links, device = both.part("links"), both.part("device")
+
+        def calls() -> list[str]:
+            return calls_of(model, asked, parse_cluster(str(output)), sequence=seq, advance=advance)
+
+        if not under_torchrun():
+            start_ranks(links.output, ranks, max_bytes=max_bytes, budget=budget, timeout=collective_timeout, nics=nics)
+            both.cluster()
+            found: dict[str, Any] | None = device.operators(calls(), device.machine())
+        else:
+            with torchrun_job(max_bytes, budget, collective_timeout) as job:
+                linked = links.links(job)
+                store, rank, world = job.store, job.rank, job.world
+            if linked is not None:
+                both.cluster()
+            found = device.shared_operators(store, rank, world, calls)
+        if found is None:
+            return
+        summary = {**links.kept_links(), **found, "cluster": str(output)}
+    _give(summary, as_json)
+
+
+def _profiling(output: Path, advance: Progress, nics: int | None = None) -> Profiling:
+    from autopar.measure.profiles import Profiling
+
+    return Profiling(output=output, say=warn, advance=advance, cache_dir=cache_dir(), nics=nics)
+
+
+def _asked(
+    space: str, global_batch: int | None, precision: str, pin: list[str] | None, opaque: list[str] | None
+) -> Request:
+    from autopar.request import Request
+
+    pins = split_pins(pin or ())
+    return Request(global_batch_size=global_batch, pins=pins, precision=precision, space=space, opaque=opaque or ())
+
+
+def _give(found: dict[str, Any], as_json: bool) -> None:
+    from autopar.measure.profiles import render
+
+    if as_json:
+        print_json(found)
+    else:
+        print_text(render(found))
+
+
+_OLDEST_TORCH = (2, 11)
+_BROKEN = (ImportError, AttributeError, RuntimeError, OSError)
+"""What importing a half-installed or too old package raises."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One line: what was looked for, whether it is there, what was found, and the remedy where it is not."""
+
+    name: str
+    ok: bool
+    found: str
+    remedy: str = ""
+    needed: bool = True
+    """False: autopar works without it."""
+
+
+def examine(cache_dir: Path | None = None) -> Iterator[Check]:
+    """All checks, in the order in which they are printed."""
+    yield from _machine()
+    yield from _packages()
+    yield from _torch()
+    yield from _data(cache_dir)
+
+
+def _machine() -> Iterator[Check]:
+    version = platform.python_version()
+    yield Check(name="python", ok=sys.version_info >= (3, 11), found=version, remedy="install Python 3.11 or later")
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    yield Check(name="cpu", ok=True, found=f"{cores} cores for this process, {os.cpu_count()} in the machine")
+    total = _memory_bytes()
+    found = f"{total / 2**30:.1f} GiB" if total else "unknown on this system"
+    yield Check(name="memory", ok=total > 0, found=found, needed=False)
+
+
+def _memory_bytes() -> int:
+    names = getattr(os, "sysconf_names", {})
+    if "SC_PAGE_SIZE" in names and "SC_PHYS_PAGES" in names:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return 0
+
+
+def _packages() -> Iterator[Check]:
+    yield Check(name="autopar", ok=True, found=_version("autopar") or "used from a checkout")
+    for name in ("spmd-types", "optuna", "networkx", "numpy", "scipy", "safetensors", "jsonschema"):
+        version = _version(name)
+        yield Check(name=name, ok=bool(version), found=version or "not installed", remedy=f"pip install {name}")
+    version = _version("transformers")
+    remedy = "pip install 'autopar[hf]' for models written as hf:..."
+    yield Check(name="transformers", ok=bool(version), found=version or "not installed", remedy=remedy, needed=False)
+
+
+def _torch() -> Iterator[Check]:
+    try:
+        torch = importlib.import_module("torch")
+    except _BROKEN as error:
+        yield Check(name="torch", ok=False, found=str(error), remedy="pip install torch")
+        return
+    numbers = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    oldest = ".".join(map(str, _OLDEST_TORCH))
+    yield Check(
+        name="torch",
+        ok=numbers >= _OLDEST_TORCH,
+        found=torch.__version__,
+        remedy=f"install torch {oldest} or later",
+    )
+    yield from _devices(torch)
+    distributed = importlib.import_module("torch.distributed")
+    available = distributed.is_available()
+    yield Check(name="torch.distributed", ok=available, found=str(available), remedy="install a torch built with it")
+    if not available:
+        return
+    yield _feature("gloo (CPU runs)", distributed.is_gloo_available, "install a torch built with gloo")
+    yield _feature("NCCL (GPU runs)", distributed.is_nccl_available, "install a CUDA build of torch", needed=False)
+    for name, module, attributes in _FEATURES:
+        yield _feature(name, _has(module, attributes), f"install torch {oldest} or later")
+
+
+_FEATURES = (
+    ("model tracing", "torch.export", ("export",)),
+    ("data parallel, ZeRO", "torch.distributed.fsdp", ("fully_shard", "FSDPModule", "MixedPrecisionPolicy")),
+    ("tensor parallel parameters", "torch.distributed.tensor", ("DTensor", "distribute_tensor")),
+    (
+        "pipeline schedules",
+        "torch.distributed.pipelining.schedules",
+        ("ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B"),
+    ),
+    ("distributed checkpoints", "torch.distributed.checkpoint", ("save", "load")),
+    ("fake process group (plan checks)", "torch.testing._internal.distributed.fake_pg", ("FakeStore",)),
+    ("typed collectives", "spmd_types", ("all_reduce", "all_gather", "reduce_scatter")),
+)
+"""What is printed, the module, and what must be in it."""
+
+
+def _devices(torch: object) -> Iterator[Check]:
+    cuda = getattr(torch, "cuda")  # noqa: B009  torch is imported by name: it has no type here
+    if not cuda.is_available():
+        yield Check(name="gpu", ok=False, found="none", remedy="runs use the CPU; plans need no GPU", needed=False)
+        return
+    for index in range(cuda.device_count()):
+        properties = cuda.get_device_properties(index)
+        memory = properties.total_memory / 2**30
+        yield Check(name=f"gpu {index}", ok=True, found=f"{properties.name}, {memory:.0f} GiB", needed=False)
+
+
+def _data(kept: Path | None) -> Iterator[Check]:
+    for name, what in (("profiles", "device profiles"), ("search", "search spaces")):
+        try:
+            found = ", ".join(data_files(name))
+        except AutoparError as error:
+            yield Check(name=what, ok=False, found=str(error))
+        else:
+            yield Check(name=what, ok=bool(found), found=found or "none", remedy="install autopar again")
+    yield Check(name="cache", ok=True, found=f"{kept} (AUTOPAR_CACHE)" if kept else "the user's cache directory")
+
+
+def _feature(name: str, test: Callable[[], bool], remedy: str, *, needed: bool = True) -> Check:
+    try:
+        ok, found = test(), ""
+    except _BROKEN as error:
+        ok, found = False, f" ({error})"
+    return Check(name=name, ok=ok, found=("available" if ok else "not available") + found, remedy=remedy, needed=needed)
+
+
+def _has(module: str, attributes: tuple[str, ...]) -> Callable[[], bool]:
+    def test() -> bool:
+        found = importlib.import_module(module)
+        return all(hasattr(found, attribute) for attribute in attributes)
+
+    return test
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def doctor(as_json: Json = False) -> None:
+    """Say what this machine and this torch can do; exits with 1 when something that autopar needs is missing."""
+    checks = list(examine(cache_dir()))
+    healthy = all(check.ok for check in checks if check.needed)
+    if as_json:
+        print_json({"ok": healthy, "checks": [asdict(check) for check in checks]})
+    else:
+        width = max(len(check.name) for check in checks)
+        for check in checks:
+            word = "ok" if check.ok else "missing" if check.needed else "absent"
+            remedy = "" if check.ok or not check.remedy else f"; {check.remedy}"
+            print_text(f"{word:<8} {check.name:<{width}}  {check.found}{remedy}")
+        print_text("\neverything that autopar needs is here" if healthy else "\nautopar cannot run here: see 'missing'")
+    if not healthy:
+        raise typer.Exit(1)

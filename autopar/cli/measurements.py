@@ -1,0 +1,235 @@
+"""``autopar benchmark local`` and ``validate``: predictions held against what this machine, or runs in files, measured."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from autopar.cli.options import (
+    GlobalBatch,
+    Json,
+    Model,
+    Optimizer,
+    Pin,
+    PrecisionOption,
+    Sequence_,
+    cache_dir,
+    print_json,
+    print_text,
+    progress,
+    split_pins,
+    warn,
+    write_report,
+)
+from autopar.errors import AutoparError, UsageError
+
+if TYPE_CHECKING:
+    from autopar.benchmark.batches import Outcome
+
+
+app = typer.Typer(help="Run plans and hold the predictions against them.", no_args_is_help=True)
+
+
+@app.callback()
+def root() -> None:
+    """Run plans and hold the predictions against them."""
+
+
+Ranks = Annotated[int, typer.Option("--ranks", min=1, metavar="N", help="Processes on this machine (CPU).")]
+AsRank = Annotated[
+    int | None,
+    typer.Option(
+        "--as-rank",
+        min=0,
+        metavar="R",
+        help="Run this rank of plans for N ranks alone, for its compute and memory; its collectives move nothing.",
+    ),
+]
+Space = Annotated[str, typer.Option(metavar="NAME|FILE", help="What may be chosen: default, quick or a file.")]
+Sample = Annotated[
+    int | None, typer.Option("--sample", min=1, metavar="N", help="So many candidates, drawn; all if not given.")
+]
+SampleSeed = Annotated[int, typer.Option("--sample-seed", metavar="N", help="Of the drawn candidates.")]
+Rounds = Annotated[int, typer.Option(min=1, metavar="N", help="Turns of each plan.")]
+Steps = Annotated[int, typer.Option(min=1, metavar="N", help="Timed steps of a turn.")]
+Fresh = Annotated[
+    bool, typer.Option("--fresh", help="Measure this machine's speed now; without it, when that was over 6 hours ago.")
+]
+RunTimeout = Annotated[
+    float, typer.Option("--run-timeout", min=1, metavar="S", help="A batch of plans is killed after it.")
+]
+Output = Annotated[
+    Path | None,
+    typer.Option("-o", "--output", metavar="FILE", help="Keep measurements here; a run that stopped goes on."),
+]
+
+
+@app.command("local")
+def local(
+    model: Model,
+    global_batch: GlobalBatch = 16,
+    ranks: Ranks = 4,
+    as_rank: AsRank = None,
+    space: Space = "default",
+    sample: Sample = None,
+    sample_seed: SampleSeed = 0,
+    seq: Sequence_ = None,
+    precision: PrecisionOption = "fp32",
+    optimizer: Optimizer = "adamw",
+    pin: Pin = None,
+    rounds: Rounds = 3,
+    steps: Steps = 3,
+    fresh: Fresh = False,
+    run_timeout: RunTimeout = 300,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """Run every plan of a space, or a sample, on this machine's ranks; print predicted against measured time and memory.
+
+    Says how well predictions rank the plans and what the plan that the search picks loses against the best measured.
+    With a GPU: one device, every micro-batch, recompute and precision of the space; or, with --as-rank, one rank of plans
+    without a pipeline for --ranks devices.
+    """
+    from autopar.benchmark.batches import render
+    from autopar.benchmark.local import BenchmarkRequest, run_local
+    from autopar.benchmark.rank_runs import QUIET_PROFILER
+    from autopar.util.files import check_writable
+
+    if output is not None:
+        check_writable(output, make_folder=True)
+    request = BenchmarkRequest(
+        model=model,
+        num_ranks=ranks,
+        global_batch_size=global_batch,
+        space=space,
+        sample=sample,
+        sample_seed=sample_seed,
+        sequence=seq,
+        precision=precision,
+        optimizer=optimizer,
+        pins=tuple(split_pins(pin or ())),
+        rounds=rounds,
+        steps=steps,
+        run_timeout_s=run_timeout,
+        fresh=fresh,
+        as_rank=as_rank,
+    )
+    for name, value in QUIET_PROFILER.items():
+        os.environ.setdefault(name, value)
+    with progress("reading the model") as advance:
+        outcome: Outcome = run_local(request, results=output, cache_dir=cache_dir(), advance=advance)
+    if as_json:
+        print_json(outcome.to_dict())
+    else:
+        print_text(render(outcome))
+    if outcome.rows and all(row.failure for row in outcome.rows):
+        raise AutoparError(
+            f"All {len(outcome.rows)} plans failed",
+            where=model,
+            fix="See the reasons in the lines above, or look for them with 'autopar verify'",
+        )
+
+
+Files = Annotated[
+    list[Path] | None, typer.Argument(metavar="RUNS.csv...", help="Measured runs; see docs/evidence/accuracy.md.")
+]
+FromRun = Annotated[
+    Path | None, typer.Option("--from-run", metavar="DIR", help="Instead: the log_dir of a run of autopar.parallelize.")
+]
+LeaveOneOut = Annotated[
+    bool, typer.Option("--leave-one-out", help="Predict each source with parameters fitted on the others.")
+]
+Calibrate = Annotated[
+    list[str] | None,
+    typer.Option("--calibrate", metavar="SOURCE", help="Fit the profiles' free parameters to these sources, or all."),
+]
+Out = Annotated[
+    Path | None,
+    typer.Option("-o", "--out", metavar="DIR", help="Write calibrated profiles here; without it they are printed."),
+]
+Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a scatter of all runs.")]
+Markdown = Annotated[Path | None, typer.Option("--markdown", metavar="FILE", help="Write the figures.")]
+
+
+def validate(
+    files: Files = None,
+    from_run: FromRun = None,
+    leave_one_out: LeaveOneOut = False,
+    calibrate: Calibrate = None,
+    out: Out = None,
+    html: Html = None,
+    markdown: Markdown = None,
+    as_json: Json = False,
+) -> None:
+    """Predict measured runs and print how far off: error, rank, interval, memory, by source.
+
+    A row that cannot be predicted is reported with its error beside the predictions of the others; the exit code is then 1.
+    """
+    if from_run is not None:
+        _from_run(from_run, files or [], as_json)
+        return
+    if out is not None:
+        _check_out(out, calibrate)
+    _check(files or (), [path for path in (html, markdown) if path is not None])
+    from autopar.validate.report import render_html, validated
+
+    with progress("reading runs") as advance:
+        found = validated(files or (), sources=calibrate or (), leave_one_out=leave_one_out, progress=advance)
+    session, outcome = found.session, found.outcome
+    if html is not None:
+        write_report(html, render_html(outcome.scores, session.runs, outcome.predictions, outcome.failed))
+    if markdown is not None:
+        write_report(markdown, f"{found.text(with_profiles=False)}\n")
+    for path in found.write_profiles(out) if out is not None else ():
+        warn(f"wrote {path}")
+    if as_json:
+        print_json(found.to_dict(with_profiles=out is None))
+    else:
+        print_text(found.text(with_profiles=out is None))
+    if outcome.failed:
+        raise typer.Exit(1)
+
+
+def _check_out(folder: Path, calibrate: list[str] | None) -> None:
+    """Refuse a folder that is not asked for, or cannot be written.
+
+    Raises:
+        UsageError: it is one of these.
+    """
+    from autopar.util.files import check_writable
+
+    if not calibrate:
+        raise UsageError("--out goes with --calibrate alone", fix="Leave it out, or add --calibrate SOURCE")
+    check_writable(folder / "profile.toml", make_folder=True)
+
+
+def _check(files: Sequence[Path], written: Sequence[Path]) -> None:
+    """Refuse what cannot end well, before anything is computed.
+
+    Raises:
+        UsageError: no runs, or a file that cannot be written.
+    """
+    from autopar.util.files import check_writable
+
+    if not files:
+        raise UsageError("No runs to validate with", fix="Give RUNS.csv files, or --from-run DIR")
+    for path in written:
+        check_writable(path)
+
+
+def _from_run(folder: Path, files: list[Path], as_json: bool) -> None:
+    """What the first steps of a run measured, against its plan's prediction."""
+    from autopar.plan.run_log import read_log
+    from autopar.report.summaries import render_run, run_summary
+
+    if files:
+        raise UsageError(f"--from-run does not go with a file of runs ({files[0]})", fix="Leave one of them out")
+    record = read_log(folder)
+    if as_json:
+        print_json(run_summary(record))
+    else:
+        print_text(render_run(record))

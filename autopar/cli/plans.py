@@ -1,0 +1,388 @@
+"""Commands that make plans: ``autopar search``, ``estimate``, ``explain``, a verb for each other question to the planner, ``published``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from autopar.cli.options import (
+    Asked,
+    Json,
+    Space,
+    asks,
+    kept_dir,
+    parse_cluster,
+    print_json,
+    print_text,
+    progress,
+    split_pins,
+    warn,
+)
+from autopar.errors import UsageError
+
+if TYPE_CHECKING:
+    from autopar.plan.plan import Plan
+    from autopar.questions.sizing import Answer, Ask
+
+
+def make_plan(verb: Literal["search", "estimate"], asked: Asked, **options: Any) -> Plan:
+    """Resolve the model and the cluster, then call ``autopar.api``'s ``verb``.
+
+    Args:
+        options: of this verb alone, as ``autopar.api`` names them.
+
+    Raises:
+        AutoparError: of any of these parts.
+    """
+    found, pins, opaque = parse_cluster(asked.cluster), asked.pins, asked.opaque or []
+    with progress("reading the model") as advance:
+        from autopar import api
+        from autopar.models.graph_cache import traced
+        from autopar.planner.sharding.batch_axis import samples_apart
+        from autopar.planner.space.pins import Pins
+
+        graph = traced(
+            asked.model,
+            sequence=asked.seq,
+            precision=asked.precision,
+            opaque=tuple(dict.fromkeys((*opaque, *Pins.parse(pins).opaque))),
+            global_batch_size=asked.global_batch,
+            samples_apart=samples_apart,
+            cache_dir=kept_dir(),
+            advance=advance,
+        )
+        call: Callable[..., Plan] = api.search if verb == "search" else api.estimate
+        return call(
+            graph,
+            cluster=found,
+            global_batch_size=asked.global_batch,
+            precision=asked.precision,
+            optimizer=asked.optimizer,
+            pins=pins,
+            opaque=opaque,
+            space=asked.space,
+            progress=advance,
+            cache_dir=kept_dir(),
+            **options,
+        )
+
+
+def check_output(output: Path | None) -> None:
+    """Before a search: its plan can be written.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    from autopar.util.files import check_writable
+
+    if output is not None:
+        check_writable(output)
+
+
+def give(plan: Plan, output: Path | None, as_json: bool) -> None:
+    """Write the plan where it is asked for, and print it."""
+    if output is not None:
+        save(plan, output)
+    if as_json:
+        from autopar.report.summaries import plan_summary
+
+        print_json(plan_summary(plan))
+    else:
+        from autopar.plan.text import render_plan
+
+        print_text(render_plan(plan))
+
+
+def save(plan: Plan, output: Path) -> None:
+    """Write the plan and say so."""
+    plan.save(output)
+    warn(f"wrote {output}")
+
+
+Trials = Annotated[int | None, typer.Option(min=1, metavar="N", help="At most so many trials.")]
+Timeout = Annotated[float | None, typer.Option(min=0, metavar="S", help="At most so many seconds of search.")]
+Storage = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL",
+        help="Optuna storage in which trials are kept, for a later search or other machines: sqlite:///study.db, "
+        "postgresql://user@host/database, journal:///study.log.",
+    ),
+]
+StudyName = Annotated[
+    str | None,
+    typer.Option("--study-name", metavar="NAME", help="Of the study in --storage, if not named by what it is of."),
+]
+Workers = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="Processes; the plan is the same for any number. If not given, as many as cores, at most 4; with --storage 1.",
+    ),
+]
+Sampler = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="tpe, cmaes or nsga2 asks for a part of the candidates, none for nothing; if not given, as the space says.",
+    ),
+]
+SamplerSeed = Annotated[int, typer.Option("--sampler-seed", min=0, metavar="N", help="Of the sampler's numbers.")]
+
+
+@asks()
+def search(
+    asked: Asked,
+    trials: Trials = None,
+    timeout: Timeout = None,
+    storage: Storage = None,
+    study_name: StudyName = None,
+    workers: Workers = None,
+    sampler: Sampler = None,
+    sampler_seed: SamplerSeed = 0,
+) -> None:
+    """Find the fastest plan that fits; exits with 3 and names the conflict when there is none."""
+    from autopar.planner.branch_and_bound.process_group import cores
+
+    check_output(asked.output)
+    plan = make_plan(
+        "search",
+        asked,
+        trials=trials,
+        search_timeout_s=timeout,
+        max_step_time_s=asked.max_step_time,
+        storage=storage,
+        study_name=study_name,
+        workers=workers or (cores() if storage is None else 1),
+        sampler=sampler,
+        sampler_seed=sampler_seed,
+    )
+    give(plan, asked.output, asked.as_json)
+
+
+@asks(without=("max_step_time",))
+def estimate(asked: Asked) -> None:
+    """Predict the plan that the pins describe, without a search over what they leave open."""
+    check_output(asked.output)
+    give(make_plan("estimate", asked), asked.output, asked.as_json)
+
+
+def explain(
+    plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")],
+    why_not: Annotated[
+        list[str] | None,
+        typer.Option("--why-not", metavar="K=V,...", help="Compare with the best plan under these pins."),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="MODEL", help="The model, where the plan's name does not say it.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Say why a plan was chosen, and how the best plan with other pins would compare."""
+    from autopar.plan.plan import Plan
+    from autopar.report.summaries import comparison, render_comparison
+
+    plan = Plan.load(plan_file)
+    if not why_not:
+        if as_json:
+            print_json({"reasons": list(plan.search.reasons), "pins": list(plan.pins), "notes": list(plan.notes)})
+        else:
+            print_text("\n".join(plan.search.reasons) or "the plan records no reasons")
+        return
+    from autopar.models.graph_cache import model_of, sequence_of
+    from autopar.planner.space.pins import replaced
+
+    pins = split_pins(why_not)
+    name = model or model_of(plan, plan_file)
+    other = make_plan(
+        "search",
+        Asked(
+            model=name,
+            cluster=plan.cluster,
+            global_batch=plan.global_batch_size,
+            seq=sequence_of(plan, name),
+            precision=plan.precision.name,
+            optimizer=plan.optimizer,
+            pin=replaced(plan.pins, pins),
+            opaque=list(plan.opaque),
+        ),
+    )
+    if as_json:
+        print_json({"why_not": pins, **comparison(plan, other)})
+    else:
+        print_text(render_comparison(plan, other, names=(str(plan_file), ", ".join(pins))))
+
+
+LargestCluster = Annotated[
+    str, typer.Option("--cluster", metavar="CLUSTER", help="The largest that is considered: DEVICE:NODESxPER_NODE.")
+]
+LargestBatch = Annotated[
+    int, typer.Option("--global-batch", min=1, metavar="N", help="The largest that is considered.")
+]
+Price = Annotated[
+    list[str] | None, typer.Option(metavar="DEVICE=P", help="Of one device for an hour; repeatable, one for each kind.")
+]
+OrCluster = Annotated[
+    list[str] | None, typer.Option(metavar="CLUSTER", help="A cluster to choose from too, up to all of it; repeatable.")
+]
+Scale = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME=F,F,...",
+        help="A number of the cluster and its factors, as link.bandwidth=0.5,1,2; also link.latency, node.bandwidth, "
+        "network.bandwidth, device.memory, device.bandwidth, device.matmul, device.launch.",
+    ),
+]
+Objectives = Annotated[
+    str,
+    typer.Option(metavar="A,B,...", help="Two or more of time, memory (left over), devices, price (with --price)."),
+]
+Step = Annotated[int, typer.Option(min=1, metavar="N", help="Tokens by which sequences grow.")]
+
+
+@asks(cluster=LargestCluster)
+def smallest_cluster(asked: Asked) -> None:
+    """Find the fewest devices with a plan within --max-step-time."""
+    from autopar.questions.sizing import smallest_cluster as answer
+
+    _answer(answer, asked)
+
+
+@asks(cluster=LargestCluster)
+def cheapest_cluster(asked: Asked, price: Price = None, or_cluster: OrCluster = None) -> None:
+    """Find the cluster on which a step costs least within --max-step-time."""
+    from autopar.questions.sizing import cheapest_cluster as cheapest
+    from autopar.questions.sizing import parse_prices
+
+    prices = parse_prices(price or ())
+    _answer(lambda ask: cheapest(ask, prices, or_cluster or ()), asked)
+
+
+@asks(without=("seq",))
+def longest_sequence(asked: Asked, step: Step = 1024) -> None:
+    """Find the longest sequence with a plan, in multiples of --step tokens."""
+    from autopar.models.graph_cache import is_factory
+    from autopar.questions.sizing import longest_sequence as longest
+
+    if is_factory(asked.model):
+        raise UsageError(
+            "The longest sequence cannot be searched for a factory, which decides the length",
+            fix="Name a model as hf:TYPE or gpt:...",
+        )
+    _answer(lambda ask: longest(ask, step=step), asked)
+
+
+@asks(global_batch=LargestBatch)
+def largest_batch(asked: Asked) -> None:
+    """Find the largest batch that fits without gradient accumulation, of divisors and multiples of the number of devices."""
+    from autopar.questions.sizing import largest_batch as answer
+
+    _answer(answer, asked)
+
+
+@asks(without=("output",))
+def sweep(asked: Asked, scale: Scale) -> None:
+    """Find the fastest plan with a number of the cluster times each factor."""
+    from autopar.questions.answers_as_text import render_sweep, sweep_summary
+    from autopar.questions.comparisons import parse_sweep
+    from autopar.questions.comparisons import sweep as swept_over
+
+    name, factors = parse_sweep(scale)
+    with progress("reading the model") as advance:
+        swept = swept_over(_ask(advance, asked), name, factors)
+    _print(asked, lambda: sweep_summary(name, swept), lambda: render_sweep(name, swept))
+
+
+@asks()
+def pareto(
+    asked: Asked, objectives: Objectives = "time,memory", price: Price = None, or_cluster: OrCluster = None
+) -> None:
+    """Find the plans that no other one beats in all objectives; -o writes the fastest of them."""
+    from autopar.questions.answers_as_text import front_summary, render_front
+    from autopar.questions.comparisons import front, parse_objectives
+    from autopar.questions.sizing import parse_prices
+
+    check_output(asked.output)
+    wanted, prices = parse_objectives(objectives), parse_prices(price or ())
+    if prices and "price" not in wanted:
+        raise UsageError(
+            f"--price does not go with --objectives {objectives}",
+            fix=f"Leave it out, or ask for --objectives {objectives},price",
+        )
+    with progress("reading the model") as advance:
+        points = front(_ask(advance, asked), wanted, prices, or_cluster or ())
+    _print(asked, lambda: front_summary(points), lambda: render_front(points))
+    if asked.output is not None:
+        save(points[0].plan, asked.output)
+
+
+def _answer(answer: Callable[[Ask], Answer], asked: Asked) -> None:
+    """Ask, print the answer and write its plan."""
+    from autopar.questions.answers_as_text import answer_summary, render_answer
+
+    check_output(asked.output)
+    with progress("reading the model") as advance:
+        found = answer(_ask(advance, asked))
+    _print(asked, lambda: answer_summary(found), lambda: render_answer(found))
+    if asked.output is not None:
+        save(found.plan, asked.output)
+
+
+def _ask(advance: Callable[[str, int, int], None], asked: Asked) -> Ask:
+    from autopar.planner.branch_and_bound.process_group import cores
+    from autopar.questions.sizing import Ask, tracer
+
+    names = tuple(asked.opaque or ())
+    return Ask(
+        graph_at=tracer(asked.model, precision=asked.precision, opaque=names, cache_dir=kept_dir()),
+        cluster=asked.cluster,
+        global_batch_size=asked.global_batch,
+        sequence=asked.seq,
+        pins=tuple(asked.pins),
+        precision=asked.precision,
+        optimizer=asked.optimizer,
+        space=asked.space,
+        max_step_time_s=asked.max_step_time,
+        opaque=names,
+        cache_dir=kept_dir(),
+        progress=advance,
+        processes=cores(),
+    )
+
+
+def _print(asked: Asked, summary: Callable[[], object], text: Callable[[], str]) -> None:
+    if asked.as_json:
+        print_json(summary())
+    else:
+        print_text(text())
+
+
+Name = Annotated[str | None, typer.Argument(metavar="NAME|FILE", help="A shipped layout, or a TOML file of one.")]
+
+
+def published(name: Name = None, space: Space = "default", as_json: Json = False) -> None:
+    """List published layouts, or search a plan for the model and cluster of one and print it beside the layout."""
+    from autopar.planner.branch_and_bound.process_group import cores
+    from autopar.planner.space.space import load_space
+    from autopar.questions import answers_as_text as text
+    from autopar.questions.comparisons import load_study, run_study, study_files
+
+    if name is None:
+        studies = [load_study(shipped) for shipped in study_files()]
+        if as_json:
+            print_json(text.list_summary(studies))
+        else:
+            print_text(text.render_list(studies))
+        return
+    found = load_study(name)
+    load_space(space)  # what is wrong with it is said before the model is traced
+    with progress("reading the study") as advance:
+        result = run_study(found, space=space, progress=advance, workers=cores())
+    if as_json:
+        print_json(text.study_summary(result))
+    else:
+        print_text(text.render_result(result))

@@ -1,0 +1,386 @@
+"""Several plans beside each other: while a number of the cluster changes, those of which none is better in everything, published ones.
+
+**Fronts.** Time is minimised for each limit of the others (the epsilon-constraint method of Haimes, Lasdon and Wismer, 1971): each
+cluster's plan is searched as usual, then again with less memory than the one before took. Every point is a search of its
+own, with its certificate. Where a space has a sampler and more candidates than are searched to the end, time and memory of a
+cluster are those of the candidates that NSGA-II asks for (:mod:`autopar.planner.branch_and_bound.sampling`).
+
+**Published layouts.** A published layout is a set of pins; what its source leaves open is searched, in the published plan's favour.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+
+from autopar.errors import InfeasibleError, UsageError
+from autopar.hardware.cluster import Cluster
+from autopar.hardware.describe import SCALES, scaled
+from autopar.plan.plan import Plan
+from autopar.planner.task import Limits, peak_bytes
+from autopar.questions.sizing import Ask, prices_of, sizes_of
+from autopar.util.files import data_files
+from autopar.util.toml import Table
+
+if TYPE_CHECKING:
+    from autopar.graph.graph import Graph
+    from autopar.models.transformer import Sizes
+    from autopar.planner.task import Progress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Swept:
+    """One factor of a sweep; ``plan`` None: nothing fits."""
+
+    factor: float
+    plan: Plan | None
+
+
+def sweep(ask: Ask, name: str, factors: Sequence[float]) -> tuple[Swept, ...]:
+    """The best plan with the number ``name`` of the cluster (``autopar.hardware.describe``) times each factor.
+
+    Raises:
+        UsageError: unknown name, a factor that is not above zero.
+    """
+    whole = Cluster.parse(ask.cluster, cache_dir=ask.cache_dir)
+    found = []
+    for factor in factors:
+        ask.say(f"{name} x {factor:g}")
+        planner = ask.planner(scaled(whole, {name: factor}))
+        found.append(
+            Swept(
+                factor=factor,
+                plan=planner.fastest(Limits(max_step_time_s=ask.max_step_time_s), processes=ask.processes),
+            )
+        )
+    return tuple(found)
+
+
+def parse_sweep(text: str) -> tuple[str, tuple[float, ...]]:
+    """``link.bandwidth=0.5,1,2`` as a name and factors.
+
+    Raises:
+        UsageError: it is written otherwise.
+
+    >>> parse_sweep("link.bandwidth=0.5,1,2")
+    ('link.bandwidth', (0.5, 1.0, 2.0))
+    """
+    name, equals, values = text.partition("=")
+    try:
+        factors = tuple(float(value) for value in values.split(","))
+    except ValueError:
+        factors = ()
+    if not equals or not factors:
+        raise UsageError(
+            f"'{text}' is not of the form NAME=FACTOR,FACTOR,...",
+            where="--scale",
+            fix="Write for example link.bandwidth=0.5,1,2",
+        )
+    return name.strip(), factors
+
+
+Objective = Literal["time", "memory", "devices", "price"]
+OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
+
+MEMORY_STEP = 0.9
+"""Each further plan takes at most so much of the memory that the one before took, intervals included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """A plan of the front.
+
+    Attributes:
+        cluster: as it is written; ``num_devices``: of it.
+        head_room: share of the smallest device's memory above the upper end of the predicted peak.
+        cost: of a step, where prices are given.
+    """
+
+    cluster: str
+    num_devices: int
+    plan: Plan
+    head_room: float
+    cost: float | None = None
+
+    def values(self, objectives: Sequence[Objective]) -> tuple[float, ...]:
+        """What is minimised."""
+        cost = float("inf") if self.cost is None else self.cost
+        known = {
+            "time": self.plan.predicted.step_time_s,
+            "memory": -self.head_room,
+            "devices": float(self.num_devices),
+            "price": cost,
+        }
+        return tuple(known[objective] for objective in objectives)
+
+
+def parse_objectives(text: str) -> tuple[Objective, ...]:
+    """``time,memory`` as objectives.
+
+    Raises:
+        UsageError: one is unknown or named twice, or there is one alone.
+
+    >>> parse_objectives("time, devices")
+    ('time', 'devices')
+    """
+    names = [name.strip() for name in text.split(",")]
+    unknown = [name for name in names if name not in OBJECTIVES]
+    if unknown:
+        raise UsageError.unknown("objective", unknown[0], OBJECTIVES, where="--objectives")
+    found = tuple(name for name in OBJECTIVES if name in names)
+    if len(found) < 2 or len(found) < len(names):
+        raise UsageError(
+            f"'{text}' does not name two different objectives or more",
+            where="--objectives",
+            fix=f"Write for example time,memory. Known: {', '.join(OBJECTIVES)}",
+        )
+    return found
+
+
+def front(
+    ask: Ask, objectives: Sequence[Objective], prices: Mapping[str, float] | None = None, others: Sequence[str] = ()
+) -> tuple[Point, ...]:
+    """The plans that no other one beats in every objective, by step time.
+
+    Args:
+        ask: its cluster is the only one, or the largest where devices or their price count: then all sizes of it are tried.
+        prices: of a device and hour, by its name; for the objective ``price``.
+        others: further clusters of which all sizes are tried.
+
+    Raises:
+        UsageError: a device has no price, or no cluster has the device of a price; or sizes are tried of a cluster that is not ``DEVICE:NODESxPER_NODE``.
+        InfeasibleError: nothing fits.
+    """
+    kinds = (ask.cluster, *others)
+    is_sized = bool({"devices", "price"} & set(objectives))
+    of_kinds = prices_of(ask, prices or {}, others) if "price" in objectives else {}
+    texts = [(size, of_kinds.get(kind)) for kind in kinds for size in (sizes_of(kind) if is_sized else (kind,))]
+    found: list[Point] = []
+    for text, price in texts:
+        cluster = Cluster.parse(text, cache_dir=ask.cache_dir)
+        for plan, head_room in _plans(ask, text, cluster, with_memory="memory" in objectives):
+            cost = None if price is None else price * cluster.world_size / 3600 * plan.predicted.step_time_s
+            found.append(Point(cluster=text, num_devices=cluster.world_size, plan=plan, head_room=head_room, cost=cost))
+    if not found:
+        raise InfeasibleError(
+            f"No plan fits in memory on any of {', '.join(kinds)}", fix="Take more nodes, or drop a pin"
+        )
+    return undominated(found, objectives)
+
+
+def undominated(points: Sequence[Point], objectives: Sequence[Objective]) -> tuple[Point, ...]:
+    """Those that no other one equals or beats everywhere and beats somewhere; of equals the first."""
+    values = [point.values(objectives) for point in points]
+    kept = [
+        point
+        for i, point in enumerate(points)
+        if not any(
+            all(a <= b for a, b in zip(other, values[i], strict=True)) and (other != values[i] or j < i)
+            for j, other in enumerate(values)
+            if j != i
+        )
+    ]
+    return tuple(sorted(kept, key=lambda point: point.plan.predicted.step_time_s))
+
+
+def _plans(ask: Ask, text: str, cluster: Cluster, *, with_memory: bool) -> Iterator[tuple[Plan, float]]:
+    """The fastest plan of a cluster and the memory that it leaves; then those with ever less memory."""
+    whole = min(device.memory_bytes for device in cluster.devices)
+    limits, factor = Limits(max_step_time_s=ask.max_step_time_s), 1.0
+    if with_memory and (planner := ask.planner(cluster)).is_sampled:
+        ask.say(f"trying {text}, time and memory")
+        yield from ((plan, 1 - peak_bytes(plan.predicted) / whole) for plan in planner.front(limits))
+        return
+    while True:
+        ask.say(f"trying {text}" + (f", {100 * factor:.0f} % of its memory" if factor < 1 else ""))
+        limited = cluster if factor == 1.0 else scaled(cluster, {"device.memory": factor})
+        plan = ask.planner(limited).fastest(limits, processes=ask.processes)
+        if plan is None:
+            return
+        taken = peak_bytes(plan.predicted) / whole
+        yield plan, 1 - taken
+        factor = taken * MEMORY_STEP
+        if not with_memory:
+            return
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Study:
+    """A published run.
+
+    Attributes:
+        title, source, measured: for people: what it is, where it stands, what the source measured.
+        unsure: what the source does not say, and what was taken instead.
+        scale: factors of numbers of the cluster (``autopar.hardware.describe``), for hardware without a profile of its own.
+        pins: the published layout.
+        model: MODEL of the command line, or sizes with a number of layers (``autopar.models.transformer``).
+    """
+
+    name: str
+    title: str
+    source: str
+    measured: str
+    unsure: tuple[str, ...]
+    cluster: str
+    scale: tuple[tuple[str, float], ...]
+    global_batch_size: int
+    sequence: int
+    precision: str
+    pins: tuple[str, ...]
+    model: str | tuple[Sizes, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudyResult:
+    """Both plans; ``published`` is None where the layout does not fit by the cost model, ``reason`` says why.
+
+    ``trace_s``: seconds for building and tracing the model, which the plans' ``wall_time_s`` leave out.
+    """
+
+    study: Study
+    ours: Plan
+    published: Plan | None
+    reason: str
+    trace_s: float
+
+    @property
+    def ratio(self) -> float | None:
+        """Step time of the published layout over ours: above one, ours is faster."""
+        if self.published is None:
+            return None
+        return self.published.predicted.step_time_s / self.ours.predicted.step_time_s
+
+
+def study_files() -> dict[str, Path]:
+    """The shipped studies by name."""
+    return data_files("search/studies")
+
+
+def load_study(name: str) -> Study:
+    """A shipped study by name, or one from a TOML file.
+
+    Raises:
+        UsageError: unknown name, malformed file (file, line, key).
+    """
+    shipped = study_files()
+    if not name.endswith(".toml") and name not in shipped:
+        raise UsageError.unknown("study", name, shipped, fix="or give the path of a .toml file")
+    path = Path(name) if name.endswith(".toml") else shipped[name]
+    table = Table.load(path)
+    sequence, precision = table.integer("sequence"), table.text("precision")
+    model, scale = table.table("model"), []
+    if table.has("scale"):
+        factors = table.table("scale")
+        for key in factors.names():
+            if key not in SCALES:
+                raise UsageError.unknown("number of a cluster", key, SCALES, where=factors.place(key))
+            scale.append((key, factors.number(key)))
+    study = Study(
+        name=path.stem,
+        title=table.text("title"),
+        source=table.text("source"),
+        measured=table.text("measured", ""),
+        unsure=_texts(table, "unsure") if table.has("unsure") else (),
+        cluster=table.text("cluster"),
+        scale=tuple(scale),
+        global_batch_size=table.integer("global_batch"),
+        sequence=sequence,
+        precision=precision,
+        pins=_texts(table, "pins"),
+        model=model.text("spec") if model.has("spec") else _sizes(model, sequence),
+    )
+    model.finish()
+    table.finish()
+    return study
+
+
+def _sizes(table: Table, sequence: int) -> tuple[Sizes, int]:
+    from autopar.models.transformer import ATTENTIONS, FAMILIES, Sizes
+
+    family, attention, heads = table.text("family"), table.text("attention"), table.integer("heads")
+    for key, value, known in (("family", family, FAMILIES), ("attention", attention, ATTENTIONS)):
+        if value not in known:
+            raise UsageError.unknown(key, value, known, where=table.place(key))
+    sizes = Sizes(
+        family=family,
+        hidden=table.integer("hidden"),
+        ffn=table.integer("ffn"),
+        heads=heads,
+        kv_heads=table.integer("kv_heads", heads),
+        vocabulary=table.integer("vocabulary"),
+        sequence=sequence,
+        attention=attention,
+        dtype="float32",
+    )
+    return sizes, table.integer("layers")
+
+
+def _texts(table: Table, key: str) -> tuple[str, ...]:
+    value = table.raw(key)
+    if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
+        raise table.wrong(key, "a list of texts", repr(value))
+    return tuple(value)
+
+
+def cluster_of(study: Study) -> Cluster:
+    """The study's cluster."""
+    return scaled(Cluster.parse(study.cluster), dict(study.scale))
+
+
+def graph_of(study: Study) -> Graph:
+    """The study's model, traced on meta."""
+    from autopar import api
+
+    inputs: Any
+    if isinstance(study.model, str):
+        from autopar.models.resolve import resolve_model
+
+        source = resolve_model(study.model, sequence_length=study.sequence)
+        model, inputs = source.model, source.example_inputs
+    else:
+        from autopar.models.transformer import build
+
+        model, inputs = build(*study.model)
+    return api.trace(
+        model, example_inputs=inputs, precision=cast("Any", study.precision), name=study.name,
+        global_batch_size=study.global_batch_size,
+    )  # fmt: skip
+
+
+def run_study(
+    study: Study, *, space: str = "default", progress: Progress | None = None, workers: int | None = None
+) -> StudyResult:
+    """Our plan for a study, and the best one that its published layout leaves; ``workers`` as for a search.
+
+    Raises:
+        InfeasibleError: nothing fits the cluster.
+    """
+    from autopar import api
+
+    start = time.monotonic()
+    if progress is not None:
+        progress("tracing the model", 0, 0)
+    graph, cluster = graph_of(study), cluster_of(study)
+    trace_s = time.monotonic() - start
+
+    def best(pins: tuple[str, ...]) -> Plan:
+        return api.search(
+            graph,
+            cluster=cluster,
+            global_batch_size=study.global_batch_size,
+            pins=pins,
+            precision=cast("Any", study.precision),
+            space=space,
+            progress=progress,
+            workers=workers,
+        )
+
+    ours, published, reason = best(()), None, ""
+    try:
+        published = best(study.pins)
+    except InfeasibleError as error:
+        reason = str(error)
+    return StudyResult(study=study, ours=ours, published=published, reason=reason, trace_s=trace_s)

@@ -1,0 +1,304 @@
+"""The predicted step as spans on a clock, and the plan as one HTML file that needs nothing else: no scripts, no fonts, no network."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from autopar.errors import PlanError
+from autopar.plan.file import dumps, plan_to_dict
+from autopar.plan.plan import recompute_text
+from autopar.plan.schedule import Action, dependencies, schedule_actions
+from autopar.plan.text import (
+    batch_text,
+    devices_text,
+    fits,
+    groups_text,
+    layout_groups,
+    memory_parts,
+    memory_text,
+    schedule_text,
+    time_parts,
+    zero_text,
+)
+from autopar.util.formatting import count, num_bytes, ranges, seconds, share
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from autopar.plan.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """One piece of work of one pipeline rank; ``kind`` is ``F``, ``B``, ``data parallel`` or ``optimizer``."""
+
+    pp_rank: int
+    kind: str
+    name: str
+    start_s: float
+    end_s: float
+    stage: int = -1
+    micro_batch: int = -1
+
+
+def timeline(plan: Plan) -> list[Span]:
+    """Spans in order of their start. Sends take no time here: their exposed part stands in the breakdown.
+
+    Raises:
+        PlanError: the plan does not hold the times of its stages.
+    """
+    if not plan.predicted.stage_times:
+        raise PlanError.missing(
+            "predicted times of the stages, which a timeline needs",
+            where="predicted.stage_times",
+            fix="Make the plan again with 'autopar search' or 'autopar estimate'",
+        )
+    spans = _spans_of_pipeline(plan)
+    breakdown = plan.predicted.breakdown
+    for rank in range(plan.mesh.pp):
+        clock_s = max((span.end_s for span in spans if span.pp_rank == rank), default=0.0)
+        for name, part_s in (("data parallel", breakdown.data_parallel_s), ("optimizer", breakdown.optimizer_s)):
+            if part_s > 0:
+                spans.append(Span(pp_rank=rank, kind=name, name=name, start_s=clock_s, end_s=clock_s + part_s))
+                clock_s += part_s
+    return sorted(spans, key=lambda span: (span.start_s, span.pp_rank))
+
+
+def _spans_of_pipeline(plan: Plan) -> list[Span]:
+    """Each action starts when its rank is free and what it depends on has ended."""
+    pp, last_stage = plan.mesh.pp, len(plan.stages) - 1
+    queues = schedule_actions(plan.schedule, pp, plan.virtual_stages, plan.num_micro_batches)
+    ends: dict[Action, float] = {}
+    at, free_s = [0] * pp, [0.0] * pp
+    spans: list[Span] = []
+    total = sum(map(len, queues))
+    while len(spans) < total:
+        before = len(spans)
+        for rank, queue in enumerate(queues):
+            while at[rank] < len(queue):
+                action = queue[at[rank]]
+                needs = dependencies(action, last_stage)
+                if any(need not in ends for need in needs):
+                    break
+                start_s = max([free_s[rank], *(ends[need] for need in needs)])
+                ends[action] = free_s[rank] = start_s + plan.predicted.stage_times[action.stage][action.kind == "B"]
+                spans.append(
+                    Span(
+                        pp_rank=rank,
+                        kind=action.kind,
+                        name=str(action),
+                        start_s=start_s,
+                        end_s=ends[action],
+                        stage=action.stage,
+                        micro_batch=action.micro_batch,
+                    )
+                )
+                at[rank] += 1
+        assert len(spans) > before, "a schedule never waits for itself"
+    return spans
+
+
+# --- The predicted step as a Chrome trace, for ui.perfetto.dev or chrome://tracing.
+
+_CATEGORY = {"F": "forward", "B": "backward"}
+
+
+def perfetto_trace(plan: Plan) -> dict[str, Any]:
+    """The trace as JSON values: one thread for each pipeline rank, times in microseconds.
+
+    Raises:
+        PlanError: the plan does not hold the times of its stages.
+    """
+    events: list[dict[str, Any]] = [
+        {"name": "process_name", "ph": "M", "pid": 0, "args": {"name": f"predicted step of {plan.model.name}"}}
+    ]
+    events += [
+        {"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": f"pipeline rank {rank}"}}
+        for rank in range(plan.mesh.pp)
+    ]
+    for span in timeline(plan):
+        args = {"stage": span.stage, "micro_batch": span.micro_batch} if span.stage >= 0 else {}
+        events.append(
+            {
+                "name": span.name,
+                "cat": _CATEGORY.get(span.kind, span.kind),
+                "ph": "X",
+                "pid": 0,
+                "tid": span.pp_rank,
+                "ts": span.start_s * 1e6,
+                "dur": (span.end_s - span.start_s) * 1e6,
+                "args": args,
+            }
+        )
+    return {"displayTimeUnit": "ms", "traceEvents": events}
+
+
+_MAX_SPANS = 4000
+_COLOURS = ("#4269d0", "#97bbf5", "#efb118", "#ff725c", "#6cc5b0", "#c9c9c9", "#9c6b4e")
+_SPAN_COLOURS = {"F": "#97bbf5", "B": "#4269d0", "data parallel": "#ff725c", "optimizer": "#9c6b4e"}
+_STYLE = """
+body{font:15px/1.5 system-ui,sans-serif;max-width:70rem;margin:2rem auto;padding:0 1rem;color:#222;background:#fff}
+h1{font-size:1.4rem;overflow-wrap:anywhere}h2{font-size:1.1rem;margin:2rem 0 .5rem}
+table{border-collapse:collapse}td,th{padding:.2rem .8rem .2rem 0;text-align:left;vertical-align:top}
+th{font-weight:600;border-bottom:1px solid #ccc}td.n,th.n{text-align:right}code{overflow-wrap:anywhere}
+.bar{display:flex;height:1.6rem;border-radius:3px;overflow:hidden;background:#eee;margin:.3rem 0}
+.key{display:inline-block;width:.8rem;height:.8rem;border-radius:2px;margin-right:.4rem}
+.no{color:#b00020;font-weight:600}svg{width:100%;display:block}pre{overflow:auto;background:#f6f6f6;padding:1rem}
+"""
+
+
+def render_html(plan: Plan) -> str:
+    """The whole page; every text of the plan is escaped."""
+    title = f"{plan.model.name} on {plan.cluster}"
+    sections = [
+        ("Plan", _fields(_facts(plan))),
+        ("Where the step time goes", _time(plan)),
+        ("Memory of the largest rank of each pipeline rank", _memory(plan)),
+        ("Pipeline", _pipeline(plan)),
+        ("Stages", _stages(plan)),
+        ("Layouts of parameters", _layouts(plan)),
+        (
+            "Why this plan (one choice changed, and as little else as that needs)",
+            _list(plan.search.reasons or ("no reasons were recorded",)),
+        ),
+        ("Notes", _list(plan.notes)),
+        ("The plan file", f"<details><summary>JSON</summary><pre>{escape(dumps(plan_to_dict(plan)))}</pre></details>"),
+    ]
+    body = "\n".join(f"<h2>{name}</h2>\n{content}" for name, content in sections if content)
+    return (
+        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}</title>\n'
+        f"<style>{_STYLE}</style>\n</head>\n<body>\n<h1>{escape(title)}</h1>\n{body}\n</body>\n</html>\n"
+    )
+
+
+def _facts(plan: Plan) -> list[tuple[str, str]]:
+    predicted, search = plan.predicted, plan.search
+    low, high = predicted.step_time_interval_s
+    verdict = "fits" if fits(plan) else '<span class="no">does not fit</span>'
+    bound = f"bound {seconds(search.lower_bound_s)}, gap {share(search.gap, 1)}"
+    return [
+        ("model", f"{count(plan.model.num_parameters)} parameters, {plan.model.tokens_per_sample:,} tokens a sample"),
+        ("mesh", f"{escape(str(plan.mesh))}, {plan.mesh.world_size} ranks"),
+        *([("devices", escape(groups_text(plan)))] if plan.groups else []),
+        ("batch", batch_text(plan)),
+        ("schedule", schedule_text(plan)),
+        ("ZeRO", zero_text(plan)),
+        ("recompute", plan.recompute),
+        ("precision", f"{escape(plan.precision.name)}, optimizer {escape(plan.optimizer)}"),
+        ("pins", escape(", ".join(plan.pins) or "none")),
+        ("step time", f"<b>{seconds(predicted.step_time_s)}</b> ({seconds(low)} to {seconds(high)})"),
+        ("throughput", f"{predicted.tokens_per_s:,.0f} tokens/s, MFU {share(predicted.mfu, 1)}"),
+        ("peak memory", f"{memory_text(plan)}: {verdict}"),
+        ("search", f"{search.evaluated:,} of {search.candidates:,} candidates, {seconds(search.wall_time_s)}, {bound}"),
+    ]
+
+
+def _time(plan: Plan) -> str:
+    parts = [(name, part_s, seconds(part_s)) for name, part_s in time_parts(plan.predicted.breakdown)]
+    return _bar(parts, plan.predicted.breakdown.total_s) + _legend(parts)
+
+
+def _memory(plan: Plan) -> str:
+    text = ""
+    for memory in plan.predicted.memory:
+        limit = plan.predicted.limit_of(memory)
+        parts = [(name, value, num_bytes(value)) for name, value in memory_parts(memory)]
+        verdict = "" if plan.predicted.rank_fits(memory) else ' <span class="no">does not fit</span>'
+        who, devices = f"pipeline rank {memory.pp_rank}", devices_text(plan, memory.pp_rank)
+        if plan.data_shares:
+            group = plan.groups[memory.group]
+            who, devices = f"ranks {group.start}-{group.stop - 1}", group.device
+        where = f" ({escape(devices)})" if plan.groups else ""
+        text += f"<div>{who}{where}: {num_bytes(memory.total)} of {num_bytes(limit)}{verdict}"
+        text += _bar(parts, max(limit, memory.total)) + _legend(parts) + "</div>"
+    return text
+
+
+def _pipeline(plan: Plan) -> str:
+    if not plan.predicted.stage_times:
+        return ""
+    spans = timeline(plan)
+    if len(spans) > _MAX_SPANS:
+        return f"<p>{len(spans):,} pieces of work are too many to draw here: use <code>--perfetto</code>.</p>"
+    end_s = max(span.end_s for span in spans) or 1.0
+    row, width = 24, 1000.0
+    rects = []
+    for span in spans:
+        x, w = width * span.start_s / end_s, width * (span.end_s - span.start_s) / end_s
+        rects.append(
+            f'<rect x="{x:.2f}" y="{span.pp_rank * row + 2}" width="{w:.2f}" height="{row - 4}" stroke="#fff"'
+            f' stroke-width="0.5" fill="{_SPAN_COLOURS[span.kind]}"><title>{escape(span.name)}: '
+            f"{seconds(span.start_s)} to {seconds(span.end_s)}</title></rect>"
+        )
+    height = row * plan.mesh.pp
+    keys = "".join(
+        f'<span class="key" style="background:{colour}"></span>{name}&ensp;'
+        for name, colour in zip(
+            ("forward", "backward", "data parallel", "optimizer"), _SPAN_COLOURS.values(), strict=True
+        )
+    )
+    return (
+        f'<svg viewBox="0 0 {width:.0f} {height}" height="{height}" preserveAspectRatio="none" role="img"'
+        f' aria-label="work of each pipeline rank over time">{"".join(rects)}</svg>\n<p>{keys}</p>'
+    )
+
+
+def _stages(plan: Plan) -> str:
+    times = plan.predicted.stage_times
+    rows = []
+    for stage in plan.stages:
+        blocks = plan.blocks[stage.start : stage.stop]
+        cells = [str(stage.index), str(stage.pp_rank)]
+        cells += [escape(devices_text(plan, stage.pp_rank))] if plan.groups else []
+        cells += [escape(ranges(block.label for block in blocks)), recompute_text(blocks)]
+        cells += [seconds(part_s) for part_s in times[stage.index]] if times else ["-", "-"]
+        rows.append(cells)
+    devices = ("devices",) if plan.groups else ()
+    return _table(("stage", "pipeline rank", *devices, "layers", "recompute", "forward", "backward"), rows)
+
+
+def _layouts(plan: Plan) -> str:
+    rows = [
+        (escape(ranges(labels)), escape(axis), f"<code>{escape(kind)}</code>", escape(names))
+        for labels, lines in layout_groups(plan)
+        for axis, kind, names in lines
+    ]
+    if not rows:
+        return "<p>Nothing is split inside the model.</p>"
+    return _table(("blocks", "axis", "type at rest", "parameters"), rows)
+
+
+def _bar(parts: Sequence[tuple[str, float, str]], total: float) -> str:
+    pieces = "".join(
+        f'<div style="width:{100 * part / total:.3f}%;background:{colour}" title="{escape(name)}: {text}"></div>'
+        for (name, part, text), colour in zip(parts, _COLOURS, strict=False)
+        if total > 0 and part > 0
+    )
+    return f'<div class="bar">{pieces}</div>'
+
+
+def _legend(parts: Sequence[tuple[str, float, str]]) -> str:
+    items = "&ensp; ".join(
+        f'<span class="key" style="background:{colour}"></span>{escape(name)} {text}'
+        for (name, part, text), colour in zip(parts, _COLOURS, strict=False)
+        if part > 0
+    )
+    return f"<p>{items}</p>"
+
+
+def _fields(rows: Iterable[tuple[str, str]]) -> str:
+    """``rows``: name and HTML."""
+    return "<table>" + "".join(f"<tr><td>{name}</td><td>{value}</td></tr>" for name, value in rows) + "</table>"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """``rows``: cells in HTML."""
+    top = "".join(f"<th>{name}</th>" for name in head)
+    body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table><tr>{top}</tr>{body}</table>"
+
+
+def _list(items: Sequence[str]) -> str:
+    return "<ul>" + "".join(f"<li>{escape(item)}</li>" for item in items) + "</ul>" if items else ""

@@ -1,0 +1,172 @@
+"""A plan as one flat JSON object (the contract of ``--json``), two plans side by side, and a plan beside what its run measured."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from autopar.plan.run_log import RunRecord
+from autopar.plan.text import batch_text, diff_plans, fits, schedule_text, time_parts, zero_text
+from autopar.util.formatting import num_bytes, plain_table, seconds, share
+
+if TYPE_CHECKING:
+    from autopar.plan.plan import Plan
+
+
+def plan_summary(plan: Plan) -> dict[str, Any]:
+    """What ``search --json``, ``estimate --json`` and ``show --json`` print; seconds and bytes."""
+    predicted, search = plan.predicted, plan.search
+    return {
+        "model": asdict(plan.model),
+        "cluster": plan.cluster,
+        "mesh": {axis: getattr(plan.mesh, axis) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")},
+        "groups": [asdict(group) for group in plan.groups],
+        "global_batch_size": plan.global_batch_size,
+        "micro_batch_size": plan.micro_batch_size,
+        "num_micro_batches": plan.num_micro_batches,
+        "data_shares": list(plan.data_shares),
+        "schedule": plan.schedule,
+        "virtual_stages": plan.virtual_stages,
+        "zero_stage": plan.zero_stage,
+        "recompute": plan.recompute,
+        "precision": plan.precision.name,
+        "optimizer": plan.optimizer,
+        "stages": [
+            {
+                "index": stage.index,
+                "pp_rank": stage.pp_rank,
+                "devices": list(plan.devices_of(stage.pp_rank)),
+                "start": stage.start,
+                "stop": stage.stop,
+                "blocks": [block.label for block in plan.blocks[stage.start : stage.stop]],
+            }
+            for stage in plan.stages
+        ],
+        "predicted": {
+            "step_time_s": predicted.step_time_s,
+            "step_time_interval_s": list(predicted.step_time_interval_s),
+            "peak_memory_bytes": predicted.peak_memory_bytes,
+            "peak_memory_interval_bytes": list(predicted.peak_memory_interval_bytes),
+            "memory_limit_bytes": predicted.memory_limit_bytes,
+            "memory_limits_bytes": list(predicted.memory_limits_bytes),
+            "fits": fits(plan),
+            "mfu": predicted.mfu,
+            "tokens_per_s": predicted.tokens_per_s,
+            "breakdown": asdict(predicted.breakdown),
+            "memory": [asdict(memory) for memory in predicted.memory],
+        },
+        "search": {
+            "wall_time_s": search.wall_time_s,
+            "candidates": search.candidates,
+            "evaluated": search.evaluated,
+            "lower_bound_s": search.lower_bound_s,
+            "gap": search.gap,
+            "reasons": list(search.reasons),
+        },
+        "pins": list(plan.pins),
+        "notes": list(plan.notes),
+    }
+
+
+_MAX_CHANGES = 40
+
+
+def render_comparison(before: Plan, after: Plan, *, names: tuple[str, str]) -> str:
+    """A table of what people compare, with the change in percent, and the list of differing choices."""
+    lines = plain_table(
+        ("", *names, "change"), _rows(before, after), left=("", *names), width=120, indent=0
+    ).splitlines()
+    changes = [str(change) for change in diff_plans(before, after) if not change.path.startswith("predicted.")]
+    lines += ["", "Differences of the plans" if changes else "The plans make the same choices."]
+    lines += [f"  {change}" for change in changes[:_MAX_CHANGES]]
+    if len(changes) > _MAX_CHANGES:
+        lines.append(f"  and {len(changes) - _MAX_CHANGES} more: see --json")
+    return "\n".join(lines)
+
+
+def comparison(before: Plan, after: Plan) -> dict[str, Any]:
+    """The same as JSON values: all changes, and the ratio of the step times."""
+    return {
+        "step_time_s": [before.predicted.step_time_s, after.predicted.step_time_s],
+        "peak_memory_bytes": [before.predicted.peak_memory_bytes, after.predicted.peak_memory_bytes],
+        "step_time_ratio": _ratio(after.predicted.step_time_s, before.predicted.step_time_s),
+        "changes": [
+            {"path": change.path, "before": change.before, "after": change.after}
+            for change in diff_plans(before, after)
+        ],
+    }
+
+
+def _rows(before: Plan, after: Plan) -> list[tuple[str, str, str, str]]:
+    one, two = before.predicted, after.predicted
+    rows = [
+        ("model", before.model.name, after.model.name, ""),
+        ("cluster", before.cluster, after.cluster, ""),
+        ("mesh", str(before.mesh), str(after.mesh), ""),
+        ("batch", batch_text(before), batch_text(after), ""),
+        ("schedule", schedule_text(before), schedule_text(after), ""),
+        ("ZeRO", zero_text(before), zero_text(after), ""),
+        ("recompute", before.recompute, after.recompute, ""),
+        ("step time", seconds(one.step_time_s), seconds(two.step_time_s), _change(one.step_time_s, two.step_time_s)),
+    ]
+    for (name, left_s), (_, right_s) in zip(time_parts(one.breakdown), time_parts(two.breakdown), strict=True):
+        if left_s or right_s:
+            rows.append((f"  {name}", seconds(left_s), seconds(right_s), _change(left_s, right_s)))
+    left, right = one.peak_memory_bytes, two.peak_memory_bytes
+    rows += [
+        ("peak memory", num_bytes(left), num_bytes(right), _change(left, right)),
+        ("MFU", share(one.mfu, 1), share(two.mfu, 1), ""),
+        (
+            "tokens/s",
+            f"{one.tokens_per_s:,.0f}",
+            f"{two.tokens_per_s:,.0f}",
+            _change(one.tokens_per_s, two.tokens_per_s),
+        ),
+    ]
+    return rows
+
+
+def _change(before: float, after: float, digits: int = 1) -> str:
+    return f"{100 * (after / before - 1):+.{digits}f} %" if before else "-" if not after else "new"
+
+
+def _ratio(one: float, other: float) -> float | None:
+    return one / other if other else None
+
+
+# --- What a run measured beside what its plan predicted, for `autopar validate --from-run`.
+
+
+def render_run(record: RunRecord) -> str:
+    """A table by category, and the verdict."""
+    rows = [_row("step", record.predicted_s, record.measured_s)]
+    rows += [
+        _row(f"  {part.name}", part.predicted_s, part.measured_s)
+        for part in record.parts
+        if part.predicted_s or part.measured_s
+    ]
+    peak = "not measured" if record.measured_bytes is None else num_bytes(record.measured_bytes)
+    change = "" if record.measured_bytes is None else _change(record.predicted_bytes, record.measured_bytes, 0)
+    rows.append((f"peak memory ({record.memory_kind})", num_bytes(record.predicted_bytes), peak, change))
+    low, high = record.interval_s
+    lines = [
+        f"{record.model} on {record.cluster}, {record.mesh}; medians of {record.num_steps} steps of {record.num_ranks} ranks",
+        plain_table(("", "predicted", "measured", "change"), rows, left=("",)),
+        f"interval of the step: {seconds(low)} to {seconds(high)}; between steps: {seconds(record.between_s)}",
+        record.warning() or "the measured step lies inside the predicted interval",
+    ]
+    return "\n".join(lines)
+
+
+def run_summary(record: RunRecord) -> dict[str, Any]:
+    """The same as JSON values."""
+    return {
+        **asdict(record),
+        "is_outside": record.is_outside,
+        "worst": record.worst.name,
+        "is_over_memory": record.is_over_memory,
+    }
+
+
+def _row(name: str, predicted_s: float, measured_s: float) -> tuple[str, str, str, str]:
+    return name, seconds(predicted_s), seconds(measured_s), _change(predicted_s, measured_s, 0)

@@ -1,0 +1,390 @@
+"""Applies a typing: from the graph of all ranks of one axis to the graph of one of them.
+
+Every tensor gets one rank's shape; where an operator needs an operand in another type than the one
+it has, the change is an operator of its own (see local_calls.py). Where changes stand, which the
+cost model and the search count on:
+
+- one change for each value, target type and *block*: consumers in a block share it, it stands
+  right before the first of them, blocks do not share (what crosses a block is the value as made);
+- a value of the prelude changes once, in the prelude;
+- a parameter that is I at rest and R at every use has no change: its gradient is left as a pending
+  sum (``Parameter.gradient_sum_axes``). If other uses want it otherwise, R is an explicit change.
+
+Under ring attention every split dim that an operator reads or makes is in zig-zag order: see :mod:`autopar.rules.strategy`.
+
+On axis ``batch`` (micro-batches and data ranks together) prelude values change from P to R before the step: those are
+``Graph.sums``. Live values change between P and I or R, and where samples meet (``Graph.mixing``) from and to S as well,
+by :data:`OVER_DATA`, as on any other axis whose ranks are those of the data axes: that is right for one micro-batch alone
+(see :func:`crosses_samples`). Parameters are R at use there, and their gradient sum belongs to the data-parallel runtime.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from autopar.errors import InternalError, RuleError
+from autopar.graph.graph import Argument, Block, Graph, Input, Layout, Op, Parameter, Ref, TensorSpec, digest
+from autopar.graph.rewrites import signature
+from autopar.plan.mesh import I, P, R, S, Type
+from autopar.rules.local_calls import BATCH, LOCALIZERS, conversion, emitted_arguments, layout_before, localize, part_of
+from autopar.rules.strategy import Local, SampleSums, Strategy, Typing, check_part, check_strategy, is_zigzag
+
+__all__ = ["BATCH", "OVER_DATA", "crosses_samples", "part_of", "shard"]
+
+OVER_DATA = "autopar.change_over_data"
+"""A change of type over samples: over all data ranks, each with its samples in one micro-batch."""
+
+
+def shard(
+    graph: Graph,
+    typing: Typing,
+    *,
+    global_batch_size: int | None = None,
+    micro_batch_size: int | None = None,
+    whole: bool = False,
+    only: Collection[int] | None = None,
+) -> Graph:
+    """One rank's graph on ``typing.axis``.
+
+    Args:
+        graph: on the axes before it already local.
+        typing: a strategy for every live operator. Operators of the prelude without one, and inputs,
+            are R; on axis ``batch`` inputs are split along their ``batch_dim``.
+        global_batch_size: samples of a step, for literals that count samples; axis ``batch`` alone.
+        micro_batch_size: samples of the result; axis ``batch`` alone.
+        whole: there is one data rank and one micro-batch, so that no type changes; axis ``batch`` alone.
+        only: blocks by index that are wanted; None: all. Of the others the values have their local shapes, so that a
+            wanted block is as in the whole graph; their operators are not as they run, and their hashes mean nothing.
+
+    Raises:
+        RuleError: a dim does not divide, or the loss is no sum over samples; names the operator.
+        InternalError: a strategy is missing, or a change of type does not exist; names the operator.
+    """
+    return _Sharding(graph, typing, global_batch_size or graph.batch_size, whole=whole, only=only).run(micro_batch_size)
+
+
+@dataclass(slots=True)
+class _Section:
+    """Operators under construction: the prelude, or one block; ``changed`` are its shared conversions."""
+
+    ops: list[Op]
+    changed: dict[tuple[Ref, Type], Ref]
+
+
+class _Sharding:
+    """The state of one :func:`shard`."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        typing: Typing,
+        global_batch_size: int,
+        *,
+        whole: bool,
+        only: Collection[int] | None = None,
+    ) -> None:
+        self.whole, self.only = whole, only
+        self.graph, self.typing, self.axis = graph, typing, typing.axis
+        self.is_batch = typing.axis == BATCH
+        self.is_zigzag = is_zigzag(typing.strategies.values())
+        self.count_scale = Fraction(global_batch_size, graph.batch_size) if self.is_batch else Fraction(1)
+        self.types: dict[Ref, Type] = {}
+        self.specs: dict[Ref, TensorSpec] = {}
+        self.renamed: dict[Ref, Ref] = {}
+        self.samples = SampleSums(graph=graph)
+        self.names = set(graph._index.made)
+        self.prelude = _Section([], {})
+        self.explicit: set[str] = set()
+
+    def run(self, micro_batch_size: int | None) -> Graph:
+        graph = self.graph
+        inputs = tuple(self._input(leaf) for leaf in graph.inputs)
+        for buffer in graph.buffers:
+            self._set(Ref(buffer.name), self.typing.inputs.get(buffer.name, R), buffer.spec)
+        buffers = tuple(replace(b, spec=self.specs[Ref(b.name)]) for b in graph.buffers)
+        for parameter in graph.parameters:
+            rest = self.typing.parameters.get(parameter.name, I)
+            self._set(Ref(parameter.name), rest, parameter.spec)
+        uses = self._parameter_uses()
+        self.explicit = {name for name, kinds in uses.items() if len(kinds) > 1}
+        for op in graph.prelude:
+            self._op(op, self.prelude)
+        for ref in (m.value for m in graph.mutations if graph.is_prelude(m.value)):
+            self._new_value(ref, self.prelude)
+        ops, blocks = self._blocks()
+        return replace(
+            graph,
+            batch_size=micro_batch_size if self.is_batch and micro_batch_size else graph.batch_size,
+            inputs=inputs,
+            parameters=tuple(self._parameter(p, uses.get(p.name, set())) for p in graph.parameters),
+            buffers=buffers,
+            prelude=tuple(self.prelude.ops),
+            ops=ops,
+            blocks=blocks,
+            loss=self.renamed.get(graph.loss, graph.loss),
+            sums=(*graph.sums, *self.samples.sums),
+            mutations=tuple(replace(m, value=self.renamed.get(m.value, m.value)) for m in graph.mutations),
+        )
+
+    # --- leaves
+
+    def _input(self, leaf: Input) -> Input:
+        by_samples = self.is_batch and leaf.batch_dim is not None
+        default = S(leaf.batch_dim) if by_samples and leaf.batch_dim is not None else R
+        ref = Ref(leaf.name)
+        self._set(ref, self.typing.inputs.get(leaf.name, default), leaf.spec)
+        return replace(leaf, spec=self.specs[ref])
+
+    def _parameter_uses(self) -> dict[str, set[str]]:
+        """The kinds in which live operators take each parameter that is I at rest."""
+        found: dict[str, set[str]] = {}
+        for op in self.graph.ops:
+            for ref, wanted in zip(op.operands, self._strategy(op).inputs, strict=True):
+                if self.types.get(ref) == I and self.graph.is_parameter(ref):
+                    found.setdefault(ref.name, set()).add(wanted.kind)
+        return found
+
+    def _parameter(self, parameter: Parameter, uses: set[str]) -> Parameter:
+        rest = self.types[Ref(parameter.name)]
+        if rest.kind not in ("I", "S"):
+            raise InternalError(f"A parameter is stored as {rest}, not as I or S(d)", where=parameter.fqn)
+        if self.is_batch and rest != I:
+            raise InternalError(f"A parameter is split over samples as {rest}", where=parameter.fqn)
+        pending = uses == {"R"} and parameter.spec.requires_grad and not self.is_batch
+        return replace(
+            parameter,
+            spec=self.specs[Ref(parameter.name)],
+            layout=(*parameter.layout, (self.axis, rest)),
+            gradient_sum_axes=(*parameter.gradient_sum_axes, self.axis) if pending else parameter.gradient_sum_axes,
+        )
+
+    # --- operators
+
+    def _blocks(self) -> tuple[tuple[Op, ...], tuple[Block, ...]]:
+        graph, ops, blocks = self.graph, list[Op](), list[Block]()
+        for block in graph.blocks:
+            section, start = _Section([], {}), len(ops)
+            is_wanted = self.only is None or block.index in self.only
+            for op in graph.block_ops(block):
+                (self._op if is_wanted else self._outline)(op, section)
+            for mutation in graph.block_mutations(block):
+                self._new_value(mutation.value, section)
+            if block.index == len(graph.blocks) - 1:
+                self._loss(section)
+            ops += section.ops
+            text = f"{block.hash}|{self.axis}|{signature(section.ops, self.specs.__getitem__)}" if is_wanted else ""
+            blocks.append(replace(block, start=start, stop=len(ops), hash=digest(text)))
+        return tuple(ops), tuple(blocks)
+
+    def _outline(self, op: Op, section: _Section) -> None:
+        """An operator of a block that is not wanted: what it makes, and what it changes in the prelude."""
+        strategy = self._strategy(op)
+        for ref, wanted in zip(op.operands, strategy.inputs, strict=True):
+            if self.graph.is_prelude(ref):
+                self._converted(ref, wanted, op, section)
+        place = f"{op.name} ({op.target})"
+        outputs = tuple(self._local(spec, kind, place) for spec, kind in zip(op.outputs, strategy.outputs, strict=True))
+        section.ops.append(Op(name=op.name, target=op.target, args=op.args, kwargs=op.kwargs, outputs=outputs))
+        for i, (kind, spec) in enumerate(zip(strategy.outputs, outputs, strict=True)):
+            self.types[Ref(op.name, i)], self.specs[Ref(op.name, i)] = kind, spec
+
+    def _op(self, op: Op, section: _Section) -> None:
+        strategy, place = self._strategy(op), f"{op.name} ({op.target})"
+        if len(strategy.inputs) != len(op.operands) or len(strategy.outputs) != len(op.outputs):
+            raise InternalError(
+                f"The strategy '{strategy.name}' does not give every operand and output a type", where=place
+            )
+        if self.is_zigzag:
+            check_strategy(strategy, place)
+        operands = tuple(
+            [
+                self._converted(ref, wanted, op, section)
+                for ref, wanted in zip(op.operands, strategy.inputs, strict=True)
+            ]
+        )
+        outputs = tuple(
+            [self._local(spec, kind, place) for spec, kind in zip(op.outputs, strategy.outputs, strict=True)]
+        )
+        called = op.with_operands(operands)
+        if strategy.target or strategy.extra or op.target in LOCALIZERS:
+            local = Local(
+                axis=self.axis,
+                size=self.typing.size,
+                operands=tuple([self.specs[ref] for ref in operands]),
+                outputs=outputs,
+                count_scale=self.count_scale,
+            )
+            called = localize(called, strategy, local)
+        before = op.layouts or ((),) * len(op.outputs)
+        layouts: tuple[Layout, ...] = tuple(
+            [(*layout, (self.axis, kind)) for layout, kind in zip(before, strategy.outputs, strict=True)]
+        )
+        new = Op(
+            name=called.name,
+            target=called.target,
+            args=called.args,
+            kwargs=called.kwargs,
+            outputs=outputs,
+            module=called.module,
+            source=called.source,
+            layouts=layouts,
+        )
+        section.ops.append(new)
+        for i, (kind, spec) in enumerate(zip(strategy.outputs, outputs, strict=True)):
+            ref = Ref(op.name, i)
+            self.types[ref], self.specs[ref] = kind, spec
+        if section is self.prelude:
+            self.samples.add_prelude(op)
+
+    def _strategy(self, op: Op) -> Strategy:
+        found = self.typing.strategies.get(op.name)
+        if found is not None:
+            return found
+        if not self.is_batch and op.name in self.graph._index.free:
+            return Strategy(name="replicate", inputs=(R,) * len(op.operands), outputs=(R,) * len(op.outputs))
+        raise InternalError(f"The operator has no strategy on axis {self.axis}", where=f"{op.name} ({op.target})")
+
+    def _loss(self, section: _Section) -> None:
+        """The loss ends as P over samples and as I on any other axis: one number, differentiated once."""
+        loss = self.graph.loss
+        found = self.types[loss]
+        if self.whole:
+            return
+        if self.is_batch:
+            if found.kind in ("I", "R"):
+                self.renamed[loss] = self._change(loss, P, section, place=str(loss))
+            elif found != P:
+                raise RuleError(
+                    f"The loss is {found} on the batch, not a sum over samples",
+                    where=f"{loss.name} ({self._module(loss)})",
+                    fix="Use a loss that adds up or averages over the batch",
+                )
+        elif found != I:
+            new = self._change(loss, I, section, place=str(loss))
+            self.renamed[loss] = new
+
+    def _new_value(self, ref: Ref, section: _Section) -> None:
+        """The new value of a buffer ends whole, the same on every rank and for all samples."""
+        found = self.types[ref]
+        if self.whole or found.kind in ("R", "I"):
+            return
+        if not self.is_batch:
+            self.renamed[ref] = self._change(ref, R, section, place=str(ref))
+            return
+        self.samples.new_value(ref, found, in_prelude=section is self.prelude)
+
+    # --- changes of type
+
+    def _converted(self, ref: Ref, wanted: Type, op: Op, section: _Section) -> Ref:
+        """The operand ``ref`` of ``op`` in type ``wanted``; inserts the change where there is none yet."""
+        found = self.types[ref]
+        if self.whole or self._is_as_wanted(ref, found, wanted):
+            return ref
+        same = found == wanted or self._same_without_gradient(ref, found, wanted)
+        if self.is_batch and not self.samples.crosses(ref, found, wanted, same=same):
+            self.samples.check(ref, found, wanted, op, same=same)
+            return ref
+        home, place = self.prelude if self.graph.is_prelude(ref) else section, f"{op.name} ({op.target})"
+        if self._is_in_own_order(ref, found):
+            return self._from_own_order(ref, wanted, home, place)
+        if same:
+            return ref
+        if self.graph.is_parameter(ref) and (found, wanted) == (I, R) and ref.name not in self.explicit:
+            return ref
+        if self.is_batch and found == P and home is self.prelude:
+            self.samples.read_as_partial[ref] = place
+        return self._changed(ref, wanted, home, place)
+
+    def _is_as_wanted(self, ref: Ref, found: Type, wanted: Type) -> bool:
+        """Whether nothing is to be done or noted: most operands are so, and the rest is asked of the others alone."""
+        if found is wanted:
+            return wanted is not P and not self.is_zigzag
+        return self.is_batch and wanted is R and self.graph.is_parameter(ref)
+
+    def _changed(self, ref: Ref, wanted: Type, home: _Section, place: str) -> Ref:
+        """The change of a value that ``home`` shares; emitted where there is none yet."""
+        if (ref, wanted) not in home.changed:
+            home.changed[ref, wanted] = self._change(ref, wanted, home, place)
+        return home.changed[ref, wanted]
+
+    def _is_in_own_order(self, ref: Ref, found: Type) -> bool:
+        """A part of a leaf beside a ring: no operator reads it as it is."""
+        return self.is_zigzag and found.is_split and self.graph.producer(ref) is None
+
+    def _from_own_order(self, ref: Ref, wanted: Type, home: _Section, place: str) -> Ref:
+        """A part of a leaf in type ``wanted``: in zig-zag order where that is split, by way of the whole."""
+        if not wanted.is_split:
+            return self._changed(ref, wanted, home, place)
+        if (ref, wanted) not in home.changed:
+            whole = self._changed(ref, I if self.specs[ref].requires_grad else R, home, place)
+            home.changed[ref, wanted] = self._change(whole, wanted, home, place, origin=ref)
+        return home.changed[ref, wanted]
+
+    def _change(self, ref: Ref, wanted: Type, section: _Section, place: str, origin: Ref | None = None) -> Ref:
+        """Emits a change of type; ``origin``: the value of the graph that ``ref`` was made of, if it is none itself."""
+        origin = origin or ref
+        found, spec = self.types[ref], self.specs[ref]
+        change = conversion(found, wanted, requires_grad=spec.requires_grad)
+        if change is None or not change.target:
+            raise InternalError(
+                f"On axis {self.axis} the tensor {ref} of type {found} cannot become {wanted}", where=place
+            )
+        arguments: tuple[Argument, ...] = (ref, *emitted_arguments(self.axis, found, wanted))
+        target = change.target
+        if self.is_batch:
+            target, arguments = OVER_DATA, (ref, str(found), str(wanted))
+        elif self.is_zigzag and (found.is_split or wanted.is_split) and not self._is_in_own_order(ref, found):
+            target = target.replace("autopar.", "autopar.zigzag_")
+        name = self._name(f"{origin.name}_{self.axis}_{wanted.kind}{wanted.dim if wanted.is_split else ''}")
+        full = self.graph.spec(ref) if found.is_split else spec
+        local = self._local(full, wanted, place)
+        producer = self.graph.producer(origin)
+        section.ops.append(
+            Op(
+                name=name,
+                target=target,
+                args=arguments,
+                outputs=(local,),
+                module=producer.module if producer is not None else "",
+                layouts=((*layout_before(self.graph, origin), (self.axis, wanted)),),
+            )
+        )
+        self.types[Ref(name)], self.specs[Ref(name)] = wanted, local
+        return Ref(name)
+
+    def _same_without_gradient(self, ref: Ref, found: Type, wanted: Type) -> bool:
+        return not self.specs[ref].requires_grad and {found.kind, wanted.kind} <= {"I", "R"}
+
+    # --- bookkeeping
+
+    def _set(self, ref: Ref, kind: Type, spec: TensorSpec) -> None:
+        """Of a leaf, whose parts are in its own order."""
+        self.types[ref], self.specs[ref] = kind, self._part(spec, kind, ref.name)
+
+    def _local(self, spec: TensorSpec, kind: Type, place: str) -> TensorSpec:
+        """Of a value that an operator makes."""
+        if self.is_zigzag and kind.is_split and kind.dim < len(spec.shape):
+            check_part(spec, kind, int(self.typing.size), place, axis=self.axis)
+        return self._part(spec, kind, place)
+
+    def _part(self, spec: TensorSpec, kind: Type, place: str) -> TensorSpec:
+        return part_of(spec, kind, self.typing, place)
+
+    def _name(self, wanted: str) -> str:
+        name, count = wanted, 1
+        while name in self.names:
+            count += 1
+            name = f"{wanted}_{count}"
+        self.names.add(name)
+        return name
+
+    def _module(self, ref: Ref) -> str:
+        producer = self.graph.producer(ref)
+        return producer.module if producer is not None else ""
+
+
+def crosses_samples(graph: Graph) -> tuple[Op, ...]:
+    """Changes of type over samples in a local graph: each data rank has one micro-batch then."""
+    return tuple(op for op in (*graph.prelude, *graph.ops) if op.target == OVER_DATA)

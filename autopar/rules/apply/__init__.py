@@ -1,1 +1,0 @@
-"""A typing applied: a graph in, one rank's graph with explicit collectives out."""

@@ -1,0 +1,392 @@
+"""A rule checked by execution: every strategy of a call, forward and gradient, against one device; also before a user's rule is used.
+
+Ranks are threads of this process. Operands are cut from dense ones as their types say, outputs and
+gradients put together again as theirs say:
+
+| type | operand of a rank      | output                    | cotangent of a rank | gradient                |
+|------|------------------------|---------------------------|---------------------|-------------------------|
+| I    | the tensor             | equal on all ranks        | the cotangent       | equal on all ranks      |
+| R    | the tensor             | equal on all ranks        | a random summand    | the sum over ranks      |
+| S(d) | its slice              | the parts in rank order   | its slice           | the parts in rank order |
+| P    | a random summand       | the sum over ranks        | the cotangent       | equal on all ranks      |
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from fractions import Fraction
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.errors import RuleError
+from autopar.graph.graph import Argument, Op, Ref, TensorSpec, map_refs
+from autopar.ops.kernels import resolve
+from autopar.plan.mesh import Type
+from autopar.rules.grammar import Dim, parse
+from autopar.rules.local_calls import localize
+from autopar.rules.strategy import RING, Local, Strategy, check_part, check_strategy
+from autopar.rules.table import RuleTable, default_table, full_target
+
+RTOL = 1e-9
+_SERIAL = count()
+_C10D: Any = torch._C._distributed_c10d  # groups among threads: torch has no public way
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Dense:
+    """One device's run: operands, outputs, cotangents and gradients (None where no gradient flows)."""
+
+    operands: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    cotangents: tuple[Tensor | None, ...]
+    gradients: tuple[Tensor | None, ...]
+
+
+def verify_rule(
+    op: Op,
+    operands: Sequence[Tensor],
+    *,
+    size: int,
+    axis: str = "tp",
+    table: RuleTable | None = None,
+    strategies: Iterable[Strategy] | None = None,
+    seed: int = 0,
+    zigzag: bool = False,
+) -> list[str]:
+    """Runs every strategy of a call on ``size`` ranks.
+
+    Args:
+        op: the call; its ``outputs`` may be empty, they are taken from the run.
+        operands: dense tensors for ``op.operands``, float64 where they are floats; those that require
+            grad are checked for their gradient.
+        size: ranks on the axis.
+        axis: its name.
+        table: rules; default: the default table.
+        strategies: check these instead of those of the table.
+        seed: of the random summands and cotangents.
+        zigzag: cut and put together in zig-zag order, and check what may stand beside a ring (:mod:`autopar.rules.strategy`)
+            alone. A ring itself is always in that order.
+
+    Returns:
+        One line for each strategy that fails; of a random one only shapes are checked.
+
+    Raises:
+        RuleError: the table has no rule for the call.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    dense = _run_dense(op, operands, generator)
+    op = replace(op, outputs=tuple(_spec(tensor) for tensor in dense.outputs))
+    if strategies is None:
+        specs = tuple(_spec(tensor) for tensor in dense.operands)
+        strategies = (table or default_table()).strategies(op, specs, axis=axis, size=Fraction(size))
+    failures = []
+    for strategy in strategies:
+        if zigzag and not _fits_ring(strategy, dense, size):
+            continue
+        try:
+            problem = _check(op, dense, strategy, axis, size, generator, zigzag=zigzag or strategy.target == RING)
+        except (RuntimeError, IndexError, ValueError, TypeError) as error:
+            problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        if problem:
+            failures.append(f"{op.target} {strategy.name} {strategy.inputs} -> {strategy.outputs}: {problem}")
+    return failures
+
+
+def call(op: Op, operands: Sequence[Tensor], axis: tuple[str, object] | None = None) -> tuple[Tensor, ...]:
+    """Runs one operator on tensors for its operands; ``axis``: a name among the arguments, and what stands for it."""
+    rest = iter(operands)
+
+    def value(argument: Argument) -> Any:
+        filled: Any = map_refs(argument, lambda _: next(rest))  # type: ignore[arg-type, return-value]
+        if axis is not None and isinstance(filled, str) and filled == axis[0]:
+            return axis[1]
+        return list(filled) if isinstance(filled, tuple) else filled
+
+    args = [value(argument) for argument in op.args]
+    kwargs = {key: value(argument) for key, argument in op.kwargs}
+    result = resolve(op.target)(*args, **kwargs)
+    return tuple(result) if isinstance(result, (tuple, list)) else (result,)
+
+
+def _spec(tensor: Tensor) -> TensorSpec:
+    return TensorSpec(shape=tuple(tensor.shape), dtype=tensor.dtype, requires_grad=tensor.requires_grad)
+
+
+def _run_dense(op: Op, operands: Sequence[Tensor], generator: torch.Generator) -> _Dense:
+    inputs = tuple(x.detach().clone().requires_grad_(x.requires_grad) for x in operands)
+    with _same_random_numbers():
+        outputs = call(op, inputs)
+    cotangents = tuple(_random_like(y, generator) if y.requires_grad else None for y in outputs)
+    return _Dense(
+        operands=inputs, outputs=outputs, cotangents=cotangents, gradients=_gradients(inputs, outputs, cotangents)
+    )
+
+
+def _gradients(
+    inputs: Sequence[Tensor], outputs: Sequence[Tensor], cotangents: Sequence[Tensor | None]
+) -> tuple[Tensor | None, ...]:
+    """Gradient of each input that requires one, zeros where none arrives."""
+    ends = [(y, g) for y, g in zip(outputs, cotangents, strict=True) if g is not None]
+    wanted = [x for x in inputs if x.requires_grad]
+    if not ends or not wanted:
+        return tuple(None for _ in inputs)
+    found = torch.autograd.grad([y for y, _ in ends], wanted, [g for _, g in ends], allow_unused=True)
+    rest = iter(found)
+    gradients: list[Tensor | None] = []
+    for x in inputs:
+        gradient = next(rest) if x.requires_grad else None
+        gradients.append(torch.zeros_like(x) if x.requires_grad and gradient is None else gradient)
+    return tuple(gradients)
+
+
+def _fits_ring(strategy: Strategy, dense: _Dense, size: int) -> bool:
+    try:
+        check_strategy(strategy, "")
+        for x, kind in (
+            *zip(dense.operands, strategy.inputs, strict=True),
+            *zip(dense.outputs, strategy.outputs, strict=True),
+        ):
+            if kind.is_split:
+                check_part(_spec(x), kind, size, "", axis="")
+    except RuleError:
+        return False
+    return True
+
+
+def _check(
+    op: Op, dense: _Dense, strategy: Strategy, axis: str, size: int, generator: torch.Generator, *, zigzag: bool
+) -> str:
+    """What is wrong with one strategy, or nothing."""
+    operands = [_cut(x, t, size, generator, zigzag) for x, t in zip(dense.operands, strategy.inputs, strict=True)]
+    cotangents = [
+        [None] * size if g is None else _cut(g, t.gradient, size, generator, zigzag)
+        for g, t in zip(dense.cotangents, strategy.outputs, strict=True)
+    ]
+    local = Local(
+        axis=axis,
+        size=Fraction(size),
+        operands=tuple(_spec(pieces[0]) for pieces in operands),
+        outputs=tuple(_part(_spec(y), t, size) for y, t in zip(dense.outputs, strategy.outputs, strict=True)),
+    )
+    written = localize(op, strategy, local)
+    outputs: list[tuple[Tensor, ...]] = [()] * size
+    gradients: list[tuple[Tensor | None, ...]] = [()] * size
+
+    def rank(index: int, group: dist.ProcessGroup | None) -> None:
+        inputs = [pieces[index] for pieces in operands]
+        outputs[index] = call(written, inputs, None if group is None else (axis, group))
+        own = [pieces[index] for pieces in cotangents]
+        gradients[index] = _gradients(inputs, outputs[index], own)
+
+    if axis in written.args or axis in (value for _, value in written.kwargs):
+        with (
+            _same_random_numbers()
+        ):  # of all ranks together: threads that seed the same generator wait for each other for ever
+            _in_threads(rank, size)
+    else:
+        for index in range(size):
+            with _same_random_numbers():
+                rank(index, None)
+    for i, (y, kind) in enumerate(zip(dense.outputs, strategy.outputs, strict=True)):
+        parts = [result[i] for result in outputs]
+        if tuple(parts[0].shape) != local.outputs[i].shape:
+            return f"output {i} has shape {tuple(parts[0].shape)}, not {local.outputs[i].shape}"
+        if not strategy.random and (problem := _differs(parts, kind, y, zigzag)):
+            return f"output {i}: {problem}"
+    for i, (gradient, kind) in enumerate(zip(dense.gradients, strategy.inputs, strict=True)):
+        if gradient is not None and not strategy.random:
+            pieces = [result[i] for result in gradients]
+            if problem := _differs([p for p in pieces if p is not None], kind.gradient, gradient, zigzag):
+                return f"gradient of operand {i}: {problem}"
+    return ""
+
+
+def _part(spec: TensorSpec, kind: Type, size: int) -> TensorSpec:
+    if not kind.is_split:
+        return spec
+    shape = list(spec.shape)
+    shape[kind.dim] //= size
+    return replace(spec, shape=tuple(shape))
+
+
+def _cut(x: Tensor, kind: Type, size: int, generator: torch.Generator, zigzag: bool) -> list[Tensor]:
+    """Each rank's part of a dense tensor; in zig-zag order where the operator has it so."""
+    from autopar.ops.sequence import zigzag as in_zigzag  # kernels are slow to import
+
+    whole = x.detach()
+    if kind.is_split:
+        ordered = in_zigzag(whole, kind.dim, size) if zigzag else whole
+        pieces = list(ordered.chunk(size, dim=kind.dim))
+    elif kind.kind == "P":
+        pieces = [_random_like(whole, generator) for _ in range(size - 1)]
+        pieces.append(whole - sum(pieces))
+    else:
+        pieces = [whole] * size
+    return [piece.clone(memory_format=torch.contiguous_format).requires_grad_(x.requires_grad) for piece in pieces]
+
+
+def _random_like(x: Tensor, generator: torch.Generator) -> Tensor:
+    if x.dtype.is_floating_point or x.dtype.is_complex:
+        return torch.randn(x.shape, dtype=x.dtype, generator=generator)
+    return torch.randint(-9, 10, x.shape, dtype=x.dtype, generator=generator)
+
+
+def _differs(parts: list[Tensor], kind: Type, dense: Tensor, zigzag: bool = False) -> str:
+    """How the parts of all ranks, put together by their type, differ from the dense tensor."""
+    from autopar.ops.sequence import zigzag as in_zigzag
+
+    parts = [part.detach() for part in parts]
+    if kind.is_split:
+        joined = torch.cat(parts, dim=kind.dim)
+        candidates = [in_zigzag(joined, kind.dim, len(parts), back=True) if zigzag else joined]
+    elif kind.kind == "P" and dense.dtype is torch.bool:
+        return "a truth value is no sum"
+    elif kind.kind == "P":
+        candidates = [torch.stack(parts).sum(dim=0).to(dense.dtype)]
+    else:
+        candidates = parts
+    for candidate in candidates:
+        if candidate.shape != dense.shape:
+            return f"shape {tuple(candidate.shape)}, not {tuple(dense.shape)}"
+        if candidate.dtype != dense.dtype:
+            return f"dtype {candidate.dtype}, not {dense.dtype}"
+        if not torch.allclose(candidate, dense.detach(), rtol=RTOL, atol=RTOL, equal_nan=True):
+            wide = torch.complex128 if dense.is_complex() else torch.float64
+            worst = (candidate.to(wide) - dense.detach().to(wide)).abs().max().item()
+            return f"{kind} differs by {worst:.3g}"
+    return ""
+
+
+@contextmanager
+def _same_random_numbers() -> Iterator[None]:
+    """Every rank, and the dense run, draw the same numbers."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
+
+
+def _in_threads(rank: Any, size: int) -> None:
+    """Runs ``rank(index, group)`` on threads that form a gloo group.
+
+    No rank begins before all are connected: one that is done closes its connections, which others would still wait for.
+    """
+    store = _C10D.HashStore()
+    errors: list[BaseException] = []
+    connected = threading.Barrier(size)
+    serial = next(_SERIAL)
+
+    def body(index: int) -> None:
+        name = f"autopar-verify-{serial}-{index}"
+        try:
+            group = _gloo(store, index, size, name)
+            connected.wait(timeout=60.0)
+            rank(index, group)
+        except (RuntimeError, IndexError, ValueError, TypeError) as error:
+            errors.append(error)
+            connected.abort()
+        finally:
+            _C10D._unregister_process_group(name)
+
+    threads = [threading.Thread(target=body, args=(index,)) for index in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def _gloo(store: Any, rank: int, size: int, name: str) -> dist.ProcessGroup:
+    """A group among threads of this process, known to no registry but that of functional collectives."""
+    kind = _C10D.ProcessGroup.BackendType.GLOO
+    options = _C10D.ProcessGroupGloo._Options()
+    options._devices = [_C10D.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._timeout = timedelta(seconds=20)
+    group: dist.ProcessGroup = _C10D.ProcessGroup(store, rank, size)
+    group._register_backend(torch.device("cpu"), kind, _C10D.ProcessGroupGloo(store, rank, size, options))
+    group._set_default_backend(kind)
+    group._set_group_name(name)  # type: ignore[arg-type]
+    _C10D._register_process_group(name, group)
+    return group
+
+
+SIZES = (2, 4)
+_UNIT = 8
+"""Every dim of a made example is another multiple of this: dims of four ranks still have two elements."""
+
+
+def check_rule(target: str, line: str, example: Sequence[object] | None = None) -> None:
+    """Runs every strategy of a rule; see :func:`autopar.rules.table.register_rule`.
+
+    Raises:
+        RuleError: as there.
+    """
+    name = full_target(target)
+    arguments = tuple(made_example(line)) if example is None else tuple(example)
+    operands = _tensors(arguments)
+    count = iter(range(len(operands)))
+    op = Op(name="example", target=name, args=tuple(_written(a, count) for a in arguments), outputs=())
+    try:
+        call(op, operands)
+    except (RuntimeError, IndexError, ValueError, TypeError) as error:
+        raise RuleError(
+            "The operator fails on an example of its rule, on CPU in float64",
+            where=name,
+            got=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
+            fix="Give arguments that it takes as example=, or check=False to take the rule on trust",
+        ) from error
+    table = RuleTable(rules={})
+    table.register(target, line)
+    failures = [
+        text
+        for size in SIZES
+        for zigzag in (False, True)
+        for text in verify_rule(op, operands, size=size, table=table, zigzag=zigzag)
+    ]
+    if failures:
+        raise RuleError(
+            f"The rule '{line}' is wrong",
+            where=name,
+            got="; ".join(dict.fromkeys(failures)),
+            fix="Mark a dim that cannot be split with ^, and name operands in which it is linear after ';'",
+        )
+
+
+def made_example(line: str) -> list[Tensor]:
+    """Random operands in float64 for a rule line: equal labels have equal lengths, others differ.
+
+    >>> [tuple(x.shape) for x in made_example("b... k+, n k+ -> b... n")]
+    [(8, 16), (24, 16)]
+    """
+    parsed = parse(line)
+    labels = dict.fromkeys(dim.label for dims in parsed.inputs for dim in dims)
+    lengths = {label: _UNIT * (i + 1) for i, label in enumerate(labels)}
+    generator = torch.Generator().manual_seed(0)
+
+    def one(dims: tuple[Dim, ...]) -> Tensor:
+        shape = [lengths[dim.label] for dim in dims]
+        return (torch.rand(shape, dtype=torch.float64, generator=generator) + 0.1).requires_grad_()
+
+    return [one(dims) for dims in parsed.inputs]
+
+
+def _tensors(value: object) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [x for item in value for x in _tensors(item)] if isinstance(value, tuple | list) else []
+
+
+def _written(value: object, count: object) -> Argument:
+    if isinstance(value, Tensor):
+        return Ref(f"x{next(count)}")  # type: ignore[call-overload]
+    if isinstance(value, tuple | list):
+        return tuple(_written(item, count) for item in value)
+    return value  # type: ignore[return-value]

@@ -1,0 +1,392 @@
+"""Operators that the table has no rule for: found by execution, kept, and said in the notes of a plan.
+
+The operator runs at planning time on small random operands of the ranks that it has in the graph, in float64, with its
+gradient. What is found for two ranks must hold for more as well, down to
+parts of length one; a dim that fails there stays whole. What a file keeps is verified again before it is used: the
+implementation behind a name can change. An operator for which nothing is found is repeated on every rank, by name.
+
+The operator runs on random operands cut in two along every combination of dims of equal length
+(EasyDist's ShardCombine), in float64: float32 would miss contractions. What puts itself together to
+the dense output, and whose gradients do too, becomes a label of a rule line. Not found this way, and
+so declared by hand: a bias added to a contraction, literals that count elements, splits that need
+the rank (vocabularies), means.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import product
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from autopar.errors import RuleError
+from autopar.graph.graph import Argument, Graph, Op, Ref, TensorSpec, digest
+from autopar.plan.mesh import P, R, S, Type
+from autopar.rules.by_execution import call, verify_rule
+from autopar.rules.grammar import Pattern, bind, parse
+from autopar.rules.strategy import Strategy
+from autopar.rules.table import Rule, RuleTable, default_table, torch_rules
+
+MAX_COMBINATIONS = 4096
+_RANKS = 2
+_LABELS = "abcdefghijklmnopqrstuvwxyz"
+
+
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """A split that holds: the dim of each operand and output (None: R, or P of an output)."""
+
+    operands: tuple[int | None, ...]
+    outputs: tuple[int | None, ...]
+
+    @property
+    def contracted(self) -> bool:
+        return None in self.outputs
+
+
+def discover_rule(op: Op, operands: Sequence[Tensor], *, seed: int = 0) -> str:
+    """The rule line of an operator, for operands of these ranks.
+
+    Args:
+        op: a call of it; literals stay as they are.
+        operands: small examples with every dim even; floats in float64, requiring grad where a
+            gradient is wanted. Dims that differ in length are never taken for the same.
+        seed: of the random numbers of the check.
+
+    Returns:
+        A line for :func:`autopar.rules.table.register_rule`; dims that cannot be split are marked ``^``.
+
+    Raises:
+        RuleError: the operator draws random numbers, or there are too many combinations to try.
+    """
+    dense = call(op, operands)
+    if any(not torch.equal(a, b) for a, b in zip(dense, call(op, operands), strict=True)):
+        raise RuleError(
+            f"{op.target} gives different results when it runs twice, so no rule can be discovered",
+            fix='Write its rule with autopar.register_rule, and "random" after a semicolon if it draws random numbers',
+        )
+    op = replace(op, outputs=())
+    labels: list[list[str]] = [[""] * x.dim() for x in operands]
+    results: list[list[str]] = [[""] * y.dim() for y in dense]
+    names = iter(_LABELS)
+    contracted: set[str] = set()
+    for split in _splits(op, operands, dense, seed):
+        places = [(labels[i], d) for i, d in enumerate(split.operands) if d is not None]
+        places += [(results[i], d) for i, d in enumerate(split.outputs) if d is not None]
+        if any(row[d] for row, d in places):
+            continue
+        name = next(names)
+        for row, d in places:
+            row[d] = name
+        if split.contracted:
+            contracted.add(name)
+    return _line(labels, results, contracted, names) + _linear(op, operands, dense, seed)
+
+
+def _splits(op: Op, operands: Sequence[Tensor], dense: Sequence[Tensor], seed: int) -> Iterator[_Split]:
+    """Every split that holds, those of more operands first: they say more."""
+    choices = [[None, *(d for d, n in enumerate(x.shape) if n > 1 and n % _RANKS == 0)] for x in operands]
+    combinations = 1
+    for choice in choices:
+        combinations *= len(choice)
+    if combinations > MAX_COMBINATIONS:
+        raise RuleError(
+            f"{op.target} has {combinations} combinations of dims, more than the {MAX_COMBINATIONS} that are tried",
+            fix="Write its rule with autopar.register_rule",
+        )
+    tried = sorted(product(*choices), key=lambda dims: sum(d is None for d in dims))
+    for dims in tried:
+        lengths = {x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None}
+        if len(lengths) == 1:
+            outputs = _outputs(op, operands, dense, dims)
+            if outputs is not None and _holds(op, operands, dims, outputs, seed):
+                yield _Split(dims, outputs)
+
+
+def _outputs(
+    op: Op, operands: Sequence[Tensor], dense: Sequence[Tensor], dims: Sequence[int | None]
+) -> tuple[int | None, ...] | None:
+    """How the outputs of the parts make up the dense ones: a dim along which they join, None for a sum."""
+    pieces = [
+        [x] * _RANKS if d is None else list(x.detach().chunk(_RANKS, d)) for x, d in zip(operands, dims, strict=True)
+    ]
+    try:
+        parts = [call(op, [piece[rank] for piece in pieces]) for rank in range(_RANKS)]
+    except (RuntimeError, IndexError, ValueError, TypeError):
+        return None
+    found: list[int | None] = []
+    for i, whole in enumerate(dense):
+        mine = [part[i].detach() for part in parts]
+        joined = (
+            d
+            for d in range(whole.dim())
+            if all(m.dim() == whole.dim() and m.shape[d] * _RANKS == whole.shape[d] for m in mine)
+        )
+        place = next((d for d in joined if _equal(torch.cat(mine, d), whole)), None)
+        if place is None and (whole.dtype is torch.bool or not _equal(torch.stack(mine).sum(0), whole)):
+            return None
+        found.append(place)
+    return tuple(found)
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    wide = torch.complex128 if b.is_complex() else torch.float64
+    return a.shape == b.shape and torch.allclose(a.to(wide), b.detach().to(wide), rtol=1e-9, atol=1e-9)
+
+
+def _holds(
+    op: Op, operands: Sequence[Tensor], dims: Sequence[int | None], outputs: Sequence[int | None], seed: int
+) -> bool:
+    strategy = Strategy(
+        name="found",
+        inputs=tuple(R if d is None else S(d) for d in dims),
+        outputs=tuple(P if d is None else S(d) for d in outputs),
+        work=Fraction(1, _RANKS),
+    )
+    return not verify_rule(op, operands, size=_RANKS, strategies=[strategy], seed=seed)
+
+
+def _linear(op: Op, operands: Sequence[Tensor], dense: Sequence[Tensor], seed: int) -> str:
+    """The clause of operands in which the operator is linear: alone, or all together."""
+    groups = [(i,) for i in range(len(operands))] + ([tuple(range(len(operands)))] if len(operands) > 1 else [])
+    found = []
+    for group in groups:
+        inputs: tuple[Type, ...] = tuple(P if i in group else R for i in range(len(operands)))
+        strategy = Strategy(name="found", inputs=inputs, outputs=(P,) * len(dense))
+        summable = all(operands[i].dtype.is_floating_point for i in group) and all(
+            y.dtype.is_floating_point for y in dense
+        )
+        if summable and not verify_rule(op, operands, size=_RANKS, strategies=[strategy], seed=seed):
+            found.append("+".join(map(str, group)))
+    return f"; linear {', '.join(found)}" if found else ""
+
+
+def _line(labels: list[list[str]], results: list[list[str]], contracted: set[str], names: Iterator[str]) -> str:
+    def text(row: list[str]) -> str:
+        return " ".join(f"{n}+" if n in contracted else n or f"{next(names)}^" for n in row)
+
+    return f"{', '.join(map(text, labels))} -> {', '.join(map(text, results))}"
+
+
+VERSION = "1"
+"""Of the way rules are found; with torch's it names the file in which they are kept."""
+
+MAX_LENGTH = 64
+"""Of a dim that is split into parts of length one in the check."""
+MAX_ELEMENTS = 1 << 16
+_FAILURES = (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A kind of call without a declared rule: ``line`` is empty when nothing was found, ``why`` says the reason."""
+
+    target: str
+    key: str
+    line: str
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnRule:
+    """A rule that a user declared (``line``) or that execution found (``found``: lines by kind of call)."""
+
+    target: str
+    line: str = ""
+    found: tuple[tuple[str, str], ...] = ()
+
+
+def complete(graph: Graph, *, cache_dir: Path | None = None, table: RuleTable | None = None) -> tuple[Found, ...]:
+    """Finds rules for the operators of a graph that have none and adds them to the table.
+
+    Args:
+        graph: as traced.
+        cache_dir: where to keep what is found; nothing is kept when None.
+        table: default: the default table.
+
+    Returns:
+        One entry for each kind of call (operator, literals, ranks and types of operands), in order.
+    """
+    table = table or default_table()
+    kept = _Kept(cache_dir)
+    found: dict[str, Found] = {}
+    every = (*graph.prelude, *graph.ops)
+    ruled = {target: table.rules.get(target) for target in {op.target for op in every}}
+    lacking = {target for target, rule in ruled.items() if rule is None or isinstance(rule.make, _ByCall)}
+    for op in every if lacking else ():
+        if op.target not in lacking:
+            continue
+        rule = table.rules.get(op.target)  # which may have been added on the way
+        operands = tuple(graph.spec(ref) for ref in op.operands)
+        key = key_of(op, operands)
+        if key not in found:
+            by_call = rule.make if rule is not None and isinstance(rule.make, _ByCall) else _ByCall()
+            if key in by_call.lines:
+                why = by_call.reasons.get(key, "")
+                found[key] = Found(target=op.target, key=key, line=by_call.lines[key], why=why)
+                continue
+            found[key] = one = _find(op, operands, key, kept)
+            made = _ByCall({**by_call.lines, key: one.line}, {**by_call.reasons, key: one.why})
+            table.put(op.target, Rule(make=made, found=True))
+    kept.save()
+    return tuple(found.values())
+
+
+def own_rules(graph: Graph, *, table: RuleTable | None = None) -> tuple[OwnRule, ...]:
+    """The rules of a graph's operators that are not shipped, in the order of targets."""
+    known, shipped = (table or default_table()).rules, torch_rules()
+    calls: dict[str, set[str]] = {}
+    for op in (*graph.prelude, *graph.ops):
+        calls.setdefault(op.target, set()).add(key_of(op, tuple(graph.spec(ref) for ref in op.operands)))
+    own = []
+    for target in sorted(calls):
+        rule = known.get(target)
+        if rule is not None and isinstance(rule.make, _ByCall):
+            lines = tuple((key, line) for key, line in sorted(rule.make.lines.items()) if key in calls[target])
+            own.append(OwnRule(target=target, found=lines))
+        elif rule is not None and rule.line and (target not in shipped or shipped[target].line != rule.line):
+            own.append(OwnRule(target=target, line=rule.line))
+    return tuple(own)
+
+
+def adopt(rules: Sequence[OwnRule], *, table: RuleTable | None = None) -> None:
+    """Add rules that :func:`own_rules` gave in another process, without checking them again."""
+    table = table or default_table()
+    for rule in rules:
+        made = Rule(line=rule.line) if rule.line else Rule(make=_ByCall(dict(rule.found)), found=True)
+        table.put(rule.target, made)
+
+
+def key_of(op: Op, operands: Sequence[TensorSpec]) -> str:
+    """Equal for calls that a found rule treats alike: literals, ranks, dtypes and what has a gradient."""
+
+    def literal(value: Argument) -> object:
+        if isinstance(value, Ref):
+            return "x"
+        return [literal(item) for item in value] if isinstance(value, tuple) else repr(value)
+
+    arguments = [literal(arg) for arg in op.args], [(name, literal(value)) for name, value in op.kwargs]
+    ranks = [(len(s.shape), [n == 1 for n in s.shape], str(s.dtype), s.requires_grad) for s in operands]
+    return f"{op.target} {digest(repr((arguments, ranks, [len(s.shape) for s in op.outputs])))}"
+
+
+class _ByCall:
+    """A rule that differs between calls: by :func:`key_of`; a call that is not known is not split.
+
+    ``reasons``: why nothing was found, where the line is empty.
+    """
+
+    def __init__(self, lines: dict[str, str] | None = None, reasons: dict[str, str] | None = None) -> None:
+        self.lines, self.reasons = lines or {}, reasons or {}
+
+    def __call__(self, op: Op, operands: tuple[TensorSpec, ...]) -> Pattern:
+        line = self.lines.get(key_of(op, operands))
+        shapes = tuple(spec.shape for spec in operands)
+        if line:
+            return bind(parse(line), shapes, tuple(spec.shape for spec in op.outputs))
+        return Pattern(
+            inputs=tuple(("",) * len(shape) for shape in shapes),
+            outputs=tuple(("",) * len(spec.shape) for spec in op.outputs),
+        )
+
+
+def _find(op: Op, operands: tuple[TensorSpec, ...], key: str, kept: _Kept) -> Found:
+    why = "its tensors are too large to try"
+    for shapes in _small_shapes(operands):
+        examples = [_example(spec, shape) for spec, shape in zip(operands, shapes, strict=True)]
+        try:
+            call(op, [x.detach().requires_grad_(x.requires_grad) for x in examples])
+            line = kept.lines.get(key) or _narrowed(op, examples)
+            if _failures(op, examples, line):
+                line = _narrowed(op, examples)
+        except (RuleError, *_FAILURES) as error:
+            why = str(error).partition("\n")[0] or type(error).__name__
+            continue
+        useful = any(not token.endswith("^") for token in line.partition("->")[0].replace(",", " ").split())
+        if useful:
+            kept.add(key, line)
+            return Found(target=op.target, key=key, line=line)
+        why = "no dim can be split"
+    return Found(target=op.target, key=key, line="", why=why)
+
+
+def _small_shapes(operands: tuple[TensorSpec, ...]) -> list[list[tuple[int, ...]]]:
+    """Shapes to try: every length another multiple of eight, then the shapes as they are where those are short."""
+    lengths = sorted({n for spec in operands for n in spec.shape if n > 1})
+    small = {n: 8 * (i + 1) for i, n in enumerate(lengths)} | {1: 1, 0: 0}
+    tried = [[tuple(small[n] for n in spec.shape) for spec in operands]]
+    if all(n <= MAX_LENGTH for n in lengths):
+        tried.append([spec.shape for spec in operands])
+    return [shapes for shapes in tried if sum(torch.Size(s).numel() for s in shapes) <= MAX_ELEMENTS]
+
+
+def _example(spec: TensorSpec, shape: tuple[int, ...]) -> Tensor:
+    generator = torch.Generator().manual_seed(len(shape))
+    if spec.dtype.is_floating_point:
+        x = torch.rand(shape, dtype=torch.float64, generator=generator) + 0.1
+        return x.requires_grad_(spec.requires_grad)
+    return torch.randint(0, 2, shape, generator=generator).to(spec.dtype)
+
+
+def _narrowed(op: Op, examples: Sequence[Tensor]) -> str:
+    """The line found for two ranks without what does not hold for more."""
+    line = discover_rule(op, examples)
+    for _ in range(1 + line.count(" ")):
+        failed = _failures(op, examples, line)
+        if not failed:
+            return line
+        body, *clauses = line.split(";")
+        label = failed[0].partition(" split ")[2].partition(" ")[0]
+        if label:
+            body = " ".join(_frozen(token, label) for token in body.replace(",", " ,").split()).replace(" ,", ",")
+            line = ";".join([body, *clauses])
+        else:
+            line = body.strip()
+    raise RuleError(
+        f"The rule '{line}' that was found for {op.target} does not hold for every number of ranks",
+        fix="Write its rule with autopar.register_rule",
+    )
+
+
+def _frozen(token: str, label: str) -> str:
+    return f"{label}^" if token.rstrip("+^") == label else token
+
+
+def _failures(op: Op, examples: Sequence[Tensor], line: str) -> list[str]:
+    """Strategies of a line that do not hold, on few ranks and on as many as a dim is long: parts of length one."""
+    table = RuleTable(rules={op.target: Rule(line=line)})
+    bare = replace(op, outputs=())
+    lengths = {n for x in examples for n in x.shape if 1 < n <= MAX_LENGTH}
+    return [text for size in sorted({2, 4, *lengths}) for text in verify_rule(bare, examples, size=size, table=table)]
+
+
+class _Kept:
+    """The file of rules found earlier on this machine."""
+
+    def __init__(self, folder: Path | None) -> None:
+        version = digest(f"{VERSION} {torch.__version__}")
+        self.path = None if folder is None else folder / f"rules-{version}.json"
+        self.lines: dict[str, str] = {}
+        self.changed = False
+        if self.path is not None and self.path.is_file():
+            try:
+                self.lines = {str(key): str(line) for key, line in json.loads(self.path.read_text()).items()}
+            except (json.JSONDecodeError, AttributeError):
+                self.lines = {}  # a file cut short: everything is found again
+
+    def add(self, key: str, line: str) -> None:
+        self.changed |= self.lines.get(key) != line
+        self.lines[key] = line
+
+    def save(self) -> None:
+        """Writes what is new, whole or not at all."""
+        if self.path is not None and self.changed:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            draft = self.path.with_suffix(".tmp")
+            draft.write_text(json.dumps(self.lines, indent=1, sort_keys=True) + "\n")
+            draft.replace(self.path)

@@ -1,0 +1,375 @@
+"""Patterns of operators that move data about: views, slices, joins, indexing and factories.
+
+What the grammar cannot say, because it depends on literals of the call: each function reads one
+call and gives its :class:`~autopar.rules.grammar.Pattern`. Functions take the operator and the specs
+of its operands; they raise :class:`~autopar.errors.RuleError` for calls that no pattern covers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import cast
+
+from autopar.errors import RuleError
+from autopar.graph.aliasing import dim_groups
+from autopar.graph.graph import Argument, Op, Ref, TensorSpec
+from autopar.plan.mesh import parse_type
+from autopar.rules.grammar import Labels, Pattern
+
+Specs = tuple[TensorSpec, ...]
+NAMES: Labels = tuple(f"d{i}" for i in range(64))
+"""Labels of dims that stand where they stood."""
+
+
+def argument(op: Op, position: int, name: str, default: Argument = None) -> Argument:
+    """An argument of a call by position or by name."""
+    if position < len(op.args):
+        return op.args[position]
+    return next((value for key, value in op.kwargs if key == name), default)
+
+
+def integer(op: Op, position: int, name: str, default: int = 0) -> int:
+    """An integer argument."""
+    return cast("int", argument(op, position, name, default))
+
+
+def dims_of(op: Op, position: int, name: str, rank: int) -> tuple[int, ...]:
+    """A dim or list of dims, not negative; all dims where it is None or empty."""
+    value = argument(op, position, name)
+    if value is None or value == ():
+        return tuple(range(rank))
+    dims = value if isinstance(value, tuple) else (value,)
+    return tuple(cast("int", dim) % max(rank, 1) for dim in dims)
+
+
+# --- views ---------------------------------------------------------------------------------------
+
+
+def view(op: Op, operands: Specs) -> Pattern:
+    """View, reshape, flatten, squeeze, unsqueeze: dims fall into groups of equal products.
+
+    Of each group only the outermost dim larger than one is split, on both sides.
+    """
+    before, after = operands[0].shape, op.spec.shape
+    left, right = [""] * len(before), [""] * len(after)
+    if operands[0].numel:
+        for ins, outs in dim_groups(before, after):
+            first = next((i for i in ins if before[i] > 1), None)
+            into = next((j for j in outs if after[j] > 1), None)
+            if first is not None and into is not None:
+                left[first] = right[into] = NAMES[first]
+    return Pattern(inputs=(tuple(left),), outputs=(tuple(right),), linear=((0,),))
+
+
+def permute(op: Op, operands: Specs) -> Pattern:
+    """Transpositions and permutations: labels move along."""
+    rank = len(operands[0].shape)
+    order = list(range(rank))
+    if op.target.startswith("aten.permute"):
+        order = list(dims_of(op, 1, "dims", rank))
+    elif rank > 1:
+        a, b = (0, 1) if op.target == "aten.t.default" else (integer(op, 1, "dim0"), integer(op, 2, "dim1"))
+        order[a], order[b] = order[b], order[a]
+    return Pattern(inputs=(NAMES[:rank],), outputs=(tuple(NAMES[i] for i in order),), linear=((0,),))
+
+
+def expand(op: Op, operands: Specs) -> Pattern:
+    """A dim that appears is split on the output alone: every rank makes its part of the copies."""
+    before, after = operands[0].shape, op.spec.shape
+    lead = len(after) - len(before)
+    right = tuple(f"e{j}" if j < lead or before[j - lead] != after[j] else NAMES[j] for j in range(len(after)))
+    left = tuple("" if right[lead + i].startswith("e") else NAMES[lead + i] for i in range(len(before)))
+    return Pattern(inputs=(left,), outputs=(right,), linear=((0,),))
+
+
+def repeat(op: Op, operands: Specs) -> Pattern:
+    """Dims repeated once are split, repeated ones are not."""
+    before, after = operands[0].shape, op.spec.shape
+    lead = len(after) - len(before)
+    right = tuple("" if j < lead or before[j - lead] != after[j] else NAMES[j] for j in range(len(after)))
+    return Pattern(inputs=(right[lead:],), outputs=(right,), linear=((0,),))
+
+
+def one_hot(op: Op, operands: Specs) -> Pattern:
+    """A new last dim of classes, which stays whole."""
+    labels = NAMES[: len(operands[0].shape)]
+    return Pattern(inputs=(labels,), outputs=((*labels, ""),))
+
+
+def repeat_interleave(op: Op, operands: Specs) -> Pattern:
+    """Each element of a vector, or each slice along a dim, some times: parts stay parts."""
+    rank = len(operands[0].shape)
+    labels = NAMES[:rank]
+    if rank > 1 and argument(op, 2, "dim") is None:
+        raise RuleError.unsupported(
+            "A repeat_interleave of more than a vector without a dim", where=op.name, instead="Give it dim="
+        )
+    return Pattern(inputs=(labels,), outputs=(labels,), linear=((0,),))
+
+
+def recurrent(op: Op, operands: Specs) -> Pattern:
+    """LSTM, GRU and plain networks: every sample by itself; time, widths and layers stay whole.
+
+    A graph has the dropout between layers as operators of its own.
+    """
+    states = 2 if "lstm" in op.target else 1
+    batched = len(operands[0].shape) == 3
+    sample = "b" if batched else ""
+    across: Labels = (sample, "", "") if argument(op, 8, "batch_first", False) else ("", sample, "")
+    x: Labels = across if batched else ("",) * len(operands[0].shape)
+    state: Labels = ("", sample, "") if batched else ("",) * len(operands[1].shape)
+    parameters = tuple(("",) * len(spec.shape) for spec in operands[1 + states :])
+    return Pattern(inputs=(x, *(state,) * states, *parameters), outputs=(x, *(state,) * states))
+
+
+# --- slices and joins ----------------------------------------------------------------------------
+
+
+def take(op: Op, operands: Specs) -> Pattern:
+    """slice(x, dim, start, end, step), select(x, dim, index), narrow: only along dims that stay whole."""
+    before, after = operands[0].shape, op.spec.shape
+    dim = integer(op, 1, "dim") % len(before)
+    left = NAMES[: len(before)]
+    if len(after) < len(before):
+        return Pattern(
+            inputs=(left,), outputs=(left[:dim] + left[dim + 1 :],), frozen=frozenset((left[dim],)), linear=((0,),)
+        )
+    frozen = frozenset() if before == after else frozenset((left[dim],))
+    return Pattern(inputs=(left,), outputs=(left,), frozen=frozen, linear=((0,),))
+
+
+def divide(op: Op, operands: Specs) -> Pattern:
+    """split, split_with_sizes, chunk, unbind: several outputs along a dim that stays whole."""
+    rank = len(operands[0].shape)
+    unbind = op.target.startswith("aten.unbind")
+    dim = (integer(op, 1, "dim") if unbind else integer(op, 2, "dim")) % rank
+    left = NAMES[:rank]
+    right = left[:dim] + left[dim + 1 :] if unbind else left
+    return Pattern(inputs=(left,), outputs=(right,) * len(op.outputs), frozen=frozenset((left[dim],)), linear=((0,),))
+
+
+def cat(op: Op, operands: Specs) -> Pattern:
+    """Joined tensors: split along the other dims; partial if all are. Empty ones of one dim add nothing."""
+    rank = len(op.spec.shape)
+    full = tuple(i for i, spec in enumerate(operands) if spec.shape != (0,) or rank == 1)
+    if any(len(operands[i].shape) != rank for i in full):
+        raise RuleError.unsupported(
+            f"Joining tensors of different ranks ({[s.shape for s in operands]})",
+            where=op.name,
+            instead="Reshape them first",
+        )
+    labels = NAMES[:rank]
+    return Pattern(
+        inputs=tuple(labels if i in full else ("",) for i in range(len(operands))),
+        outputs=(labels,),
+        frozen=frozenset((labels[integer(op, 1, "dim") % rank],)),
+        linear=(full,),
+    )
+
+
+def stack(op: Op, operands: Specs) -> Pattern:
+    """Stacked tensors: the new dim is not split."""
+    rank = len(op.spec.shape)
+    dim = integer(op, 1, "dim") % rank
+    labels = NAMES[: rank - 1]
+    return Pattern(
+        inputs=(labels,) * len(operands),
+        outputs=((*labels[:dim], "", *labels[dim:]),),
+        linear=(tuple(range(len(operands))),),
+    )
+
+
+def paste(op: Op, operands: Specs) -> Pattern:
+    """slice_scatter(x, source, dim, ...), select_scatter(x, source, dim, index): the other dims are split."""
+    labels = NAMES[: len(op.spec.shape)]
+    dim = integer(op, 2, "dim") % len(labels)
+    source = labels[:dim] + labels[dim + 1 :] if len(operands[1].shape) < len(labels) else labels
+    return Pattern(inputs=(labels, source), outputs=(labels,), frozen=frozenset((labels[dim],)), linear=((0, 1),))
+
+
+def change_over_data(op: Op, operands: Specs) -> Pattern:
+    """A change of type over the data axes: linear; dims that it cuts or joins stay whole on others."""
+    labels = NAMES[: len(op.spec.shape)]
+    kinds = (parse_type(cast("str", argument(op, i, ""))) for i in (1, 2))
+    frozen = frozenset(labels[kind.dim] for kind in kinds if kind.is_split)
+    return Pattern(inputs=(labels,), outputs=(labels,), frozen=frozen, linear=((0,),))
+
+
+def pad(op: Op, operands: Specs) -> Pattern:
+    """Padding, constant_pad_nd too: dims that are not padded are split."""
+    constant = op.target.startswith("aten.constant_pad_nd")
+    rank = len(operands[0].shape)
+    widths = cast("tuple[int, ...]", argument(op, 1, "pad"))
+    labels = NAMES[:rank]
+    padded = {labels[rank - 1 - i // 2] for i, width in enumerate(widths) if width}
+    value = argument(op, 2, "value", 0) if constant else argument(op, 3, "value")
+    linear = not constant and argument(op, 2, "mode", "constant") != "constant"
+    return Pattern(
+        inputs=(labels,), outputs=(labels,), frozen=frozenset(padded), linear=((0,),) if linear or not value else ()
+    )
+
+
+# --- dims that must stay whole -------------------------------------------------------------------
+
+_LINEAR = frozenset(("aten.cumsum.default", "aten.flip.default", "aten.roll.default", "aten.diff.default")) | {
+    "aten.fft_fftn.default",
+    "aten.fft_ifftn.default",
+}
+_WHOLE_DIM = {
+    "aten.softmax.int": (1, "dim"),
+    "aten._softmax.default": (1, "dim"),
+    "aten.log_softmax.int": (1, "dim"),
+    "aten._log_softmax.default": (1, "dim"),
+    "aten.cumsum.default": (1, "dim"),
+    "aten.cumprod.default": (1, "dim"),
+    "aten.logcumsumexp.default": (1, "dim"),
+    "aten.glu.default": (1, "dim"),
+    "aten.flip.default": (1, "dims"),
+    "aten.roll.default": (2, "dims"),
+    "aten.topk.default": (2, "dim"),
+    "aten.sort.default": (1, "dim"),
+    "aten.sort.stable": (2, "dim"),
+    "aten.argsort.default": (1, "dim"),
+    "aten.diff.default": (2, "dim"),
+    "aten.fft_fftn.default": (2, "dim"),
+    "aten.fft_ifftn.default": (2, "dim"),
+}
+WHOLE_DIM_TARGETS = tuple(_WHOLE_DIM)
+
+
+def whole_dim(op: Op, operands: Specs) -> Pattern:
+    """softmax(x, dim), cumsum, topk, sort, flip, roll and their like: every dim but ``dim`` is split.
+
+    Further operands (``prepend`` of diff) have the same dims.
+    """
+    rank = len(operands[0].shape)
+    position, name = _WHOLE_DIM[op.target]
+    last = op.target in ("aten.topk.default", "aten.sort.default", "aten.argsort.default", "aten.diff.default")
+    value = argument(op, position, name, -1 if last or op.target in ("aten.sort.stable", "aten.glu.default") else None)
+    dims = (
+        range(rank)
+        if value is None or value == ()
+        else [cast("int", d) % max(rank, 1) for d in (value if isinstance(value, tuple) else (value,))]
+    )
+    labels = NAMES[:rank]
+    linear = (tuple(range(len(operands))),) if op.target in _LINEAR else ()
+    return Pattern(
+        inputs=(labels,) * len(operands),
+        outputs=(labels,) * len(op.outputs),
+        frozen=frozenset(labels[dim] for dim in dims if dim < rank),
+        linear=linear,
+    )
+
+
+def triangle(op: Op, operands: Specs) -> Pattern:
+    """tril(x, diagonal), triu: the last two dims stay whole."""
+    labels = NAMES[: len(operands[0].shape)]
+    return Pattern(inputs=(labels,), outputs=(labels,), frozen=frozenset(labels[-2:]), linear=((0,),))
+
+
+# --- indexing ------------------------------------------------------------------------------------
+
+
+def index(op: Op, operands: Specs) -> Pattern:
+    """x[None or index, ...]: dims of x without an index, and the dims of the indices, are split."""
+    indices = cast("tuple[Argument, ...]", argument(op, 1, "indices"))
+    if any(not spec.dtype.is_floating_point and spec.dtype.itemsize == 1 for spec in operands[1:]):
+        raise RuleError.unsupported(
+            f"{op.target} with a mask as index", where=op.name, instead="Use torch.where, or an index of positions"
+        )
+    rank = len(operands[0].shape)
+    indexed = [dim for dim, item in enumerate(indices) if isinstance(item, Ref)]
+    width = max(len(spec.shape) for spec in operands[1:])
+    sizes = [1] * width
+    for spec in operands[1:]:
+        for back, length in enumerate(reversed(spec.shape), start=1):
+            sizes[-back] = max(sizes[-back], length)
+    taken = tuple(f"j{k}" if sizes[k] > 1 else "" for k in range(width))
+    inputs: list[Labels] = [NAMES[:rank]]
+    for spec in operands[1:]:
+        own = taken[width - len(spec.shape) :]
+        inputs.append(tuple(name if length > 1 else "" for name, length in zip(own, spec.shape, strict=True)))
+    adjacent = indexed == list(range(indexed[0], indexed[0] + len(indexed)))
+    start = indexed[0] if adjacent else 0
+    rest = [NAMES[dim] for dim in range(rank) if dim not in indexed]
+    return Pattern(
+        inputs=tuple(inputs),
+        outputs=((*rest[:start], *taken, *rest[start:]),),
+        frozen=frozenset(NAMES[dim] for dim in indexed),
+        linear=((0,),),
+    )
+
+
+def index_select(op: Op, operands: Specs) -> Pattern:
+    """x[:, index]: the other dims, and the index."""
+    labels = NAMES[: len(operands[0].shape)]
+    dim = integer(op, 1, "dim") % len(labels)
+    return Pattern(
+        inputs=(labels, ("j0",) * len(operands[1].shape)),
+        outputs=((*labels[:dim], "j0", *labels[dim + 1 :]),),
+        frozen=frozenset((labels[dim],)),
+        linear=((0,),),
+    )
+
+
+def gather(op: Op, operands: Specs) -> Pattern:
+    """Dims of equal size in x and index are split, and ``dim`` of the index."""
+    x, at = operands[0].shape, operands[1].shape
+    dim = integer(op, 1, "dim") % max(len(x), 1)
+    left = ["g" if i == dim else NAMES[i] if x[i] == at[i] else "" for i in range(len(x))]
+    right = ["j" if i == dim else left[i] for i in range(len(x))]
+    return Pattern(
+        inputs=(tuple(left), tuple(right)), outputs=(tuple(right),), frozen=frozenset(("g",)), linear=((0,),)
+    )
+
+
+def scatter(op: Op, operands: Specs) -> Pattern:
+    """Scatter of a source or a value, and its adding kinds: dims of equal size everywhere, save ``dim``."""
+    x = operands[0].shape
+    dim = integer(op, 1, "dim") % max(len(x), 1)
+    labels = tuple(NAMES[i] if i != dim and all(s.shape[i] == x[i] for s in operands) else "" for i in range(len(x)))
+    linear = ((0, 2),) if len(operands) == 3 else ()
+    return Pattern(inputs=(labels,) * len(operands), outputs=(labels,), linear=linear)
+
+
+def scatter_sum(op: Op, operands: Specs) -> Pattern:
+    """Pattern of ``autopar.scatter_sum``: what is scattered along its dim adds up."""
+    shape, dim = op.spec.shape, integer(op, 2, "dim")
+    kept = tuple(
+        "" if i == dim or any(s.shape[i] != shape[i] for s in operands) else NAMES[i] for i in range(len(shape))
+    )
+    same = operands[0].shape == operands[1].shape
+    inputs = tuple(NAMES[i] if i == dim and same else label for i, label in enumerate(kept))
+    return Pattern(
+        inputs=(inputs,) * 2, outputs=(kept,), contracted=frozenset((NAMES[dim],) if same else ()), linear=((1,),)
+    )
+
+
+def index_put(op: Op, operands: Specs) -> Pattern:
+    """Values put at indices: nothing is split."""
+    return Pattern(inputs=tuple(("",) * len(s.shape) for s in operands), outputs=(("",) * len(op.spec.shape),))
+
+
+# --- factories -----------------------------------------------------------------------------------
+
+
+def factory(op: Op, operands: Specs) -> Pattern:
+    """full, zeros, ones, empty, new_*: all values are equal, so that every dim is split freely."""
+    return Pattern(inputs=tuple(("",) * len(spec.shape) for spec in operands), outputs=(NAMES[: len(op.spec.shape)],))
+
+
+def random_factory(op: Op, operands: Specs) -> Pattern:
+    """rand, randn, randint: no value depends on another, so that ranks draw their parts."""
+    return replace(factory(op, operands), random=True)
+
+
+def random_order(op: Op, operands: Specs) -> Pattern:
+    """randperm: every rank draws the same order."""
+    return replace(whole_factory(op, operands), random=True)
+
+
+def whole_factory(op: Op, operands: Specs) -> Pattern:
+    """arange, eye and their like: a value depends on its position, so that every rank makes all of them."""
+    labels = NAMES[: len(op.spec.shape)]
+    inputs = tuple(("",) * len(spec.shape) for spec in operands)
+    return Pattern(inputs=inputs, outputs=(labels,), frozen=frozenset(labels))

@@ -1,0 +1,349 @@
+"""Strategies that call something else than the operator on local shapes (:mod:`autopar.ops.sharded`), those on images among them.
+
+An operator of the table may have, besides the strategies of its pattern, further ones from here.
+The axis ``batch`` is no group of ranks (micro-batches lie on it too), so that nothing which has to
+know its rank is offered there.
+
+Functions are like those of :mod:`autopar.rules.moving_patterns`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from fractions import Fraction
+
+from autopar.errors import RuleError
+from autopar.graph.graph import Op
+from autopar.ops.kernels import region_of
+from autopar.plan.mesh import I, P, R, S
+from autopar.rules.computing_patterns import reduction
+from autopar.rules.grammar import Labels, Pattern
+from autopar.rules.moving_patterns import NAMES, Specs, argument, integer
+from autopar.rules.strategy import RING, Communication, Strategy
+
+BATCH_AXIS = "batch"
+SEQUENCE_AXIS = "cp"
+"""The one axis that may be in zig-zag order."""
+GATHERED = "autopar.attention_gathered"
+
+EXPERT_TARGETS = frozenset(("autopar.experts_split", "autopar.experts_dispatch", "autopar.experts_dispatch_split"))
+"""What runs a mixture whose experts are split over the axis."""
+
+
+def divides(length: int, size: Fraction) -> bool:
+    """True when a dim of this length splits evenly."""
+    return length > 1 and length * size.denominator % size.numerator == 0
+
+
+def embedding_vocabulary(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Strategy]:
+    """embedding(weight, ids) with the rows of the table split: foreign ids give zeros, the sum is pending."""
+    if axis == BATCH_AXIS or not divides(operands[0].shape[0], size):
+        return
+    if argument(op, 3, "scale_grad_by_freq", False) or argument(op, 4, "sparse", False):
+        return
+    yield Strategy(
+        name="vocabulary", inputs=(S(0), R), outputs=(P,), work=1 / size, target="autopar.embedding_vocabulary"
+    )
+
+
+def bag_vocabulary(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Strategy]:
+    """embedding_bag(weight, ids, weights) with the rows of the table split: foreign ids count nothing, the sum is pending."""
+    if axis == BATCH_AXIS or not divides(operands[0].shape[0], size) or op.args[3] == "max" or op.args[5]:
+        return
+    others = (R,) * (len(operands) - 1)
+    target = "autopar.embedding_bag_vocabulary"
+    yield Strategy(name="vocabulary", inputs=(S(0), *others), outputs=(P,), work=1 / size, target=target)
+
+
+def cross_entropy_vocabulary(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Strategy]:
+    """cross_entropy_sum(logits, target) with the classes split: Megatron's vocabulary-parallel loss.
+
+    Moves per token, in fp32: the maximum in one all-reduce, then the sums of exponentials and the
+    target's logit (and the sum of logits under label smoothing) in a second one.
+    """
+    logits, target = operands[:2]
+    if axis == BATCH_AXIS or not divides(logits.shape[-1], size):
+        return
+    token_bytes = target.numel * max(4, logits.dtype.itemsize)
+    sums = 3 if argument(op, 3, "label_smoothing", 0.0) else 2
+    yield Strategy(
+        name="vocabulary",
+        inputs=(S(len(logits.shape) - 1), R),
+        outputs=(I if op.spec.requires_grad else R,),
+        work=1 / size,
+        target="autopar.cross_entropy_vocabulary",
+        communication=(
+            Communication(kind="all_reduce", num_bytes=token_bytes),
+            Communication(kind="all_reduce", num_bytes=sums * token_bytes),
+        ),
+    )
+
+
+def opaque(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Strategy]:
+    """A region of unknown code: whole on every rank of an axis, or its samples split where they were seen to be apart.
+
+    Where its backward is not linear (it clips gradients, say) a pending sum of gradients must not pass.
+    """
+    region = region_of(str(op.args[0]))
+    flows = any(spec.requires_grad for spec in operands)
+    if flows and axis != BATCH_AXIS:
+        yield Strategy(
+            name="invariant",
+            inputs=tuple(I if spec.requires_grad else R for spec in operands),
+            outputs=tuple(I if spec.requires_grad else R for spec in op.outputs),
+        )
+    if not flows or region.is_linear_backward:
+        yield Strategy(name="replicate", inputs=(R,) * len(operands), outputs=(R,) * len(op.outputs))
+    if axis != BATCH_AXIS or region.splits is None:
+        return
+    inside, outside = region.splits
+    split = [(operands[i].shape[d], d) for i, d in enumerate(inside) if d is not None]
+    split += [(spec.shape[d], d) for spec, d in zip(op.outputs, outside, strict=True)]
+    if all(length * size.denominator % size.numerator == 0 for length, _ in split):
+        state = (R,) * (len(operands) - len(inside))
+        yield Strategy(
+            name="split samples",
+            inputs=(*(R if d is None else S(d) for d in inside), *state),
+            outputs=tuple(S(d) for d in outside),
+            work=1 / size,
+            random=True,
+        )
+
+
+def partial_mean(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Strategy]:
+    """Mean over a split dim: the local sum over the global count, a pending sum."""
+    pattern = reduction(op, operands)
+    for position, label in enumerate(pattern.inputs[0]):
+        if label in pattern.frozen and divides(operands[0].shape[position], size):
+            yield Strategy(
+                name=f"split {label}",
+                inputs=(S(position),),
+                outputs=(P,),
+                work=1 / size,
+                target="autopar.partial_mean",
+            )
+
+
+def experts(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Strategy]:
+    """A mixture of experts (hidden, weights, indices, gate, up, down, activation) with the experts split.
+
+    *experts*: every rank sees all tokens and computes what its experts add, a pending sum; nothing moves
+    inside. *dispatch d*: tokens are split along dim d and travel to the ranks of their experts and back, k
+    rows for each token in both directions (as many again for the gradients); how many leave a rank is in
+    the routing, priced as if it were even.
+
+    Of experts that are spread over data ranks already each rank's share is split once more: under *experts* tokens go
+    to the data ranks that hold the same part of a share, under *dispatch* over both axes at once.
+    """
+    hidden, _, indices = operands[:3]
+    num_experts = operands[-1].shape[0]
+    if axis in (BATCH_AXIS, "cp") or not divides(num_experts, size):  # parameters are whole on both
+        return
+    owned = (S(0),) * (len(operands) - 3)
+    rank_bytes = int(hidden.num_bytes * indices.shape[-1] / size)  # an all-to-all counts one rank's part
+    sent = Communication(kind="all_to_all", num_bytes=rank_bytes)
+    directions = (sent, sent, *(replace(sent, backward=True),) * (2 if hidden.requires_grad else 1))
+    is_spread = op.target == "autopar.experts_dispatch"
+    yield Strategy(
+        name="experts",
+        inputs=(R, R, R, *owned),
+        outputs=(P,),
+        work=1 / size,
+        target="autopar.experts_dispatch_split" if is_spread else "autopar.experts_split",
+    )
+    for dim, length in enumerate(hidden.shape[:-1]):
+        if divides(length, size):
+            yield Strategy(
+                name=f"dispatch {dim}",
+                inputs=(S(dim), S(dim), S(dim), *owned),
+                outputs=(S(dim),),
+                work=1 / size,
+                target="autopar.experts_dispatch",
+                communication=directions,
+            )
+
+
+def attention_sequence(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Strategy]:
+    """Attention whose queries are split along the sequence.
+
+    ``gather``: keys and values whole (the change S to R gathers them, its backward scatters their gradients); a causal
+    mask begins at this rank's first query. Without a causal mask it is ``split s`` of the pattern.
+    ``ring``: keys and values are split too and go round; every split dim is in zig-zag order (see ``rules.apply``).
+    """
+    rank = len(operands[0].shape)
+    if axis == BATCH_AXIS or op.target in (GATHERED, RING) or size.denominator != 1:
+        return
+    rows, sequence = operands[0].shape[-2], S(rank - 2)
+    causal = bool(argument(op, 5, "is_causal", False))
+    if not divides(rows, size) or (causal and operands[1].shape[-2] != rows):
+        return
+    random = bool(argument(op, 4, "dropout_p", 0.0))
+    if causal:
+        yield Strategy(
+            name="gather",
+            inputs=(sequence, R, R),
+            outputs=(sequence,),
+            work=1 / size,
+            target=GATHERED,
+            extra=(("axis", axis),),
+            random=random,
+        )
+    columns, ranks = operands[1].shape[-2], size.numerator
+    if axis != SEQUENCE_AXIS or rank != 4:
+        return
+    if rows % (2 * ranks) or columns % (2 * ranks):
+        return
+    if any(not m.shape or m.shape[-1] != columns for m in operands[3:]):
+        return
+    masks = tuple(S(len(m.shape) - 2) if len(m.shape) > 1 and m.shape[-2] == rows else R for m in operands[3:])
+    moved = sum(spec.num_bytes for spec in operands[1:3])
+    yield Strategy(
+        name="ring",
+        inputs=(sequence, sequence, sequence, *masks),
+        outputs=(sequence,),
+        work=1 / size,
+        target=RING,
+        extra=(("axis", axis), ("ranks", ranks)),
+        communication=ring_messages(moved, backward=op.spec.requires_grad),
+        random=random,
+    )
+
+
+def ring_messages(num_bytes: int, *, backward: bool) -> tuple[Communication, ...]:
+    """What a ring moves, priced as collectives of the same volume: ``num_bytes`` of all keys and values.
+
+    Backward sends them round again, and their gradients along.
+    """
+    forward = Communication(kind="all_gather", num_bytes=num_bytes)
+    if not backward:
+        return (forward,)
+    again = Communication(kind="all_gather", num_bytes=num_bytes, backward=True)
+    return (forward, again, Communication(kind="reduce_scatter", num_bytes=num_bytes, backward=True))
+
+
+_POOLS = ("max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool")
+_RESAMPLED = (
+    ("nearest", 1),
+    ("nearest", 2),
+    ("nearest", 3),
+    ("linear", 1),
+    ("bilinear", 2),
+    ("bicubic", 2),
+    ("trilinear", 3),
+)
+_LINEAR = ("avg_pool", "upsample")
+WINDOW_TARGETS: dict[str, int] = {
+    **{f"aten.{name}{n}d.default": n for name in _POOLS for n in (1, 2, 3)},
+    **{f"aten.max_pool{n}d_with_indices.default": n for n in (2, 3)},
+    **{f"aten.upsample_{name}{n}d.vec": n for name, n in _RESAMPLED},
+}
+"""Dims of space by target."""
+
+
+def window(op: Op, operands: Specs) -> Pattern:
+    """Pooling and resampling: every channel of every sample by itself, space stays whole."""
+    space = WINDOW_TARGETS[op.target]
+    rank = len(operands[0].shape)
+    labels = NAMES[:rank]
+    return Pattern(
+        inputs=(labels,),
+        outputs=(labels,) * len(op.outputs),
+        frozen=frozenset(labels[rank - space :]),
+        linear=((0,),) if any(name in op.target for name in _LINEAR) else (),
+    )
+
+
+def shuffle(op: Op, operands: Specs) -> Pattern:
+    """Pattern of pixel_shuffle and pixel_unshuffle: every dim is the outermost of what it becomes."""
+    labels = NAMES[: len(operands[0].shape)]
+    return Pattern(inputs=(labels,), outputs=(labels,), linear=((0,),))
+
+
+def transposed_convolution(op: Op, operands: Specs) -> Pattern:
+    """Samples, and channels in and out unless grouped; the weight is [in, out / groups, *window]."""
+    groups = integer(op, 6, "groups", 1)
+    space = len(operands[1].shape) - 2
+    width, kernel = tuple(f"w{i}" for i in range(space)), tuple(f"k{i}" for i in range(space))
+    batch = ("b",) * (len(operands[0].shape) - space - 1)
+    inputs: list[Labels] = [(*batch, "c", *width), ("c", "o" if groups == 1 else "", *kernel)]
+    if len(operands) == 3:
+        inputs.append(("o",))
+    added = (2,) * (len(operands) - 2)
+    return Pattern(
+        inputs=tuple(inputs),
+        outputs=((*batch, "o", *width),),
+        contracted=frozenset(("c",)) if groups == 1 else frozenset(),
+        frozen=frozenset({*width, *kernel} | (set() if groups == 1 else {"c", "o"})),
+        linear=((0, *added), (1, *added)),
+    )
+
+
+def instance_norm(op: Op, operands: Specs) -> Pattern:
+    """Every sample and channel by itself; weight and bias have the channels."""
+    if not argument(op, 5, "use_input_stats", True):
+        raise RuleError.unsupported(
+            "An instance norm with running statistics", where=op.name, instead="Leave track_running_stats out"
+        )
+    labels = NAMES[: len(operands[0].shape)]
+    return Pattern(
+        inputs=(labels, *(labels[1:2] for _ in operands[1:])), outputs=(labels,), frozen=frozenset(labels[2:])
+    )
+
+
+def batch_norm(op: Op, operands: Specs) -> Pattern:
+    """Channels alone split freely: x is [samples, channels, *space], weight and bias have the channels."""
+    labels = NAMES[: len(operands[0].shape)]
+    return Pattern(
+        inputs=(labels, *(labels[1:2] for _ in operands[1:])),
+        outputs=(labels,),
+        frozen=frozenset({*labels[:1], *labels[2:]}),
+    )
+
+
+def batch_norm_at_rest(op: Op, operands: Specs) -> Pattern:
+    """Elementwise but for the channels that weight, bias, mean and variance have."""
+    plain = batch_norm(op, operands)
+    return Pattern(inputs=plain.inputs, outputs=plain.outputs)
+
+
+def batch_norm_running(op: Op, operands: Specs) -> Pattern:
+    """As :func:`batch_norm`, with running mean and variance among operands and results, by channels."""
+    plain = batch_norm(op, operands)
+    channels = NAMES[1:2]
+    return Pattern(inputs=plain.inputs, outputs=(*plain.outputs, channels, channels), frozen=plain.frozen)
+
+
+def total(op: Op, operands: Specs) -> Pattern:
+    """A value as it is; a sum over samples comes out whole by :func:`total_statistics`."""
+    labels = NAMES[: len(op.spec.shape)]
+    return Pattern(inputs=(labels,), outputs=(labels,), linear=((0,),))
+
+
+def total_statistics(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Strategy]:
+    """A pending sum over samples, over all of the data ranks, each of which has all its samples in one micro-batch."""
+    if axis == "batch" and operands[0].dtype.is_floating_point:
+        moved = (Communication(kind="all_reduce", num_bytes=operands[0].num_bytes),)
+        yield Strategy(name="statistics", inputs=(P,), outputs=(R,), target="autopar.total", communication=moved)
+
+
+def batch_statistics(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Strategy]:
+    """Samples, or a dim of space, split: two all-reduces of one number a channel give the statistics of the whole.
+
+    On axis ``batch`` the ranks are those of the data axes, and each has all its samples in one micro-batch.
+    """
+    shape = operands[0].shape
+    num_bytes = shape[1] * max(4, operands[0].dtype.itemsize)
+    moved: tuple[Communication, ...] = (Communication(kind="all_reduce", num_bytes=num_bytes),) * 2
+    if op.spec.requires_grad:
+        moved += (Communication(kind="all_reduce", num_bytes=num_bytes, backward=True),) * 2
+    for dim in (d for d in range(len(shape)) if d != 1):
+        if divides(shape[dim], size):
+            yield Strategy(
+                name="statistics" if dim == 0 else f"statistics {NAMES[dim]}",
+                inputs=(S(dim), *(R for _ in operands[1:])),
+                outputs=(S(dim), *(R for _ in op.outputs[1:])),
+                work=1 / size,
+                target=op.target,
+                communication=moved,
+            )

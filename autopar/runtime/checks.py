@@ -1,0 +1,322 @@
+"""What must hold before a step, and what is said of one that ran out of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from autopar.errors import OutOfMemoryError, RuntimeMismatchError, UsageError
+from autopar.hardware.gpus import multiplies_in_tf32
+from autopar.lower.emit import ancestors, is_random
+from autopar.lower.program import Program
+from autopar.plan.plan import TF32_PRODUCTS, Plan, Precision
+from autopar.plan.prediction import Memory
+from autopar.runtime.local_optimizer import LocalSteps
+from autopar.runtime.step.gradients import Held
+from autopar.runtime.step.other_runs import noise
+from autopar.runtime.world import World
+from autopar.util.formatting import num_bytes
+
+_RUNNING = "autopar.batch_norm_running"
+
+_INSTEAD = {
+    "module": "the model is what was given to autopar.parallelize; model.load_state_dict(par.full_state_dict())",
+    "no_sync": "leave it out: gradients of steps are added up until zero_grad()",
+    "backward": "par.train_step(batch) has done it; the loss of par(**batch) has one",
+    "generate": "put par.full_state_dict() into the model itself, and generate with that",
+    "config": "model.config, of the model that was given to autopar.parallelize",
+    "is_first_rank": "par.is_main_process",
+}
+"""What users look for at a parallel model besides what a module has, and where it is."""
+
+
+def absent(name: str, model: nn.Module | None) -> AttributeError:
+    """The error of Python's that a parallel model has no such attribute, with what to use instead.
+
+    Args:
+        model: that was given to ``autopar.parallelize``, if somebody has it.
+    """
+    text = f"A parallel model has no attribute {name!r}"
+    if name in _INSTEAD:
+        return AttributeError(f"{text}. Instead: {_INSTEAD[name]}")
+    if model is None or name.startswith("_") or not hasattr(model, name):
+        return AttributeError(text)
+    if isinstance(getattr(model, name), nn.Module):
+        return AttributeError(
+            f"{text}: it has no layers, as its stages are programs made from the model. Its parameters are in "
+            f"par.named_parameters() as {name}..., outputs of layers are what the model's forward returns"
+        )
+    return AttributeError(f"{text}. Instead: model.{name}, of the model that was given to autopar.parallelize")
+
+
+def check_can_run(precision: Precision) -> None:
+    """Nothing, where the runtime computes in this precision.
+
+    Raises:
+        RuntimeMismatchError: it does not.
+    """
+    if precision.needs_scales:
+        raise RuntimeMismatchError(
+            f"{precision.name} plans can be estimated but not run yet",
+            fix='Make the plan with precision="bf16" or "fp16"',
+        )
+
+
+def check_modes(plan: Plan, device: torch.device, *, learns: bool) -> None:
+    """Nothing, where the caller's modes are such that the step computes what the plan says.
+
+    Args:
+        learns: whether the step has a backward.
+
+    Raises:
+        UsageError: autocast is on, products of float32 are made in another way, or gradients are off for a step that needs them.
+    """
+    if torch.is_autocast_enabled(device.type):
+        dtype = str(torch.get_autocast_dtype(device.type)).removeprefix("torch.")
+        raise UsageError(
+            f"A step cannot run inside torch.autocast to {dtype}: the plan computes in {plan.precision.compute}",
+            fix='Leave autocast out, and choose the precision with the plan: autopar.parallelize(..., precision="bf16")',
+        )
+    if device.type == "cuda" and plan.precision.compute == "float32":
+        _check_products(plan.precision)
+    if learns and not torch.is_grad_enabled():
+        mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
+        raise UsageError(
+            f"A training step needs gradients, but they are off (torch.{mode})",
+            fix="Call par.evaluate(batch) for the loss alone",
+        )
+
+
+def _check_products(precision: Precision) -> None:
+    wanted = precision.products == TF32_PRODUCTS
+    if multiplies_in_tf32() == wanted:
+        return
+    mode, other = ("high", "fp32") if wanted else ("highest", "tf32")
+    raise UsageError.mismatch(
+        f"How torch multiplies float32 matrices (precision {precision.name})",
+        where="torch.backends.cuda.matmul",
+        expected="TF32" if wanted else "float32",
+        got="float32" if wanted else "TF32",
+        fix=f'Call torch.set_float32_matmul_precision("{mode}") before the first step, or make the plan with precision="{other}"',
+    )
+
+
+class Parameters:
+    """The parameters of a parallel model as its user may have changed them since they were made.
+
+    Args:
+        held: of all stages; those that learn nothing now never do.
+    """
+
+    def __init__(self, held: Sequence[Held]) -> None:
+        self._held = held
+        self._frozen = tuple(h for h in held if not h.parameter.requires_grad)
+        # kept, so that no other memory gets their addresses
+        self._storages = [h.parameter.untyped_storage() for h in held]
+        self._addresses = [storage._cdata for storage in self._storages]
+
+    def check_memory(self) -> None:
+        """Before parameters are read: emitted code, FSDP and checkpoints read the memory that they were made with.
+
+        What writes that memory (``p.data.mul_``, ``copy_``, ``torch.nn.init``) takes effect. ``p.data = tensor`` has none on any
+        DTensor: torch puts the new memory behind the wrapper, which nobody reads. ``torch.utils.swap_tensors`` likewise.
+
+        Raises:
+            UsageError: some have another one now.
+        """
+        now = [h.parameter.untyped_storage()._cdata for h in self._held]
+        if now == self._addresses:
+            return
+        pairs = zip(self._held, now, self._addresses, strict=True)
+        replaced = [h.key for h, here, made in pairs if here != made]
+        raise UsageError(
+            f"The memory of {', '.join(replaced[:3])}{' and others' if len(replaced) > 3 else ''} was replaced "
+            "(`p.data = ...`, torch.utils.swap_tensors)",
+            fix="Write p.data.copy_(value) instead, with a DTensor of the same mesh: "
+            "torch.distributed.tensor.distribute_tensor(tensor, p.device_mesh, p.placements) makes one",
+        )
+
+    def check(self) -> None:
+        """Before a step. They may be frozen at any time, and learn again; what the plan knows as frozen has no backward.
+
+        Raises:
+            UsageError: names those that shall learn now, have hooks on their gradients, or another memory than the steps read.
+        """
+        self.check_memory()
+        hooked = [h.key for h in self._held if h.parameter._backward_hooks or h.parameter._post_accumulate_grad_hooks]
+        if hooked:
+            raise UsageError.unsupported(
+                f"A hook on a parameter ({', '.join(hooked[:3])}{' and others' if len(hooked) > 3 else ''})",
+                instead="Remove it, and change gradients, or step, after train_step",
+            )
+        thawed = [h.key for h in self._frozen if h.parameter.requires_grad]
+        if thawed:
+            raise UsageError(
+                f"{', '.join(thawed[:3])}{' and others' if len(thawed) > 3 else ''} cannot learn: frozen when the plan was made",
+                fix="Set requires_grad on the model before autopar.parallelize, and freeze par.parameters() until they are to learn",
+            )
+
+
+def unknown_in_eval(program: Program, model: nn.Module) -> tuple[str, ...]:
+    """Names of the buffers that training changes and of which no plan knows what ``eval()`` does with them.
+
+    Known are the running statistics of torch's batch norms and of classes made from these: ``eval()`` reads them as they are.
+    """
+    graph = program.graph
+    norms = [op for op in (*graph.prelude, *graph.ops) if op.target == _RUNNING]
+    of_sums = {op.name for op in ancestors(graph, graph.sums)}
+    if not all(isinstance(_module(model, op.module), _BatchNorm) and op.name not in of_sums for op in norms):
+        return tuple(buffer.fqn for buffer in program.state)
+    return tuple(buffer.fqn for buffer in program.state if not _is_of_norm(model, buffer.fqn))
+
+
+def _is_of_norm(model: nn.Module, buffer: str) -> bool:
+    path, _, name = buffer.rpartition(".")
+    return isinstance(_module(model, path), _BatchNorm) and name in (
+        "running_mean",
+        "running_var",
+        "num_batches_tracked",
+    )
+
+
+def _module(model: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(path)
+    except AttributeError:
+        return None
+
+
+def check_evaluates(program: Program, unknown: Sequence[str]) -> None:
+    """Nothing, where what a plan runs as ``eval()`` is what the model computes then, as far as it can tell.
+
+    Args:
+        unknown: what :func:`unknown_in_eval` gave.
+
+    Raises:
+        UsageError: it is not.
+    """
+    graph = program.graph
+    drawn = noise((*graph.prelude, *graph.ops)) or next((op for op in graph.prelude if is_random(op)), None)
+    if drawn is None and not unknown:
+        return
+    raise UsageError(
+        f"The model cannot be evaluated by its plan: training changes its buffers {', '.join(unknown[:3])}, "
+        "and what eval() does with them is known of torch's batch norms alone"
+        if drawn is None
+        else f"The model cannot be evaluated by its plan: it draws random numbers ({drawn.target})",
+        where="" if drawn is None else drawn.source or drawn.module or drawn.name,
+        fix="Put par.full_state_dict() into the model itself, and evaluate that in eval()",
+    )
+
+
+_ON_HOST = "can't allocate memory"
+"""What torch's allocator for CPUs says, in a RuntimeError of no kind of its own."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether torch says that a device or the host has no memory left."""
+    return isinstance(error, torch.OutOfMemoryError) or (isinstance(error, RuntimeError) and _ON_HOST in str(error))
+
+
+class MemoryReport:
+    """Makes the error of a step that ran out of memory.
+
+    Args:
+        steps: of this model's optimizers.
+    """
+
+    def __init__(self, plan: Plan, world: World, held: Sequence[Held], steps: LocalSteps) -> None:
+        self._plan, self._world, self._held, self._steps = plan, world, held, steps
+
+    def error(self, _: BaseException) -> OutOfMemoryError:
+        """The error with predicted and actual bytes of this rank by category, and what to pin."""
+        planned, actual = self._planned(), self._actual()
+        rows = [
+            f"{name} {num_bytes(actual[name])}" + (f" (predicted {num_bytes(planned[name])})" if planned else "")
+            for name in actual
+        ]
+        return OutOfMemoryError(
+            f"Rank {self._world.rank} ran out of memory on {self._world.device}",
+            got=", ".join([*rows, *self._beside()]),
+            fix=self._fix(planned, actual),
+        )
+
+    def _planned(self) -> dict[str, int]:
+        memory = self._memory()
+        if memory is None:
+            return {}
+        return {
+            "parameters": memory.parameters,
+            "gradients": memory.gradients,
+            "optimizer states": memory.optimizer,
+            "activations and temporaries": memory.activations + memory.transient,
+        }
+
+    def _memory(self) -> Memory | None:
+        """The prediction for this rank's part of the pipeline, or its node group; None in a plan without predictions."""
+        rank, own = self._world.rank, self._plan.predicted.memory
+        if self._plan.data_shares:
+            group = next((i for i, g in enumerate(self._plan.groups) if g.start <= rank < g.stop), 0)
+            return next((memory for memory in own if memory.group == group), None)
+        return next((memory for memory in own if memory.pp_rank == self._world.coordinate["pp"]), None)
+
+    def _actual(self) -> dict[str, int]:
+        device = self._world.device
+        found = {
+            "parameters": _held_bytes((h.parameter for h in self._held), device),
+            "gradients": _held_bytes((h.parameter.grad for h in self._held), device),
+            "optimizer states": _held_bytes(self._steps.states(), device),
+        }
+        if device.type == "cuda":
+            found["activations and temporaries"] = max(torch.cuda.max_memory_allocated(device) - sum(found.values()), 0)
+        return found
+
+    def _beside(self) -> list[str]:
+        """What else takes the device's memory."""
+        device = self._world.device
+        if device.type != "cuda":
+            return []
+        free, total = torch.cuda.mem_get_info(device)
+        reserved, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
+        others = max(total - free - reserved, 0)
+        return [
+            f"reserved by torch and not in use {num_bytes(reserved - allocated)}",
+            f"CUDA itself and other processes {num_bytes(others)}",
+            f"of {num_bytes(total)} in all",
+        ]
+
+    def _fix(self, planned: dict[str, int], actual: dict[str, int]) -> str:
+        """Pins that need less of what is a tenth more than planned; of activations where nothing is."""
+        plan = self._plan
+        excess = {name: max(actual[name] - 1.1 * planned.get(name, actual[name]), 0.0) for name in actual}
+        worst = max(excess, key=lambda name: excess[name])
+        pins: list[str] = []
+        if worst == "optimizer states" and excess[worst] > 0:
+            pins = [*(["zero=1"] if plan.zero_stage == 0 and plan.mesh.data > 1 else []), "offload=optimizer"]
+            if "optimizer" in plan.offload:
+                pins = []
+        elif worst in ("parameters", "gradients") and excess[worst] > 0:
+            pins = ["zero=3"] if plan.zero_stage < 3 and plan.mesh.data > 1 else []
+        if not pins:
+            pins = [] if plan.recompute.startswith("full") else ["recompute=full"]
+            if plan.micro_batch_size > 1:
+                pins.append(f"micro_batch={plan.micro_batch_size // 2}")
+            if plan.zero_stage < 3 and plan.mesh.data > 1 and plan.mesh.pp == 1:
+                pins.append("zero=3")
+        if not pins:
+            return "Plan for more devices, or for a smaller global batch"
+        return f"Search a plan that needs less: pin {' or '.join(pins)}"
+
+
+def _held_bytes(tensors: Iterable[Tensor | None], device: torch.device) -> int:
+    """Of the parts that this rank has on the device, memory that several share counted once."""
+    seen: dict[int, int] = {}
+    for tensor in tensors:
+        local = getattr(tensor, "_local_tensor", tensor)
+        if isinstance(local, Tensor) and local.device.type == device.type:
+            storage = local.untyped_storage()
+            seen[storage.data_ptr()] = storage.nbytes()
+    return sum(seen.values())

@@ -1,0 +1,430 @@
+"""Optimizers on DTensors step on the plain tensors inside of them, on the device or on copies on the host.
+
+An operator on DTensors takes ten times as long on the host as one on plain tensors, and ``torch.optim`` groups only plain
+ones into one kernel unless it is told to. What works element by element gives the same on the parts that a rank holds, so
+for the length of ``step`` the parameters, gradients and states of such an optimizer are the plain tensors on the same
+memory. Before and after it all of them are DTensors. Where states live on the host the plain tensors are copies there, on
+which one kernel of torch steps where it has one for CPUs.
+
+**States on the host.** After ZeRO-Offload (Ren et al. 2021, arXiv 2101.06840). The device keeps the parameter that forward and backward read, and
+that FSDP gathers from. Before a step gradients go down, after it parameters come up. A parameter goes down only where somebody
+else has written it since it came up: no counter notices all of that (``.data``), a checksum made on the device does.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from autopar.errors import UsageError
+from autopar.runtime.same_values import checksums
+
+
+class HostCopy:
+    """A parameter on the host, page-locked where its device is a GPU, and its gradient.
+
+    Attributes:
+        parameter: what the optimizer steps on.
+        came_up: checksum of what came up; None before the first step.
+    """
+
+    def __init__(self, local: Tensor) -> None:
+        self.parameter = nn.Parameter(_on_host(local), requires_grad=True)
+        self.came_up: int | None = None
+        self._gradient: Tensor | None = None
+
+    def lend(self, gradient: Tensor | None) -> None:
+        """Begins to copy the gradient; without one there is no step."""
+        if gradient is None:
+            self.parameter.grad = None
+            return
+        if self._gradient is None:  # as the parameter lies: kernels for all elements at once take one by one from both
+            self._gradient = _on_host(self.parameter.detach(), is_pinned=gradient.is_cuda)
+        self._gradient.copy_(gradient, non_blocking=True)
+        self.parameter.grad = self._gradient
+
+    @property
+    def is_stepped(self) -> bool:
+        """Whether it has a gradient."""
+        return self.parameter.grad is not None
+
+
+class HostCopies:
+    """What is in flight between the host and the device of one optimizer's parameters."""
+
+    def __init__(self) -> None:
+        self._events: list[torch.cuda.Event] = []
+        self._up: tuple[list[HostCopy], Tensor] | None = None
+
+    def down(self, stepped: Sequence[tuple[HostCopy, Tensor]]) -> None:
+        """Waits for the gradients, and copies those parameters that were written since they came up.
+
+        Args:
+            stepped: copies with a gradient, and the parameter on the device of each.
+        """
+        if not stepped:
+            return
+        found = _to_host(checksums([local for _, local in stepped]))
+        self._mark(local for _, local in stepped)
+        self.wait()
+        numbers = zip(stepped, _read(found), strict=True)
+        written = [(host, local) for (host, local), now in numbers if host.came_up != now]
+        with torch.no_grad():
+            for host, local in written:
+                host.parameter.copy_(local, non_blocking=True)
+        self._mark(local for _, local in written)
+        self.wait()
+
+    def up(self, stepped: Sequence[tuple[HostCopy, Tensor]]) -> None:
+        """Begins to copy the parameters to the device, ahead of all that its current stream does from now on."""
+        if not stepped:
+            return
+        with torch.no_grad():
+            for host, local in stepped:
+                local.copy_(host.parameter, non_blocking=True)
+        self._up = [host for host, _ in stepped], _to_host(checksums([local for _, local in stepped]))
+        self._mark(local for _, local in stepped)
+
+    def wait(self) -> None:
+        """Until all that was begun is done: before the host reads what came down, or writes what goes up."""
+        for event in self._events:
+            event.synchronize()
+        self._events.clear()
+        if self._up is not None:
+            for host, number in zip(self._up[0], _read(self._up[1]), strict=True):
+                host.came_up = number
+            self._up = None
+
+    def _mark(self, tensors: Iterable[Tensor]) -> None:
+        for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(device))
+            self._events.append(event)
+
+
+def host_state(value: Tensor) -> Tensor:
+    """A state of an optimizer on the host; states that were loaded from elsewhere may lie on the device."""
+    return value if value.device.type == "cpu" else _on_host(value).copy_(value)
+
+
+def _read(numbers: Tensor) -> list[int]:
+    """Numbers on the host."""
+    found: list[int] = numbers.tolist()
+    return found
+
+
+def _to_host(value: Tensor) -> Tensor:
+    return _on_host(value).copy_(value, non_blocking=True)
+
+
+def _on_host(like: Tensor, *, is_pinned: bool = False) -> Tensor:
+    return torch.empty_like(like, device="cpu", requires_grad=False, pin_memory=like.is_cuda or is_pinned)
+
+
+ELEMENTWISE = frozenset(
+    {
+        torch.optim.SGD,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.Adamax,
+        torch.optim.Adagrad,
+        torch.optim.Adadelta,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.ASGD,
+    }
+)
+"""Whose steps have no sum over elements; classes derived from them may have one."""
+
+_FUSED = frozenset({torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad})
+"""For whose steps torch has a kernel for CPUs that goes over the elements once, and not once for each operation."""
+
+_LOGGER = logging.getLogger("autopar")
+
+_COUNTERS = frozenset({"step", "mu_product", "mu", "eta"})
+"""States that belong to a parameter, not to its elements: plain tensors, even those of a parameter of one element."""
+
+
+class LocalSteps:
+    """Changes the steps of all optimizers that hold none but the given parameters, until :meth:`remove`.
+
+    Torch's hook for the steps of a process finds them, so that nobody has to bring an optimizer here, and no check is left out of
+    one that was not brought. Of optimizers without a parameter of this model it looks at nothing else.
+
+    Left as they are: optimizers that are not :data:`ELEMENTWISE`, that have hooks of their own around their steps (which
+    may look at parameters), whose step is differentiable, compiled or given a closure.
+
+    Args:
+        on_host: states live in host memory, and optimizers step there; those that would be left as they are then fail.
+        is_staged: pipeline stages hold the model's other parameters: an optimizer that steps all of them by one number fails.
+        parts: parameters that are a part of one of the model's, with their names: an optimizer that looks at whole
+            parameters does something else with parts, which is a warning of the logger ``autopar``.
+        check: called before any optimizer's step; it may raise.
+        threads: of the host for steps there; None: as many as there are.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[Tensor],
+        *,
+        on_host: bool = False,
+        is_staged: bool = False,
+        parts: Iterable[tuple[Tensor, str]] = (),
+        check: Callable[[Optimizer], None] | None = None,
+        threads: int | None = None,
+    ) -> None:
+        self._check = check
+        self._parts = {id(p): name for p, name in parts}
+        self._told: set[type[Optimizer]] = set()
+        self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        given = {id(p): p for p in parameters}
+        self._known = frozenset(given)
+        self._own = {key: p for key, p in given.items() if isinstance(p, DTensor)}
+        self._on_host, self._is_staged = on_host, is_staged
+        self._hosts: dict[int, HostCopy] = {}
+        self._copies, self._threads = HostCopies(), threads
+        self._undo = ExitStack()
+        self._plain: dict[int, tuple[Tensor, nn.Parameter]] = {}
+        self._open: tuple[Optimizer, list[list[Tensor]], Any] | None = None
+        self._hooks = (
+            register_optimizer_step_pre_hook(self._before),
+            register_optimizer_step_post_hook(self._after),
+        )
+
+    def remove(self) -> None:
+        """Steps are as torch has them again."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def restore(self) -> None:
+        """Ends a step that has not come to its end, as it failed."""
+        if self._open is not None:
+            self._after(self._open[0])
+
+    def plain(self, parameter: Tensor) -> nn.Parameter:
+        """The parameter on the same memory, or on the host, that optimizers see in place of a DTensor."""
+        local = _inside(parameter)
+        if self._on_host and parameter.requires_grad:
+            if id(parameter) not in self._hosts:
+                self._hosts[id(parameter)] = HostCopy(local)
+            return self._hosts[id(parameter)].parameter
+        known = self._plain.get(id(parameter))
+        if known is None or known[0] is not local:
+            known = local, nn.Parameter(local.detach(), parameter.requires_grad)
+            self._plain[id(parameter)] = known
+        return known[1]
+
+    def states(self) -> Iterator[Tensor]:
+        """Those of this model's parameters that optimizers have which have stepped."""
+        for optimizer in tuple(self._seen):
+            for parameter in self._own.values():
+                values = optimizer.state.get(parameter, {}) if parameter in optimizer.state else {}
+                yield from (value for value in values.values() if isinstance(value, Tensor))
+
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> None:
+        if not self._steps_own(optimizer):
+            return
+        if self._check is not None:
+            self._check(optimizer)
+        if torch.compiler.is_compiling() or not self._changes(optimizer, args, kwargs or {}):
+            self._refuse_on_host(optimizer)
+            self._refuse_what_needs_others(optimizer)
+            self._tell_of_parts(optimizer)
+            return
+        self._seen.add(optimizer)
+        self.restore()
+        self._copies.wait()
+        lists = [group["params"] for group in optimizer.param_groups]
+        states: defaultdict[Tensor, Any] = defaultdict(dict)
+        kept, optimizer_state = optimizer.state, optimizer.state
+        try:
+            for group in optimizer.param_groups:
+                group["params"] = [self._lent_with(parameter, optimizer_state, states) for parameter in group["params"]]
+        except UsageError:
+            for group, parameters in zip(optimizer.param_groups, lists, strict=True):
+                group["params"] = parameters
+            raise
+        optimizer.state = states
+        self._open = optimizer, lists, kept
+        if self._on_host:
+            self._copies.down(self._stepped(lists))
+            self._undo.enter_context(_fused(optimizer))
+            self._undo.enter_context(_threads(self._threads))
+
+    def _steps_own(self, optimizer: Optimizer) -> bool:
+        """Whether any of its parameters is this model's: others are left alone, of whatever they are."""
+        return any(id(p) in self._known for group in optimizer.param_groups for p in group["params"])
+
+    def _lent_with(
+        self, parameter: Tensor, own: Mapping[Tensor, Any], states: defaultdict[Tensor, Any]
+    ) -> nn.Parameter:
+        """The plain parameter, with its gradient, and its states put into ``states``."""
+        local = self.plain(parameter)
+        self._lend_gradient(parameter, local)
+        given = own.get(parameter)
+        if given:
+            states[local] = {name: self._lent(name, value, local) for name, value in given.items()}
+        return local
+
+    def _lend_gradient(self, parameter: Tensor, local: nn.Parameter) -> None:
+        grad = _inside(parameter.grad)
+        if id(parameter) in self._hosts:
+            self._hosts[id(parameter)].lend(grad)
+        else:
+            local.grad = grad
+
+    def _lent(self, name: str, value: Any, local: Tensor) -> Any:
+        plain = _inside(value)
+        if plain is value and isinstance(value, Tensor) and name not in _COUNTERS:
+            raise UsageError(
+                f"The optimizer has a state '{name}' that was loaded from another job's file",
+                fix="Leave out optimizer.load_state_dict: its parameters have another order and other parts. "
+                "par.save and par.load carry optimizer states from plan to plan",
+            )
+        is_moved = self._on_host and isinstance(plain, Tensor) and plain.shape == local.shape
+        return host_state(plain) if is_moved else plain
+
+    def _stepped(self, lists: Iterable[Iterable[Tensor]]) -> list[tuple[HostCopy, Tensor]]:
+        """The copies that a step changes, and what they are copies of."""
+        found = ((self._hosts.get(id(parameter)), _inside(parameter)) for own in lists for parameter in own)
+        return [(host, local) for host, local in found if host is not None and host.is_stepped]
+
+    def _refuse_on_host(self, optimizer: Optimizer) -> None:
+        """Nothing, unless states of own parameters would be made on the device."""
+        if self._on_host and any(id(p) in self._own for group in optimizer.param_groups for p in group["params"]):
+            raise UsageError(
+                f"{type(optimizer).__name__} cannot step parameters whose optimizer states live on the host",
+                fix="Step with an elementwise optimizer of torch.optim, on this model's parameters alone, without a closure, hooks, "
+                "differentiable or compiled. Or pin offload=none",
+            )
+
+    def _refuse_what_needs_others(self, optimizer: Optimizer) -> None:
+        """Optimizers of torch's that step by what other ranks hold, and do not ask them.
+
+        Raises:
+            UsageError: names why.
+        """
+        own = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._own]
+        if self._is_staged and own and isinstance(optimizer, torch.optim.LBFGS):
+            raise UsageError(
+                f"{type(optimizer).__name__} needs all parameters at once, but each rank of a pipeline has those of its stages",
+                fix="Pin pp=1, or use an optimizer that takes each parameter by itself",
+            )
+        if own and type(optimizer).__name__ == "Adafactor" and not isinstance(optimizer, torch.optim.Adafactor):
+            raise UsageError.unsupported(
+                f"The Adafactor of {type(optimizer).__module__.split('.')[0]}",
+                instead="Use torch.optim.Adafactor, which needs zero=0 and tp=1, or an optimizer that steps element by element",
+            )
+        split = next((p for p in own if p.ndim > 1 and _is_split(p)), None)
+        if split is not None and isinstance(optimizer, torch.optim.Adafactor):
+            raise UsageError(
+                f"Torch's Adafactor needs each matrix complete, but this rank has {tuple(_inside(split).shape)} "
+                f"of one of shape {tuple(split.shape)}",
+                fix="Pin zero=0 and tp=1, or use an optimizer that steps element by element",
+            )
+
+    def _tell_of_parts(self, optimizer: Optimizer) -> None:
+        kind = type(optimizer)
+        if kind in ELEMENTWISE or kind in self._told:
+            return
+        self._told.add(kind)
+        part = next((p for group in optimizer.param_groups for p in group["params"] if id(p) in self._parts), None)
+        if part is not None:
+            _LOGGER.warning(
+                "%s is not known to step element by element, and gets parts of parameters as parameters of their own, such as "
+                "%s: if it looks at whole matrices, its steps are not those of one device",
+                kind.__name__,
+                self._parts[id(part)],
+            )
+
+    def _changes(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        first = next((p for group in optimizer.param_groups for p in group["params"]), None)
+        if id(first) not in self._own or type(optimizer) not in ELEMENTWISE:
+            return False
+        given = [*args[1:], kwargs.get("closure")]  # args[0] is the optimizer
+        return (
+            all(value is None for value in given)
+            and not optimizer._optimizer_step_pre_hooks
+            and not optimizer._optimizer_step_post_hooks
+            and not any(group.get("differentiable") for group in optimizer.param_groups)
+            and all(id(p) in self._own for group in optimizer.param_groups for p in group["params"])
+        )
+
+    def _after(self, optimizer: Optimizer, *_: object) -> None:
+        if self._open is None or self._open[0] is not optimizer:
+            return
+        lists, kept = self._open[1:]
+        self._open = None
+        self._undo.close()
+        self._copies.up(self._stepped(lists))
+        made, optimizer.state = optimizer.state, kept
+        for group, parameters in zip(optimizer.param_groups, lists, strict=True):
+            for parameter, local in zip(parameters, group["params"], strict=True):
+                local.grad = None
+                if local in made:
+                    own = kept[parameter]
+                    for name, value in made[local].items():
+                        if name not in own or _inside(own[name]) is not value:
+                            own[name] = _around(name, value, local, parameter)
+            group["params"] = parameters
+
+
+@contextmanager
+def _fused(optimizer: Optimizer) -> Iterator[None]:
+    """One kernel for a parameter's step, where torch has one for CPUs and nobody has said how to step."""
+    groups = [
+        group
+        for group in optimizer.param_groups
+        if type(optimizer) in _FUSED
+        and group.get("fused") is None
+        and not group.get("foreach")
+        and all(p.is_floating_point() for p in group["params"])
+    ]
+    for group in groups:
+        group["fused"] = True
+    try:
+        yield
+    finally:
+        for group in groups:
+            group["fused"] = None
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    """More threads for a step on the host: torchrun gives a process one, and its share of the cores is idle meanwhile."""
+    before = torch.get_num_threads()
+    if count is None or count <= before:
+        yield
+        return
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _inside(value: Any) -> Any:
+    return value._local_tensor if isinstance(value, DTensor) else value
+
+
+def _is_split(value: Any) -> bool:
+    return isinstance(value, DTensor) and value._local_tensor.shape != value.shape
+
+
+def _around(name: str, value: Any, local: Tensor, parameter: Any) -> Any:
+    """A new state as the optimizer would have made it of the DTensor."""
+    if name in _COUNTERS or not isinstance(value, Tensor) or value.shape != local.shape:
+        return value
+    return DTensor(value, parameter._spec, requires_grad=False)  # type: ignore[no-untyped-call]

@@ -1,0 +1,373 @@
+"""The outputs of one forward pass: values that stages have kept, joined, and what is computed of them.
+
+On one device any output may become a part of a loss. Here the gradients of the plan's loss alone are summed over ranks, so what asks
+another output for a gradient is refused, where it would be left out without a word.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from autopar.errors import UsageError
+from autopar.graph.elements import Leaf, Outputs
+from autopar.graph.graph import Input, Op, Ref
+from autopar.graph.interpreter import run
+from autopar.lower.emit import layout_of
+from autopar.lower.program import Program
+from autopar.ops.kernels import resolve
+from autopar.plan.plan import Plan
+from autopar.runtime.joined_values import Join, Samples, Tap, rebuilt
+from autopar.runtime.state_dict import full_state_dict
+from autopar.runtime.step.gradients import Held
+from autopar.runtime.step.other_runs import PartialBatch
+from autopar.runtime.step.stage import StageModule
+from autopar.runtime.weights import Weights
+from autopar.runtime.world import World
+from autopar.tracing.batch import named_inputs
+
+
+def without_gradient(value: Tensor, name: str) -> Tensor:
+    """The value, which says that it needs a gradient as on one device does; ``backward()`` through it is an error that names it."""
+    start = torch.zeros((), device=value.device, requires_grad=True)
+    found: Tensor = _WithoutGradient.apply(start, value, name)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _WithoutGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, start: Tensor, value: Tensor, name: str) -> Tensor:
+        ctx.name = name
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> NoReturn:
+        raise UsageError(
+            f"The output {ctx.name} of par(**batch) was made a part of a loss, but only the plan's loss has a gradient",
+            fix="Add it up in the model's forward, as its entry loss, or give autopar.parallelize(model, loss_fn=lambda output, batch: ...)",
+        )
+
+
+class NotComputed:
+    """Stands for an output that takes complete values of others, which a training call leaves on their ranks.
+
+    Whoever reads it gets an error that says where it is computed; it may be passed on and printed.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.__dict__["_name"] = name
+
+    def __repr__(self) -> str:
+        return f"<{self._name}: not computed in training, par.predict(batch) has it>"
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise UsageError(
+            f"The output {self.__dict__['_name']} is computed from complete values, which a training call of several ranks leaves apart",
+            fix="Read it from par.predict(batch), or from par(**batch) after par.eval()",
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what copies and other protocols of Python ask for
+            raise AttributeError(name)
+        return self._refuse()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Of torch's functions that are given one, also inside of lists."""
+        found = next((value for value in _flat((args, kwargs or {})) if isinstance(value, cls)), None)
+        return NotImplemented if found is None else found._refuse()
+
+    __array__ = __bool__ = __contains__ = __float__ = __format__ = __getitem__ = __index__ = __int__ = __iter__ = (
+        __len__
+    ) = _refuse
+    __setattr__ = __setitem__ = _refuse
+    __abs__ = __invert__ = __neg__ = __pos__ = __round__ = _refuse
+    __add__ = __and__ = __floordiv__ = __matmul__ = __mod__ = __mul__ = __or__ = __pow__ = __sub__ = __truediv__ = (
+        __xor__
+    ) = _refuse
+    __radd__ = __rand__ = __rfloordiv__ = __rmatmul__ = __rmod__ = __rmul__ = __ror__ = __rpow__ = __rsub__ = (
+        __rtruediv__
+    ) = _refuse
+    __ge__ = __gt__ = __le__ = __lt__ = _refuse
+    __eq__ = __ne__ = _refuse
+    __hash__ = object.__hash__
+
+
+def _flat(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [one for item in value for one in _flat(item)] if isinstance(value, list | tuple) else [value]
+
+
+_LOGGER = logging.getLogger("autopar")
+
+
+class ModelOutputs:
+    """What a model returns, on one rank; all ranks call the same methods.
+
+    Args:
+        held: the rank's parameters: outputs may read some by operators of their own.
+    """
+
+    def __init__(
+        self, program: Program, world: World, weights: Weights, stages: Sequence[StageModule], held: Sequence[Held]
+    ) -> None:
+        self._program, self._world, self._stages, self._held = program, world, stages, held
+        self._plan: Plan = program.plan
+        self._outputs: Outputs | None = program.graph.outputs
+        self._taps: dict[Ref, Tap] = {}
+        self._constants: dict[Ref, Tensor] = {}
+        self._trained: dict[Ref, str] = {}
+        self._told: set[str] = set()
+        self._join = Join(program, world)
+        if self._outputs is not None:
+            self._find_taps(self._outputs)
+            self._hold(self._outputs, weights)
+
+    @property
+    def is_loss_alone(self) -> bool:
+        """Whether the model returns its loss and nothing else."""
+        return self._outputs is None or self._outputs.structure.kind == "loss"
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the loss stands in what the model returns: it does not where ``loss_fn`` makes it."""
+        return self._outputs is None or any(place.kind == "loss" for place in self._outputs.structure.all())
+
+    def _find_taps(self, outputs: Outputs) -> None:
+        graph = self._program.graph
+        places = {block.index: (stage, i) for stage in self._program.stages for i, block in enumerate(stage.blocks)}
+        blocks: dict[int, dict[int, list[Ref]]] = {}
+        for ref, traced in outputs.taps:
+            stage, position = places[graph._index.block_of[ref.name]]
+            layout = layout_of(graph, ref)
+            self._taps[ref] = Tap(ref=ref, traced=traced, spec=graph.spec(ref), layout=layout, pp_rank=stage.pp_rank)
+            blocks.setdefault(stage.index, {}).setdefault(position, []).append(ref)
+        for module in self._stages:
+            module.keep(blocks.get(module.index, {}))
+
+    def _hold(self, outputs: Outputs, weights: Weights) -> None:
+        """Values that no step changes, and the names of parameters that steps train."""
+        trained = {parameter.fqn for parameter in self._program.graph.parameters}
+        trained |= {name for parameter in self._program.graph.parameters for name in parameter.aliases}
+        for parameter in outputs.parameters:
+            if parameter.fqn in trained:
+                self._trained[Ref(parameter.name)] = parameter.fqn
+                continue
+            index = tuple(slice(0, size) for size in parameter.spec.shape)
+            value = weights.parameter(parameter, index)
+            self._constants[Ref(parameter.name)] = value.to(self._world.device, parameter.spec.dtype, copy=True)
+        for buffer in outputs.buffers:
+            known = weights.buffer(buffer.fqn, buffer.value) if buffer.fqn else buffer.value
+            if known is not None:
+                self._constants[Ref(buffer.name)] = known.to(self._world.device, buffer.spec.dtype)
+
+    # --- before a forward pass
+
+    def filled(self, batch: Any) -> tuple[Any, frozenset[str]]:
+        """A batch with zeros for the inputs that it lacks and outputs can be made without; and their names."""
+        inputs = self._program.graph.inputs
+        if self._outputs is None or not isinstance(batch, Mapping):
+            return batch, frozenset()
+        given = named_inputs(batch)
+        missing = [leaf for leaf in inputs if leaf.name not in given]
+        if not missing or any(name not in {leaf.name for leaf in inputs} for name in given):
+            return batch, frozenset()
+        names = frozenset(leaf.name for leaf in missing)
+        if all(not names.isdisjoint(leaf.reads) for leaf in self._outputs.leaves if leaf.ref is not None):
+            return batch, frozenset()  # nothing is left: it is a mistake
+        samples = next(
+            (_samples(given[leaf.name], leaf) for leaf in inputs if leaf.name in given and leaf.batch_dim is not None),
+            None,
+        )
+        if samples is None:
+            return batch, frozenset()
+        return given | {leaf.name: _zeros(leaf, samples) for leaf in missing}, names
+
+    @contextmanager
+    def taking(self) -> Iterator[None]:
+        """Around a forward pass whose values are kept until :meth:`made` has joined them."""
+        for stage in self._stages:
+            stage.taken = {}
+        try:
+            yield
+        finally:
+            for stage in self._stages:
+                stage.taken = None
+
+    # --- after it
+
+    def made(
+        self,
+        batch: Mapping[str, Any],
+        partial: PartialBatch | None,
+        *,
+        loss: Any,
+        missing: frozenset[str] = frozenset(),
+        gather: bool = True,
+        communicates: bool = True,
+    ) -> Any:
+        """The outputs, inside of :meth:`taking`.
+
+        Args:
+            batch: as it was given.
+            loss: stands for the loss.
+            missing: inputs that were not given: what depends on them is None.
+            gather: complete values; else DTensors that stay split.
+            communicates: what takes collectives but those of a split value is not computed if not (and ``gather`` is not).
+                Then it is a training call, where only the loss has a gradient.
+        """
+        outputs = self._outputs
+        assert outputs is not None
+        given = named_inputs(batch)
+        samples = self._samples(given, partial)
+        wanted = [leaf for leaf in outputs.leaves if leaf.ref is not None and missing.isdisjoint(leaf.reads)]
+        makes = {op.name: op for op in outputs.ops}
+        derived = [leaf for leaf in wanted if leaf.ref is not None and leaf.ref.name in makes]
+        left = derived if not communicates and self._world.mesh.world_size > 1 else []
+        if left:
+            wanted, derived = [leaf for leaf in wanted if leaf not in left], []
+        needed = _ancestors(outputs.ops, [leaf.ref for leaf in derived if leaf.ref is not None])
+        complete, split = self._joined(wanted, needed, samples, partial, gather=gather, plain=not communicates)
+        env = complete | self._given(given, wanted, needed)
+        if needed:
+            env |= self._constants | self._of_training(needed)
+            self._compute(outputs, needed, samples, env)
+        found: dict[int, Any] = {}
+        for index, leaf in enumerate(outputs.leaves):
+            if leaf in left:
+                found[index] = NotComputed(leaf.name)
+            elif leaf in wanted and leaf.ref is not None:
+                value = split.get(leaf.ref, env.get(leaf.ref, self._constants.get(leaf.ref)))
+                value = self._replicated(value) if not gather and leaf.ref.name in makes else value
+                found[index] = value if communicates else self._to_look_at(leaf, value, makes)
+            elif leaf.ref is None:
+                self._tell(f"{leaf.name}: {leaf.reason}")
+        more = Fraction(samples.total - outputs.batch_size, outputs.batch_size)
+        return rebuilt(outputs.structure, loss, found.get, more)
+
+    def _samples(self, given: Mapping[str, Any], partial: PartialBatch | None) -> Samples:
+        leaf = next(
+            (leaf for leaf in self._program.graph.inputs if leaf.batch_dim is not None and leaf.name in given), None
+        )
+        total = self._plan.global_batch_size if leaf is None else _samples(given[leaf.name], leaf)
+        ranks = range(self._plan.mesh.data)
+        counts = tuple(len(self._plan.samples_of(rank)) for rank in ranks) if partial is None else partial.counts
+        is_global = partial is not None or total == self._plan.global_batch_size
+        return Samples(counts=counts, partial=partial, is_global=is_global, total=total)
+
+    def _joined(
+        self,
+        wanted: Sequence[Leaf],
+        needed: Sequence[Op],
+        samples: Samples,
+        partial: PartialBatch | None,
+        *,
+        gather: bool,
+        plain: bool,
+    ) -> tuple[dict[Ref, Tensor], dict[Ref, Tensor]]:
+        """Values of taps: complete ones (``plain``: where that takes no collective, too), and those that stay split."""
+        read = {ref for op in needed for ref in op.operands}
+        leaves = {leaf.ref for leaf in wanted}
+        count = self._plan.num_micro_batches if partial is None else len(partial.micro_batches)
+        taken = {number: {ref: value for stage in self._stages if stage.taken for ref, value in stage.taken.get(number, {}).items()}
+                 for number in range(count)}  # fmt: skip
+        complete, split = dict[Ref, Tensor](), dict[Ref, Tensor]()
+        for ref, tap in self._taps.items():
+            if ref not in read and ref not in leaves:
+                continue
+            value = self._join.stacked(tap, taken, count)
+            stays = not gather and not (plain and self._join.is_local(tap, samples))
+            if ref in read or not stays:
+                complete[ref] = self._join.complete(tap, value, samples)
+            if ref in leaves and stays:
+                split[ref] = self._join.split(tap, value, samples)
+        return complete, split
+
+    def _given(self, given: Mapping[str, Any], wanted: Sequence[Leaf], needed: Sequence[Op]) -> dict[Ref, Tensor]:
+        """Inputs of the batch that are outputs, or that these are computed from."""
+        names = {ref.name for op in needed for ref in op.operands} | {leaf.ref.name for leaf in wanted if leaf.ref}
+        return {
+            Ref(leaf.name): given[leaf.name].to(self._world.device, leaf.spec.dtype)
+            for leaf in self._program.graph.inputs
+            if leaf.name in names and leaf.name in given
+        }
+
+    def _of_training(self, needed: Sequence[Op]) -> dict[Ref, Tensor]:
+        """Parameters as they are now, for operators that only outputs need."""
+        read = {ref: self._trained[ref] for op in needed for ref in op.operands if ref in self._trained}
+        if not read:
+            return {}
+        names = set(read.values())
+        known = {p.name for p in self._program.graph.parameters if not names.isdisjoint((p.fqn, *p.aliases))}
+        held = [one for one in self._held if one.name in known]
+        whole = full_state_dict(self._program, self._world, held)
+        dtype = {Ref(p.name): p.spec.dtype for p in (self._outputs.parameters if self._outputs else ())}
+        return {ref: whole[fqn].to(self._world.device, dtype[ref]) for ref, fqn in read.items()}
+
+    def _compute(self, outputs: Outputs, needed: Sequence[Op], samples: Samples, env: dict[Ref, Tensor]) -> None:
+        if self._program.graph.exact and samples.total != outputs.batch_size:
+            raise UsageError(
+                f"Outputs of {samples.total} samples cannot be computed: the model was traced for {outputs.batch_size}, and may count them",
+                fix=f"Pass {outputs.batch_size} samples, the complete global batch",
+            )
+        names = {op.name for op in needed}
+        ops = [_on(op, self._world.device) for op in outputs.ops_at(samples.total) if op.name in names]
+        with torch.no_grad():
+            run(ops, env)
+
+    def _to_look_at(self, leaf: Leaf, value: Any, makes: Mapping[str, Op]) -> Any:
+        """An output of a training call: a loss that it is made a part of cannot go backward."""
+        ref = leaf.ref
+        if ref is None or not torch.is_grad_enabled():
+            return value
+        op, tap = makes.get(ref.name), self._taps.get(ref)
+        spec = op.outputs[ref.index] if op is not None else tap.traced if tap is not None else None
+        return without_gradient(value, leaf.name) if spec is not None and spec.requires_grad else value
+
+    def _replicated(self, value: Any) -> Any:
+        if not isinstance(value, Tensor) or self._world.mesh.world_size == 1:
+            return value
+        return DTensor.from_local(value, self._world.device_mesh["tp"], [Replicate()], run_check=False)
+
+    def _tell(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            _LOGGER.warning("an output of the model is None, %s", text)
+
+
+def _ancestors(ops: Sequence[Op], wanted: Sequence[Ref]) -> list[Op]:
+    names = {ref.name for ref in wanted}
+    found: list[Op] = []
+    for op in reversed(ops):
+        if op.name in names:
+            found.append(op)
+            names |= {ref.name for ref in op.operands}
+    return found[::-1]
+
+
+def _samples(value: Any, leaf: Input) -> int:
+    assert leaf.batch_dim is not None
+    return int(value.shape[leaf.batch_dim]) if isinstance(value, Tensor) and value.dim() > leaf.batch_dim else 0
+
+
+def _zeros(leaf: Input, samples: int) -> Tensor:
+    shape = [samples if dim == leaf.batch_dim else size for dim, size in enumerate(leaf.spec.shape)]
+    return torch.zeros(shape, dtype=leaf.spec.dtype)
+
+
+def _on(op: Op, device: torch.device) -> Op:
+    """A call that makes a tensor of nothing, on the device."""
+    if op.operands or not op.target.startswith("aten."):
+        return op
+    schema = getattr(resolve(op.target), "_schema", None)
+    takes = schema is not None and any(argument.name == "device" for argument in schema.arguments)
+    return replace(op, kwargs=(*op.kwargs, ("device", device))) if takes else op

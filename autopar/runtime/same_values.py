@@ -1,0 +1,175 @@
+"""Whether ranks that hold the same elements of a parameter still have the same bits, told by checksums made on their devices.
+
+What several ranks of ``tp`` or ``cp`` hold whole (norms, routers, attention that is not split) each of them steps by a gradient
+that it has computed itself. Kernels with atomics (backward of attention, scattered sums) add in another order from run to run,
+so such gradients differ by rounding, and nothing brings the copies together again. See docs/adr/0021-replicas.md.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.runtime.step.gradients import Group, Held, local_part
+from autopar.runtime.world import World
+
+_WIDTH = 1024
+"""Elements of a long tensor are laid in rows of so many: nothing as long as it is made besides it."""
+
+_SHORT = 4 * _WIDTH
+"""Tensors up to this length are joined: each takes a device less time than a host takes to launch one kernel, and a model has many.
+Of longer ones, joined, a CPU has to fetch more memory than the sums of their rows and columns take."""
+
+_FACTORS = (-7046029254386353131, -4658895280553007687)
+"""Those of splitmix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators"), as signed numbers."""
+
+_ROWS = 512
+"""So many fit a cache of a CPU."""
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def checksums(tensors: Sequence[Tensor]) -> Tensor:
+    """A number of each tensor's bits and their places: [tensors] of int64 on their device, without waiting for it.
+
+    Sums of whole numbers over rows and over columns, so that their order does not matter, each times an odd number of its own: one
+    change of any element is seen, and so are elements and rows that have changed places.
+
+    Args:
+        tensors: on one device, at least one.
+
+    >>> one, other = checksums([torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0])]).tolist()
+    >>> one == other, one == int(checksums([torch.tensor([1.0, 2.0])]))
+    (False, True)
+    """
+    bits = [_bits(tensor) for tensor in tensors]
+    gridded = [flat.numel() // _WIDTH * _WIDTH if flat.numel() > _SHORT else 0 for flat in bits]
+    rests = _widened([flat[length:] for flat, length in zip(bits, gridded, strict=True)])
+    pieces, sizes = [rests[0].new_zeros(1)], [1]  # sums of the first 0, 1, 2 ... tensors begin with it
+    for flat, length, rest in zip(bits, gridded, rests, strict=True):
+        own = [rest, *_sums(flat[:length].view(-1, _WIDTH))]
+        pieces += own
+        sizes.append(sum(piece.numel() for piece in own))
+    base = _weights(max(sizes), tensors[0].device)
+    weights = torch.cat([base[:size] for size in sizes])
+    running = torch.cat(pieces).mul_(weights).cumsum_(0)  # modulo 2**64: no bit is lost
+    return torch.stack([running[end - 1] for end in accumulate(sizes)]).diff()
+
+
+def _widened(flats: Sequence[Tensor]) -> list[Tensor]:
+    """As int64; all of one dtype are joined and converted at once."""
+    found = list(flats)
+    for dtype in {flat.dtype for flat in flats}:
+        places = [i for i, flat in enumerate(flats) if flat.dtype == dtype]
+        joined = torch.cat([flats[i] for i in places]).to(torch.int64)
+        for i, part in zip(places, torch.split(joined, [flats[i].numel() for i in places]), strict=True):
+            found[i] = part
+    return found
+
+
+def _bits(value: Tensor) -> Tensor:
+    """The elements as whole numbers, flat."""
+    value = value.detach()
+    flat = (torch.view_as_real(value.resolve_conj()) if value.is_complex() else value.resolve_neg()).contiguous()
+    flat = flat.view(-1)
+    return flat.to(torch.int8) if flat.dtype == torch.bool else flat.view(_INTEGERS[flat.element_size()])
+
+
+def _sums(grid: Tensor) -> list[Tensor]:
+    """Over columns, and over rows; no bit is lost in sums of 64."""
+    if not grid.numel():
+        return []
+    if grid.device.type != "cpu":
+        return [grid.sum(0, dtype=torch.int64), grid.sum(1, dtype=torch.int64)]
+    columns, rows = torch.zeros(_WIDTH, dtype=torch.int64), list[Tensor]()
+    for part in grid.split(_ROWS):  # type: ignore[no-untyped-call]
+        wide = part.to(torch.int64)  # sums into another dtype go one by one there, and take three times as long
+        columns += wide.sum(0)
+        rows.append(wide.sum(1))
+    return [columns, *rows]
+
+
+def _weights(count: int, device: torch.device) -> Tensor:
+    """Odd numbers without a pattern."""
+    number = torch.arange(1, count + 1, device=device) * _FACTORS[0]
+    return (((number >> 30) ^ number) * _FACTORS[1]) | 1
+
+
+_LOGGER = logging.getLogger("autopar")
+
+EVERY = 1000
+"""Steps from one look to the next, each of which reads all parameters once: a thousandth of a step, or less."""
+
+AXES = ("ep_outer", "dp_replicate", "dp_shard", "cp", "tp")
+
+
+class Replicas:
+    """Compares copies of parameters; every rank of the job makes one and enters the same calls.
+
+    Args:
+        held: of this rank.
+        everyone: the group of all ranks for sums on devices; None for one rank alone.
+    """
+
+    def __init__(self, held: Sequence[Held], world: World, everyone: Group | None) -> None:
+        self._everyone, self._device, self._rank = everyone, world.device, world.rank
+        self._told = False
+        self._looked_at = 0
+        self._of_axis: list[tuple[Group, list[Held]]] = []
+        for axis in AXES:
+            if getattr(world.mesh, axis) > 1:
+                group = world.axis_group((axis,))
+                assert group is not None
+                members = [h for h in held if axis in h.replicated and h.parameter.numel()]
+                if members:  # the ranks of a group hold the same parameters
+                    self._of_axis.append((group, members))
+
+    def check(self, step: int) -> None:
+        """Before a step, or an evaluation, that has the number ``step``; looks at one in :data:`EVERY`, once. All ranks call it."""
+        if step % EVERY == 0 and step != self._looked_at:  # an evaluation of many batches has one number
+            self._looked_at = step
+            self.check_now()
+
+    def check_now(self) -> None:
+        """Brings copies that differ back to the value of the first rank that has one, with a warning, once. All ranks call it."""
+        if self._everyone is None:
+            return
+        differs = torch.zeros((), dtype=torch.int64, device=self._device)
+        for group, members in self._of_axis:
+            differs |= _differing(group, members).any()
+        dist.all_reduce(differs, op=dist.ReduceOp.MAX, group=self._everyone)
+        if int(differs):
+            self._mend()
+
+    def _mend(self) -> None:
+        """Axis by axis: what is equal along each is equal everywhere."""
+        names = dict[str, None]()
+        with torch.no_grad():
+            for group, members in self._of_axis:
+                for held, is_other in zip(members, _differing(group, members).tolist(), strict=True):
+                    if is_other:
+                        dist.broadcast(local_part(held.parameter), group_src=0, group=group)
+                        names[held.key] = None
+        if names and not self._told:
+            self._told = True
+            _LOGGER.warning(
+                "rank %d: copies of %s%s differed from those of other ranks, and have the values of the first of them again: kernels "
+                "that add in no fixed order let them drift apart by rounding (torch.use_deterministic_algorithms(True) keeps most "
+                "from it); a larger difference is a fault of the device or of code that changes parameters on some ranks alone",
+                self._rank,
+                ", ".join(list(names)[:3]),
+                f" and {len(names) - 3} more" if len(names) > 3 else "",
+            )
+
+
+def _differing(group: Group, members: Sequence[Held]) -> Tensor:
+    """Which of them differ anywhere in the group, on the device and the same on all its ranks."""
+    sums = checksums([local_part(h.parameter) for h in members])
+    ends = torch.stack((sums, ~sums))
+    dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=group)
+    return ends[0] != ~ends[1]

@@ -1,0 +1,360 @@
+"""The state of a model on its ranks: parameters by key or complete, buffers that steps change, and what is beside what trains.
+
+**This rank's parameters.** Those that a plan has lengthened (vocabularies) are in it as the model has them, whole and on the host: the
+length differs from plan to plan, and a file has one.
+
+**Beside what trains.** A plan's programs hold none of the parameters that the loss does not use and, on the ranks that read them,
+copies of the buffers that no step changes. So that checkpoints and state dicts are complete all of them are kept besides, each on one
+rank's host.
+
+**Changed buffers.** New values replace old ones and never write into them: what a step keeps for backward, recompute included, stays as it
+was. The stage that makes a value passes it on to the stages that read it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from autopar.errors import UsageError
+from autopar.graph.graph import Padding, Parameter, TensorSpec
+from autopar.lower.program import PreludeProgram, Program
+from autopar.runtime.step.gradients import Held, lengthened
+from autopar.runtime.step.stage import StageModule
+from autopar.runtime.weights import Weights
+from autopar.runtime.world import World
+
+Values = Mapping[str, Tensor]
+
+
+def full_state_dict(
+    program: Program,
+    world: World,
+    held: Sequence[Held],
+    buffers: Values = MappingProxyType({}),
+    *,
+    gradients: bool = False,
+) -> dict[str, Tensor]:
+    """All parameters (or gradients) of the model whole, parts merged, on every rank. All ranks call it.
+
+    ``buffers``: those that this rank's stages make, by name; they are added as they are.
+    """
+    parts: dict[str, Tensor] = {}
+    for h in held:
+        value = h.parameter.grad if gradients else h.parameter.detach()
+        if value is None:
+            continue
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        whole = whole if h.padding is None else whole.narrow(h.padding.dim, 0, h.padding.length)
+        parts[h.name] = whole.detach().to("cpu", copy=True)
+    whole_buffers = {name: value.to("cpu", copy=True) for name, value in buffers.items()}
+    group = world.axis_group(("pp",))
+    if group is not None:
+        gathered: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, (parts, whole_buffers), group=group)
+        parts = {name: value for part, _ in gathered for name, value in part.items()}
+        whole_buffers = {name: value for _, part in gathered for name, value in part.items()}
+    return _merge(program, parts) | whole_buffers
+
+
+def _merge(program: Program, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Parts of one model parameter side by side, under all of its names."""
+    by_fqn: dict[str, list[Any]] = {}
+    for parameter in program.graph.parameters:
+        if parameter.name in parts:
+            by_fqn.setdefault(parameter.fqn, []).append(parameter)
+    merged: dict[str, Tensor] = {}
+    for fqn, parameters in by_fqn.items():
+        first = parameters[0]
+        if first.part is None:
+            value = parts[first.name]
+        else:
+            ordered = sorted(parameters, key=lambda p: p.part.start)
+            value = torch.cat([parts[p.name] for p in ordered], dim=first.part.dim)
+        for name in (fqn, *first.aliases):
+            merged[name] = value
+    return merged
+
+
+EXTRA_STATE = "_extra_state"
+"""The entry of a ``state_dict`` that has what a module gives by ``get_extra_state``."""
+
+
+def names_of(model: nn.Module) -> tuple[str, ...]:
+    """All names of parameters and buffers of a model: those that steps leave alone, too."""
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return tuple(name for name, _ in named)
+
+
+def shortened(value: Tensor, padding: Padding) -> Tensor:
+    """A lengthened tensor whole and as the model has it, on every rank's host; ranks that hold parts of it call together."""
+    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    return whole.narrow(padding.dim, 0, padding.length).to("cpu", copy=True).contiguous()
+
+
+def _put(target: Tensor, padding: Padding | None, value: Tensor) -> str:
+    """Writes into ``target`` its part of ``value``: a DTensor as ``target``, or the whole tensor. Says why not, where it does not fit."""
+    with torch.no_grad():
+        if isinstance(value, DTensor):
+            if not isinstance(target, DTensor) or value.shape != target.shape:
+                return f"it has shape {tuple(value.shape)}, not {tuple(target.shape)}"
+            if value.device_mesh != target.device_mesh or value.placements != target.placements:
+                return "it is a DTensor on another mesh or with other placements: give it whole (full_tensor())"
+            target._local_tensor.copy_(value._local_tensor)
+            return ""
+        wanted = list(target.shape)
+        if padding is not None:
+            wanted[padding.dim] = padding.length
+        if list(value.shape) != wanted:
+            return f"it has shape {tuple(value.shape)}, not {tuple(wanted)}"
+        if padding is not None:
+            value = lengthened(value, padding.dim, target.shape[padding.dim])
+        if not isinstance(target, DTensor):
+            target.copy_(value)
+            return ""
+        shape, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
+        local = value[tuple(slice(first, first + count) for first, count in zip(offset, shape, strict=True))]
+        target._local_tensor.copy_(local)
+    return ""
+
+
+class ModuleState:
+    """The entries of one rank's ``state_dict``.
+
+    Parameters are found by their keys, or by the names of the model itself, of which parts are cut.
+
+    Args:
+        parameters: of the program.
+        others: names that a ``state_dict`` of the model has besides.
+        held: this rank's parameters.
+
+    Attributes:
+        is_lengthened: the plan has lengthened a vocabulary.
+    """
+
+    def __init__(self, parameters: Sequence[Parameter], others: Sequence[str], held: Sequence[Held]) -> None:
+        self._held = held
+        self._parameters = {parameter.name: parameter for parameter in parameters}
+        self._known = {name for p in parameters for name in (p.key, p.fqn, *p.aliases)} | {EXTRA_STATE, *others}
+        self.is_lengthened = any(parameter.padding is not None for parameter in parameters)
+
+    def complete(self, state: dict[str, Any], prefix: str, shown: Collection[str]) -> None:
+        """Takes out what stands for others (``shown``: names of all), and has lengthened parameters as the model has them."""
+        for name in set(shown) - {held.key for held in self._held}:
+            state.pop(prefix + name, None)  # further copies, and what stands for none
+        for held in self._held:
+            if held.padding is not None:
+                state[prefix + held.key] = shortened(held.parameter.detach(), held.padding)
+
+    def put(self, state: Mapping[str, Any], prefix: str, buffers: Mapping[str, Tensor]) -> tuple[list[str], list[str]]:
+        """Writes parameters and ``buffers`` in place: which are missing, and why some do not fit."""
+        targets = [(h.key, h.parameter.detach(), h.padding, self._find(h, state, prefix)) for h in self._held]
+        targets += [(name, value, None, state.get(prefix + name)) for name, value in buffers.items()]
+        missing, problems = list[str](), list[str]()
+        for name, target, padding, value in targets:
+            if value is None:
+                missing.append(prefix + name)
+            elif problem := _put(target, padding, value):
+                problems.append(f"{prefix}{name}: {problem}")
+        return missing, problems
+
+    def unexpected(self, state: Mapping[str, Any], prefix: str) -> list[str]:
+        """Names behind ``prefix`` that no rank of the model knows."""
+        return [name for name in state if name.startswith(prefix) and name.removeprefix(prefix) not in self._known]
+
+    def _find(self, held: Held, state: Mapping[str, Any], prefix: str) -> Tensor | None:
+        """What ``state`` has for a parameter."""
+        if prefix + held.key in state:
+            found: Tensor = state[prefix + held.key]
+            return found
+        parameter = self._parameters[held.name]
+        name = next((n for n in (parameter.fqn, *parameter.aliases) if prefix + n in state), None)
+        if name is None:
+            return None
+        whole: Tensor = state[prefix + name]
+        part = parameter.part
+        return whole if part is None else whole.narrow(part.dim, part.start, part.stop - part.start)
+
+
+_LOGGER = logging.getLogger("autopar")
+
+
+class Untrained:
+    """The values of one model's, and all names of its state dict.
+
+    Attributes:
+        names: of the state dict, in its order, each with the one under which a plan or this knows the tensor (tied ones have several).
+        dtypes, shapes: by the first name, as the model has them.
+        own: values that this rank keeps, by the first name.
+        owners: which rank keeps each.
+        is_parameter: of each first name.
+    """
+
+    def __init__(self, program: Program, world: World, weights: Weights) -> None:
+        self.names, tensors = _state_names(program, weights.model)
+        self.dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+        trained = {p.fqn for p in program.graph.parameters} | {b.fqn for b in program.state}
+        left = [name for name in tensors if name not in trained]
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        traced = {b.fqn: b.value for b in program.graph.buffers if b.fqn and b.value is not None}
+        self.owners = {name: i % world.mesh.world_size for i, name in enumerate(left)}
+        self.is_parameter = {name: isinstance(tensor, nn.Parameter) for name, tensor in tensors.items()}
+        self.own: dict[str, Tensor] = {}
+        for name in left:
+            if self.owners[name] == world.rank:
+                value = _value(weights, name, tensors[name], traced)
+                if value is not None:
+                    self.own[name] = value
+        self._copies = list(_copies(program, world, frozenset(left)))
+
+    def targets(self) -> list[tuple[str, Tensor]]:
+        """What a checkpoint is read into: the values here, and those that programs of this rank read (:meth:`put` gives them these)."""
+        return [*((name, torch.empty_like(value)) for name, value in self.own.items()), *self._read()]
+
+    def put(self, values: list[tuple[str, Tensor]]) -> None:
+        """Takes what :meth:`targets` gave and a checkpoint has filled; tensors of the user's model stay as they are."""
+        own, read = values[: len(self.own)], values[len(self.own) :]
+        self.own = dict(own)
+        for (module, buffer, _), (_, value) in zip(self._copies, read, strict=True):
+            module._buffers[buffer] = value
+
+    def completed(
+        self, trained: Mapping[str, Tensor], gather: Callable[[dict[str, Tensor]], list[dict[str, Tensor]]]
+    ) -> dict[str, Tensor]:
+        """The state dict: what trains, by the names of the plan, and the rest, which ``gather`` gives of all ranks."""
+        values = dict(trained)
+        for own in gather(self.own):
+            values |= {name: value.clone() for name, value in own.items()}
+        return {name: values[first] for name, first in self.names.items() if first in values}
+
+    def take(self, state: Mapping[str, Tensor], prefix: str = "") -> None:
+        """The values of a state dict that has them, by any of the model's names behind ``prefix``."""
+        given = {first: state[prefix + name] for name, first in self.names.items() if prefix + name in state}
+        targets = [
+            (name, value) for name, value in self.targets() if name in given and given[name].shape == value.shape
+        ]
+        if len(targets) == len(self.own) + len(self._copies):
+            with torch.no_grad():
+                for name, value in targets:
+                    value.copy_(given[name])
+            self.put(targets)
+
+    def key(self, name: str) -> str:
+        """Of a first name, in checkpoints."""
+        return f"{'model' if self.is_parameter[name] else 'buffer'}.{name}"
+
+    def _read(self) -> Iterator[tuple[str, Tensor]]:
+        for module, buffer, name in self._copies:
+            value = module._buffers[buffer]
+            assert value is not None
+            yield name, torch.empty_like(value)
+
+
+def _state_names(program: Program, model: nn.Module) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """All names of the state dict, each with its tensor's first one; the tensors by that."""
+    fixed = {alias: p.fqn for p in program.graph.parameters for alias in (p.fqn, *p.aliases)}
+    named: dict[str, Tensor] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        own = {**module._parameters, **module._buffers}
+        for name, tensor in own.items():
+            if tensor is not None and name not in module._non_persistent_buffers_set:
+                named[f"{path}.{name}" if path else name] = tensor
+    known = {b.fqn for b in program.graph.buffers if b.fqn}
+    firsts: dict[Tensor, str] = {}
+    for name, tensor in named.items():  # the name that the plan knows, where it knows one
+        if tensor not in firsts or name in known:
+            firsts[tensor] = fixed.get(name, name)
+    names = {name: fixed.get(name, firsts[tensor]) for name, tensor in named.items()}
+    return names, {names[name]: tensor for name, tensor in named.items()}
+
+
+def _value(weights: Weights, name: str, tensor: Tensor, traced: Mapping[str, Tensor]) -> Tensor | None:
+    """A copy on the host; None, with a warning, where it has none."""
+    try:
+        if isinstance(tensor, nn.Parameter):
+            spec = TensorSpec(shape=tuple(tensor.shape), dtype=tensor.dtype, requires_grad=tensor.requires_grad)
+            whole = tuple(slice(0, size) for size in tensor.shape)
+            value = weights.parameter(Parameter(name=name, fqn=name, spec=spec), whole)
+        else:
+            value = weights.buffer(name, traced.get(name))
+    except UsageError as error:
+        _LOGGER.warning(
+            "checkpoints and full_state_dict() do not have %s, which the loss does not use: %s", name, error
+        )
+        return None
+    return value.detach().to("cpu", tensor.dtype, copy=True).contiguous()
+
+
+def _copies(program: Program, world: World, names: frozenset[str]) -> Iterator[tuple[nn.Module, str, str]]:
+    """Where programs of this rank have such buffers: the module, the name in it, and the model's."""
+    fqns = MappingProxyType({b.name: b.fqn for b in program.graph.buffers if b.fqn in names})
+    here = [s.prelude for s in program.stages if s.pp_rank == world.coordinate["pp"]]
+    for prelude in (*here, program.sums):
+        if isinstance(prelude, PreludeProgram):
+            yield from ((prelude.module, buffer, fqns[buffer]) for buffer in prelude.buffers if buffer in fqns)
+
+
+class State:
+    """What this rank holds of them.
+
+    Attributes:
+        values: by the graph's names; those that the rank's stages, or the sums before a step, read or make.
+        own: names of those that its stages make.
+    """
+
+    def __init__(self, program: Program, world: World, weights: Weights, stages: Sequence[StageModule]) -> None:
+        here = [stage for stage in program.stages if stage.pp_rank == world.coordinate["pp"]]
+        sums = program.sums.inputs if program.sums is not None else ()
+        makers = {name: stage.pp_rank for stage in program.stages for name, _ in stage.mutations}
+        self.own = tuple(name for stage in here for name, _ in stage.mutations)
+        wanted = {*self.own, *sums, *(name for stage in here for name in stage.state)}
+        self._stages, self._world = stages, world
+        self._fqns = {buffer.name: buffer.fqn for buffer in program.state}
+        self.values = {
+            buffer.name: weights.buffer(buffer.fqn, buffer.value).to(world.device, buffer.spec.dtype, copy=True)
+            for buffer in program.state
+            if buffer.name in wanted
+        }
+        self._moved = tuple(
+            (buffer.name, makers[buffer.name])
+            for buffer in program.state
+            if buffer.name in sums or any(_reads(program, makers[buffer.name], buffer.name))
+        )
+        self._group = world.axis_group(("pp",)) if self._moved else None
+        self._specs = {buffer.name: buffer.spec for buffer in program.state}
+        self._lend()
+
+    def commit(self) -> None:
+        """After a step: what its last micro-batch made takes the place of what it read. All ranks call it."""
+        made = {name: value for stage in self._stages for name, value in stage.new_state.items()}
+        if self._group is not None:
+            for name, maker in self._moved:
+                spec = self._specs[name]
+                value = made.get(name)
+                empty = torch.empty(spec.shape, dtype=spec.dtype, device=self._world.device)
+                value = empty if value is None else value.contiguous().clone()
+                dist.broadcast(value, src=dist.get_global_rank(self._group, maker), group=self._group)
+                made[name] = value
+        self.values |= {name: value.clone() for name, value in made.items() if name in self.values}
+        self._lend()
+
+    def named(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+        """Values by the model's names; those of all names here when None."""
+        return {self._fqns[name]: self.values[name] for name in (self.values if names is None else names)}
+
+    def _lend(self) -> None:
+        for stage in self._stages:
+            stage.state = self.values
+
+
+def _reads(program: Program, maker: int, name: str) -> Iterable[bool]:
+    """For each stage whether it reads a buffer that another pipeline rank makes."""
+    return (name in stage.state and stage.pp_rank != maker for stage in program.stages)

@@ -1,0 +1,356 @@
+"""Gives parameters and buffers their values: from the user's model, from safetensors files slice by slice, or initialised in place.
+
+Nothing is ever made whole on one rank that is not needed there: a model on meta is initialised one
+module at a time, and files are read slice by slice.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from autopar.errors import RuntimeMismatchError, UsageError, first_line
+from autopar.graph.graph import Parameter, digest
+
+Index = tuple[slice, ...]
+
+_CPU = torch.device("cpu")
+_SHARE = 4
+"""A module whose own tensors take more than this part of a device's memory is initialised on the host."""
+
+
+class Weights(Protocol):
+    """Where values come from."""
+
+    def shape(self, fqn: str) -> torch.Size:
+        """Of the model's parameter, whole."""
+
+    def parameter(self, parameter: Parameter, index: Index) -> Tensor:
+        """The elements ``index`` of the model's parameter."""
+
+    def buffer(self, fqn: str, traced: Tensor | None = None) -> Tensor:
+        """A buffer, whole; ``traced`` is what it held when the model was traced, where that is known."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's model, for the code of its opaque modules."""
+
+
+def local_index(parameter: Parameter, shape: torch.Size, mesh: Mapping[str, int], here: Mapping[str, int]) -> Index:
+    """Which elements of a model parameter of ``shape`` one rank holds, padding left out.
+
+    Args:
+        mesh: degree of each axis.
+        here: the rank's coordinate.
+
+    Raises:
+        RuntimeMismatchError: the model's parameter has another shape than the plan's.
+    """
+    start, size = [0] * len(shape), list(shape)
+    if parameter.part is not None:
+        start[parameter.part.dim] = parameter.part.start
+        size[parameter.part.dim] = parameter.part.stop - parameter.part.start
+    padding = parameter.padding
+    if padding is not None and size[padding.dim] == padding.length:
+        divided = prod(mesh[axis] for axis, kind in parameter.layout if kind.is_split and kind.dim == padding.dim)
+        size[padding.dim] = parameter.spec.shape[padding.dim] * divided
+    for axis, kind in parameter.layout:
+        if kind.is_split and axis in mesh:
+            size[kind.dim] //= mesh[axis]
+            start[kind.dim] += here[axis] * size[kind.dim]
+    if tuple(size) != parameter.spec.shape:
+        raise RuntimeMismatchError(
+            f"A rank's part of a parameter of shape {tuple(shape)} does not match the plan",
+            where=parameter.fqn,
+            expected=str(parameter.spec.shape),
+            got=tuple(size),
+            fix="Search a plan for this model",
+        )
+    stop = [first + count for first, count in zip(start, size, strict=True)]
+    if padding is not None:
+        stop[padding.dim] = min(stop[padding.dim], padding.length)
+    return tuple(slice(first, last) for first, last in zip(start, stop, strict=True))
+
+
+class ModelWeights(Weights):
+    """The user's model: real weights are sliced, those on meta initialised module by module.
+
+    Args:
+        device: on which they are initialised; the same kind on all ranks, as what is drawn depends on it.
+    """
+
+    def __init__(self, model: nn.Module, seed: int, device: torch.device = _CPU) -> None:
+        self._model, self._seed, self._device = model, seed, device
+        self._last: tuple[str, nn.Module] | None = None
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's model."""
+        return self._model
+
+    def shape(self, fqn: str) -> torch.Size:
+        """Of the model's parameter, whole."""
+        return self._model.get_parameter(fqn).shape
+
+    def parameter(self, parameter: Parameter, index: Index) -> Tensor:
+        """The elements ``index`` of the model's parameter."""
+        value = self._model.get_parameter(parameter.fqn)
+        if value.is_meta:
+            path, _, name = parameter.fqn.rpartition(".")
+            value = self._initialised(path)._parameters[name]  # type: ignore[assignment]
+        return value.detach()[index]
+
+    def buffer(self, fqn: str, traced: Tensor | None = None) -> Tensor:
+        """A buffer, whole: ``traced`` where it is given, as rank 0 traced the model of which all take the values."""
+        if traced is not None:
+            return traced
+        value = self._model.get_buffer(fqn)
+        if value.is_meta:
+            path, _, name = fqn.rpartition(".")
+            value = self._initialised(path)._buffers[name]  # type: ignore[assignment]
+        return value.detach()
+
+    def _initialised(self, path: str) -> nn.Module:
+        if self._last is None or self._last[0] != path:
+            self._last = None  # one module at a time
+            self._last = (path, initialise(self._model, path, self._seed, self._device))
+        return self._last[1]
+
+
+def initialise(model: nn.Module, path: str, seed: int, device: torch.device = _CPU) -> nn.Module:
+    """A copy on ``device`` of one submodule of a model on meta, its own tensors initialised.
+
+    The same everywhere for the same seed and kind of device. Submodules keep their meta tensors, on which initialisers
+    do nothing. Initialisers are those of Hugging Face (``_init_weights`` of the models around it)
+    or of torch (``reset_parameters``).
+
+    Raises:
+        UsageError: there is no initialiser, or it leaves elements out.
+    """
+    device = _with_room(device, _own_tensors(model.get_submodule(path)).values())
+    target = _initialised(model, path, seed, 0, device)
+    own = _own_tensors(target)
+    # no number of theirs says that it was left out: what is not written differs between two fillings
+    others = {} if all(map(_has_nan, own.values())) else _own_tensors(_initialised(model, path, seed, 1, device))
+    left_out = [value.isnan().any() if _has_nan(value) else (value != others[n]).any() for n, value in own.items()]
+    for name, is_left_out in zip(own, torch.stack(left_out).tolist() if left_out else (), strict=True):
+        if is_left_out:
+            raise UsageError(
+                f"A {type(target).__name__} on meta has no initialiser (reset_parameters, or _init_weights of its model)",
+                where=f"{path}.{name}" if path else name,
+                fix="Give it one, pass weights=, or build the model on a real device",
+            )
+    return target
+
+
+def _with_room(device: torch.device, tensors: Iterable[Tensor]) -> torch.device:
+    """The device, or the host for a module that is large beside it; the same for all ranks on devices of one kind."""
+    if device.type != "cuda":
+        return _CPU
+    num_bytes = sum(t.numel() * t.element_size() for t in tensors)
+    return _CPU if num_bytes * _SHARE > torch.cuda.get_device_properties(device).total_memory else device
+
+
+def _initialised(model: nn.Module, path: str, seed: int, fill: int, device: torch.device) -> nn.Module:
+    """See :func:`initialise`; what is not written is nan, and ``fill`` where a dtype has none."""
+    chain = [model]
+    for name in path.split(".") if path else ():
+        chain.append(chain[-1].get_submodule(name))
+    skeleton = [_shallow(module) for module in chain]
+    for parent, child, name in zip(skeleton, skeleton[1:], path.split("."), strict=False):
+        parent._modules[name] = child
+    target = skeleton[-1]
+    for name, parameter in target._parameters.items():
+        if parameter is not None:
+            unset = _unset_like(parameter, fill, device)
+            target._parameters[name] = nn.Parameter(unset, parameter.requires_grad)
+    for name, buffer in target._buffers.items():
+        target._buffers[name] = None if buffer is None else _unset_like(buffer, fill, device)
+    with _seeded(int(digest(f"{seed} {path}"), 16) % 2**63, device), torch.no_grad():
+        reset = getattr(target, "reset_parameters", None)
+        if callable(reset):
+            reset()
+        for depth in reversed(range(len(skeleton))):
+            owner = next((m for m in reversed(skeleton[: depth + 1]) if hasattr(m, "_init_weights")), None)
+            if owner is not None:
+                owner._init_weights(skeleton[depth])  # type: ignore[operator]
+    return target
+
+
+@contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Draws of the host and of this device begin at ``seed``; after it they go on as before."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.default_generator.manual_seed(seed)
+        if device.type == "cuda":
+            torch.cuda.manual_seed(seed)
+        yield
+
+
+def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    return {name: t for name, t in (*module._parameters.items(), *module._buffers.items()) if t is not None}
+
+
+def _shallow(module: nn.Module) -> nn.Module:
+    clone = copy.copy(module)
+    for table in ("_parameters", "_buffers", "_modules"):
+        clone.__dict__[table] = dict(clone.__dict__[table])
+    return clone
+
+
+def _has_nan(value: Tensor) -> bool:
+    return value.is_floating_point() or value.is_complex()
+
+
+def _unset_like(value: Tensor, fill: int, device: torch.device) -> Tensor:
+    """A tensor that shows (by nan, or by ``fill``) what an initialiser leaves out."""
+    return torch.full_like(value, float("nan") if _has_nan(value) else fill, device=device)
+
+
+_LOGGER = logging.getLogger("autopar")
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+class FileWeights(Weights):
+    """Parameters, and buffers that are in the model's ``state_dict()``; other buffers come from ``rest``.
+
+    A head's names may have a prefix that the files lack (saved without the head): one, and the same for all.
+
+    Raises:
+        UsageError: there are no such files, or they cannot be read.
+    """
+
+    def __init__(self, folder: str | Path, rest: Weights) -> None:
+        self._folder, self._rest = Path(folder), rest
+        self._files = _names(self._folder)
+        model = rest.model
+        own = {name: p.dtype for name, p in model.named_parameters(remove_duplicate=False)}
+        buffers = {name: b.dtype for name, b in model.named_buffers(remove_duplicate=False)}
+        self._dtypes = own | buffers
+        self._persistent = set(buffers) & set(model.state_dict(keep_vars=True))
+        self._prefix = _prefix(set(own), self._files)
+        unknown = sorted(set(self._files) - {self._find((name,)) for name in self._dtypes})
+        if unknown:
+            _LOGGER.warning(
+                "%s holds tensors that the model has not, %d of %d: %s",
+                self._folder,
+                len(unknown),
+                len(self._files),
+                ", ".join(unknown[:3]),
+            )
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's model."""
+        return self._rest.model
+
+    def shape(self, fqn: str) -> torch.Size:
+        """Of the model's parameter, whole."""
+        return self._rest.shape(fqn)
+
+    def parameter(self, parameter: Parameter, index: Index) -> Tensor:
+        """The elements ``index`` of the model's parameter.
+
+        Raises:
+            UsageError: it is in no file, or has another shape or kind of numbers there.
+        """
+        found = self._find((parameter.fqn, *parameter.aliases))
+        if not found:
+            raise UsageError(
+                f"No parameter '{parameter.fqn}' in the files",
+                where=str(self._folder),
+                fix="Save the complete model, or load what there is into the model and leave weights= out",
+            )
+        return self._read(found, parameter.fqn, tuple(self.shape(parameter.fqn)), index)
+
+    def buffer(self, fqn: str, traced: Tensor | None = None) -> Tensor:
+        """A buffer, whole: that of the files, if the model's ``state_dict()`` has it and they do."""
+        found = self._find((fqn,)) if fqn in self._persistent else ""
+        if not found:
+            return self._rest.buffer(fqn, traced)
+        shape = tuple(self.model.get_buffer(fqn).shape)
+        return self._read(found, fqn, shape, tuple(slice(0, size) for size in shape))
+
+    def _find(self, names: tuple[str, ...]) -> str:
+        """What the files call it; empty when they have it not."""
+        short = (name.removeprefix(self._prefix) for name in names)
+        return next((name for name in (*names, *short) if name in self._files), "")
+
+    def _read(self, name: str, fqn: str, shape: tuple[int, ...], index: Index) -> Tensor:
+        path = self._folder / self._files[name]
+        with _readable(path), safe_open(path, framework="pt") as file:
+            stored = file.get_slice(name)
+            found = tuple(stored.get_shape())
+            value: Tensor = file.get_tensor(name) if not shape or found != shape else stored[index]
+        wanted = self._dtypes[fqn]
+        if found != shape or not _fits(value.dtype, wanted):
+            raise UsageError(
+                f"'{name}' of the file does not fit the model's parameter {fqn}",
+                where=str(path),
+                expected=_text(shape, wanted),
+                got=_text(found, value.dtype),
+                fix="Name the folder of this model, or build the model for these files",
+            )
+        return value
+
+
+def _fits(stored: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether numbers of a file are those of a model but for rounding; numbers of 8 bits have scales beside them."""
+    if wanted.is_floating_point:
+        return stored.is_floating_point and stored.itemsize > 1
+    return stored == wanted or torch.promote_types(stored, wanted) == wanted
+
+
+def _text(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    return f"{shape} of {str(dtype).removeprefix('torch.')}"
+
+
+def _names(folder: Path) -> dict[str, str]:
+    """The file of each tensor."""
+    index, single = folder / _INDEX, folder / _SINGLE
+    if index.exists():
+        with _readable(index):
+            data: Any = json.loads(index.read_text(encoding="utf-8"))
+            return {str(name): str(file) for name, file in data["weight_map"].items()}
+    if not single.exists():
+        raise UsageError(
+            f"No {_SINGLE} or {_INDEX} in the folder {folder}",
+            fix="Write one with model.save_pretrained(DIR), or safetensors.torch.save_model(model, DIR/model.safetensors)",
+        )
+    with _readable(single), safe_open(single, framework="pt") as file:
+        return dict.fromkeys(file.keys(), single.name)
+
+
+def _prefix(own: set[str], files: dict[str, str]) -> str:
+    """The one prefix of the model's names without which the files have them; empty when there is none, or are several."""
+    found = {name.partition(".")[0] for name in own if name not in files and name.partition(".")[2] in files}
+    prefix = f"{found.pop()}." if len(found) == 1 else ""
+    return "" if any(name.startswith(prefix) for name in files) else prefix
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Errors of reading as one that names the file.
+
+    Raises:
+        UsageError: instead of them.
+    """
+    try:
+        yield
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, SafetensorError) as error:
+        raise UsageError(
+            f"Cannot read the weights {path}",
+            got=f"{type(error).__name__}: {first_line(error)}",
+            fix="Write or download them again",
+        ) from error

@@ -1,1 +1,0 @@
-"""Values of parameters: from the model, from files, from checkpoints under any plan."""

@@ -1,0 +1,319 @@
+"""Several operators seen together: fused projections taken apart, elementwise chains that are one operator of torch.
+
+GPT-2 computes query, key and value as one product and splits it; split over ranks, that product
+would be cut across the boundaries of the three. As three linears over parts of the parameter, each
+splits by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import isclose, pi, sqrt
+from typing import TypeAlias, cast
+
+from autopar.graph.graph import Op, Parameter, Part, Ref, TensorSpec
+from autopar.tracing.builder import Builder
+from autopar.tracing.forms.basic import LINEAR_TARGETS
+
+_PERMUTING = {
+    "aten.view.default",
+    "aten.unsqueeze.default",
+    "aten.transpose.int",
+    "aten.permute.default",
+    "aten.clone.default",
+}
+
+Label: TypeAlias = "int | None"
+"""A dim of the linear's output by number; None for a dim of size 1 that was put in."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    """An operator that takes features ``start:stop``; ``order``: its dims as dims of the linear's output."""
+
+    op: Op
+    start: int
+    stop: int
+    order: tuple[Label, ...]
+
+
+@dataclass(slots=True)
+class _Cuts:
+    leaves: list[_Leaf] = field(default_factory=list)
+    inner: list[Op] = field(default_factory=list)
+
+
+_GROUP = -1
+"""Label of the dim that counts the fused projections, where a view has split the features into (n, size)."""
+
+
+def unfuse(builder: Builder, parameters: tuple[Parameter, ...], roots: frozenset[Ref]) -> tuple[Parameter, ...]:
+    """Rewrites ``builder.ops`` in place and returns the parameters, parts in the place of what was cut.
+
+    ``roots``: values that are read from outside.
+    """
+    users = _users(builder)
+    by_name = {parameter.name: parameter for parameter in parameters}
+    parts: dict[str, list[Parameter]] = {}
+    replaced: dict[str, list[Op]] = {}
+    for op in builder.ops:
+        if op.target not in LINEAR_TARGETS:
+            continue
+        weights = [ref.name for ref in op.operands[1:]]
+        if any(name not in by_name or len(users[name]) != 1 or by_name[name].aliases for name in weights):
+            continue
+        cuts = _cuts(op, users, roots)
+        if cuts is not None:
+            _cut(builder, op, cuts, by_name, parts, replaced)
+    if not replaced:
+        return parameters
+    builder.ops = [new for op in builder.ops for new in replaced.get(op.name, [op])]
+    builder.producers = {op.name: op for op in builder.ops}
+    return tuple(new for parameter in parameters for new in parts.get(parameter.name, [parameter]))
+
+
+def cut_parameters(builder: Builder, parameters: tuple[Parameter, ...], roots: frozenset[Ref]) -> tuple[Parameter, ...]:
+    """Parameters read in slices alone, along one dim that the slices cover once, become their parts.
+
+    Experts keep gate and up in one tensor [E, 2f, h]; each half splits by itself.
+    """
+    users = _users(builder)
+    renamed: dict[Ref, Ref] = {}
+    result: list[Parameter] = []
+    for parameter in parameters:
+        readers = users.get(parameter.name, [])
+        if parameter.aliases or parameter.part or not _cover(parameter, readers, roots):
+            result.append(parameter)
+            continue
+        found = {op.name: cast("tuple[int, int, int]", op.args[1:4]) for op in readers}
+        parts = {span: _part(builder, parameter, *span) for span in sorted(set(found.values()))}
+        result += parts.values()
+        renamed |= {Ref(name): Ref(parts[span].name) for name, span in found.items()}
+    if renamed:
+        kept = [op for op in builder.ops if Ref(op.name) not in renamed]
+        builder.ops = [op.with_operands(tuple(renamed.get(ref, ref) for ref in op.operands)) for op in kept]
+        builder.producers = {op.name: op for op in builder.ops}
+    return tuple(result)
+
+
+def _users(builder: Builder) -> dict[str, list[Op]]:
+    """For each name that is read the operators that read it, each once for each of its values."""
+    users: dict[str, list[Op]] = {}
+    for op in builder.ops:
+        for ref in dict.fromkeys(op.operands):
+            users.setdefault(ref.name, []).append(op)
+    return users
+
+
+def _cover(parameter: Parameter, users: list[Op], roots: frozenset[Ref]) -> bool:
+    """Whether ``users`` are slices of step 1 along one dim that cover it without overlap."""
+    if len(users) < 2 or any(
+        op.target != "aten.slice.Tensor"
+        or len(op.args) != 4
+        or op.operands[0].name != parameter.name
+        or Ref(op.name) in roots
+        for op in users
+    ):
+        return False
+    dims = {op.args[1] for op in users}
+    spans = sorted({cast("tuple[int, int]", op.args[2:4]) for op in users})
+    edges = [0, *(stop for _, stop in spans)]
+    (dim,) = dims if len(dims) == 1 else (None,)
+    return (
+        isinstance(dim, int)
+        and len(spans) > 1
+        and all(start == edge for (start, _), edge in zip(spans, edges, strict=False))
+        and edges[-1] == parameter.spec.shape[dim]
+    )
+
+
+def _cuts(op: Op, users: dict[str, list[Op]], roots: frozenset[Ref]) -> _Cuts | None:
+    """How the output is cut, when cutting is all that is done with it and the pieces cover it once."""
+    rank = len(op.spec.shape)
+    cuts = _Cuts()
+    if not _follow(op, tuple(range(rank)), op.spec.shape[-1], users, roots, cuts) or len(cuts.leaves) < 2:
+        return None
+    spans = sorted({(leaf.start, leaf.stop) for leaf in cuts.leaves})
+    edges = [0, *(stop for _, stop in spans)]
+    whole = all(start == edge for (start, _), edge in zip(spans, edges, strict=False))
+    return cuts if whole and edges[-1] == op.spec.shape[-1] and len(spans) > 1 else None
+
+
+def _follow(
+    op: Op, labels: tuple[Label, ...], features: int, users: dict[str, list[Op]], roots: frozenset[Ref], cuts: _Cuts
+) -> bool:
+    """Walks from ``op``, whose dims are ``labels``, to the operators that cut; False at any other use."""
+    if Ref(op.name) in roots or not users.get(op.name):
+        return False
+    last = max(label for label in labels if label is not None)
+    for user in users[op.name]:
+        if user.target == "aten.slice.Tensor" and len(user.args) == 4:
+            dim, start, stop = user.args[1:4]
+            assert isinstance(dim, int) and isinstance(start, int) and isinstance(stop, int)
+            if labels[dim] != last or _GROUP in labels:
+                return False
+            cuts.leaves.append(_Leaf(user, start, stop, labels))
+        elif user.target == "aten.select.int":
+            dim, index = user.args[1:3]
+            assert isinstance(dim, int) and isinstance(index, int)
+            if labels[dim] != _GROUP:
+                return False
+            size = features // op.spec.shape[dim]
+            cuts.leaves.append(_Leaf(user, index * size, (index + 1) * size, labels[:dim] + labels[dim + 1 :]))
+        elif user.target in _PERMUTING:
+            moved = _moved(op, labels, last, user)
+            if moved is None or not _follow(user, moved, features, users, roots, cuts):
+                return False
+            cuts.inner.append(user)
+        else:
+            return False
+    return True
+
+
+def _moved(op: Op, labels: tuple[Label, ...], last: int, user: Op) -> tuple[Label, ...] | None:
+    """Labels after a view, transpose, ... ; None when the features are mixed with something else."""
+    if user.target == "aten.clone.default":
+        return labels
+    if user.target == "aten.transpose.int":
+        order = list(labels)
+        a, b = user.args[1:3]
+        assert isinstance(a, int) and isinstance(b, int)
+        order[a], order[b] = order[b], order[a]
+        return tuple(order)
+    if user.target == "aten.permute.default":
+        dims = user.args[1]
+        assert isinstance(dims, tuple)
+        return tuple(labels[d] for d in dims if isinstance(d, int))
+    before, after = op.spec.shape, user.spec.shape
+    if tuple(n for n in before if n != 1) == tuple(n for n in after if n != 1):
+        kept = iter([label for label, n in zip(labels, before, strict=True) if n != 1])
+        return tuple(next(kept) if n != 1 else None for n in after)
+    splits_last = labels[-1] == last and _GROUP not in labels and after[:-2] == before[:-1]
+    return (*labels[:-1], _GROUP, last) if splits_last else None
+
+
+def _cut(
+    builder: Builder,
+    op: Op,
+    cuts: _Cuts,
+    by_name: dict[str, Parameter],
+    parts: dict[str, list[Parameter]],
+    replaced: dict[str, list[Op]],
+) -> None:
+    """Puts one linear for each span in the place of ``op``, and each cut's dims in order after it."""
+    weight, *bias = op.operands[1:]
+    out_dim = 0 if op.target == "aten.linear.default" else 1
+    made: dict[tuple[int, int], Op] = {}
+    for span in sorted({(leaf.start, leaf.stop) for leaf in cuts.leaves}):
+        pieces: list[Ref] = []
+        for ref, dim in ((weight, out_dim), *((b, 0) for b in bias)):
+            part = _part(builder, by_name[ref.name], dim, *span)
+            parts.setdefault(ref.name, []).append(part)
+            pieces.append(Ref(part.name))
+        spec = replace(op.spec, shape=(*op.spec.shape[:-1], span[1] - span[0]))
+        made[span] = replace(op.with_operands((op.operands[0], *pieces)), name=builder.unique(op.name), outputs=(spec,))
+        builder.specs[Ref(made[span].name)] = spec
+    replaced[op.name] = list(made.values())
+    for inner in cuts.inner:
+        replaced[inner.name] = []
+    for leaf in cuts.leaves:
+        replaced[leaf.op.name] = _ordered(builder, made[leaf.start, leaf.stop], leaf)
+
+
+def _part(builder: Builder, whole: Parameter, dim: int, start: int, stop: int) -> Parameter:
+    shape = list(whole.spec.shape)
+    shape[dim] = stop - start
+    name = builder.unique(f"{whole.name}_{start}")
+    part = replace(
+        whole, name=name, spec=replace(whole.spec, shape=tuple(shape)), part=Part(dim=dim, start=start, stop=stop)
+    )
+    builder.leaf(name, part.spec)
+    builder.parameters.add(name)
+    return part
+
+
+def _ordered(builder: Builder, linear: Op, leaf: _Leaf) -> list[Op]:
+    """Operators that give ``leaf.op``'s value, under its name, from the part's linear."""
+    made: list[Op] = []
+    source, spec = Ref(linear.name), linear.spec
+    sizes = linear.spec.shape
+    order = [label for label in leaf.order if label is not None]
+    order += [label for label in range(len(sizes)) if label not in order]  # dims of size 1 that a view removed
+    if order != sorted(order):
+        spec = replace(spec, shape=tuple(sizes[label] for label in order))
+        made.append(
+            replace(
+                leaf.op,
+                name=builder.unique(f"{leaf.op.name}_order"),
+                target="aten.permute.default",
+                args=(source, tuple(order)),
+                kwargs=(),
+                outputs=(TensorSpec(shape=spec.shape, dtype=spec.dtype, requires_grad=spec.requires_grad),),
+            )
+        )
+        source = Ref(made[-1].name)
+        builder.specs[source] = made[-1].spec
+    made.append(
+        replace(
+            leaf.op, target="aten.view.default", args=(source, leaf.op.spec.shape), kwargs=(), outputs=leaf.op.outputs
+        )
+    )
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class _Uses:
+    ops: Mapping[str, Op]
+    count: Mapping[str, int]
+
+    def only(self, ref: object, target: str) -> Op | None:
+        """The operator that makes ``ref``, when it is ``target`` and nothing else reads it."""
+        op = self.ops.get(ref.name) if isinstance(ref, Ref) else None
+        return op if op is not None and op.target == target and self.count[op.name] == 1 else None
+
+
+def fuse_gelu(builder: Builder, roots: frozenset[Ref]) -> None:
+    """0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), as GPT-2 writes it, becomes ``aten.gelu(x, tanh)``.
+
+    Backward then needs x alone, where the eight operators keep five tensors. Changes
+    ``builder.ops`` in place; what is left of the chains is dead code.
+    """
+    count: dict[str, int] = {ref.name: 1 for ref in roots}
+    for op in builder.ops:
+        for ref in op.operands:
+            count[ref.name] = count.get(ref.name, 0) + 1
+    uses = _Uses({op.name: op for op in builder.ops}, count)
+    fused = []
+    for op in builder.ops:
+        source = _gelu_input(op, uses) if op.target == "aten.mul.Tensor" else None
+        if source is not None:
+            op = replace(op, target="aten.gelu.default", args=(source,), kwargs=(("approximate", "tanh"),))
+            builder.producers[op.name] = op
+        fused.append(op)
+    builder.ops = fused
+
+
+def _gelu_input(op: Op, uses: _Uses) -> Ref | None:
+    """x, when ``op`` is the last product of the chain."""
+    for half, rest in (op.args[:2], op.args[1::-1]):
+        halved, shifted = uses.only(half, "aten.mul.Tensor"), uses.only(rest, "aten.add.Tensor")
+        if halved is None or shifted is None or halved.args[1] != 0.5 or shifted.args[1] != 1.0:
+            continue
+        bent = uses.only(shifted.args[0], "aten.tanh.default")
+        scaled = uses.only(bent.args[0], "aten.mul.Tensor") if bent is not None else None
+        if scaled is None or not _close(scaled.args[1], sqrt(2.0 / pi)):
+            continue
+        summed = uses.only(scaled.args[0], "aten.add.Tensor")
+        source = halved.args[0]
+        if summed is None or summed.args[0] != source or not isinstance(source, Ref):
+            continue
+        cubic = uses.only(summed.args[1], "aten.mul.Tensor")
+        cube = uses.only(cubic.args[0], "aten.pow.Tensor_Scalar") if cubic is not None else None
+        if cubic is not None and cube is not None and _close(cubic.args[1], 0.044715) and cube.args == (source, 3.0):
+            return source
+    return None
+
+
+def _close(value: object, expected: float) -> bool:
+    return isinstance(value, float) and isclose(value, expected, rel_tol=1e-6)

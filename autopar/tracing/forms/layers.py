@@ -1,0 +1,420 @@
+"""One form for what layers call: products, indexing, dropout, batch norms, recurrent networks, mixtures of experts.
+
+transformers gives every model's experts one interface: a module that holds ``gate_up_proj`` [E, 2f, h] (or
+``up_proj`` [E, f, h]) and ``down_proj`` [E, h, f] and whose forward takes hidden states, the experts of each
+token and their weights. The router before it and shared experts beside it stay ordinary operators.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from functools import partial
+from math import prod
+from string import ascii_letters
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
+
+from autopar import nn
+from autopar.graph.graph import Argument, Ref, TensorSpec
+from autopar.tracing.builder import Builder, Call, Value
+from autopar.tracing.forms.basic import Handler, generic, slice_of, view_to
+
+
+def _addmm(builder: Builder, call: Call) -> Value:
+    bias, source, weight = call.args
+    plain = call.kwargs.get("beta", 1) == 1 and call.kwargs.get("alpha", 1) == 1
+    if not plain or not _is_weight(builder, weight) or len(builder.shape(bias)) != 1:
+        return generic(builder, call)
+    return builder.emit(call, "autopar.linear_t", (source, weight, bias))
+
+
+def _mm(builder: Builder, call: Call) -> Value:
+    source, weight = call.args
+    if isinstance(weight, Ref) and len(builder.shape(weight)) == 2:
+        producer = builder.producers.get(weight.name)
+        if producer is not None and producer.target == "aten.transpose.int" and _is_weight(builder, producer.args[0]):
+            return builder.emit(call, "aten.linear.default", (source, producer.args[0], None))
+        if _is_weight(builder, weight):
+            return builder.emit(call, "autopar.linear_t", (source, weight, None))
+    return generic(builder, call)
+
+
+def _is_weight(builder: Builder, ref: Argument) -> bool:
+    return isinstance(ref, Ref) and ref.name in builder.parameters and len(builder.shape(ref)) == 2
+
+
+def _linear(builder: Builder, call: Call) -> Value:
+    source, weight, *bias = call.args
+    return builder.emit(call, "aten.linear.default", (source, weight, bias[0] if bias else None))
+
+
+def _weight_norm(builder: Builder, call: Call) -> Value:
+    """The weight ``v * (g / |v|)``, the norm over all dims but one; nobody may read the norm."""
+    given = call.bound()
+    direction, length, dim = given["v"], given["g"], given["dim"]
+    assert isinstance(direction, Ref) and isinstance(length, Ref) and isinstance(dim, int)
+    shape, dtype = builder.shape(direction), builder.specs[direction].dtype
+    others = tuple(d for d in range(len(shape)) if d != dim % len(shape))
+    small = TensorSpec(shape=tuple(1 if d in others else n for d, n in enumerate(shape)), dtype=dtype)
+    norm = builder.emit(call, "aten.linalg_vector_norm.default", (direction, 2, others, True), small, name="norm")
+    scale = builder.emit(call, "aten.div.Tensor", (view_to(builder, call, length, small.shape), norm), small)
+    weight = builder.emit(call, "aten.mul.Tensor", (direction, scale), TensorSpec(shape=shape, dtype=dtype))
+    return (weight, None) if len(call.outputs) > 1 else weight
+
+
+def _einsum(builder: Builder, call: Call) -> Value:
+    """The equation with letters for the dims that dots stand for, where these are equal in all operands."""
+    equation, operands, *_ = call.args
+    assert isinstance(equation, str) and isinstance(operands, tuple)
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    shapes = [builder.shape(ref) for ref in operands]
+    hidden = [
+        shape[term.index(".") : len(shape) - len(term.partition("...")[2])]
+        for term, shape in zip(terms, shapes, strict=True)
+        if "..." in term
+    ]
+    if not hidden or any(dims != hidden[0] for dims in hidden):
+        return generic(builder, call)
+    letters = "".join([c for c in ascii_letters if c not in equation][: len(hidden[0])])
+    if not arrow:
+        used = left.replace(",", "").replace("...", "")
+        right = "..." + "".join(sorted(c for c in set(used) if used.count(c) == 1))
+    written = f"{left}->{right}".replace("...", letters)
+    return builder.emit(call, call.target, (written, operands))
+
+
+PRODUCTS: dict[str, Handler] = {
+    "aten.addmm.default": _addmm,
+    "aten.mm.default": _mm,
+    "aten.matmul.default": _mm,
+    "aten.linear.default": _linear,
+    "aten._weight_norm.default": _weight_norm,
+    "aten._weight_norm_interface.default": _weight_norm,
+    "aten.einsum.default": _einsum,
+}
+
+
+def _index(builder: Builder, call: Call) -> Value:
+    """x[i, j, ...]: a view where every index counts up along a dim of its own, in order."""
+    source, indices = call.args
+    assert isinstance(source, Ref) and isinstance(indices, tuple)
+    shape = builder.shape(source)
+    values = [builder.values.get(index) if isinstance(index, Ref) else None for index in indices]
+    if (picked := _one_of_each(builder, call, source, indices)) is not None:
+        return picked
+    rank = len(call.spec.shape) - (len(shape) - len(indices))
+    places: list[int] = []
+    for size, value in zip(shape, values, strict=False):
+        if value is None or value.dtype == torch.bool or value.numel() != size or size == 1:
+            return generic(builder, call)
+        if not torch.equal(value.flatten(), torch.arange(size)):
+            return generic(builder, call)
+        lead = rank - value.dim()
+        places.append(lead + next(d for d, n in enumerate(value.shape) if n > 1))
+    if places != sorted(set(places)) or prod(call.spec.shape) != prod(shape):
+        return generic(builder, call)
+    return view_to(builder, call, source, call.spec.shape)
+
+
+def _one_of_each(builder: Builder, call: Call, source: Ref, indices: tuple[Argument, ...]) -> Ref | None:
+    """x[arange(n), i] with i [n] picks one row of each sample: a gather, whose samples are independent."""
+    shape = builder.shape(source)
+    if len(indices) != 2 or not all(isinstance(index, Ref) for index in indices):
+        return None
+    first, second = indices
+    assert isinstance(first, Ref) and isinstance(second, Ref)
+    counting, spec = builder.values.get(first), builder.specs[second]
+    if counting is None or second in builder.values or spec.dtype != torch.int64 or spec.shape != shape[:1]:
+        return None
+    if builder.shape(first) != shape[:1] or not torch.equal(counting.expand(shape[0]), torch.arange(shape[0])):
+        return None
+    lead, rest = shape[0], shape[2:]
+    index = builder.emit(call, "aten.remainder.Scalar", (second, shape[1]), spec)  # an index may count from the end
+    index = view_to(builder, call, index, (lead, 1, *(1,) * len(rest)))
+    if rest:
+        index = builder.emit(
+            call, "aten.expand.default", (index, (lead, 1, *rest)), TensorSpec(shape=(lead, 1, *rest), dtype=spec.dtype)
+        )
+    found = TensorSpec(shape=(lead, 1, *rest), dtype=call.spec.dtype)
+    rows = builder.emit(call, "aten.gather.default", (source, 1, index), found)
+    return view_to(builder, call, rows, (lead, *rest))
+
+
+INDEXING: dict[str, Handler] = {"aten.index.Tensor": _index}
+
+
+_SAMPLERS = frozenset(
+    ["bernoulli", "binomial", "cauchy", "exponential", "geometric", "log_normal", "multinomial", "normal", "normal_functional",
+     "poisson", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "randperm", "uniform"]
+)  # fmt: skip
+"""Operators that draw from a distribution whose gradient torch takes as zero; others (rrelu) pass gradients on."""
+
+
+def random_call(builder: Builder, call: Call) -> Value:
+    """The call as it is, cut off from the gradient of its operands where its own is zero."""
+    if call.target.split(".")[1].rstrip("_") not in _SAMPLERS:
+        return generic(builder, call)
+    args = tuple(_detached(builder, call, arg) if isinstance(arg, Ref) else arg for arg in call.args)
+    kwargs = {key: value for key, value in call.kwargs.items() if key != "generator"}
+    return generic(builder, replace(call, args=args, kwargs=kwargs, grad=False))
+
+
+def _detached(builder: Builder, call: Call, ref: Ref) -> Ref:
+    spec = builder.specs[ref]
+    if not spec.requires_grad:
+        return ref
+    return builder.emit(replace(call, grad=False), "aten.detach.default", (ref,), replace(spec, requires_grad=False))
+
+
+def swap_norms(model: torch.nn.Module) -> None:
+    """Gives batch norms of ``model``, a copy made for tracing, a forward that says what theirs does.
+
+    ``momentum=None`` divides by a number of batches that lies in a tensor. ``SyncBatchNorm`` asks for a GPU, and takes the statistics
+    that every batch norm of a plan takes.
+    """
+    for module in model.modules():
+        if not isinstance(module, _BatchNorm):
+            continue
+        changed: Any = module
+        if type(module).forward is SyncBatchNorm.forward:
+            changed.forward = partial(_BatchNorm.forward, module)
+        is_usual = type(module).forward in (_BatchNorm.forward, SyncBatchNorm.forward)
+        counts = module.training and module.track_running_stats and module.num_batches_tracked is not None
+        if is_usual and module.momentum is None and counts:
+            changed.forward = partial(_cumulative, module)
+
+
+def _cumulative(norm: _BatchNorm, x: torch.Tensor) -> torch.Tensor:
+    """Running statistics that are the mean of those of all batches: the operator gives the batch's own."""
+    norm._check_input_dim(x)  # type: ignore[no-untyped-call]
+    running = norm.running_mean, norm.running_var
+    assert norm.num_batches_tracked is not None
+    norm.num_batches_tracked.add_(1)
+    before = [value.clone() for value in running if value is not None]
+    y = F.batch_norm(x, *running, norm.weight, norm.bias, training=True, momentum=1.0, eps=norm.eps)
+    for value, old in zip(running, before, strict=True):
+        if value is not None:
+            value.copy_(old + (value - old) / norm.num_batches_tracked)
+    return y
+
+
+def _batch_norm(builder: Builder, call: Call) -> Value:
+    """Batch norm in training: the statistics are of the whole batch, whoever holds its samples.
+
+    Nobody may read the statistics that torch hands out for its backward. The running ones are results of the operator.
+    """
+    given = call.bound()
+    if given.get("training") is not True:
+        return generic(builder, call)
+    args = (given["input"], given["weight"], given["bias"], given["eps"])
+    running = (given.get("running_mean"), given.get("running_var"))
+    if all(isinstance(ref, Ref) for ref in running):
+        kept = (call.outputs[0], *call.outputs[3:])
+        assert all(spec is not None for spec in kept) and len(kept) == 3
+        made = builder.emit(
+            call,
+            "autopar.batch_norm_running",
+            (given["input"], *running, given["weight"], given["bias"], given["momentum"], given["eps"]),
+            *(spec for spec in kept if spec is not None),
+        )
+        builder.stop_gradient(made, 1, 2)
+        return (made, None, None, Ref(made.name, 1), Ref(made.name, 2))
+    return (builder.emit(call, "autopar.batch_norm", args, call.spec), *(None,) * (len(call.outputs) - 1))
+
+
+def _batch_norm_at_rest(builder: Builder, call: Call) -> Value:
+    """Batch norm in ``eval()``, which only reads its running statistics: no sample knows of another."""
+    given = call.bound()
+    names = ("input", "weight", "bias", "running_mean", "running_var")
+    args = (*(given[name] for name in names), False, given["momentum"], given["eps"], False)
+    made = builder.emit(call, "aten.batch_norm.default", args, call.spec)
+    return (made, *(None,) * (len(call.outputs) - 1))
+
+
+NORMS: dict[str, Handler] = {
+    "aten._native_batch_norm_legit_functional.default": _batch_norm,
+    "aten._native_batch_norm_legit.no_stats": _batch_norm,
+    "aten._native_batch_norm_legit_no_training.default": _batch_norm_at_rest,
+}
+
+
+_MODES = ("sum", "mean", "max")
+_DENSE = "embeddings with sparse=True get dense gradients here: train them with an optimizer for such"
+
+
+def _recurrent(builder: Builder, call: Call) -> Value:
+    """A network that drops between its layers: one call for each layer, and between them the dropout that all others are.
+
+    So its random numbers are those of their place, drawn again by recompute, and parts of a batch draw their own.
+    """
+    given = call.bound()
+    num_layers, dropout = given["num_layers"], given["dropout"]
+    assert isinstance(num_layers, int) and isinstance(dropout, float)
+    states = given["hx"] if isinstance(given["hx"], tuple) else (given["hx"],)
+    call = _ending_as_begun(builder, call, states)
+    if not (dropout and given["train"] and num_layers > 1):
+        position = [argument.name for argument in call.overload._schema.arguments].index("dropout")
+        return generic(builder, _without(call, position))
+    x, parameters = given["input"], given["params"]
+    assert isinstance(x, Ref) and isinstance(parameters, tuple)
+    directions, each = 2 if given["bidirectional"] else 1, len(parameters) // num_layers
+    ends: list[list[Ref]] = [[] for _ in states]
+    for layer in range(num_layers):
+        first = layer * directions
+        own: list[Argument] = []
+        for state in states:
+            assert isinstance(state, Ref)
+            own.append(slice_of(builder, call, state, 0, first, first + directions))
+        specs = [builder.specs[ref] for ref in own if isinstance(ref, Ref)]
+        held = parameters[layer * each : (layer + 1) * each]
+        args = (x, tuple(own) if len(own) > 1 else own[0], held, given["has_biases"], 1, 0.0, True, directions == 2)
+        made = builder.emit(call, call.target, (*args, given["batch_first"]), call.spec, *specs)
+        for i, end in enumerate(ends):
+            end.append(Ref(made.name, i + 1))
+        x = made
+        if layer < num_layers - 1:
+            x = builder.emit(call, "autopar.dropout", (x, dropout, builder.salts), call.spec)
+            builder.salts += 1
+    joined = []
+    for end, spec in zip(ends, call.outputs[1:], strict=True):
+        assert spec is not None
+        joined.append(builder.emit(call, "aten.cat.default", (tuple(end), 0), spec))
+    return (x, *joined)
+
+
+def _ending_as_begun(builder: Builder, call: Call, states: tuple[Argument, ...]) -> Call:
+    """The states that come out have the shapes of those that go in; an export of torch 2.11 gives them another dim."""
+    ends = [
+        None if spec is None else replace(spec, shape=builder.shape(state))
+        for spec, state in zip(call.outputs[1:], states, strict=True)
+        if isinstance(state, Ref)
+    ]
+    return replace(call, outputs=(call.outputs[0], *ends))
+
+
+def _without(call: Call, position: int) -> Call:
+    if position < len(call.args):
+        return replace(call, args=(*call.args[:position], 0.0, *call.args[position + 1 :]))
+    return replace(call, kwargs={key: value for key, value in call.kwargs.items() if key != "dropout"})
+
+
+def _embedding(builder: Builder, call: Call) -> Value:
+    """A look-up whose gradient is dense: sums over ranks and their parts know no sparse tensors."""
+    given = call.bound()
+    if not given["sparse"]:
+        return generic(builder, call)
+    _say_dense(builder)
+    args = tuple(given[key] for key in ("weight", "indices", "padding_idx", "scale_grad_by_freq"))
+    return builder.emit(call, call.target, args)
+
+
+def _say_dense(builder: Builder) -> None:
+    if _DENSE not in builder.notes:
+        builder.notes.append(_DENSE)
+
+
+def _bags(builder: Builder, call: Call) -> Value:
+    """Bags of one length are rows of a table of ids, [bags, length]; others keep their offsets."""
+    given = call.bound()
+    weight, ids, offsets, weights = (given[key] for key in ("weight", "indices", "offsets", "per_sample_weights"))
+    mode, padding = given["mode"], given["padding_idx"]
+    assert isinstance(weight, Ref) and isinstance(ids, Ref) and isinstance(offsets, Ref) and isinstance(mode, int)
+    rows = builder.shape(weight)[0]
+    if given["sparse"]:
+        _say_dense(builder)
+    if call.target == "aten.embedding_bag.padding_idx":
+        padding = padding % rows if isinstance(padding, int) else -1  # here from the end; in others negative means none
+    literals = (_MODES[mode], -1 if padding is None else padding, given["scale_grad_by_freq"])
+    length = _length(builder, offsets, builder.shape(ids)[0], call.spec.shape[0])
+    if length:
+        bags = (call.spec.shape[0], length)
+        own = view_to(builder, call, weights, bags) if isinstance(weights, Ref) else None
+        args: tuple[Argument, ...] = (weight, view_to(builder, call, ids, bags), own, *literals)
+        made = builder.emit(call, "autopar.embedding_bag", args, call.spec)
+    else:
+        args = (weight, ids, offsets, weights, *literals, given["include_last_offset"])
+        made = builder.emit(call, "autopar.embedding_bag_ragged", args, call.spec)
+    return (made, *(None for _ in call.outputs[1:]))
+
+
+def _length(builder: Builder, offsets: Ref, count: int, bags: int) -> int:
+    """The one length of all bags; 0 where offsets are not known or bags differ."""
+    known = builder.values.get(offsets)
+    if known is None or not bags or count % bags:
+        return 0
+    length = count // bags
+    starts = known.expand(builder.shape(offsets))[:bags]
+    return length if torch.equal(starts, torch.arange(bags, dtype=starts.dtype) * length) else 0
+
+
+LAYERS: dict[str, Handler] = {
+    **dict.fromkeys((f"aten.{name}.input" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")), _recurrent),
+    "aten.embedding.default": _embedding,
+    "aten.embedding_bag.padding_idx": _bags,
+    "aten.embedding_bag.default": _bags,
+    "aten._embedding_bag.default": _bags,
+}
+"""By target as traced."""
+
+
+_MARKS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated", "down_proj", "act_fn")
+_ARGUMENTS = ["hidden_states", "top_k_index", "top_k_weights"]
+_ACTIVATIONS = {
+    "SiLUActivation": "silu",
+    "SiLU": "silu",
+    "GELUActivation": "gelu",
+    "GELU": "gelu",
+    "GELUTanh": "gelu_tanh",
+    "ReLU": "relu",
+    "ReLUSquaredActivation": "relu2",
+    "Sigmoid": "sigmoid",
+    "Tanh": "tanh",
+}
+
+
+def swap_experts(model: torch.nn.Module) -> None:
+    """Gives the known experts of ``model``, a copy made for tracing, a forward of one operator."""
+    for module in model.modules():
+        activation = _activation(module)
+        if activation is not None:
+            module.forward = partial(_forward, module, activation)
+
+
+def _activation(module: torch.nn.Module) -> str | None:
+    """The activation of experts that :func:`autopar.nn.experts` can say; None for any other module."""
+    if not all(hasattr(module, mark) for mark in _MARKS):
+        return None
+    held: Any = module
+    plain = not (held.has_bias or held.has_post_expert_norm or held.is_transposed) and held.is_concatenated
+    gate = getattr(type(module), "_apply_gate", None)
+    usual = not held.has_gate or getattr(gate, "__name__", "") == "_default_apply_gate"
+    if not plain or not usual or list(inspect.signature(type(module).forward).parameters)[1:] != _ARGUMENTS:
+        return None
+    act = held.act_fn
+    name = getattr(act, "__name__", type(act).__name__)
+    if isinstance(act, torch.nn.GELU) and act.approximate == "tanh":
+        name = "GELUTanh"
+    return name if name in ("silu", "relu") else _ACTIVATIONS.get(name)
+
+
+def _forward(
+    module: Any,
+    activation: str,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+) -> torch.Tensor:
+    gate, up = module.gate_up_proj.chunk(2, dim=1) if module.has_gate else (None, module.up_proj)
+    return nn.experts(hidden_states, top_k_weights, top_k_index, gate, up, module.down_proj, activation)
+
+
+def experts_of(builder: Builder, call: Call) -> Value:
+    """``autopar.experts`` with all arguments in place."""
+    a = call.bound()
+    names = ("hidden", "weights", "indices", "gate", "up", "down", "activation")
+    return builder.emit(call, "autopar.experts", tuple(a[name] for name in names))

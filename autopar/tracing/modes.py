@@ -1,0 +1,287 @@
+"""Modes of a user's code: stretches without gradient, operands of a product in one dtype, and all of it in float64.
+
+A graph is one list of operators, and ``run_decompositions`` too forgets where gradients were off: what was computed there
+would get one. So every tensor that enters such a stretch is cut off by ``detach``, which stays.
+
+Buffers in single precision stay so (``tracing.on_meta``), and code makes tensors in it (``torch.zeros(n, h)``), so that positions
+that are added to an input make all that follows single. The kernels of products take one dtype and promote nothing; so what is
+single there takes the parameters' dtype, as under ``torch.autocast``. What promotes by itself does so. What has no kernel for halves
+(decompositions, Fourier transforms, distances) takes and gives float32, as under ``torch.autocast`` too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.export.graph_signature import InputKind
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from autopar.errors import TraceError
+
+_REGION = "wrap_with_set_grad_enabled"
+
+
+def cut_off(program: torch.export.ExportedProgram, place_of: Callable[[fx.Node], str]) -> None:
+    """Puts ``detach`` behind what enters a stretch without gradient; changes ``program``.
+
+    Args:
+        place_of: the user's line of a node, for messages.
+
+    Raises:
+        TraceError: an activation with a gradient is written in place where gradients are off.
+    """
+    trained = {
+        getattr(spec.arg, "name", "")
+        for spec in program.graph_signature.input_specs
+        if spec.kind == InputKind.PARAMETER
+    }
+    marker = _Marker(place_of)
+    marker.parameters |= trained
+    marker.walk(program.graph_module, trained, off=False)
+
+
+def written_parameter(name: str, place: str = "") -> TraceError:
+    """Forward writes to a parameter."""
+    return TraceError(
+        f"The parameter {name} is written to in forward",
+        where=place,
+        fix="Write to it after optimizer.step(), outside of the model, or make it a buffer",
+    )
+
+
+class _Marker:
+    """One pass over a module and the regions inside."""
+
+    def __init__(self, place_of: Callable[[fx.Node], str]) -> None:
+        self.place_of, self.parameters = place_of, set[str]()
+
+    def walk(self, module: fx.GraphModule, with_gradient: set[str], *, off: bool) -> None:
+        """``with_gradient``: names of the placeholders of ``module`` that have one; grows by what depends on them."""
+        for node in list(module.graph.nodes):
+            if node.op == "output":
+                continue
+            operands = [n for n in node.all_input_nodes if n.name in with_gradient]
+            if node.op == "call_function" and writes(node):
+                self._check(node, with_gradient, off)
+            region = _region_of(node, module)
+            if region is not None:
+                inner, is_on = region
+                places = [n for n in inner.graph.nodes if n.op == "placeholder"]
+                arguments = [a for a in node.args if isinstance(a, fx.Node) and a.op != "get_attr"]
+                entering = {p.name for p, a in zip(places, arguments, strict=False) if a.name in with_gradient}
+                self.parameters |= {
+                    p.name for p, a in zip(places, arguments, strict=False) if a.name in self.parameters
+                }
+                if not is_on and not off:
+                    _detach(inner, places)
+                self.walk(inner, entering, off=off or not is_on)
+                if not is_on:
+                    continue
+            if operands and not off:
+                with_gradient.add(node.name)
+
+    def _check(self, node: fx.Node, with_gradient: set[str], off: bool) -> None:
+        written, detached = _root(node.args[0])
+        if written.op == "placeholder" and written.name in self.parameters:
+            raise written_parameter(written.name, self.place_of(node))
+        if written.name in with_gradient and (off or detached):
+            raise TraceError(
+                f"{node.target} writes in place to {written.name}, which has a gradient, where gradients are off",
+                where=self.place_of(node) or node.name,
+                fix="Write x = x.masked_fill(...) or the like, with gradients on, or detach a copy",
+            )
+
+
+def writes(node: fx.Node) -> bool:
+    """Whether a call changes one of its arguments."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _root(argument: object) -> tuple[fx.Node, bool]:
+    """Whose memory a tensor is, views and detach looked through; whether a detach was."""
+    assert isinstance(argument, fx.Node)
+    node, detached = argument, False
+    while node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+        schema = node.target._schema
+        aliases = any(r.alias_info is not None for r in schema.returns) and bool(node.args)
+        if not aliases or not isinstance(node.args[0], fx.Node):
+            break
+        detached = detached or node.target in (torch.ops.aten.detach.default, torch.ops.aten.detach_.default)
+        node = node.args[0]
+    return node, detached
+
+
+def _region_of(node: fx.Node, module: fx.GraphModule) -> tuple[fx.GraphModule, bool] | None:
+    """The stretch that a call runs, and whether gradients are on in it; None for any other call."""
+    target = node.target
+    if not isinstance(target, torch._ops.HigherOrderOperator) or str(target._name) != _REGION:
+        return None
+    head = node.args[1]
+    assert isinstance(head, fx.Node)
+    inner = getattr(module, str(head.target))
+    assert isinstance(inner, fx.GraphModule)
+    return inner, bool(node.args[0])
+
+
+def _detach(inner: fx.GraphModule, places: list[fx.Node]) -> None:
+    for place in _tensors(places):
+        users = list(place.users)
+        with inner.graph.inserting_after(places[-1]):
+            made = inner.graph.call_function(torch.ops.aten.detach.default, (place,))
+        made.meta = dict(place.meta)
+        for user in users:
+            user.replace_input_with(place, made)
+    inner.recompile()
+
+
+def _tensors(places: list[fx.Node]) -> Iterator[fx.Node]:
+    return (p for p in places if isinstance(p.meta.get("val"), torch.Tensor) and p.meta["val"].is_floating_point())
+
+
+_ALL = 99
+_OPERANDS = {
+    **dict.fromkeys(
+        ("linear", "bilinear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "dot", "vdot"), _ALL
+    ),
+    **dict.fromkeys(("addmm", "addmv", "addbmm", "baddbmm", "einsum", "tensordot", "cdist", "prelu", "lerp"), _ALL),
+    **dict.fromkeys((f"conv{kind}{n}d" for n in (1, 2, 3) for kind in ("", "_transpose")), _ALL),
+    **dict.fromkeys(
+        (f"{kind}{end}" for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu") for end in ("", "_cell")), _ALL
+    ),
+    "grid_sample": 2,
+    "scaled_dot_product_attention": 3,  # a mask may be in another dtype
+    "multi_head_attention_forward": 3,
+}
+"""Functions of torch whose operands have one dtype, and how many of the first arguments are operands."""
+_OF_DOUBLES = ("layer_norm", "group_norm")
+"""Whose kernels take weights in float32 beside halves, not beside doubles."""
+_INTO = tuple(f"{name}{end}" for name in ("index_add", "index_copy", "scatter", "scatter_add") for end in ("", "_"))
+"""What writes values into its first argument, of whose dtype they are."""
+_LINALG = (
+    "cholesky", "cholesky_ex", "cond", "det", "eig", "eigh", "eigvals", "eigvalsh", "householder_product", "inv",
+    "inv_ex", "ldl_factor", "ldl_solve", "lstsq", "lu", "lu_factor", "lu_factor_ex", "lu_solve", "matrix_rank",
+    "pinv", "qr", "slogdet", "solve", "solve_ex", "solve_triangular", "svd", "svdvals", "tensorinv", "tensorsolve",
+    "vander",
+)  # fmt: skip
+_FOURIER = tuple(
+    f"{inverse}{kind}fft{dims}" for inverse in ("", "i") for kind in ("", "r", "h") for dims in ("", "2", "n")
+)
+_OF_SINGLES = (
+    "cdist", "pdist", "cholesky", "cholesky_inverse", "cholesky_solve", "inverse", "det", "logdet", "slogdet",
+    "svd", "qr", "pinverse", "triangular_solve", "lu_solve", "geqrf", "orgqr", "ormqr", "complex", "polar",
+    "view_as_complex", "quantile", "nanquantile", "stft", "istft", "ctc_loss", "multi_margin_loss",
+    "multilabel_margin_loss", "avg_pool3d", "local_response_norm",
+)  # fmt: skip
+"""Without a kernel for bfloat16 on a CPU in torch 2.13, and on GPUs the decompositions and transforms: found by calling them."""
+_PLACES = (torch, Tensor, torch.nn.functional, torch._C._nn, torch._VF)
+
+
+def for_products(model: torch.nn.Module) -> AbstractContextManager[object]:
+    """A context for the model's forward: products have operands in the dtype of its parameters, if that is one other than float32."""
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    return _InOneDtype(dtypes.pop()) if len(dtypes) == 1 and torch.float32 not in dtypes else nullcontext()
+
+
+class _InOneDtype(TorchFunctionMode):
+    """Casts operands of products that are float32 to ``dtype`` where another operand, or a parameter, has it.
+
+    Halves become float32 where nothing computes with them.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        names = dict(_OPERANDS) | (dict.fromkeys(_OF_DOUBLES, _ALL) if dtype == torch.float64 else {})
+        self._counts = {function: count for name, count in names.items() for function in _named(name)}
+        self._into = {function for name in _INTO for function in _named(name)}
+        self._of_singles = _of_singles()
+        if dtype == torch.float64:
+            self._counts |= dict.fromkeys(self._of_singles, _ALL)
+            self._of_singles = frozenset()
+        self._dtype = dtype
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        if func in self._of_singles:
+            return func(*self._cast(args, torch.float32), **self._cast(given, torch.float32))
+        count = self._counts.get(func, 0)
+        if count and self._is_mixed((args, given)):
+            args = (*self._cast(args[:count], self._dtype), *args[count:])
+            given = self._cast(given, self._dtype) if count == _ALL else given
+        elif func in self._into and self._is_mixed((args, given)):
+            target = args[0] if args else given["input"]
+            args = tuple(v if v is target else self._cast(v, target.dtype) for v in args)
+            given = {key: v if v is target else self._cast(v, target.dtype) for key, v in given.items()}
+        return func(*args, **given)
+
+    def _is_mixed(self, values: Any) -> bool:
+        dtypes = {leaf.dtype for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)}
+        return torch.float32 in dtypes and self._dtype in dtypes
+
+    def _cast(self, values: Any, dtype: torch.dtype) -> Any:
+        """Floating tensors of the two dtypes in ``dtype``."""
+        own = (torch.float32, self._dtype)
+        return pytree.tree_map_only(Tensor, lambda value: value.to(dtype) if value.dtype in own else value, values)
+
+
+def _named(name: str) -> list[Any]:
+    """Functions and methods of that name."""
+    return [getattr(place, name) for place in _PLACES if hasattr(place, name)]
+
+
+def _of_singles() -> frozenset[Any]:
+    """Functions that have no kernel for halves."""
+    found = {function for name in _OF_SINGLES for function in _named(name)}
+    for place, names in ((torch.linalg, _LINALG), (torch.fft, _FOURIER)):
+        found |= {getattr(place, name) for name in names if hasattr(place, name)}
+    return frozenset(found)
+
+
+class _Doubled(TorchFunctionMode):
+    """Says float64 wherever the code of a model says float32: casts, factories, accumulation."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        args, named = pytree.tree_map(_doubled, (args, dict(kwargs or {})))
+        if func is getattr(torch, "_grouped_mm", None) and [x.ndim for x in args] == [2, 3]:
+            func = _grouped_mm
+        return func(*args, **named)
+
+
+def _grouped_mm(
+    rows: Tensor, matrices: Tensor, offs: Tensor, bias: None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """What torch has no kernel for in float64: rows [s, k] by matrices [g, k, n], group by group, into [s, n].
+
+    Args:
+        offs: [g], the row after the last of each group; rows after the last group come out as zeros.
+    """
+    ends = offs.tolist()
+    groups = zip([0, *ends[:-1]], ends, matrices, strict=True)
+    products = [rows[start:end] @ matrix for start, end, matrix in groups]
+    return torch.cat([*products, rows.new_zeros(len(rows) - ends[-1], matrices.shape[-1])])
+
+
+def _doubled(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
+
+
+@contextmanager
+def in_double() -> Iterator[None]:
+    """Inside, models compute in float64 what their code computes in float32."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _Doubled():
+            yield
+    finally:
+        torch.set_default_dtype(before)

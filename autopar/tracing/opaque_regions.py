@@ -1,0 +1,337 @@
+"""Opaque regions: what is not traced but runs as the user wrote it, one operator ``autopar.opaque`` in the graph.
+
+A module becomes one because the user names it or because it cannot be traced; an autograd function because an export
+keeps its forward alone: its own backward would be lost without a word wherever it is not what autograd makes of the
+forward. What such a region does to samples is found by running it (:mod:`autopar.tracing.opaque_probe`).
+"""
+
+from __future__ import annotations
+
+import copy
+import fnmatch
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointFunction
+
+from autopar.errors import AutoparError, TraceError, UsageError
+from autopar.graph.graph import Argument, Graph, Op, Ref, TensorSpec
+from autopar.ops.kernels import FUNCTION, MODULE, Region, region_of
+from autopar.ops.opaque import load_function, of_function, stateless
+from autopar.tracing import opaque_probe, opaque_trials
+from autopar.tracing.builder import Builder, Call, Value
+from autopar.tracing.failures import FAILURES
+from autopar.tracing.side_effects import changed, state_of
+
+TARGET = "autopar.opaque"
+_LITERALS = (bool, int, float, str, torch.dtype, torch.device)
+
+
+class RegionError(TraceError):
+    """A module cannot be an opaque region; ``path`` is its name in the model."""
+
+    path = ""
+
+
+def paths_of(model: torch.nn.Module, names: Sequence[str]) -> tuple[str, ...]:
+    """Paths of the modules that names (paths, patterns such as ``encoder.*.router``, or class names) stand for.
+
+    Raises:
+        UsageError: a name fits no module; or fits the whole model.
+    """
+    found: dict[str, None] = {}
+    modules = {path: module for path, module in model.named_modules() if path}
+    for name in names:
+        mine = [p for p, m in modules.items() if fnmatch.fnmatchcase(p, name) or type(m).__name__ == name]
+        if not mine:
+            close = ", ".join(sorted({type(m).__name__ for m in modules.values()})[:8])
+            raise UsageError(
+                f"No module of {type(model).__name__} matches opaque='{name}'",
+                fix=f"Take a name of model.named_modules(), a pattern, or one of the classes {close}",
+            )
+        found |= dict.fromkeys(mine)
+    return outermost(found)
+
+
+def outermost(paths: Sequence[str] | dict[str, None]) -> tuple[str, ...]:
+    """Without those that lie in another one."""
+    return tuple(p for p in paths if not any(p.startswith(f"{other}.") for other in paths))
+
+
+def _entered() -> tuple[TorchFunctionMode, ...]:
+    return tuple(_get_current_function_mode_stack())  # type: ignore[no-untyped-call]
+
+
+@dataclass(slots=True)
+class Regions:
+    """Makes regions of one trace.
+
+    Attributes:
+        model: the user's, for the values of parameters and buffers.
+        batch_size: samples in the traced batch.
+        functions: the region of each autograd function by what it was called with; None where it is traced.
+        modules: the region of each module, with an example of its output, by what it was called with.
+        modes: what the caller of the trace had entered: a model in float64 runs under them.
+    """
+
+    model: torch.nn.Module
+    batch_size: int
+    modes: tuple[TorchFunctionMode, ...] = field(default_factory=_entered)
+    functions: dict[object, tuple[Region, Any] | None] = field(default_factory=dict)
+    modules: dict[object, tuple[Region, Any]] = field(default_factory=dict)
+
+    def swap(self, copied: torch.nn.Module, paths: Sequence[str]) -> None:
+        """Gives modules of ``copied``, made for tracing, a forward of one operator."""
+        for path in paths:
+            module = copied.get_submodule(path)
+            module.forward = partial(self._module, path, module)
+
+    def _module(self, path: str, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        original = self.model.get_submodule(path)
+        try:
+            draft, inputs = _draft(MODULE, path, args, kwargs)
+            state = dict(module.named_parameters()), dict(module.named_buffers())
+            draft = replace(draft, parameters=tuple(state[0]), buffers=tuple(state[1]))
+            specs = tuple(map(_spec, inputs))
+            key = (path, draft.tree, repr(draft.constants), specs)
+            if key not in self.modules:
+                look = partial(_examined, original, self.model, draft, specs, self.batch_size)
+                self.modules[key] = opaque_probe.apart_from_trace(look, self.modes)
+            region, output = self.modules[key]
+        except (opaque_trials.Unclear, *FAILURES) as error:
+            raise _refused(path, original, error) from error
+        return _emit(region, inputs, state, output)
+
+    @contextmanager
+    def autograd_functions(self) -> Iterator[None]:
+        """While tracing, functions with a backward of their own become regions; what is checkpointed is called."""
+        usual, owner = torch.autograd.Function.__dict__["apply"], threading.get_ident()
+
+        def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+            if cls is CheckpointFunction and threading.get_ident() == owner:  # the plan says what is recomputed
+                return args[0](*args[2:])
+            if threading.get_ident() != owner or cls.__module__.split(".")[0] in ("torch", "autopar", "spmd_types"):
+                return usual.__get__(None, cls)(*args, **kwargs)
+            found, inputs = self._function(cls, args, kwargs)
+            if found is None:
+                return usual.__get__(None, cls)(*args, **kwargs)
+            return _emit(found[0], inputs, ({}, {}), found[1])
+
+        torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
+        try:
+            yield
+        finally:
+            torch.autograd.Function.apply = usual  # type: ignore[method-assign]
+
+    def _function(
+        self, cls: type[torch.autograd.Function], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Region, Any] | None, list[torch.Tensor]]:
+        """The region of a call, or None where its backward is the usual one; and the call's tensors."""
+        name = f"{cls.__module__}:{cls.__qualname__}"
+        try:
+            draft, inputs = _draft(FUNCTION, name, args, kwargs)
+            key = (cls, draft.tree, repr(draft.constants), tuple((tuple(x.shape), x.dtype) for x in inputs))
+            if key not in self.functions:
+                subject = opaque_trials.Subject(
+                    region=draft, call=of_function(cls), inputs=tuple(map(_spec, inputs)), parameters=(), buffers=()
+                )
+                self.functions[key] = opaque_probe.apart_from_trace(partial(self._examined, cls, subject), self.modes)
+        except opaque_trials.Unclear as error:
+            raise _refused_function(cls, str(error)) from error
+        if self.functions[key] is not None:
+            _check_import(cls, name)
+        return self.functions[key], inputs
+
+    def _examined(
+        self, cls: type[torch.autograd.Function], subject: opaque_trials.Subject
+    ) -> tuple[Region, Any] | None:
+        with torch.random.fork_rng(devices=[]):
+            return None if opaque_trials.is_plain(cls, subject) else opaque_probe.examine(subject, self.batch_size)
+
+
+def _examined(
+    original: torch.nn.Module, model: torch.nn.Module, draft: Region, inputs: tuple[TensorSpec, ...], batch_size: int
+) -> tuple[Region, Any]:
+    """What the user's module, one of ``model``, does; nothing of this may run under the tracer's modes."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        call = stateless(_without_dropout(original), model)
+        before = state_of(call.module)
+        subject = opaque_trials.Subject(
+            region=draft,
+            call=call,
+            inputs=inputs,
+            parameters=tuple(_value(p).requires_grad_(p.requires_grad) for p in original.parameters()),
+            buffers=tuple(map(_value, original.buffers())),
+        )
+        found = opaque_probe.examine(subject, batch_size)
+    left = changed(before, state_of(call.module))
+    if left:
+        raise opaque_trials.Unclear(f"it sets {', '.join(left[:3])}, which every rank would do by itself")
+    return found
+
+
+def around(model: torch.nn.Module, path: str) -> str:
+    """The module that calls ``path``: the nearest one around it that has a forward; empty: the model itself."""
+    while path:
+        path = path.rpartition(".")[0]
+        if path and type(model.get_submodule(path)).forward is not torch.nn.Module.forward:
+            return path
+    return ""
+
+
+def _draft(kind: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Region, list[torch.Tensor]]:
+    """A region by how it is called."""
+    leaves, tree = pytree.tree_flatten((args, kwargs))
+    constants = tuple((i, leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor))
+    for _, value in constants:
+        if value is not None and not isinstance(value, _LITERALS):
+            raise opaque_trials.Unclear(f"it is called with a {type(value).__name__}, not tensors and numbers alone")
+    try:
+        text = pytree.treespec_dumps(tree)
+    except (NotImplementedError, TypeError, ValueError) as error:
+        raise opaque_trials.Unclear(f"its arguments cannot be written down: {error}") from error
+    region = Region(
+        kind=kind, name=name, tree=text, constants=constants, parameters=(), buffers=(), outputs=(), splits=None,
+        why="", is_linear_backward=False,
+    )  # fmt: skip
+    return region, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _emit(
+    region: Region,
+    inputs: list[torch.Tensor],
+    state: tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]],
+    output: Any,
+) -> Any:
+    """The operator in the export, its results in the structure of ``output``."""
+    parameters, buffers = (list(part.values()) for part in state)
+    made = iter(torch.ops.autopar.opaque(region.dumps(), inputs, parameters, buffers))
+    leaves, tree = pytree.tree_flatten(output)
+    for leaf in leaves:
+        if leaf is not None and not isinstance(leaf, (torch.Tensor, *_LITERALS)):
+            raise opaque_trials.Unclear(f"it returns a {type(leaf).__name__}")
+    return pytree.tree_unflatten([next(made) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], tree)
+
+
+def _spec(tensor: torch.Tensor) -> TensorSpec:
+    return TensorSpec(shape=tuple(int(n) for n in tensor.shape), dtype=tensor.dtype)
+
+
+def _value(tensor: torch.Tensor) -> torch.Tensor:
+    """A value of the user's model; a random one on meta, positive, as scales and variances must be."""
+    if tensor.device.type != "meta":
+        return tensor.detach().cpu().clone()
+    if tensor.is_floating_point():
+        return torch.rand(tensor.shape, dtype=torch.float32).mul(0.5).add(0.1).to(tensor.dtype)
+    return torch.zeros(tensor.shape, dtype=tensor.dtype)
+
+
+def _without_dropout(module: torch.nn.Module) -> torch.nn.Module:
+    """A copy without tensors that drops nothing: random numbers differ between a batch and its halves."""
+    memo: dict[int, Any] = {
+        id(t): torch.nn.Parameter(t.detach().to("meta"), t.requires_grad) for t in module.parameters()
+    }
+    memo |= {id(t): t.detach().to("meta") for t in module.buffers()}
+    copied = copy.deepcopy(module, memo)
+    for inner in copied.modules():
+        if isinstance(inner, torch.nn.modules.dropout._DropoutNd):
+            inner.p = 0.0
+        for name, value in vars(inner).items():
+            if isinstance(value, float) and ("dropout" in name or "pdrop" in name):
+                setattr(inner, name, 0.0)
+    return copied
+
+
+def _refused(path: str, module: torch.nn.Module, error: BaseException) -> RegionError:
+    found = RegionError(
+        "The module cannot run as it is written (opaque)",
+        where=f"{path} ({type(module).__name__})",
+        got=error.short
+        if isinstance(error, AutoparError)
+        else str(error)
+        if isinstance(error, opaque_trials.Unclear)
+        else f"{type(error).__name__}: {error}",
+        fix="Name a module around it with opaque=, or change it so that it can be traced",
+    )
+    found.path = path
+    return found
+
+
+def _refused_function(cls: type[torch.autograd.Function], why: str) -> TraceError:
+    return TraceError(
+        "The autograd function cannot run as it is written",
+        where=f"{cls.__module__}.{cls.__qualname__}",
+        got=why,
+        fix="Make the module that calls it opaque (opaque=...), or write it with differentiable operators",
+    )
+
+
+def _check_import(cls: type[torch.autograd.Function], name: str) -> None:
+    """Ranks find the function by its name."""
+    if "<" in name or load_function(name) is not cls:
+        raise TraceError(
+            f"The autograd function cannot be imported as {name}",
+            where=f"{cls.__module__}.{cls.__qualname__}",
+            fix="Define the class at the top of a module",
+        )
+
+
+# --- in the graph ---------------------------------------------------------------------------------
+
+
+def opaque_of(builder: Builder, call: Call) -> Value:
+    """``autopar.opaque``: gradients flow where the region was seen to pass them on."""
+    given = call.bound()
+    names = ("region", "inputs", "parameters", "buffers")
+    args: tuple[Argument, ...] = tuple(given[name] for name in names)
+    region = region_of(str(args[0]))
+    op = Op(
+        name=builder.unique(call.name), target=TARGET, args=args, outputs=(), module=call.module, source=call.source
+    )
+    flows = call.grad and any(builder.specs[ref].requires_grad for ref in op.operands)
+    outputs = tuple(
+        TensorSpec(shape=spec.shape, dtype=spec.dtype, requires_grad=flows and grad)
+        for spec, (_, _, grad) in zip(call.outputs, region.outputs, strict=True)
+        if spec is not None
+    )
+    builder.append(replace(op, outputs=outputs))
+    return tuple(Ref(op.name, i) for i in range(len(outputs)))
+
+
+def notes_of(graph: Graph, reasons: Mapping[str, str]) -> tuple[str, ...]:
+    """A sentence for the regions of one reason: which they are, why, and what that means."""
+    regions = {
+        r.name: r for op in (*graph.prelude, *graph.ops) if op.target == TARGET for r in (region_of(str(op.args[0])),)
+    }
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, region in regions.items():
+        why = reasons.get(
+            name, "an export would drop its own backward, which is not what autograd makes of its forward"
+        )
+        groups.setdefault((why, region.why), []).append(name)
+    notes = []
+    for (why, mixed), names in groups.items():
+        said = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        notes.append(f"{_NOTE}{said}; {why}" + (f"{_MIXED}{mixed}" if mixed else ""))
+    return tuple(notes)
+
+
+_NOTE = "opaque, whole on every rank of tp and cp and of a cost that is known roughly: "
+_MIXED = "; its samples are not known to be apart: "
+
+
+def reason_of(notes: Sequence[str], name: str) -> str:
+    """Why a region of that name is one, as :func:`notes_of` said it; empty where no note names it."""
+    for note in notes:
+        names, _, why = note.removeprefix(_NOTE).partition("; ")
+        if note.startswith(_NOTE) and name in names.split(" and ")[0].split(", "):
+            return why.partition(_MIXED)[0]
+    return ""

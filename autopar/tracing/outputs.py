@@ -1,0 +1,368 @@
+"""What a graph keeps of a model's outputs: each tensor by the value of the graph that it is, or by the operators that make it of such.
+
+Passes fold, fuse and cut what the loss alone needs. Where a value of the program is none of the finished graph, the calls that made it
+are taken as they stand in the program, back to values that are.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import fx
+from torch.export.graph_signature import InputKind, OutputKind
+
+from autopar.graph.elements import Leaf, Outputs, same_calls
+from autopar.graph.graph import Argument, Buffer, Graph, Op, Parameter, Ref, TensorSpec, map_refs
+from autopar.graph.operator_kinds import draws_random
+from autopar.tracing.builder import Builder, Value
+from autopar.tracing.modes import writes
+from autopar.tracing.program_ends import Kept
+
+_REGION = "wrap_with_set_grad_enabled"
+
+
+@dataclass(slots=True)
+class Calls:
+    """The calls of one program.
+
+    Attributes:
+        ops: by name, in order; operands have names of nodes.
+        names: other names of values: what a tuple holds, what a region without gradient takes and gives.
+        leaves: what the program returns besides the loss.
+        needed: names of the nodes that loss and changed buffers need.
+    """
+
+    ops: dict[str, Op] = field(default_factory=dict)
+    names: dict[str, Argument] = field(default_factory=dict)
+    leaves: tuple[Argument, ...] = ()
+
+    def value(self, argument: Argument) -> Argument:
+        """What a node's name stands for."""
+        while isinstance(argument, Ref) and argument.name in self.names:
+            held = self.names[argument.name]
+            argument = held[argument.index] if isinstance(held, tuple) else held
+        return argument
+
+
+def extra_outputs(program: torch.export.ExportedProgram) -> int:
+    """How many outputs a program has before the tensors that a model returns besides its loss: the loss is the last of them."""
+    kinds = [spec.kind for spec in program.graph_signature.output_specs]
+    return kinds.index(OutputKind.USER_OUTPUT) + 1 if OutputKind.USER_OUTPUT in kinds else len(kinds)
+
+
+def needed_nodes(program: torch.export.ExportedProgram) -> set[str]:
+    """Names of the nodes that the loss and changed buffers need, and of those that have effects."""
+    count = extra_outputs(program)
+    (output,) = (node for node in program.graph.nodes if node.op == "output")
+    roots = [value for value in output.args[0][:count] if isinstance(value, fx.Node)]
+    wanted = {node.name for node in roots}
+    for node in reversed(program.graph.nodes):
+        if node.op != "output" and (node.name in wanted or (node.op == "call_function" and writes(node))):
+            wanted.add(node.name)
+            wanted |= {source.name for source in node.all_input_nodes}
+    return wanted
+
+
+def calls_of(program: torch.export.ExportedProgram) -> Calls:
+    """All calls of a program."""
+    calls = Calls()
+    given = _read(calls, program.graph_module, "", {})
+    calls.leaves = tuple(given[extra_outputs(program) :])
+    return calls
+
+
+def cut(program: torch.export.ExportedProgram) -> None:
+    """Takes out of the program, in place, what only outputs need: it is as if the model had returned its loss alone."""
+    count = extra_outputs(program)
+    (output,) = (node for node in program.graph.nodes if node.op == "output")
+    output.args = (tuple(output.args[0][:count]),)
+    del program.graph_signature.output_specs[count:]
+    program.graph.eliminate_dead_code()
+
+
+def _read(calls: Calls, module: fx.GraphModule, prefix: str, given: Mapping[str, Argument]) -> list[Argument]:
+    """Adds the calls of a module, whose placeholders are ``given``, and returns its outputs."""
+    for node in module.graph.nodes:
+        name = prefix + node.name
+        if node.op == "placeholder" and node.name in given:
+            calls.names[name] = given[node.name]
+        elif node.op == "output":
+            return [_argument(calls, prefix, value) for value in node.args[0]]
+        elif node.op == "call_function" and node.target is operator.getitem:
+            calls.names[name] = _item(calls, prefix + node.args[0].name, node.args[1])
+        elif node.op == "call_function":
+            _call(calls, module, prefix, node)
+    return []
+
+
+def _call(calls: Calls, module: fx.GraphModule, prefix: str, node: fx.Node) -> None:
+    name, target = prefix + node.name, node.target
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        head = node.args[1] if str(target._name) == _REGION else None
+        if isinstance(head, fx.Node):
+            inner = getattr(module, str(head.target))
+            places = [n.name for n in inner.graph.nodes if n.op == "placeholder"]
+            operands = [_argument(calls, prefix, value) for value in node.args[2:]]
+            calls.names[name] = tuple(_read(calls, inner, f"{name}.", dict(zip(places, operands, strict=False))))
+        return
+    specs = tuple(_specs(node.meta.get("val")))
+    if specs and isinstance(target, torch._ops.OpOverload):
+        kwargs = tuple((key, _argument(calls, prefix, v)) for key, v in node.kwargs.items() if key != "device")
+        args = tuple(_argument(calls, prefix, value) for value in node.args)
+        calls.ops[name] = quiet(Op(name=name, target=str(target), args=args, kwargs=kwargs, outputs=specs))
+
+
+def _argument(calls: Calls, prefix: str, value: object) -> Argument:
+    if isinstance(value, fx.Node):
+        return calls.value(Ref(prefix + value.name))
+    if isinstance(value, list | tuple):
+        return tuple(_argument(calls, prefix, item) for item in value)
+    return value  # type: ignore[return-value]
+
+
+def _item(calls: Calls, name: str, index: int) -> Argument:
+    """One output of a call or region with several."""
+    held = calls.names.get(name)
+    return calls.value(held[index]) if isinstance(held, tuple) else Ref(name, index)
+
+
+def quiet(op: Op) -> Op:
+    """Without dropout."""
+    if op.target in ("aten.dropout.default", "aten.native_dropout.default"):
+        return replace(op, args=(op.args[0], 0.0, *op.args[2:]))
+    if op.target == "aten.scaled_dot_product_attention.default" and len(op.args) > 4:
+        return replace(op, args=(*op.args[:4], 0.0, *op.args[5:]))
+    return op
+
+
+def is_random(op: Op) -> bool:
+    """Whether it draws numbers that no one can know."""
+    return draws_random(op.target) and "dropout" not in op.target
+
+
+def _specs(value: object) -> Iterator[TensorSpec]:
+    if isinstance(value, torch.Tensor):
+        if all(isinstance(n, int) for n in value.shape):
+            yield TensorSpec(shape=tuple(value.shape), dtype=value.dtype)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _specs(item)
+
+
+_SAME = frozenset(
+    f"aten.{name}"
+    for name in [
+        "view.default", "reshape.default", "_unsafe_view.default", "alias.default", "detach.default", "clone.default",
+        "contiguous.default", "_to_copy.default", "to.dtype", "to.device", "to.dtype_layout", "expand.default", "lift_fresh_copy.default",
+    ]
+)  # fmt: skip
+"""Operators that give their operand where shape and dtype are the same."""
+
+
+def kept(
+    graph: Graph,
+    builder: Builder,
+    calls: Calls,
+    found: Kept,
+    *,
+    program: torch.export.ExportedProgram,
+    env: Mapping[str, Value],
+    model: torch.nn.Module,
+) -> Outputs:
+    """The outputs of a traced model.
+
+    Args:
+        graph: finished.
+        calls: of the exported program.
+        found: what forward has returned.
+        env: values of the program's nodes while the graph was built.
+    """
+    search = _Search(graph, builder, calls, env)
+    search.held = _held(program, model)
+    made = [search.leaf(name, value) for name, value in zip(found.names, calls.leaves, strict=True)]
+    return Outputs(
+        structure=found.structure,
+        leaves=tuple(made),
+        batch_size=graph.batch_size,
+        taps=tuple((ref, graph.spec(ref)) for ref in search.taps),
+        ops=tuple(search.ops.values()),
+        parameters=tuple(search.parameters.values()),
+        buffers=tuple(search.buffers.values()),
+    )
+
+
+def with_counts(outputs: Outputs, twice: Outputs) -> Outputs:
+    """``outputs`` with the numbers of a trace at twice the batch size; what cannot be told apart has no value."""
+    if same_calls(outputs.ops, twice.ops):
+        return replace(outputs, twice=twice.ops)
+    names = {op.name for op in outputs.ops}
+    reason = "its operators differ from batch size to batch size"
+    leaves = tuple(
+        replace(leaf, ref=None, reason=reason) if leaf.ref is not None and leaf.ref.name in names else leaf
+        for leaf in outputs.leaves
+    )
+    return replace(outputs, leaves=leaves, ops=())
+
+
+def counts_samples(outputs: Outputs) -> bool:
+    """Whether numbers in it may depend on the batch size: all but small ones, such as dims."""
+
+    def large(argument: Argument) -> bool:
+        if isinstance(argument, tuple):
+            return any(map(large, argument))
+        return type(argument) in (int, float) and argument >= 2  # type: ignore[operator]
+
+    return outputs.structure.numbers or any(
+        large(argument) for op in outputs.ops for argument in (*op.args, *(value for _, value in op.kwargs))
+    )
+
+
+def _held(program: torch.export.ExportedProgram, model: torch.nn.Module) -> dict[str, Parameter | Buffer]:
+    """Placeholders of parameters and buffers, as the model has them."""
+    found: dict[str, Parameter | Buffer] = {}
+    parameters, buffers = (
+        dict(model.named_parameters(remove_duplicate=False)),
+        dict(model.named_buffers(remove_duplicate=False)),
+    )
+    for spec in program.graph_signature.input_specs:
+        name, fqn = getattr(spec.arg, "name", ""), (spec.target or "").removeprefix("model.")
+        if spec.kind == InputKind.PARAMETER and fqn in parameters:
+            tensor = parameters[fqn]
+            held = TensorSpec(shape=tuple(tensor.shape), dtype=tensor.dtype)
+            found[name] = Parameter(name=f"output_{name}", fqn=fqn, spec=held)
+        elif spec.kind == InputKind.BUFFER and fqn in buffers:
+            buffer = buffers[fqn]
+            value = None if buffer.device.type == "meta" else buffer.detach().cpu()
+            held = TensorSpec(shape=tuple(buffer.shape), dtype=buffer.dtype)
+            found[name] = Buffer(name=f"output_{name}", fqn=fqn, spec=held, value=value)
+        elif spec.kind == InputKind.CONSTANT_TENSOR:
+            constant = program.constants.get(spec.target or "")
+            if isinstance(constant, torch.Tensor) and constant.device.type != "meta":
+                value = constant.detach().cpu()
+                held = TensorSpec(shape=tuple(value.shape), dtype=value.dtype)
+                found[name] = Buffer(name=f"output_{name}", fqn="", spec=held, value=value)
+    return found
+
+
+class _UnavailableError(Exception):
+    """Says why a value cannot be made."""
+
+
+@dataclass(slots=True)
+class _Search:
+    """One search for where outputs come from.
+
+    Attributes:
+        env: values of nodes while the graph was built.
+        held: parameters, buffers and constants of the model by placeholder.
+    """
+
+    graph: Graph
+    builder: Builder
+    calls: Calls
+    env: Mapping[str, Value]
+    held: dict[str, Parameter | Buffer] = field(default_factory=dict)
+    taps: dict[Ref, None] = field(default_factory=dict)
+    ops: dict[str, Op] = field(default_factory=dict)
+    parameters: dict[str, Parameter] = field(default_factory=dict)
+    buffers: dict[str, Buffer] = field(default_factory=dict)
+    known: dict[Ref, Ref] = field(default_factory=dict)
+    reads: defaultdict[str, frozenset[str]] = field(default_factory=lambda: defaultdict(frozenset))
+
+    def leaf(self, name: str, value: Argument) -> Leaf:
+        if not isinstance(value, Ref):
+            return Leaf(name=name, ref=None, reason="it is no tensor of the traced program")
+        before = dict(self.taps), dict(self.ops), dict(self.parameters), dict(self.buffers), dict(self.known)
+        try:
+            ref = self.value(value)
+        except (_UnavailableError, RecursionError) as error:
+            self.taps, self.ops, self.parameters, self.buffers, self.known = before
+            return Leaf(name=name, ref=None, reason=str(error))
+        return Leaf(name=name, ref=ref, reads=tuple(sorted(self.inputs()[ref.name])))
+
+    def value(self, ref: Ref) -> Ref:
+        """Where the value of a node is found; adds what it takes."""
+        if ref not in self.known:
+            self.known[ref] = self._found(ref)
+        return self.known[ref]
+
+    def _found(self, ref: Ref) -> Ref:
+        made = self.env.get(ref.name)
+        if isinstance(made, tuple):
+            made = made[ref.index] if ref.index < len(made) else None
+        elif ref.index:
+            made = None
+        if isinstance(made, Ref) and self._is_live(made):
+            self.taps[made] = None
+            return made
+        if isinstance(made, Ref) and any(leaf.name == made.name for leaf in self.graph.inputs):
+            return made
+        if ref.name in self.held:
+            held = self.held[ref.name]
+            if isinstance(held, Parameter):
+                self.parameters[held.name] = held
+            else:
+                if any(
+                    m.buffer == b.name
+                    for m in self.graph.mutations
+                    for b in self.graph.buffers
+                    if b.fqn and b.fqn == held.fqn
+                ):
+                    raise _UnavailableError(f"it reads the buffer {held.fqn}, which training changes")
+                self.buffers[held.name] = held
+            return Ref(held.name)
+        op = self.calls.ops.get(ref.name)
+        if op is None:
+            constant = self.builder.values.get(made) if isinstance(made, Ref) else None
+            if constant is None or not isinstance(made, Ref):
+                raise _UnavailableError("it is made by code that only the original model has")
+            name = f"output_{ref.name}"
+            spec = self.builder.specs[made]
+            self.buffers[name] = Buffer(name=name, fqn="", spec=spec, value=constant.expand(spec.shape).contiguous())
+            return Ref(name)
+        return self._called(op, ref)
+
+    def _called(self, op: Op, ref: Ref) -> Ref:
+        if is_random(op):
+            raise _UnavailableError(f"it draws random numbers ({op.target})")
+        if op.target.startswith("autopar.opaque"):
+            raise _UnavailableError("it is made by a module that runs as it is written")
+        operands = {operand: self.value(operand) for operand in op.operands}
+        if op.target in _SAME and operands:
+            (first, *_) = op.operands
+            if self._spec(first) == (op.spec.shape, op.spec.dtype):
+                return operands[first]
+        name = f"output_{op.name.replace('.', '_')}"
+        if name not in self.ops:
+            args = tuple(map_refs(argument, operands.__getitem__) for argument in op.args)
+            kwargs = tuple((key, map_refs(argument, operands.__getitem__)) for key, argument in op.kwargs)
+            self.ops[name] = replace(op, name=name, args=args, kwargs=kwargs)
+        return Ref(name, ref.index)
+
+    def _spec(self, ref: Ref) -> tuple[tuple[int, ...], torch.dtype] | None:
+        """Of a node."""
+        op = self.calls.ops.get(ref.name)
+        if op is not None and ref.index < len(op.outputs):
+            return op.outputs[ref.index].shape, op.outputs[ref.index].dtype
+        held = self.held.get(ref.name)
+        return None if held is None else (held.spec.shape, held.spec.dtype)
+
+    def _is_live(self, ref: Ref) -> bool:
+        producer = self.graph.producer(ref)
+        return producer is not None and not self.graph.is_prelude(ref) and ref.index < len(producer.outputs)
+
+    def inputs(self) -> dict[str, frozenset[str]]:
+        """Of all values the names of the batch's inputs that they depend on."""
+        if not self.reads:
+            self.reads = defaultdict(frozenset, {leaf.name: frozenset({leaf.name}) for leaf in self.graph.inputs})
+            self._follow((*self.graph.prelude, *self.graph.ops))
+        self._follow(op for op in self.ops.values() if op.name not in self.reads)
+        return self.reads
+
+    def _follow(self, ops: Iterable[Op]) -> None:
+        for op in list(ops):
+            self.reads[op.name] = frozenset().union(*(self.reads[ref.name] for ref in op.operands))

@@ -1,1 +1,0 @@
-"""What a traced model returns besides its loss."""

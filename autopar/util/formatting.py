@@ -1,0 +1,124 @@
+"""Numbers, sizes, lists of labels and tables as people read them in plain text."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+_NUMBERED = re.compile(r"^(.*?)(\d+)((?:\D.*)?)$")
+
+
+def seconds(value_s: float) -> str:
+    """Three significant digits in a fitting unit.
+
+    >>> seconds(0.45), seconds(12.3), seconds(0.00021), seconds(0)
+    ('450 ms', '12.3 s', '210 us', '0 s')
+    """
+    if value_s == 0:
+        return "0 s"
+    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if abs(value_s) >= scale:
+            return f"{_digits(value_s / scale)} {unit}"
+    return f"{_digits(value_s / 1e-9)} ns"
+
+
+def num_bytes(value: float) -> str:
+    """Binary units.
+
+    >>> num_bytes(31 * 2**30), num_bytes(1536), num_bytes(12)
+    ('31 GiB', '1.5 KiB', '12 B')
+    """
+    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if abs(value) >= 2**power:
+            return f"{_digits(value / 2**power)} {unit}"
+    return f"{value:.0f} B"
+
+
+def count(value: float) -> str:
+    """Decimal units.
+
+    >>> count(2_200_000_000), count(5.4e13), count(124)
+    ('2.2 B', '54 T', '124')
+    """
+    for scale, unit in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= scale:
+            return f"{_digits(value / scale)} {unit}"
+    return f"{value:.0f}"
+
+
+def flops(value: float) -> str:
+    """Floating point operations.
+
+    >>> flops(329e9), flops(0)
+    ('329 GFLOP', '0 FLOP')
+    """
+    text = count(value).replace("B", "G")
+    return f"{text}FLOP" if " " in text else f"{text} FLOP"
+
+
+def share(part: float, whole: float) -> str:
+    """A part in percent; ``-`` where there is no whole."""
+    return f"{100 * part / whole:.1f} %" if whole else "-"
+
+
+def ranges(labels: Iterable[str]) -> str:
+    """Labels with runs of numbers joined.
+
+    >>> ranges(["wte", "h.0", "h.1", "h.2", "h.5", "ln_f"])
+    'wte, h.0-2, h.5, ln_f'
+    """
+    found: list[tuple[str, str, int, int]] = []
+    for label in map(printable, labels):
+        match = _NUMBERED.match(label)
+        if match is None:
+            found.append((label, "", -1, -1))
+            continue
+        before, number, after = match[1], int(match[2]), match[3]
+        if found and found[-1][:2] == (before, after) and found[-1][3] == number - 1:
+            found[-1] = (before, after, found[-1][2], number)
+        else:
+            found.append((before, after, number, number))
+    texts = [
+        before if first < 0 else f"{before}{first}{after}" if first == last else f"{before}{first}-{last}{after}"
+        for before, after, first, last in found
+    ]
+    return ", ".join(text for text, _ in groupby(texts))
+
+
+def printable(text: str) -> str:
+    """The text with control characters shown as ``?``: names come from files that anyone may have written."""
+    return "".join(char if char.isprintable() else "?" for char in text)
+
+
+def _digits(value: float) -> str:
+    text = f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return text if "e" not in text else f"{value:.0f}"
+
+
+def plain_table(
+    head: Sequence[str], rows: Iterable[Sequence[str]], *, left: Sequence[str] = (), width: int = 100, indent: int = 2
+) -> str:
+    """Columns two blanks apart; those named in ``left`` start at the left and fold, others stand at the right.
+
+    >>> print(plain_table(("name", "count"), [("a[1]", "1"), ("bc", "22")], left=("name",)))
+      name  count
+      a[1]      1
+      bc       22
+    """
+    from rich.console import Console  # not for numbers alone, which programs print too
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="", show_header=any(head))
+    for name in head:
+        is_left = name in left
+        table.add_column(name, justify="left" if is_left else "right", overflow="fold", no_wrap=not is_left)
+    for row in rows:
+        table.add_row(*row)
+    text = io.StringIO()
+    # names may hold brackets and colons: nothing in them is markup
+    console = Console(file=text, width=width - indent, color_system=None, force_terminal=False, highlight=False,
+                      markup=False, emoji=False)  # fmt: skip
+    console.print(table)
+    return "\n".join(f"{' ' * indent}{line}".rstrip() for line in text.getvalue().splitlines())
