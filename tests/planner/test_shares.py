@@ -19,7 +19,7 @@ from autopar.plan.plan import FP32, Plan
 from autopar.planner.bounds.cascade import LEVELS
 from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.planner import Planner
-from autopar.planner.space.candidates import divisors
+from autopar.planner.space.constraints import divisors
 from autopar.planner.space.data_shares import nearest
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space

@@ -21,11 +21,13 @@ from autopar.planner.space.constraints import (
     Constraint,
     Problem,
     Table,
+    divisors,
     is_pinned,
     laws,
     pin_constraints,
     practice,
     sequence_laws,
+    usual_micro_batches,
 )
 from autopar.planner.space.pin_syntax import ChoicePin, NumberPin
 from autopar.planner.space.pins import Pins
@@ -81,12 +83,6 @@ class Candidate:
         if self.on_host:
             parts.append(f"{', '.join(self.on_host)} on the host")
         return ", ".join(parts)
-
-
-def divisors(n: int) -> tuple[int, ...]:
-    """All divisors, ascending."""
-    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
-    return tuple(sorted({*small, *(n // d for d in small)}))
 
 
 def num_micro_batches(table: Table, global_batch_size: int) -> Column:
@@ -159,8 +155,9 @@ def degrees_of(problem: Problem, pins: Pins) -> list[tuple[int, ...]]:
 def other_values(problem: Problem, pins: Pins, degrees: Sequence[Sequence[int]]) -> dict[str, Sequence[int]]:
     """The values of what is chosen beside the degrees."""
     space, batch = problem.space, problem.global_batch_size
-    micro = values_of(pins, "micro_batch", [m for m in space.micro_batches if m <= batch])
     data = sorted({d[1] * d[2] for d in degrees})
+    parts = {m for d in data if batch % d == 0 for m in usual_micro_batches(space, batch // d)}
+    micro = values_of(pins, "micro_batch", sorted(parts))
     if problem.mixes_samples:
         micro = sorted({*micro, *(s for s in {batch // d for d in data} if s)})
     for pin in pins.pins:  # a pinned number of micro-batches gives the micro-batch

@@ -19,13 +19,12 @@ from autopar.planner.space.candidates import (
     columns,
     cp_degrees,
     degrees_of,
-    divisors,
     num_micro_batches,
     other_values,
     strict,
     values_of,
 )
-from autopar.planner.space.constraints import Column, Constraint, Problem, practice
+from autopar.planner.space.constraints import Column, Constraint, Problem, divisors, practice
 from autopar.planner.space.pins import Pins
 
 MAX_FREE_WORLD = 64

@@ -69,6 +69,23 @@ class Problem:
     unaligned_fraction: float = 1.0
 
 
+def divisors(n: int) -> tuple[int, ...]:
+    """All divisors, ascending."""
+    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
+    return tuple(sorted({*small, *(n // d for d in small)}))
+
+
+def usual_micro_batches(space: Space, samples: int) -> list[int]:
+    """Sizes of micro-batches that divide a data rank's samples: for each size of the space the largest one that is not above it.
+
+    >>> from autopar.planner.space.space import load_space
+    >>> usual_micro_batches(load_space("default"), 24)
+    [1, 2, 4, 8, 12, 24]
+    """
+    parts = divisors(samples)
+    return sorted({max(part for part in parts if part <= most) for most in space.micro_batches})
+
+
 def laws(problem: Problem) -> tuple[Constraint, ...]:
     """What no plan may break."""
     space, batch = problem.space, problem.global_batch_size
@@ -193,7 +210,9 @@ def practice(problem: Problem, pins: Pins) -> tuple[Constraint, ...]:
             lambda t: (t["tp"] <= most) & ((per_node % t["tp"] == 0) | (t["tp"] % per_node == 0)),
         ),
         _usual(pins, ("pp",), f"pp <= {space.max_pp}", lambda t: t["pp"] <= space.max_pp),
-    ]
+        _usual(pins, ("micro_batch", "num_micro_batches"), "micro_batch is the largest part of a data rank's samples up to some size",
+               lambda t: _usual_sizes(t, problem)),
+    ]  # fmt: skip
     if space.practice:
         found += _worth_trying(problem, pins)
     return tuple(replace(c, name=f"{c.name} (the space {space.name})") for c in found if c is not None)
@@ -233,6 +252,15 @@ def _usual(
         return None
     remedy = f"pin {' or '.join(keys)}, which lifts what a space leaves out of it"
     return Constraint(name=name, holds=holds, remedy=remedy)
+
+
+def _usual_sizes(t: Table, problem: Problem) -> NDArray[np.bool_]:
+    """Micro-batches of :func:`usual_micro_batches`; all samples of a data rank where they meet."""
+    samples = problem.global_batch_size // (t["dp_replicate"] * t["dp_shard"])
+    found: NDArray[np.bool_] = (t["num_micro_batches"] == 1) & problem.mixes_samples
+    for own in np.unique(samples[samples > 0]):
+        found |= (samples == own) & np.isin(t["micro_batch"], usual_micro_batches(problem.space, int(own)))
+    return found
 
 
 def _usual_experts(t: Table, most: int, per_node: int) -> NDArray[np.bool_]:

@@ -16,9 +16,9 @@ from autopar.errors import InfeasibleError, UsageError
 from autopar.hardware.cluster import Cluster
 from autopar.plan.check import SHARES_ALONE, shares_fault
 from autopar.plan.mesh import Mesh
-from autopar.planner.space.candidates import Candidate, candidates, divisors
+from autopar.planner.space.candidates import Candidate, candidates
 from autopar.planner.space.conflict import conflict
-from autopar.planner.space.constraints import Problem
+from autopar.planner.space.constraints import Problem, divisors
 from autopar.planner.space.pin_syntax import EQUAL, ChoicePin, NumberPin
 from autopar.planner.space.pins import Pins
 
