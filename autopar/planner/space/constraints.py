@@ -220,7 +220,7 @@ def practice(problem: Problem, pins: Pins) -> tuple[Constraint, ...]:
 
 def _worth_trying(problem: Problem, pins: Pins) -> list[Constraint | None]:
     """What leaves out choices that are not better than others of the space."""
-    space, per_node, gpipe = problem.space, problem.devices_per_node, SCHEDULES.index("GPipe")
+    space, per_node = problem.space, problem.devices_per_node
     layers, common = problem.num_layers, gcd(*problem.experts) if problem.experts else 1
     divided = f"virtual_stages divides the layers of a pipeline rank, {layers} / pp rounded up"
     data = "dp_shard is all data ranks or 1" + (", or those of a node" if space.hsdp else "")
@@ -228,9 +228,6 @@ def _worth_trying(problem: Problem, pins: Pins) -> list[Constraint | None]:
     padded = "vocabularies are padded as makes the products of their rows quickest"
     sharded = "zero > 0 if and only if dp_shard > 1"
     return [
-        # GPipe holds more than 1F1B, and is quicker only where messages take long
-        _usual(pins, ("schedule",), "GPipe has fewer micro-batches than pp",
-               lambda t: (t["schedule"] != gpipe) | (t["num_micro_batches"] < t["pp"])),
         # else some stages are a layer longer, and all wait
         _usual(pins, ("virtual_stages",), divided, lambda t: -(-layers // t["pp"]) % t["virtual_stages"] == 0)
         if layers else None,
