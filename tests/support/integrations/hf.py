@@ -11,7 +11,8 @@ from accelerate.state import AcceleratorState, GradientState
 
 from autopar.graph.graph import Graph
 from autopar.plan.plan import Plan
-from tests.support.integrations.ranks import BATCH, SUBJECT, Texts, parallel_model
+from tests.support.integrations.ranks import BATCH, SUBJECT, Texts
+from tests.support.parallel import on_rank
 from tests.support.scripts import as_under_torchrun
 
 NUMBERS = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_accuracy", "epoch", "step")
@@ -108,7 +109,7 @@ def parallel(plan: Plan, graph: Graph, folder: str, changes: dict[str, Any], opt
     GradientState._reset_state()
     model = SUBJECT.build()
     with as_under_torchrun():
-        par = parallel_model(model, plan, graph)
+        par = on_rank(model, plan, graph)
         return trained(Trainer, par, folder, changes, **options)
 
 
@@ -127,7 +128,7 @@ def refused(plan: Plan, graph: Graph, folder: str) -> list[str]:
         (None, {"auto_find_batch_size": True}, {}),
     ]
     with as_under_torchrun():
-        par = parallel_model(model, plan, graph)
+        par = on_rank(model, plan, graph)
         for given, changes, options in asked:
             AcceleratorState._reset_state(reset_partial_state=True)
             try:

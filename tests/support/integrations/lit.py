@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader
 from autopar.graph.graph import Graph
 from autopar.integrations.loss import step_loss
 from autopar.plan.plan import Plan
-from tests.support.integrations.ranks import BATCH, SUBJECT, Texts, parallel_model
+from tests.support.integrations.ranks import BATCH, SUBJECT, Texts
+from tests.support.parallel import on_rank
 from tests.support.scripts import as_under_torchrun
 
 
@@ -32,7 +33,7 @@ class Lit(pl.LightningModule):
 
     def configure_model(self) -> None:
         if self.plan is not None and self.graph is not None:
-            self.model = parallel_model(self.model, self.plan, self.graph)
+            self.model = on_rank(self.model, self.plan, self.graph)
             self.plan = None
 
     def training_step(self, batch: dict[str, Tensor], number: int) -> Tensor:
