@@ -12,7 +12,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.hardware.scale import with_free_links
 from autopar.lower.read_plan import local_graph
 from autopar.models.resolve import resolve_model
-from autopar.verification.against_one_device import PRELOAD, in_dtype, loss_of
+from autopar.verification.against_one_device import in_dtype, loss_of
 from autopar.verification.as_text import GRAPH_TOLERANCE
 from autopar.verification.first_difference import bisect
 from autopar.verification.rank_pool import WorkerPool
@@ -36,7 +36,7 @@ VALUE, GRADIENT = "the value that it makes", "the gradient that it passes back t
 @pytest.fixture(scope="module")
 def workers() -> Iterator[WorkerPool]:
     """Workers of their own: faults stay where they are planted."""
-    with WorkerPool(2, preload=PRELOAD) as pool:
+    with WorkerPool(2) as pool:
         yield pool
 
 
