@@ -65,14 +65,9 @@ def test_a_fault_is_found_in_its_block_and_operator(
     op = [op for op in local.ops if target in op.target and module in op.module][-1]
     batch = subject.make_batch(SAMPLES, seed=0, padded=True)
     found = bisect(
-        Faulty(subject, Fault(op.name, fault)),
-        plan,
-        in_dtype(graph, torch.float32, torch.float64),
-        [batch],
-        [loss_of(subject.build()(**batch)).item()],
-        pool=workers,
-        timeout_s=90.0,
-    )
+        Faulty(subject, Fault(op.name, fault)), plan, in_dtype(graph, torch.float32, torch.float64), [batch],
+        [loss_of(subject.build()(**batch)).item()], pool=workers, timeout_s=90.0,
+    )  # fmt: skip
     difference = found.difference
     assert difference is not None
     assert (difference.block, difference.op, difference.target) == (local.block_of(op.name), op.name, op.target)

@@ -268,12 +268,9 @@ def test_dropout_repeats_itself_under_recompute(pool: WorkerPool, layout: str) -
     modes: tuple[Recompute, ...] = ("none", "full") if layout == "pp2 x dp2" else RECOMPUTES
     for recompute in modes:
         plan = make_plan(
-            graph,
-            mesh,
-            global_batch_size=16,
-            micro_batch_size=micro_batch_size(mesh, 16),
+            graph, mesh, global_batch_size=16, micro_batch_size=micro_batch_size(mesh, 16),
             **{**options, "recompute": recompute},
-        )
+        )  # fmt: skip
         found[recompute] = pool.run(jobs.train, subject, plan, graph, data, None, size=mesh.world_size, timeout_s=60.0)
     dry = HfSubject("gpt2")
     assert found["none"][0]["losses"][0] != pytest.approx(loss_of(dry.build()(**data[0])).item(), rel=1e-4)
@@ -296,12 +293,9 @@ def test_an_evaluation_drops_nothing_and_changes_nothing(pool: WorkerPool, layou
 
 
 MOVES = [
-    ("gpt2", "tp2 x dp2", "tp4"),
-    ("gpt2", "tp2 x dp2 ZeRO 3", "dp4 ZeRO 2"),
-    ("gpt2", "dp4", "tp2 x dp2 ZeRO 3"),
-    ("llama", "tp2 x dp2 ZeRO 3", "pp2 x tp2"),
-    ("llama", "pp2 x dp2 ZeRO 1", "dp4 ZeRO 3"),
-]
+    ("gpt2", "tp2 x dp2", "tp4"), ("gpt2", "tp2 x dp2 ZeRO 3", "dp4 ZeRO 2"), ("gpt2", "dp4", "tp2 x dp2 ZeRO 3"),
+    ("llama", "tp2 x dp2 ZeRO 3", "pp2 x tp2"), ("llama", "pp2 x dp2 ZeRO 1", "dp4 ZeRO 3"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "before", "after"), MOVES)

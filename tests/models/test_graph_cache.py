@@ -85,11 +85,8 @@ def test_what_may_have_changed_is_not_kept(folder: Path, tmp_path: Path, monkeyp
     local.mkdir()
     monkeypatch.chdir(tmp_path)
     assert [kept._is_told(text) for text in ("my.models:net", "hf:gpt2", "hf:llama", MODEL)] == [
-        False,
-        False,
-        True,
-        True,
-    ]
+        False, False, True, True,
+    ]  # fmt: skip
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -192,14 +192,9 @@ class Loader:
 def test_loaders_and_extras_come_back_as_they_were(tmp_path: Path) -> None:
     par = build()
     state = {
-        "epoch": 2,
-        7: ("a", None),
-        "order": torch.randperm(9),
-        "bytes": b"\x00\xff",
-        "array": np.arange(4.0),
-        "none": torch.empty(0, 3),
-        "$x": math.inf,
-    }
+        "epoch": 2, 7: ("a", None), "order": torch.randperm(9), "bytes": b"\x00\xff", "array": np.arange(4.0),
+        "none": torch.empty(0, 3), "$x": math.inf,
+    }  # fmt: skip
     extra = {"best": {"loss": 0.1 + 0.2, "step": 3}, "names": ["a", True, None]}
     par.save(tmp_path, dataloader=Loader(state), extra=extra)
     found = Loader()

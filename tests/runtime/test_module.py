@@ -169,14 +169,10 @@ def around_it(wrap: Callable[[nn.Module], object]) -> Callable[[nn.Module], obje
 @pytest.mark.parametrize(
     "wrap",
     [
-        DistributedDataParallel,
-        fully_shard,
-        around_it(fully_shard),
-        FullyShardedDataParallel,
-        around_it(FullyShardedDataParallel),
-        replicate,
+        DistributedDataParallel, fully_shard, around_it(fully_shard), FullyShardedDataParallel,
+        around_it(FullyShardedDataParallel), replicate,
     ],
-)
+)  # fmt: skip
 def test_wrappers_are_refused_and_leave_the_model_as_it_was(wrap: Callable[[nn.Module], object]) -> None:
     parallel, batch = build(), SUBJECT.make_batch(8, seed=0)
     with pytest.raises(UsageError, match=r"cannot be wrapped in .*: its plan has distributed parameters .* already"):

@@ -20,21 +20,10 @@ from tests.support.close import assert_close
 from tests.support.zoo import HUGGING_FACE, LENGTH, loss_of, subject, traced, traced_on_meta
 
 CASES = [
-    ("gpt2", False),
-    ("gpt2", True),
-    ("llama", False),
-    ("llama", True),
-    ("llama_tied", True),
-    ("mistral", True),
-    ("qwen3", False),
-    ("phi3", False),
-    ("bert", True),
-    ("vit", False),
-    ("t5", True),
-    ("mlp", False),
-    ("encoder", False),
+    ("gpt2", False), ("gpt2", True), ("llama", False), ("llama", True), ("llama_tied", True), ("mistral", True),
+    ("qwen3", False), ("phi3", False), ("bert", True), ("vit", False), ("t5", True), ("mlp", False), ("encoder", False),
     ("handwritten", False),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "padded"), CASES)
@@ -67,15 +56,8 @@ def _assert_promises(graph: Graph) -> None:
         overload = op.target.split(".")[1]
         assert not overload.endswith("_"), op.target
         assert overload not in (
-            "getitem",
-            "split",
-            "chunk",
-            "native_dropout",
-            "_to_copy",
-            "_unsafe_view",
-            "reshape",
-            "alias",
-        )
+            "getitem", "split", "chunk", "native_dropout", "_to_copy", "_unsafe_view", "reshape", "alias",
+        )  # fmt: skip
         if op.target in ("aten.view.default", "aten.expand.default"):
             assert op.args[1] == op.spec.shape
         if op.target == "aten.transpose.int":

@@ -61,18 +61,10 @@ def trained(lit: Lit, folder: str, *, epochs: int = 2, resume: str | None = None
     saving = options.pop("saving", False)
     options.setdefault("gradient_clip_val", 0.5)
     trainer = pl.Trainer(
-        max_epochs=epochs,
-        accelerator="cpu",
-        devices=1,
-        log_every_n_steps=1,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        callbacks=[saves] if saving else [],
-        enable_checkpointing=saving,
-        default_root_dir=folder,
-        **{"logger": False, **options},
-    )
+        max_epochs=epochs, accelerator="cpu", devices=1, log_every_n_steps=1, enable_progress_bar=False,
+        enable_model_summary=False, num_sanity_val_steps=0, callbacks=[saves] if saving else [],
+        enable_checkpointing=saving, default_root_dir=folder, **{"logger": False, **options},
+    )  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the number of workers, and others of Lightning's advice
         trainer.fit(
