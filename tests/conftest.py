@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 from collections.abc import Callable
+from functools import cache
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -27,6 +30,30 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 gc.set_threshold(20_000, 20, 20)  # exports make millions of objects, of which few are garbage in circles
+
+JOBS = (
+    *(f"transformers.models.{kind}.modeling_{kind}" for kind in ("gpt2", "llama", "mixtral")),
+    *(f"tests.support.distributed.{name}" for name in ("checkpoints", "meeting", "oddities", "recording", "returning")),
+    *(f"tests.support.distributed.{name}" for name in ("scaled", "smaller", "tagger", "using")),
+    *(f"tests.support.integrations.{name}" for name in ("accelerated", "hf", "lit")),
+    *("autopar.benchmark.rank_runs", "tests.support.scripts", "tools.gpus.ranks"),
+)
+
+
+@cache
+def start_server() -> None:
+    """Of worker processes: it imports once what their jobs need, for all pools of this process, whichever is the first."""
+    from autopar.verification.against_one_device import PRELOAD
+
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOAD, "autopar.verification.rank_pool", *JOBS])
+    forkserver.ensure_running()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Nothing is imported for tests that start no processes."""
+    if item.get_closest_marker("distributed"):
+        start_server()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -17,7 +17,6 @@ import typer
 
 import autopar
 from autopar.cli.app import app
-from autopar.verification.against_one_device import PRELOAD
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.cli_runner import Run, run_fixture
 from tests.support.scripts import run_script
@@ -161,7 +160,7 @@ def test_the_tutorial_plans_trains_and_goes_on_from_its_checkpoint(
     for name in ("plan.json", "my_model.py"):
         (halves / name).write_bytes((tmp_path / name).read_bytes())
     steps = list[str]()
-    with WorkerPool(2, preload=PRELOAD) as pool:
+    with WorkerPool(2) as pool:
         for name, last in (("half.py", "6"), ("train.py", "STEPS")):
             (halves / name).write_text(script.replace("par.step_count, STEPS)", f"par.step_count, {last})"))
             said = pool.run(run_script, str(halves / name), (), None, str(halves))[0].splitlines()

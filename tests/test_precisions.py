@@ -50,13 +50,9 @@ def test_what_needs_scales_for_each_tensor_is_planned_and_not_run() -> None:
     check_can_run(planned("fp16").precision)
     with pytest.raises(RuntimeMismatchError, match="fp8 plans can be estimated but not run"):
         api.parallelize(
-            MODEL,
-            cluster="cpu:1x1",
-            example_inputs={"input": torch.zeros(2, 4096)},
-            loss_fn=loss,
-            global_batch_size=2,
+            MODEL, cluster="cpu:1x1", example_inputs={"input": torch.zeros(2, 4096)}, loss_fn=loss, global_batch_size=2,
             precision="fp8",
-        )
+        )  # fmt: skip
 
 
 def test_a_device_without_a_rate_is_named() -> None:

@@ -58,17 +58,11 @@ def test_a_benchmark_all_of_whose_plans_fail_has_failed(run: Run, failures: tupl
     """It ended as one that had measured them."""
     rows = tuple(
         Row(
-            key=str(number),
-            name=f"plan {number}",
-            predicted_s=1.0,
-            interval_s=(0.5, 2.0),
-            predicted_bytes=100,
-            predicted_parts={},
-            measured_s=None if failure else 1.0,
-            failure=failure,
+            key=str(number), name=f"plan {number}", predicted_s=1.0, interval_s=(0.5, 2.0), predicted_bytes=100,
+            predicted_parts={}, measured_s=None if failure else 1.0, failure=failure,
         )
         for number, failure in enumerate(failures)
-    )
+    )  # fmt: skip
     outcome = Outcome(title="t", rows=rows, score=score(rows, "0"), num_candidates=2, misfits=())
     with mock.patch("autopar.benchmark.local.run_local", return_value=outcome):
         done = run("benchmark", "local", "own:model")

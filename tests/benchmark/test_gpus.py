@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from autopar.planner.space.pins import Pins
-from autopar.verification.against_one_device import PRELOAD
 from autopar.verification.rank_pool import WorkerPool
 from tools.gpu import __main__ as gpu
 from tools.gpu.machine_facts import facts_text, machine_facts
@@ -60,8 +59,7 @@ def test_a_failure_is_told(tmp_path: Path) -> None:
 @pytest.mark.timeout(240)
 def test_plans_are_held_against_one_device(tmp_path: Path) -> None:
     chosen = {case.name: (number, case.precision) for number, case in enumerate(cases_of(2))}
-    models = [f"transformers.models.{kind}.modeling_{kind}" for kind in ("gpt2", "mixtral")]
-    with WorkerPool(2, preload=[*PRELOAD, *models, "tools.gpus.ranks"]) as pool:
+    with WorkerPool(2) as pool:
         for name in ("tensor parallel, GPT-2", "experts over data in bf16"):
             number, precision = chosen[name]
             result = tmp_path / f"{number}.json"

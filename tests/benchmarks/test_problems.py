@@ -96,13 +96,8 @@ def test_candidates_that_beat_a_plan_or_its_bound_are_counted() -> None:
     pool = [{"candidate": name, "time_s": time_s} for name, time_s in (("a", 1.0), ("b", 0.95), ("c", 0.8), ("d", 2.0))]
     found = judged(plan, [*pool, {"candidate": "e", "reason": "memory"}])
     assert [found[key] for key in ("candidates", "fitting", "faster", "below", "best", "best_s")] == [
-        5,
-        4,
-        2,
-        1,
-        "c",
-        0.8,
-    ]
+        5, 4, 2, 1, "c", 0.8,
+    ]  # fmt: skip
 
 
 @pytest.mark.slow

@@ -120,14 +120,10 @@ def check_candidates(small: Small) -> None:
     for candidate, *bounds_s in found:
         mesh = replace(candidate.mesh, ep=1, ep_data=1)
         choice = Choice(
-            mesh=mesh,
-            micro_batch_size=candidate.micro_batch_size,
-            zero_stage=candidate.zero_stage,
-            schedule=candidate.schedule,
-            virtual_stages=candidate.virtual_stages,
-            offload=candidate.offload,
+            mesh=mesh, micro_batch_size=candidate.micro_batch_size, zero_stage=candidate.zero_stage,
+            schedule=candidate.schedule, virtual_stages=candidate.virtual_stages, offload=candidate.offload,
             moves=candidate.moves,
-        )
+        )  # fmt: skip
         best = best_of(whole.fronts[choice], planner.evaluator.model.fitting_bytes)
         assert best is None or max(bounds_s) <= best.time_s * (1 + ROUNDING), candidate
         seen.add(choice)

@@ -38,17 +38,8 @@ def test_help_is_quick_and_loads_no_torch(checkout: Path) -> None:
     )
     assert done.stdout.rstrip().endswith("False")
     commands = [
-        "search",
-        "estimate",
-        "show",
-        "explain",
-        "compare",
-        "verify",
-        "trace",
-        "validate",
-        "profile",
-        "benchmark",
-    ]
+        "search", "estimate", "show", "explain", "compare", "verify", "trace", "validate", "profile", "benchmark",
+    ]  # fmt: skip
     commands += ["smallest-cluster", "cheapest-cluster", "longest-sequence", "largest-batch", "sweep", "pareto"]
     commands += ["published", "run", "devices", "pins", "doctor"]
     assert all(f"  {command} " in done.stdout for command in commands)
@@ -78,15 +69,8 @@ def test_show_json_has_the_keys_of_the_contract(run: Run, plan_file: Path) -> No
     assert found["num_micro_batches"] == 16
     assert [stage["pp_rank"] for stage in found["stages"]] == [0, 1]
     keys = {
-        "micro_batch_size",
-        "schedule",
-        "virtual_stages",
-        "zero_stage",
-        "recompute",
-        "stages",
-        "predicted",
-        "search",
-    }
+        "micro_batch_size", "schedule", "virtual_stages", "zero_stage", "recompute", "stages", "predicted", "search",
+    }  # fmt: skip
     assert keys <= set(found)
     predicted = {"step_time_s", "step_time_interval_s", "peak_memory_bytes", "mfu", "tokens_per_s", "breakdown"}
     assert predicted <= set(found["predicted"])

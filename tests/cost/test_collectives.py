@@ -181,15 +181,10 @@ def test_large_messages_match_measured_bus_bandwidths(record_property: pytest.Re
 @pytest.mark.parametrize(
     ("devices", "megabytes", "measured_us"),
     [
-        (8, 33.6, 420),
-        (8, 67.1, 668),
-        (8, 134.2, 1305),
-        (8, 268.4, 2389),
-        (8, 536.9, 4448),
-        (4, 67.1, 585),
+        (8, 33.6, 420), (8, 67.1, 668), (8, 134.2, 1305), (8, 268.4, 2389), (8, 536.9, 4448), (4, 67.1, 585),
         (4, 268.4, 2071),
     ],
-)
+)  # fmt: skip
 def test_messages_of_training_on_nvlink_take_what_two_tables_say(
     devices: int, megabytes: float, measured_us: float
 ) -> None:

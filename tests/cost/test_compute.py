@@ -243,13 +243,9 @@ SIZES = st.integers(1, 3000)
 
 
 @given(
-    count=st.integers(1, 16),
-    rows=SIZES,
-    columns=SIZES,
-    depth=SIZES,
-    parts=st.integers(1, 8),
+    count=st.integers(1, 16), rows=SIZES, columns=SIZES, depth=SIZES, parts=st.integers(1, 8),
     padding=st.integers(0, 64),
-)
+)  # fmt: skip
 @pytest.mark.parametrize("cut", ["count", "rows", "columns", "depth"])
 def test_no_padding_or_cut_takes_a_product_below_its_share_at_best(
     cut: str, count: int, rows: int, columns: int, depth: int, parts: int, padding: int

@@ -72,13 +72,9 @@ def paper(kind: str) -> int:
     whole, scores = 34 * SBH, 5 * SCORES
     tensor = 10 * SBH + 24 * SBH // T
     return {
-        "whole": whole + scores,
-        "whole, selective": whole,
-        "tensor": tensor + scores // T,
-        "tensor, selective": tensor,
-        "sequence": (whole + scores) // T,
-        "sequence, selective": whole // T,
-    }[kind]
+        "whole": whole + scores, "whole, selective": whole, "tensor": tensor + scores // T, "tensor, selective": tensor,
+        "sequence": (whole + scores) // T, "sequence, selective": whole // T,
+    }[kind]  # fmt: skip
 
 
 # what the models of validate.families have not

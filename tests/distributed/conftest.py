@@ -6,14 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from autopar.verification.against_one_device import PRELOAD
 from autopar.verification.rank_pool import WorkerPool
-
-MODELS = [f"transformers.models.{kind}.modeling_{kind}" for kind in ("gpt2", "llama")]
-"""Of most jobs: imported once for all workers."""
 
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[WorkerPool]:
-    with WorkerPool(4, preload=[*PRELOAD, *MODELS]) as workers:
+    with WorkerPool(4) as workers:
         yield workers

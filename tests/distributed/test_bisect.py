@@ -14,7 +14,7 @@ from autopar.graph.graph import Graph, Op
 from autopar.lower.read_plan import local_graph
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import Plan
-from autopar.verification.against_one_device import PRELOAD, VerifyReport, verify
+from autopar.verification.against_one_device import VerifyReport, verify
 from autopar.verification.rank_pool import WorkerPool
 from autopar.verification.results import GRAPH_TOLERANCE, render_verification, verification
 from tests.support.distributed.faults import Fault, Faulty
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
 @pytest.fixture(scope="module")
 def workers() -> Iterator[WorkerPool]:
     """Workers of their own: faults stay where they are planted."""
-    with WorkerPool(4, preload=PRELOAD) as pool:
+    with WorkerPool(4) as pool:
         yield pool
 
 

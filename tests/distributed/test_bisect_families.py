@@ -12,7 +12,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.hardware.describe import with_free_links
 from autopar.lower.read_plan import local_graph
 from autopar.models.resolve import resolve_model
-from autopar.verification.against_one_device import PRELOAD, in_dtype, loss_of
+from autopar.verification.against_one_device import in_dtype, loss_of
 from autopar.verification.compared_models import VerifiedModel
 from autopar.verification.first_difference import bisect
 from autopar.verification.rank_pool import WorkerPool
@@ -36,7 +36,7 @@ VALUE, GRADIENT = "the value that it makes", "the gradient that it passes back t
 @pytest.fixture(scope="module")
 def workers() -> Iterator[WorkerPool]:
     """Workers of their own: faults stay where they are planted."""
-    with WorkerPool(2, preload=PRELOAD) as pool:
+    with WorkerPool(2) as pool:
         yield pool
 
 
@@ -65,14 +65,9 @@ def test_a_fault_is_found_in_its_block_and_operator(
     op = [op for op in local.ops if target in op.target and module in op.module][-1]
     batch = subject.make_batch(SAMPLES, seed=0, padded=True)
     found = bisect(
-        Faulty(subject, Fault(op.name, fault)),
-        plan,
-        in_dtype(graph, torch.float32, torch.float64),
-        [batch],
-        [loss_of(subject.build()(**batch)).item()],
-        pool=workers,
-        timeout_s=90.0,
-    )
+        Faulty(subject, Fault(op.name, fault)), plan, in_dtype(graph, torch.float32, torch.float64), [batch],
+        [loss_of(subject.build()(**batch)).item()], pool=workers, timeout_s=90.0,
+    )  # fmt: skip
     difference = found.difference
     assert difference is not None
     assert (difference.block, difference.op, difference.target) == (local.block_of(op.name), op.name, op.target)

@@ -9,7 +9,6 @@ from safetensors import safe_open
 
 from autopar.errors import AutoparError
 from autopar.plan.mesh import Mesh
-from autopar.verification.against_one_device import PRELOAD
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.close import assert_close
 from tests.support.distributed import checkpoints as jobs
@@ -54,7 +53,7 @@ def test_a_rank_that_is_killed_in_a_save_leaves_the_checkpoint_before(tmp_path: 
     subject, graph = traced("gpt2")
     plan = make_plan(graph, Mesh(dp_shard=2), global_batch_size=16, micro_batch_size=8, zero_stage=3)
     root = str(tmp_path / "run")
-    with WorkerPool(2, preload=PRELOAD) as own:
+    with WorkerPool(2) as own:
         with pytest.raises(AutoparError, match="died"):
             own.run(jobs.killed, subject, plan, graph, batches(subject, 2), root, rank, where, timeout_s=60.0)
         for found in own.run(jobs.resumed, subject, plan, graph, root, timeout_s=60.0):

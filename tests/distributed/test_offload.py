@@ -24,14 +24,9 @@ from tests.support.step_traffic import stages_of
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
 
 HOST = HostLink(
-    to_host_bytes_per_s=1e10,
-    to_device_bytes_per_s=2e10,
-    latency_s=1e-5,
-    memory_bandwidth_bytes_per_s=5e10,
-    launch_s=1e-6,
-    memory_bytes=10**9,
-    provenance="made up for tests",
-)
+    to_host_bytes_per_s=1e10, to_device_bytes_per_s=2e10, latency_s=1e-5, memory_bandwidth_bytes_per_s=5e10,
+    launch_s=1e-6, memory_bytes=10**9, provenance="made up for tests",
+)  # fmt: skip
 
 
 def with_host(cluster: str, **changes: Any) -> Cluster:
@@ -94,13 +89,10 @@ def test_bytes_on_the_host_are_those_predicted(pool: WorkerPool, pins: str) -> N
 @pytest.mark.parametrize(
     ("layout", "dropout"),
     [
-        ("tp2 x dp2 ZeRO 3", 0.0),
-        ("tp2 x dp2 whole parameters", 0.2),
-        ("pp2 GPipe", 0.0),
-        ("pp2 two virtual stages", 0.0),
-        ("dp2 ZeRO 3 recomputed", 0.2),
+        ("tp2 x dp2 ZeRO 3", 0.0), ("tp2 x dp2 whole parameters", 0.2), ("pp2 GPipe", 0.0),
+        ("pp2 two virtual stages", 0.0), ("dp2 ZeRO 3 recomputed", 0.2),
     ],
-)
+)  # fmt: skip
 def test_blocks_that_keep_on_the_host_train_the_same(pool: WorkerPool, layout: str, dropout: float) -> None:
     subject = HfSubject("gpt2", dropout=dropout)
     graph = subject.trace() if dropout else traced("gpt2")[1]

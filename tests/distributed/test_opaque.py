@@ -24,14 +24,9 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
         ("checkpointed", ["pp=2", "tp=2"]),
     ],
     ids=[
-        "pairs tp2 x dp2",
-        "pairs HSDP",
-        "routers pp2 x dp2",
-        "eval tp2 x dp2",
-        "eval ZeRO 3",
-        "checkpoints pp2 x tp2",
+        "pairs tp2 x dp2", "pairs HSDP", "routers pp2 x dp2", "eval tp2 x dp2", "eval ZeRO 3", "checkpoints pp2 x tp2",
     ],
-)
+)  # fmt: skip
 def test_what_is_not_traced_equals_one_device(pool: WorkerPool, kind: str, pins: list[str]) -> None:
     subject = UnusualSubject(kind)
     graph = api.trace(subject.build(), example_inputs=subject.make_batch(2, seed=0), global_batch_size=8)

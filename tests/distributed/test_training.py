@@ -10,7 +10,7 @@ import torch
 from autopar.errors import AutoparError
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import RECOMPUTES, Recompute
-from autopar.verification.against_one_device import PRELOAD, adamw, loss_of
+from autopar.verification.against_one_device import adamw, loss_of
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.close import assert_close
 from tests.support.distributed import jobs
@@ -64,7 +64,7 @@ def test_a_failure_of_one_rank_ends_all(tmp_path: Path, call: str, stage: str) -
     (batch,) = batches(subject, 1)
     bad = {**batch, "labels": batch["labels"].clone()}
     bad["labels"][9] = 10**6
-    with WorkerPool(2, preload=PRELOAD) as own, pytest.raises(AutoparError, match="rank 0: the process died"):
+    with WorkerPool(2) as own, pytest.raises(AutoparError, match="rank 0: the process died"):
         own.run(jobs.failing, subject, plan, graph, batch, bad, call, str(tmp_path), timeout_s=60.0)
     words = f"rank 1{stage}: IndexError: Target 1000000 is out of bounds."
     first, again = (tmp_path / "rank1").read_text().splitlines()
@@ -80,7 +80,7 @@ def test_a_call_that_one_rank_makes_alone_ends_all(tmp_path: Path) -> None:
     subject, graph = traced("gpt2")
     plan = make_plan(graph, Mesh(dp_replicate=2), global_batch_size=16, micro_batch_size=4)
     (batch,) = batches(subject, 1)
-    with WorkerPool(2, preload=PRELOAD) as own, pytest.raises(AutoparError, match=r"rank \d: the process died"):
+    with WorkerPool(2) as own, pytest.raises(AutoparError, match=r"rank \d: the process died"):
         own.run(jobs.in_different_calls, subject, plan, graph, batch, str(tmp_path), timeout_s=60.0)
     for rank, what in enumerate(("evaluate", "full_state_dict")):
         words = f"Rank {rank} called {what} while another rank made a different call"
@@ -107,7 +107,7 @@ def test_clipping_on_one_rank_alone_ends_all(tmp_path: Path, zero_stage: int) ->
     mesh = Mesh(dp_replicate=2) if zero_stage == 0 else Mesh(dp_shard=2)
     plan = make_plan(graph, mesh, global_batch_size=16, micro_batch_size=4, zero_stage=zero_stage)
     (batch,) = batches(subject, 1)
-    with WorkerPool(2, preload=PRELOAD) as own, pytest.raises(AutoparError, match=r"rank \d: the process died"):
+    with WorkerPool(2) as own, pytest.raises(AutoparError, match=r"rank \d: the process died"):
         own.run(jobs.clips_alone, subject, plan, graph, batch, str(tmp_path), timeout_s=40.0)
     said = "".join((tmp_path / f"rank{rank}").read_text() for rank in range(2))
     assert "clip_grad_norm_ on rank 0" in said, said
@@ -131,7 +131,7 @@ def test_a_failure_outside_of_a_step_ends_all(tmp_path: Path, call: str) -> None
     subject, graph = traced("gpt2")
     plan = make_plan(graph, Mesh(dp_replicate=2), global_batch_size=16, micro_batch_size=4)
     (batch,) = batches(subject, 1)
-    with WorkerPool(2, preload=PRELOAD) as own, pytest.raises(AutoparError, match="rank 0: the process died"):
+    with WorkerPool(2) as own, pytest.raises(AutoparError, match="rank 0: the process died"):
         own.run(jobs.failing, subject, plan, graph, batch, batch, call, str(tmp_path), timeout_s=60.0)
     first, again = (tmp_path / "rank1").read_text().splitlines()
     assert first.startswith("IndexError: Target 1000000 is out of bounds.")
@@ -185,7 +185,7 @@ def test_a_later_batch_is_refused_by_all_ranks_before_the_next_step(pool: Worker
 def test_a_rank_that_cannot_build_its_part_ends_all(tmp_path: Path) -> None:
     subject, graph = traced("gpt2")
     plan = make_plan(graph, Mesh(pp=2), global_batch_size=16, micro_batch_size=4)
-    with WorkerPool(2, preload=PRELOAD) as own, pytest.raises(AutoparError, match="rank 0: the process died"):
+    with WorkerPool(2) as own, pytest.raises(AutoparError, match="rank 0: the process died"):
         own.run(jobs.failing_build, subject, plan, graph, str(tmp_path), timeout_s=60.0)
     assert "rank 1: LookupError: no such part. Correct" in (tmp_path / "rank0").read_text()
 
@@ -268,12 +268,9 @@ def test_dropout_repeats_itself_under_recompute(pool: WorkerPool, layout: str) -
     modes: tuple[Recompute, ...] = ("none", "full") if layout == "pp2 x dp2" else RECOMPUTES
     for recompute in modes:
         plan = make_plan(
-            graph,
-            mesh,
-            global_batch_size=16,
-            micro_batch_size=micro_batch_size(mesh, 16),
+            graph, mesh, global_batch_size=16, micro_batch_size=micro_batch_size(mesh, 16),
             **{**options, "recompute": recompute},
-        )
+        )  # fmt: skip
         found[recompute] = pool.run(jobs.train, subject, plan, graph, data, None, size=mesh.world_size, timeout_s=60.0)
     dry = HfSubject("gpt2")
     assert found["none"][0]["losses"][0] != pytest.approx(loss_of(dry.build()(**data[0])).item(), rel=1e-4)
@@ -296,12 +293,9 @@ def test_an_evaluation_drops_nothing_and_changes_nothing(pool: WorkerPool, layou
 
 
 MOVES = [
-    ("gpt2", "tp2 x dp2", "tp4"),
-    ("gpt2", "tp2 x dp2 ZeRO 3", "dp4 ZeRO 2"),
-    ("gpt2", "dp4", "tp2 x dp2 ZeRO 3"),
-    ("llama", "tp2 x dp2 ZeRO 3", "pp2 x tp2"),
-    ("llama", "pp2 x dp2 ZeRO 1", "dp4 ZeRO 3"),
-]
+    ("gpt2", "tp2 x dp2", "tp4"), ("gpt2", "tp2 x dp2 ZeRO 3", "dp4 ZeRO 2"), ("gpt2", "dp4", "tp2 x dp2 ZeRO 3"),
+    ("llama", "tp2 x dp2 ZeRO 3", "pp2 x tp2"), ("llama", "pp2 x dp2 ZeRO 1", "dp4 ZeRO 3"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "before", "after"), MOVES)

@@ -1,4 +1,4 @@
-"""Two worker processes that have imported the libraries once."""
+"""Two worker processes."""
 
 from __future__ import annotations
 
@@ -7,16 +7,13 @@ from collections.abc import Iterator
 import pytest
 
 from autopar.graph.graph import Graph
-from autopar.verification.against_one_device import PRELOAD
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.integrations.ranks import SUBJECT
-
-LIBRARIES = ["transformers.models.gpt2.modeling_gpt2", "transformers.trainer", "accelerate"]
 
 
 @pytest.fixture(scope="session")
 def pair() -> Iterator[WorkerPool]:
-    with WorkerPool(2, preload=[*PRELOAD, *LIBRARIES]) as workers:
+    with WorkerPool(2) as workers:
         yield workers
 
 

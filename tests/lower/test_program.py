@@ -36,15 +36,11 @@ def mlp_program(
 @pytest.mark.parametrize(
     ("mesh", "sequence", "cuts"),
     [
-        (Mesh(), False, ()),
-        (Mesh(dp_replicate=2), False, ()),
-        (Mesh(tp=2), False, ()),
-        (Mesh(tp=2), True, ()),
-        (Mesh(tp=4), True, (1,)),
-        (Mesh(dp_replicate=2, tp=2), True, (1, 2)),
+        (Mesh(), False, ()), (Mesh(dp_replicate=2), False, ()), (Mesh(tp=2), False, ()), (Mesh(tp=2), True, ()),
+        (Mesh(tp=4), True, (1,)), (Mesh(dp_replicate=2, tp=2), True, (1, 2)),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_every_rank_has_the_loss_and_gradients_of_one_device(mesh: Mesh, sequence: bool, cuts: tuple[int, ...]) -> None:
     graph = mlp.mlp_graph()
     whole = mlp.tensors(graph)

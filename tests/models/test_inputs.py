@@ -42,12 +42,9 @@ def test_series_and_episodes_are_made_by_their_configuration() -> None:
     )
     fields = fields_of_config(decoded, "base", "past_values", None, ("past_values", "past_time_features"))
     assert {f.name: f.shape for f in fields} == {
-        "past_values": (11,),
-        "past_time_features": (11, 2),
-        "past_observed_mask": (11,),
-        "future_values": (4,),
+        "past_values": (11,), "past_time_features": (11, 2), "past_observed_mask": (11,), "future_values": (4,),
         "future_time_features": (4, 2),
-    }
+    }  # fmt: skip
     episode = SimpleNamespace(max_ep_len=30, n_positions=12, state_dim=5, act_dim=2)
     states, actions, *_, steps = fields_of_config(episode, "base", "states", None)
     assert (states.shape, actions.shape, steps.shape, steps.size) == ((4, 5), (4, 2), (4,), 30)

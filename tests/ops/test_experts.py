@@ -293,18 +293,14 @@ def test_grouped_products_need_no_value_on_the_host(is_grouped: bool, monkeypatc
 @pytest.mark.parametrize(
     ("capability", "dtype", "shape", "wanted"),
     [
-        ((9, 0), torch.bfloat16, (8, 24, 16), True),
-        ((10, 3), torch.bfloat16, (8, 24, 16), True),
-        ((8, 0), torch.bfloat16, (8, 24, 16), False),
-        ((12, 0), torch.bfloat16, (8, 24, 16), False),
-        ((9, 0), torch.float32, (8, 24, 16), False),
-        ((9, 0), torch.float16, (8, 24, 16), False),
-        ((9, 0), torch.bfloat16, (8, 24, 12), False),
-        ((9, 0), torch.bfloat16, (8, 20, 16), False),
+        ((9, 0), torch.bfloat16, (8, 24, 16), True), ((10, 3), torch.bfloat16, (8, 24, 16), True),
+        ((8, 0), torch.bfloat16, (8, 24, 16), False), ((12, 0), torch.bfloat16, (8, 24, 16), False),
+        ((9, 0), torch.float32, (8, 24, 16), False), ((9, 0), torch.float16, (8, 24, 16), False),
+        ((9, 0), torch.bfloat16, (8, 24, 12), False), ((9, 0), torch.bfloat16, (8, 20, 16), False),
         ((9, 0), torch.bfloat16, (1024, 8, 8), False),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_products_are_grouped_where_the_gpu_has_a_kernel(
     capability: tuple[int, int],
     dtype: torch.dtype,

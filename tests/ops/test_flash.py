@@ -70,14 +70,10 @@ def test_blocks_merge_to_the_whole(dtype: torch.dtype, key_heads: int, cuts: tup
 @pytest.mark.parametrize(
     ("changed", "shape"),
     [
-        (0, (1, 4, 6, 16)),
-        (0, (2, 3, 6, 16)),
-        (1, (2, 2, 3, 16)),
-        (2, (2, 2, 3, 16)),
-        (2, (2, 1, 6, 16)),
+        (0, (1, 4, 6, 16)), (0, (2, 3, 6, 16)), (1, (2, 2, 3, 16)), (2, (2, 2, 3, 16)), (2, (2, 1, 6, 16)),
         (1, (1, 2, 6, 16)),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_shapes_that_do_not_agree_are_refused_before_a_kernel_reads_them(
     changed: int, shape: tuple[int, ...], is_causal: bool
@@ -177,12 +173,9 @@ def ring(dtype: torch.dtype, **options: Any) -> tuple[Op, list[TensorSpec]]:
     spec = TensorSpec(shape=(1, 4, 1024, 128), dtype=dtype, requires_grad=True)
     kwargs = {"is_causal": True, "axis": "cp", "ranks": 4, **options}
     op = Op(
-        name="mixed",
-        target="autopar.attention_ring",
-        args=(Ref("q"), Ref("k"), Ref("v")),
-        kwargs=tuple(kwargs.items()),
-        outputs=(spec,),
-    )
+        name="mixed", target="autopar.attention_ring", args=(Ref("q"), Ref("k"), Ref("v")),
+        kwargs=tuple(kwargs.items()), outputs=(spec,),
+    )  # fmt: skip
     return op, [spec] * 3
 
 
@@ -246,15 +239,10 @@ def test_rings_of_float16_on_gpus_before_flash_are_products_of_float32() -> None
 @pytest.mark.parametrize(
     ("capability", "width", "drops", "is_taken"),
     [
-        ((7, 5), 64, False, False),
-        ((8, 0), 256, True, True),
-        ((8, 6), 192, True, True),
-        ((8, 9), 200, False, False),
-        ((8, 9), 256, False, True),
-        ((8, 9), 256, True, False),
-        ((9, 0), 224, True, True),
+        ((7, 5), 64, False, False), ((8, 0), 256, True, True), ((8, 6), 192, True, True), ((8, 9), 200, False, False),
+        ((8, 9), 256, False, True), ((8, 9), 256, True, False), ((9, 0), 224, True, True),
     ],
-)
+)  # fmt: skip
 def test_kernels_that_a_gpu_has_no_room_for_are_not_called(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], width: int, drops: bool, is_taken: bool
 ) -> None:

@@ -48,13 +48,8 @@ def test_a_search_holds_to_the_pins_of_modules() -> None:
     autopar.pin(net.layers[2], stage=0, parameters={"*.weight": "tp:I"})
     plan = planned(net, "pp=2", "tp=2")
     assert plan.pins == (
-        "recompute=full@layers.1",
-        "stage@layers.1=0",
-        "stage@layers.2=0",
-        "layers.2.*.weight=tp:I",
-        "pp=2",
-        "tp=2",
-    )
+        "recompute=full@layers.1", "stage@layers.1=0", "stage@layers.2=0", "layers.2.*.weight=tp:I", "pp=2", "tp=2",
+    )  # fmt: skip
     by_label = {block.label: block for block in plan.blocks}
     assert by_label["layers.1"].recompute == "full"
     first = plan.stages[0]

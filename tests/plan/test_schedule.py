@@ -127,17 +127,11 @@ def test_impossible_schedules_say_why(case: tuple[str, int, int, int], word: str
 @pytest.mark.parametrize(
     ("name", "pp", "v", "m"),
     [
-        ("none", 1, 1, 5),
-        ("GPipe", 4, 1, 3),
-        ("GPipe", 2, 1, 7),
-        ("1F1B", 4, 1, 4),
-        ("1F1B", 4, 1, 9),
-        ("Interleaved1F1B", 4, 2, 8),
-        ("Interleaved1F1B", 4, 3, 2),
-        ("Interleaved1F1B", 2, 4, 6),
+        ("none", 1, 1, 5), ("GPipe", 4, 1, 3), ("GPipe", 2, 1, 7), ("1F1B", 4, 1, 4), ("1F1B", 4, 1, 9),
+        ("Interleaved1F1B", 4, 2, 8), ("Interleaved1F1B", 4, 3, 2), ("Interleaved1F1B", 2, 4, 6),
         ("Interleaved1F1B", 4, 2, 5),
     ],
-)
+)  # fmt: skip
 def test_numbers_are_the_actions(name: str, pp: int, v: int, m: int) -> None:
     actions = schedule_actions(name, pp, v, m)
     wanted = [[(2 * a.stage + (a.kind == "B")) * m + a.micro_batch for a in own] for own in actions]

@@ -26,17 +26,10 @@ SMALL = Problem(
     global_batch_size=8,
     layers=4,
     sizes=Sizes(
-        family="gpt",
-        hidden=1024,
-        ffn=4096,
-        heads=16,
-        kv_heads=16,
-        vocabulary=1024,
-        sequence=256,
-        attention="flash",
+        family="gpt", hidden=1024, ffn=4096, heads=16, kv_heads=16, vocabulary=1024, sequence=256, attention="flash",
         dtype="bfloat16",
     ),
-)
+)  # fmt: skip
 
 
 @pytest.mark.slow

@@ -36,11 +36,8 @@ def test_one_typing_serves_every_micro_batch(micro_batch: int) -> None:
     small = compact(mlp(layers=2, batch=2))
     typing = solve_batch(small)
     local = shard(
-        small.graph,
-        replace(typing, size=Fraction(2, micro_batch)),
-        global_batch_size=16,
-        micro_batch_size=micro_batch,
-    )
+        small.graph, replace(typing, size=Fraction(2, micro_batch)), global_batch_size=16, micro_batch_size=micro_batch,
+    )  # fmt: skip
     assert local.batch_size == micro_batch
     assert local.spec(Ref("r1")).shape[0] == micro_batch
 

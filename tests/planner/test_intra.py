@@ -38,13 +38,9 @@ def pinned_solver(
 ) -> AxisSolver:
     small = compact(graph)
     costs = AxisCosts(
-        graph=small.graph,
-        axis="tp",
-        size=size,
-        pricing=pricing or ToyPricing(size=size),
-        owners=owners_of(small),
+        graph=small.graph, axis="tp", size=size, pricing=pricing or ToyPricing(size=size), owners=owners_of(small),
         rests=rests,
-    )
+    )  # fmt: skip
     return AxisSolver(small, costs)
 
 

@@ -88,12 +88,8 @@ def test_a_plan_of_an_older_version_is_judged_by_its_middle() -> None:
 
 def _best(graph: Graph, evaluator: Evaluator) -> Evaluation | Misfit:
     problem = Problem(
-        world_size=2,
-        devices_per_node=2,
-        global_batch_size=8,
-        num_blocks=len(graph.blocks),
-        heads=(),
+        world_size=2, devices_per_node=2, global_batch_size=8, num_blocks=len(graph.blocks), heads=(),
         space=evaluator.context.space,
-    )
+    )  # fmt: skip
     candidate = next(c for c in candidates(problem, Pins()) if c.mesh.dp_replicate == 2)
     return evaluator.evaluate(candidate)

@@ -35,15 +35,9 @@ def notes(
 ) -> tuple[str, ...]:
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
     plan = autopar.search(
-        model,
-        example_inputs=[torch.randn(4, 8)],
-        loss_fn=loss_fn,
-        cluster=cluster,
-        global_batch_size=4,
-        pins=pins,
-        space=space,
-        precision=precision,
-    )
+        model, example_inputs=[torch.randn(4, 8)], loss_fn=loss_fn, cluster=cluster, global_batch_size=4, pins=pins,
+        space=space, precision=precision,
+    )  # fmt: skip
     return tuple(note for note in plan.notes if about in note)
 
 

@@ -34,13 +34,9 @@ from autopar.util.files import data_files
 from tests.support.planner.graphs import mlp
 
 HOST = HostLink(
-    to_host_bytes_per_s=4e10,
-    to_device_bytes_per_s=4e10,
-    latency_s=1e-6,
-    memory_bandwidth_bytes_per_s=4e10,
-    launch_s=1e-6,
-    provenance="made up for tests",
-)
+    to_host_bytes_per_s=4e10, to_device_bytes_per_s=4e10, latency_s=1e-6, memory_bandwidth_bytes_per_s=4e10,
+    launch_s=1e-6, provenance="made up for tests",
+)  # fmt: skip
 ROOM_FOR_SOME, NEEDS_HOST = "440MB", "430MB"
 
 

@@ -18,16 +18,11 @@ from tests.support.planner.graphs import mlp
 @pytest.mark.parametrize(
     ("text", "key", "good", "bad"),
     [
-        ("tp=4", "tp", 4, 2),
-        ("cp<=2", "cp", 2, 3),
-        ("pp!=8", "pp", 4, 8),
-        ("micro_batch>=2", "micro_batch", 2, 1),
-        ("zero=1", "zero", 1, 3),
-        ("zero_stage=1", "zero", 1, 3),
-        ("virtual_stages<3", "virtual_stages", 2, 3),
+        ("tp=4", "tp", 4, 2), ("cp<=2", "cp", 2, 3), ("pp!=8", "pp", 4, 8), ("micro_batch>=2", "micro_batch", 2, 1),
+        ("zero=1", "zero", 1, 3), ("zero_stage=1", "zero", 1, 3), ("virtual_stages<3", "virtual_stages", 2, 3),
         ("dp>2", "dp", 3, 2),
     ],
-)
+)  # fmt: skip
 def test_numbers(text: str, key: str, good: int, bad: int) -> None:
     pins = Pins.parse([text])
     assert isinstance(pins.pins[0], NumberPin)
@@ -58,11 +53,8 @@ def test_blocks_are_selected_by_ranges_and_patterns() -> None:
 def test_blocks_of_several_modules_are_selected_by_one_of_them_unless_another_has_its_name() -> None:
     graph = resolve_model("llama:layers=2,hidden=32,heads=4,ffn=64,vocab=65", sequence_length=8).trace()
     assert [block.label for block in graph.blocks] == [
-        "embed_tokens",
-        "model.layers.0",
-        "model.layers.1",
-        "norm+lm_head",
-    ]
+        "embed_tokens", "model.layers.0", "model.layers.1", "norm+lm_head",
+    ]  # fmt: skip
     for selector in ("norm+lm_head", "lm_head", "norm", "lm_*"):
         assert Pins.parse([f"stage@{selector}=1"]).stages(graph) == {3: 1}
     named = replace(graph, blocks=(replace(graph.blocks[0], label="norm"), *graph.blocks[1:]))

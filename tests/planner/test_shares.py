@@ -67,15 +67,10 @@ def three_kinds() -> Cluster:
 def planner(graph: Graph, cluster: Cluster, *pins: str, batch: int = BATCH, space: str = "default") -> Planner:
     return Planner(
         Task(
-            graph=graph,
-            cluster=cluster,
-            global_batch_size=batch,
-            precision=FP32,
-            optimizer="adamw",
-            pins=Pins.parse(pins),
-            space=load_space(space),
+            graph=graph, cluster=cluster, global_batch_size=batch, precision=FP32, optimizer="adamw",
+            pins=Pins.parse(pins), space=load_space(space),
         )
-    )
+    )  # fmt: skip
 
 
 def search(graph: Graph, cluster: Cluster, *pins: str, space: str = "default") -> Plan:

@@ -235,13 +235,10 @@ def test_questions_that_make_no_sense(run: Run, verb: str, options: tuple[str, .
 @pytest.mark.parametrize(
     ("verb", "option"),
     [
-        ("longest-sequence", "--seq=32"),
-        ("largest-batch", "--workers=2"),
-        ("sweep", "--output=plan.json"),
-        ("smallest-cluster", "--price=cpu=1"),
-        ("search", "--minimize=devices"),
+        ("longest-sequence", "--seq=32"), ("largest-batch", "--workers=2"), ("sweep", "--output=plan.json"),
+        ("smallest-cluster", "--price=cpu=1"), ("search", "--minimize=devices"),
     ],
-)
+)  # fmt: skip
 def test_a_verb_has_no_option_that_it_would_not_heed(run: Run, verb: str, option: str) -> None:
     done = run(verb, *MODEL, option)
     assert done.code == 2

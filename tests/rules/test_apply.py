@@ -59,12 +59,9 @@ def test_consumers_of_one_block_share_a_conversion_and_blocks_do_not() -> None:
     typing = mlp.tensor_typing(2, sequence=True)
     # both read the stream whole: the residual addition of layer 1 and the head
     whole = with_strategy(
-        typing,
-        r1=mlp.strategy("r", (R, R), R),
-        square=mlp.strategy("s", (R, R), R),
-        total=mlp.strategy("r", (R,), R),
+        typing, r1=mlp.strategy("r", (R, R), R), square=mlp.strategy("s", (R, R), R), total=mlp.strategy("r", (R,), R),
         loss=mlp.strategy("k", (P, R), P),
-    )
+    )  # fmt: skip
     with pytest.raises(InternalError, match="cannot become"):
         shard(batch_graph(), with_strategy(whole, loss=mlp.strategy("r", (R, R), R)))
     local = shard(batch_graph(), whole)

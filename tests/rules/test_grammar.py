@@ -35,15 +35,10 @@ def by_name(line: str, operands: tuple[TensorSpec, ...], output: TensorSpec, siz
 def test_a_linear_has_megatrons_strategies() -> None:
     found = by_name(LINEAR, (spec(4, 6, 8), spec(12, 8), spec(12)), spec(4, 6, 12))
     assert {name: (s.inputs, s.outputs) for name, s in found.items()} == {
-        "split b.0": ((S(0), R, R), (S(0),)),
-        "split b.1": ((S(1), R, R), (S(1),)),
-        "split k": ((S(2), S(1), P), (P,)),
-        "split n": ((R, S(0), S(0)), (S(2),)),
-        "invariant": ((I, I, I), (I,)),
-        "replicate": ((R, R, R), (R,)),
-        "linear 0+2": ((P, R, P), (P,)),
-        "linear 1+2": ((R, P, P), (P,)),
-    }
+        "split b.0": ((S(0), R, R), (S(0),)), "split b.1": ((S(1), R, R), (S(1),)), "split k": ((S(2), S(1), P), (P,)),
+        "split n": ((R, S(0), S(0)), (S(2),)), "invariant": ((I, I, I), (I,)), "replicate": ((R, R, R), (R,)),
+        "linear 0+2": ((P, R, P), (P,)), "linear 1+2": ((R, P, P), (P,)),
+    }  # fmt: skip
     assert found["split k"].work == Fraction(1, 2)
     assert found["replicate"].work == 1
 

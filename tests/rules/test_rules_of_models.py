@@ -18,12 +18,9 @@ from autopar.tracing.trace import trace
 transformers = pytest.importorskip("transformers")
 
 SMALL = {
-    "hidden_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "vocab_size": 32,
+    "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 32,
     "attn_implementation": "sdpa",
-}
+}  # fmt: skip
 LLAMA = SMALL | {"num_key_value_heads": 2, "intermediate_size": 32, "max_position_embeddings": 16}
 
 
@@ -39,15 +36,10 @@ def _model(kind: str) -> torch.nn.Module:
         return t.BertForMaskedLM(t.BertConfig(**SMALL, intermediate_size=32, max_position_embeddings=16))
     return t.ViTForImageClassification(
         t.ViTConfig(
-            hidden_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=4,
-            intermediate_size=32,
-            image_size=8,
-            patch_size=4,
-            num_labels=4,
+            hidden_size=16, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32, image_size=8,
+            patch_size=4, num_labels=4,
         )
-    )
+    )  # fmt: skip
 
 
 def _graph(kind: str) -> Graph:

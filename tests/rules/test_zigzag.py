@@ -136,12 +136,9 @@ def test_a_part_of_a_parameter_is_put_into_zigzag_order_by_way_of_the_whole() ->
 def test_a_part_of_a_leaf_becomes_whole_in_its_own_order() -> None:
     local = shard(ring_graph(), ring_typing(w=S(0), v=S(1), x=S(2), hidden=False))
     assert made(local) == [
-        ("x_cp_R", "autopar.all_gather"),
-        ("x_cp_S2", "autopar.zigzag_shard"),
-        ("w_cp_R", "autopar.all_gather"),
-        ("v_cp_R", "autopar.all_gather"),
-        ("loss_cp_I", "autopar.all_reduce"),
-    ]
+        ("x_cp_R", "autopar.all_gather"), ("x_cp_S2", "autopar.zigzag_shard"), ("w_cp_R", "autopar.all_gather"),
+        ("v_cp_R", "autopar.all_gather"), ("loss_cp_I", "autopar.all_reduce"),
+    ]  # fmt: skip
 
 
 def test_a_dim_that_is_not_made_of_two_chunks_a_rank_is_refused() -> None:

@@ -27,18 +27,16 @@ from torch.optim.lr_scheduler import (
 )
 
 from autopar.errors import CheckpointError, PlanError, UsageError
-from autopar.lower.program import lower
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import Plan
 from autopar.runtime.checkpoint import checkpoint_index, chunk_files, write
 from autopar.runtime.checkpoint.checkpoint_index import NAME, chunk_rows, decode, encode, read
 from autopar.runtime.checkpoint.series import Checkpoints
 from autopar.runtime.parallel_model import ParallelModel
-from autopar.runtime.weights import ModelWeights
-from autopar.runtime.world import World
 from autopar.tracing.trace import trace
 from tests.support.damage import KINDS, damage
 from tests.support.distributed.plans import make_plan
+from tests.support.parallel import on_rank
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -74,7 +72,7 @@ def graph() -> Any:
 
 def build(model: nn.Module | None = None) -> ParallelModel:
     plan = make_plan(graph(), Mesh(), global_batch_size=8, micro_batch_size=8)
-    return ParallelModel(lower(plan, graph()), World(plan.mesh, "cpu"), ModelWeights(model or Net(), 0), seed=3)
+    return on_rank(model or Net(), plan, graph(), seed=3)
 
 
 def trained(steps: int = 1) -> tuple[ParallelModel, torch.optim.Optimizer]:
@@ -194,14 +192,9 @@ class Loader:
 def test_loaders_and_extras_come_back_as_they_were(tmp_path: Path) -> None:
     par = build()
     state = {
-        "epoch": 2,
-        7: ("a", None),
-        "order": torch.randperm(9),
-        "bytes": b"\x00\xff",
-        "array": np.arange(4.0),
-        "none": torch.empty(0, 3),
-        "$x": math.inf,
-    }
+        "epoch": 2, 7: ("a", None), "order": torch.randperm(9), "bytes": b"\x00\xff", "array": np.arange(4.0),
+        "none": torch.empty(0, 3), "$x": math.inf,
+    }  # fmt: skip
     extra = {"best": {"loss": 0.1 + 0.2, "step": 3}, "names": ["a", True, None]}
     par.save(tmp_path, dataloader=Loader(state), extra=extra)
     found = Loader()

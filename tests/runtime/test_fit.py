@@ -19,16 +19,12 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 import autopar
 from autopar import api
 from autopar.errors import NonFiniteError, OutOfMemoryError, RankFailedError, UsageError
-from autopar.lower.program import lower
-from autopar.plan.mesh import Mesh
 from autopar.plan.plan import FP16
 from autopar.runtime.fit import MAX_SKIPPED, StepDone
 from autopar.runtime.job import fresh
 from autopar.runtime.parallel_model import ParallelModel
-from autopar.runtime.weights import ModelWeights
-from autopar.runtime.world import World
 from tests.support.close import assert_close
-from tests.support.distributed.plans import make_plan
+from tests.support.parallel import alone, on_rank
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -54,8 +50,7 @@ def traced() -> Any:
 
 
 def build(**options: Any) -> ParallelModel:
-    plan = make_plan(traced(), Mesh(), global_batch_size=4, micro_batch_size=2, **options)
-    return ParallelModel(lower(plan, traced()), World(plan.mesh, "cpu"), ModelWeights(Net(), 0))
+    return alone(Net(), traced(), micro=2, **options)
 
 
 def job(**options: Any) -> tuple[ParallelModel, torch.optim.Optimizer, Any]:
@@ -181,8 +176,7 @@ def test_steps_that_are_not_finite_are_skipped_but_not_forever() -> None:
 
 def test_a_scaler_skips_by_itself() -> None:
     half = traced_in_half()
-    plan = make_plan(half, Mesh(), global_batch_size=4, micro_batch_size=2, precision=FP16)
-    par = ParallelModel(lower(plan, half), World(plan.mesh, "cpu"), ModelWeights(Net(), 0))
+    par = alone(Net(), half, micro=2, precision=FP16)
     optimizer = torch.optim.AdamW(par.parameters(), lr=0.01)
     data = batches(3)
     data[1]["x"][0, 0] = math.inf
@@ -240,7 +234,7 @@ def test_batches_that_are_none_or_gone_are_refused() -> None:
 
 def test_out_of_memory_says_what_was_planned_and_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = api.estimate(traced(), cluster="cpu:1x1", global_batch_size=4, pins=["micro_batch=2", "recompute=none"])
-    par = ParallelModel(lower(plan, traced()), World(plan.mesh, "cpu"), ModelWeights(Net(), 0))
+    par = on_rank(Net(), plan, traced())
     optimizer = torch.optim.AdamW(par.parameters(), lr=0.05)
     autopar.fit(par, optimizer, batches(), steps=1)
 

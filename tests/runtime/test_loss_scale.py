@@ -11,16 +11,14 @@ import torch
 
 from autopar import api
 from autopar.errors import UsageError
-from autopar.lower.program import lower
 from autopar.ops.sharded import partial_mean
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import BF16, FP16, Precision
 from autopar.runtime.parallel_model import ParallelModel
-from autopar.runtime.weights import ModelWeights
-from autopar.runtime.world import World
 from tests.support.distributed import scaled
 from tests.support.distributed.plans import make_plan
 from tests.support.distributed.subjects import HfSubject
+from tests.support.parallel import on_rank
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -35,7 +33,7 @@ def planned(precision: Precision = FP16) -> Any:
 
 def build(precision: Precision = FP16) -> ParallelModel:
     plan, graph = planned(precision)
-    return ParallelModel(lower(plan, graph), World(plan.mesh, "cpu"), ModelWeights(SUBJECT.build(), 0))
+    return on_rank(SUBJECT.build(), plan, graph)
 
 
 def test_the_scale_falls_and_grows_as_torchs() -> None:

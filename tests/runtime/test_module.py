@@ -19,14 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autopar import api
 from autopar.errors import UsageError
-from autopar.lower.program import lower
-from autopar.plan.mesh import Mesh
 from autopar.runtime.parallel_model import ParallelModel
-from autopar.runtime.weights import ModelWeights
-from autopar.runtime.world import World
 from autopar.verification.against_one_device import adamw, loss_of
-from tests.support.distributed.plans import make_plan
 from tests.support.distributed.subjects import HfSubject
+from tests.support.parallel import alone
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -39,8 +35,7 @@ def graph() -> Any:
 
 
 def build(model: nn.Module | None = None, **options: Any) -> ParallelModel:
-    plan = make_plan(graph(), Mesh(), global_batch_size=8, micro_batch_size=2, **options)
-    return ParallelModel(lower(plan, graph()), World(plan.mesh, "cpu"), ModelWeights(model or SUBJECT.build(), 0))
+    return alone(model or SUBJECT.build(), graph(), batch=8, micro=2, **options)
 
 
 class Counting(nn.Module):
@@ -62,8 +57,7 @@ class Counting(nn.Module):
 
 def counting() -> ParallelModel:
     traced = api.trace(Counting(), example_inputs={"x": torch.ones(4, 4)})
-    plan = make_plan(traced, Mesh(), global_batch_size=4, micro_batch_size=4)
-    return ParallelModel(lower(plan, traced), World(plan.mesh, "cpu"), ModelWeights(Counting(), 0))
+    return alone(Counting(), traced)
 
 
 class Around(nn.Module):
@@ -175,14 +169,10 @@ def around_it(wrap: Callable[[nn.Module], object]) -> Callable[[nn.Module], obje
 @pytest.mark.parametrize(
     "wrap",
     [
-        DistributedDataParallel,
-        fully_shard,
-        around_it(fully_shard),
-        FullyShardedDataParallel,
-        around_it(FullyShardedDataParallel),
-        replicate,
+        DistributedDataParallel, fully_shard, around_it(fully_shard), FullyShardedDataParallel,
+        around_it(FullyShardedDataParallel), replicate,
     ],
-)
+)  # fmt: skip
 def test_wrappers_are_refused_and_leave_the_model_as_it_was(wrap: Callable[[nn.Module], object]) -> None:
     parallel, batch = build(), SUBJECT.make_batch(8, seed=0)
     with pytest.raises(UsageError, match=r"cannot be wrapped in .*: its plan has distributed parameters .* already"):

@@ -22,20 +22,19 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 import autopar
 from autopar import api
 from autopar.errors import PlanError, RankFailedError, RuntimeMismatchError, UsageError
-from autopar.lower.program import lower
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import BF16, PRECISIONS
 from autopar.runtime.launch import launch
 from autopar.runtime.parallel_model import ParallelModel
 from autopar.runtime.same_values import checksums
 from autopar.runtime.step.gradients import BucketedSums, Held
-from autopar.runtime.weights import ModelWeights
 from autopar.runtime.world import World
 from autopar.tracing.trace import trace
 from autopar.verification.against_one_device import adamw, loss_of
 from tests.support.close import assert_close
 from tests.support.distributed.plans import make_plan
 from tests.support.distributed.subjects import HfSubject
+from tests.support.parallel import alone
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -47,9 +46,8 @@ def graph() -> Any:
     return SUBJECT.trace()
 
 
-def build(**options: Any) -> ParallelModel:
-    plan = make_plan(graph(), Mesh(), global_batch_size=8, micro_batch_size=2, **options)
-    return ParallelModel(lower(plan, graph()), World(plan.mesh, "cpu"), ModelWeights(SUBJECT.build(), 0))
+def build(model: nn.Module | None = None, **options: Any) -> ParallelModel:
+    return alone(model or SUBJECT.build(), graph(), batch=8, micro=2, **options)
 
 
 def test_trains_as_the_model_itself() -> None:
@@ -80,8 +78,7 @@ def test_names_are_those_of_checkpoints() -> None:
 
 def test_bf16_computes_low_and_stores_high() -> None:
     low = trace(SUBJECT.build().bfloat16(), kwargs=SUBJECT.make_batch(2, seed=0))
-    plan = make_plan(low, Mesh(), global_batch_size=8, micro_batch_size=4, precision=BF16)
-    parallel = ParallelModel(lower(plan, low), World(plan.mesh, "cpu"), ModelWeights(SUBJECT.build(), 0))
+    parallel = alone(SUBJECT.build(), low, batch=8, micro=4, precision=BF16)
     batch = SUBJECT.make_batch(8, seed=0)
     loss = parallel.train_step(batch)
     assert loss.item() == pytest.approx(loss_of(SUBJECT.build()(**batch)).item(), rel=1e-2)
@@ -202,8 +199,7 @@ def test_inputs_that_need_gradients_are_refused() -> None:
     """They got those of one rank's samples."""
     torch.manual_seed(0)
     traced = api.trace(Sides(), example_inputs=sides(torch.float32))
-    plan = make_plan(traced, Mesh(), global_batch_size=4, micro_batch_size=2)
-    parallel = ParallelModel(lower(plan, traced), World(plan.mesh, "cpu"), ModelWeights(Sides(), 0))
+    parallel = alone(Sides(), traced, micro=2)
     given = sides(torch.float32)["sides"]
     given["left"].requires_grad_()
     for call in (parallel.train_step, lambda batch: parallel(**batch)):
@@ -308,8 +304,7 @@ def test_a_scaler_of_a_steps_loss_is_refused() -> None:
 def test_the_norm_is_as_exact_as_the_parameters() -> None:
     model = SUBJECT.build().double()
     fine = api.trace(model, example_inputs=SUBJECT.make_batch(8, seed=0), precision="fp64")
-    plan = make_plan(fine, Mesh(), global_batch_size=8, micro_batch_size=8, precision=PRECISIONS["fp64"])
-    parallel = ParallelModel(lower(plan, fine), World(plan.mesh, "cpu"), ModelWeights(model, 0))
+    parallel = alone(model, fine, batch=8, precision=PRECISIONS["fp64"])
     loss_of(model(**SUBJECT.make_batch(8, seed=0))).backward()
     parallel.train_step(SUBJECT.make_batch(8, seed=0))
     wanted = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item()
@@ -363,8 +358,7 @@ def test_parameters_may_be_frozen_after_the_plan_was_made_and_not_thawed() -> No
     model = SUBJECT.build()
     model.transformer.wpe.weight.requires_grad_(False)
     known = trace(model, kwargs=SUBJECT.make_batch(2, seed=0), name=graph().name)
-    plan = make_plan(known, Mesh(), global_batch_size=8, micro_batch_size=2)
-    parallel = ParallelModel(lower(plan, known), World(plan.mesh, "cpu"), ModelWeights(model, 0))
+    parallel = alone(model, known, batch=8, micro=2)
     parallel.train_step(batch)
     dict(parallel.named_parameters())["transformer.wpe.weight"].requires_grad_(True)
     with pytest.raises(UsageError, match=r"transformer\.wpe\.weight cannot learn: frozen.*Set requires_grad"):
@@ -384,8 +378,8 @@ def test_hooks_on_parameters_that_would_not_be_called_are_refused() -> None:
 
 def test_an_optimizer_of_the_model_that_was_given_is_refused() -> None:
     """It has no gradients there, and torch passes over such: nothing would be learnt, and nothing said."""
-    plan, model = make_plan(graph(), Mesh(), global_batch_size=8, micro_batch_size=2), SUBJECT.build()
-    parallel = ParallelModel(lower(plan, graph()), World(plan.mesh, "cpu"), ModelWeights(model, 0))
+    model = SUBJECT.build()
+    parallel = build(model)
     optimizer = adamw(model.parameters())
     parallel.train_step(SUBJECT.make_batch(8, seed=0))
     with pytest.raises(UsageError, match=r"AdamW has the parameters of the model before.*par\.parameters\(\)"):
@@ -395,8 +389,8 @@ def test_an_optimizer_of_the_model_that_was_given_is_refused() -> None:
 
 
 def test_attributes_that_change_after_the_plan_was_made_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    plan, model = make_plan(graph(), Mesh(), global_batch_size=8, micro_batch_size=2), SUBJECT.build()
-    parallel = ParallelModel(lower(plan, graph()), World(plan.mesh, "cpu"), ModelWeights(model, 0))
+    model = SUBJECT.build()
+    parallel = build(model)
     batch = SUBJECT.make_batch(8, seed=0)
     model.eval()
     parallel.train_step(batch)
@@ -487,8 +481,7 @@ def test_weights_that_are_loaded_into_the_model_too_late_are_told_of(caplog: pyt
     def told(load: Callable[[nn.Module, ParallelModel], object]) -> bool:
         caplog.clear()
         model = SUBJECT.build()
-        plan = make_plan(graph(), Mesh(), global_batch_size=8, micro_batch_size=2)
-        parallel = ParallelModel(lower(plan, graph()), World(plan.mesh, "cpu"), ModelWeights(model, 0))
+        parallel = build(model)
         load(model, parallel)
         parallel.train_step(batch)
         return "parameters of the model have been written since autopar.parallelize (transformer.wte" in caplog.text
@@ -576,8 +569,7 @@ def test_models_and_batches_of_any_dtype_are_computed_in_the_plans(own: str, pre
     recipe = PRECISIONS[precision]
     traced = api.trace(model, example_inputs=batch, precision=recipe.name)
     assert {p.spec.dtype for p in traced.parameters} == {getattr(torch, recipe.compute)}
-    plan = make_plan(traced, Mesh(), global_batch_size=4, micro_batch_size=2, precision=recipe)
-    parallel = ParallelModel(lower(plan, traced), World(plan.mesh, "cpu"), ModelWeights(model, 0))
+    parallel = alone(model, traced, micro=2, precision=recipe)
     with pytest.raises(UsageError, match="Leave out scale: what was no tensor"):
         parallel.train_step(batch)
     found = parallel.train_step({"sides": batch["sides"]})
@@ -632,8 +624,7 @@ def test_an_evaluation_has_no_dropout_and_knows_what_it_does_not_know(
     torch.manual_seed(0)
     model, batch = Noisy(kind), {"x": torch.randn(4, 8)}
     traced = api.trace(model, example_inputs=batch, opaque=opaque, global_batch_size=4)
-    plan = make_plan(traced, Mesh(), global_batch_size=4, micro_batch_size=4)
-    parallel = ParallelModel(lower(plan, traced), World(plan.mesh, "cpu"), ModelWeights(model, 0))
+    parallel = alone(model, traced)
     if value:
         with pytest.raises(UsageError, match=f"cannot be evaluated.*{value}.* Put par.full_state_dict"):
             parallel.evaluate(batch)
@@ -653,8 +644,7 @@ def test_batch_norms_compute_low_by_statistics_in_the_models_dtype(is_frozen: bo
     model.drop.eval()
     model.norm.train(not is_frozen)
     traced = api.trace(model, example_inputs=batch, global_batch_size=4, precision="bf16")
-    plan = make_plan(traced, Mesh(), global_batch_size=4, micro_batch_size=4, precision=BF16)
-    parallel = ParallelModel(lower(plan, traced), World(plan.mesh, "cpu"), ModelWeights(model, 0))
+    parallel = alone(model, traced, precision=BF16)
     assert parallel.train_step(batch).item() == pytest.approx(model(**batch).item(), rel=2e-2)
     assert_close(parallel.full_state_dict(), model.state_dict(), 2e-2)
     assert parallel.evaluate(batch).item() == pytest.approx(model.eval()(**batch).item(), rel=2e-2)
@@ -666,8 +656,7 @@ def test_a_smaller_batch_of_samples_that_depend_on_each_other_is_refused(kind: s
     model, batch = Noisy(kind), {"x": torch.randn(4, 8)}
     loss = (lambda output, given: output * len(given["x"])) if kind == "exact" else None
     traced = api.trace(model, example_inputs=batch, global_batch_size=4, loss_fn=loss)
-    plan = make_plan(traced, Mesh(), global_batch_size=4, micro_batch_size=4)
-    parallel = ParallelModel(lower(plan, traced), World(plan.mesh, "cpu"), ModelWeights(model, 0))
+    parallel = alone(model, traced)
     parallel.train_step(batch)
     for size, why in {
         3: r"divides 4, or none. .*drop_last=True.* or make it one of 2 or 4 samples; evaluations take any number",

@@ -14,15 +14,11 @@ from torch.nn import functional
 
 import autopar
 from autopar.errors import UsageError
-from autopar.lower.program import lower
-from autopar.plan.mesh import Mesh
 from autopar.runtime.parallel_model import ParallelModel
-from autopar.runtime.weights import ModelWeights
-from autopar.runtime.world import World
 from autopar.tracing.trace import trace
 from tests.support.close import assert_close
-from tests.support.distributed.plans import make_plan
 from tests.support.distributed.returning import Result, Returning
+from tests.support.parallel import alone
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -33,9 +29,8 @@ def traced(kind: str) -> Any:
 
 
 def build(kind: str) -> tuple[ParallelModel, nn.Module]:
-    graph, model = traced(kind), Returning(kind).build()
-    plan = make_plan(graph, Mesh(), global_batch_size=8, micro_batch_size=2)
-    return ParallelModel(lower(plan, graph), World(plan.mesh, "cpu"), ModelWeights(model, 0)), model
+    model = Returning(kind).build()
+    return alone(model, traced(kind), batch=8, micro=2), model
 
 
 def batch(samples: int = 8) -> dict[str, Tensor]:
@@ -148,8 +143,7 @@ class Noise(nn.Module):
 def test_an_output_that_cannot_be_made_is_none_and_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
     model, x = Noise(), torch.randn(4, 4)
     graph = trace(model, kwargs={"x": x})
-    plan = make_plan(graph, Mesh(), global_batch_size=4, micro_batch_size=4)
-    parallel = ParallelModel(lower(plan, graph), World(plan.mesh, "cpu"), ModelWeights(model, 0))
+    parallel = alone(model, graph)
     with caplog.at_level(logging.WARNING, "autopar"):
         found = [parallel.predict({"x": x}) for _ in range(2)]
     assert all(one["noise"] is None for one in found)

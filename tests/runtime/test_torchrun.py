@@ -37,14 +37,8 @@ def test_one_machine_takes_all_ranks_and_several_meet() -> None:
     assert plan.mesh.world_size == 16
     alone = command(plan, ["train.py", "--steps", "3"])
     assert alone[1:] == [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=16",
-        "train.py",
-        "--steps",
-        "3",
-    ]
+        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=16", "train.py", "--steps", "3",
+    ]  # fmt: skip
     several = command(plan, ["train.py"], nodes=2, rendezvous="first:29500")
     assert several[-2:] == ["--nproc-per-node=8", "train.py"]
     assert {"--nnodes=2", "--rdzv-endpoint=first:29500"} <= set(several)

@@ -9,12 +9,8 @@ import torch
 from torch import Tensor
 
 ROUNDING = {
-    torch.float64: 1e-12,
-    torch.complex128: 1e-12,
-    torch.float32: 1e-5,
-    torch.bfloat16: 2e-2,
-    torch.float16: 4e-3,
-}
+    torch.float64: 1e-12, torch.complex128: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3,
+}  # fmt: skip
 """What sums in another order are off by at most, a few times over, as a part of the largest element."""
 
 NOISE = 1e-3
@@ -33,13 +29,8 @@ def error_of(found: Tensor, wanted: Tensor, floor: float = 0.0) -> float:
 
 def assert_close(found: Any, wanted: Any, relative: float | None = None, place: str = "", floor: float = 0.0) -> None:
     """Tensors, numbers, and sequences and mappings of them (``found`` may have more), that are equal but for rounding.
-
-    Args:
-        found: what is held against ``wanted``.
-        wanted: of the same shapes and dtypes; whole numbers and truth values must be equal.
-        relative: part of the largest element of each tensor that its elements may be off by; by its dtype if not given.
-        place: what an error names.
-        floor: as large counts the largest element of each tensor at least; of a sequence or mapping see :data:`NOISE`.
+    Whole numbers and truth values must be equal. ``relative``: part of the largest element of each tensor that its elements
+    may be off by, by its dtype if not given; ``floor``: as large counts the largest element of each at least, see :data:`NOISE`.
     """
     if isinstance(wanted, Mapping):
         assert found.keys() >= wanted.keys(), place

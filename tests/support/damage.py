@@ -9,11 +9,7 @@ KINDS = ("bit", "bits", "zeros", "truncated", "deleted", "swapped", "of another"
 
 
 def damage(folder: Path, other: Path, seed: int) -> tuple[str, str]:
-    """Damages the checkpoint in ``folder`` in one way, drawn by ``seed``: the kind, and what was done.
-
-    Args:
-        other: a checkpoint of another step of the same job.
-    """
+    """Damages a checkpoint in one way, drawn by ``seed``: the kind, and what was done; ``other`` is of another step of its job."""
     draw = random.Random(seed)
     kind = KINDS[seed % len(KINDS)]
     names = sorted(path.name for path in folder.iterdir() if path.is_file())

@@ -17,53 +17,33 @@ EMBEDDING = BlockLayout(
             axis="batch", strategies=("split b",), parameters=(I,), parameter_names=("model.embed_tokens.weight",)
         ),
         AxisTyping(
-            axis="tp",
-            strategies=("vocabulary",),
-            parameters=(S(0),),
-            parameter_names=("model.embed_tokens.weight",),
+            axis="tp", strategies=("vocabulary",), parameters=(S(0),), parameter_names=("model.embed_tokens.weight",),
             boundary=(S(1),),
         ),
     ),
-)
+)  # fmt: skip
 LAYER_PARAMETERS = {
-    "input_layernorm.weight": I,
-    "self_attn.q_proj.weight": S(0),
-    "self_attn.k_proj.weight": S(0),
-    "self_attn.v_proj.weight": S(0),
-    "self_attn.o_proj.weight": S(1),
-    "post_attention_layernorm.weight": I,
-    "mlp.gate_proj.weight": S(0),
-    "mlp.up_proj.weight": S(0),
-    "mlp.down_proj.weight": S(1),
-}
+    "input_layernorm.weight": I, "self_attn.q_proj.weight": S(0), "self_attn.k_proj.weight": S(0),
+    "self_attn.v_proj.weight": S(0), "self_attn.o_proj.weight": S(1), "post_attention_layernorm.weight": I,
+    "mlp.gate_proj.weight": S(0), "mlp.up_proj.weight": S(0), "mlp.down_proj.weight": S(1),
+}  # fmt: skip
 LAYER = BlockLayout(
     block_hash="a000000000000000",
     typings=(
         AxisTyping(
-            axis="batch",
-            strategies=("split b",) * 9,
-            parameters=(I,) * 9,
-            parameter_names=tuple(LAYER_PARAMETERS),
+            axis="batch", strategies=("split b",) * 9, parameters=(I,) * 9, parameter_names=tuple(LAYER_PARAMETERS),
         ),
         AxisTyping(
             axis="tp",
             strategies=(
-                "split s",
-                "split n",
-                "split n",
-                "split n",
-                "split h",
-                "split k",
-                "split s",
-                "split n",
-                "split k",
+                "split s", "split n", "split n", "split n", "split h", "split k", "split s", "split n", "split k",
             ),
             parameters=tuple(LAYER_PARAMETERS.values()),
             parameter_names=tuple(LAYER_PARAMETERS),
             boundary=(S(1),),
         ),
     ),
-)
+)  # fmt: skip
 HEAD = BlockLayout(
     block_hash="f000000000000000",
     typings=(
@@ -97,11 +77,8 @@ def llama_plan() -> Plan:
     )
     return Plan(
         model=ModelInfo(
-            name="llama:layers=8",
-            fingerprint="0123456789abcdef",
-            num_parameters=2_200_000_000,
-            flops_per_sample=5.4e13,
-            tokens_per_sample=4096,
+            name="llama:layers=8", fingerprint="0123456789abcdef", num_parameters=2_200_000_000,
+            flops_per_sample=5.4e13, tokens_per_sample=4096,
         ),
         cluster="h100-sxm5-80gb:2x8",
         mesh=Mesh(pp=2, dp_shard=2, tp=4),
@@ -125,32 +102,17 @@ def llama_plan() -> Plan:
             mfu=0.4873,
             tokens_per_s=582_542.2,
             breakdown=Breakdown(
-                compute_s=0.3,
-                recompute_s=0.04,
-                tensor_parallel_s=0.05,
-                data_parallel_s=0.01,
-                pipeline_s=0.002,
-                bubble_s=0.038,
-                optimizer_s=0.01,
+                compute_s=0.3, recompute_s=0.04, tensor_parallel_s=0.05, data_parallel_s=0.01, pipeline_s=0.002,
+                bubble_s=0.038, optimizer_s=0.01,
             ),
             memory=(
                 Memory(
-                    pp_rank=0,
-                    parameters=2 * _GIB,
-                    gradients=2 * _GIB,
-                    optimizer=4 * _GIB,
-                    activations=12 * _GIB,
-                    transient=3 * _GIB,
-                    reserved=2 * _GIB,
+                    pp_rank=0, parameters=2 * _GIB, gradients=2 * _GIB, optimizer=4 * _GIB, activations=12 * _GIB,
+                    transient=3 * _GIB, reserved=2 * _GIB,
                 ),
                 Memory(
-                    pp_rank=1,
-                    parameters=2 * _GIB,
-                    gradients=2 * _GIB,
-                    optimizer=4 * _GIB,
-                    activations=15 * _GIB,
-                    transient=6 * _GIB,
-                    reserved=2 * _GIB,
+                    pp_rank=1, parameters=2 * _GIB, gradients=2 * _GIB, optimizer=4 * _GIB, activations=15 * _GIB,
+                    transient=6 * _GIB, reserved=2 * _GIB,
                 ),
             ),
             stage_times=((0.008, 0.018), (0.008, 0.016)),
@@ -165,20 +127,16 @@ def llama_plan() -> Plan:
         ),
         pins=("tp<=4",),
         notes=("operator mylib.custom has no rule: it is replicated on tp and costs 0.001 s",),
-    )
+    )  # fmt: skip
 
 
 def single_plan() -> Plan:
     """The same model on one CPU rank."""
     base = llama_plan()
     predicted = replace(
-        base.predicted,
-        peak_memory_bytes=29 * _GIB,
-        peak_memory_interval_bytes=(),
-        memory_limit_bytes=28 * _GIB,
-        memory=base.predicted.memory[:1],
-        stage_times=(),
-    )
+        base.predicted, peak_memory_bytes=29 * _GIB, peak_memory_interval_bytes=(), memory_limit_bytes=28 * _GIB,
+        memory=base.predicted.memory[:1], stage_times=(),
+    )  # fmt: skip
     return replace(
         base,
         cluster="cpu:1x1",

@@ -417,13 +417,9 @@ def losses(make: Maker) -> Iterator[Example]:
         yield c("aten.binary_cross_entropy.default", r(4, 8), r(4, 8, grad=False), None, reduction)
         yield c("aten.binary_cross_entropy_with_logits.default", r(4, 8), r(4, 8, grad=False), None, None, reduction)
         yield c(
-            "aten.binary_cross_entropy_with_logits.default",
-            r(4, 8),
-            r(4, 8, grad=False),
-            None,
-            r(8, grad=False),
+            "aten.binary_cross_entropy_with_logits.default", r(4, 8), r(4, 8, grad=False), None, r(8, grad=False),
             reduction,
-        )
+        )  # fmt: skip
 
 
 def every(table: RuleTable, seed: int = 0) -> Iterator[Example]:

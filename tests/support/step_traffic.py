@@ -36,14 +36,7 @@ from autopar.plan.schedule import schedule_actions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """One kind of collective of a rank.
-
-    Attributes:
-        kind: one of ``cost.collectives.KINDS``.
-        axes: of the mesh, all of more than one rank.
-        num_bytes: of the whole tensor; of one rank's part for ``all_to_all`` and ``send``.
-        pp_ranks: where not the whole pipeline takes part in an axis ``pp``: who does.
-    """
+    """Bytes are of the whole tensor, of one rank's part for ``all_to_all`` and ``send``; ``pp_ranks``: who, if not the whole axis."""
 
     kind: str
     axes: tuple[str, ...]
@@ -62,13 +55,7 @@ def traffic(model: CostModel, stages: Sequence[StageCost], step: Step) -> tuple[
 
 
 def _rank_traffic(stages: Sequence[StageCost], data: DataParallel, step: Step, *, pp_rank: int) -> Traffic:
-    """What a rank of one pipeline rank sends in a step.
-
-    Args:
-        stages: of the whole model, in order.
-        data: the mesh and how its data axes run.
-        pp_rank: whose.
-    """
+    """What a rank of one pipeline rank sends in a step; ``stages``: of the whole model, in order."""
     turns = range(pp_rank, len(stages), data.mesh.pp)
     found: Traffic = Counter()
     for s in turns:
@@ -142,12 +129,8 @@ def gathers(order: str, data: DataParallel, num_units: int, *, has_shared: bool)
     At ZeRO 3 a block's unit is freed after its forward, and after its backward unless a pipeline still has micro-batches
     to come (torch's stages keep everything from a backward on to their next forward). Every backward of a unit gathers
     the one that ran forward before it: for the first unit that is the last one of the micro-batch before, in vain.
-
-    Args:
-        order: ``F`` and ``B`` of the stage's actions.
-        data: the ZeRO stage.
-        num_units: with parameters.
-        has_shared: the last of them is that of shared parameters, which holds all others and stays gathered.
+    ``order``: ``F`` and ``B`` of the stage's actions; ``has_shared``: the last unit is that of shared parameters, which holds
+    all others and stays gathered.
     """
     if not data.gathers_always:
         return [1] * num_units

@@ -99,10 +99,7 @@ def plans(draw: st.DrawFn) -> Plan:
     )
     return Plan(
         model=ModelInfo(
-            name=draw(_TEXT),
-            fingerprint=draw(_TEXT),
-            num_parameters=draw(_BYTES),
-            flops_per_sample=draw(_SECONDS),
+            name=draw(_TEXT), fingerprint=draw(_TEXT), num_parameters=draw(_BYTES), flops_per_sample=draw(_SECONDS),
             tokens_per_sample=draw(st.integers(1, 10**6)),
         ),
         cluster=f"cpu:1x{mesh.world_size}",
@@ -129,4 +126,4 @@ def plans(draw: st.DrawFn) -> Plan:
         ),
         pins=tuple(draw(st.lists(_TEXT, max_size=2))),
         notes=tuple(draw(st.lists(_TEXT, max_size=2))),
-    )
+    )  # fmt: skip

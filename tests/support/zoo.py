@@ -110,10 +110,14 @@ def subject(kind: str, *, padded: bool = False) -> tuple[nn.Module, dict[str, Te
 
 
 @cache
-def traced(kind: str) -> Graph:
-    """The graph of :func:`subject`, which whoever asks for it only reads."""
-    model, batch = subject(kind)
+def _traced(kind: str, padded: bool) -> Graph:
+    model, batch = subject(kind, padded=padded)
     return trace(model, (), batch)
+
+
+def traced(kind: str, padded: bool = False) -> Graph:
+    """The graph of :func:`subject`, which whoever asks for it only reads."""
+    return _traced(kind, padded)
 
 
 @cache

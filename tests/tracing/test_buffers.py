@@ -115,19 +115,11 @@ def _teacher(module: nn.Module, y: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "write",
     [
-        _relu,
-        _filled,
-        _written_through_a_view,
-        _without_gradient,
-        _target,
-        _in_inference_mode,
-        _read_through_data,
-        _averaged,
-        _replaced,
-        _teacher,
+        _relu, _filled, _written_through_a_view, _without_gradient, _target, _in_inference_mode, _read_through_data,
+        _averaged, _replaced, _teacher,
     ],
     ids=lambda write: write.__name__.strip("_"),
-)
+)  # fmt: skip
 def test_in_place_operators_mean_what_they_mean_on_one_device(write: Write) -> None:
     same_as_the_model(Writing(write), {"x": torch.randn(6, 4, dtype=torch.float64)})
 

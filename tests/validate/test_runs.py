@@ -113,20 +113,10 @@ def test_a_file_that_is_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("layers", "stages"),
     [
-        (72, 12),
-        (70, 12),
-        (78, 12),
-        (106, 12),
-        (3, 2),
-        (80, 20),
-        (5, 5),
-        (24, 16),
-        (9, 8),
-        (126, 128),
-        (31, 32),
+        (72, 12), (70, 12), (78, 12), (106, 12), (3, 2), (80, 20), (5, 5), (24, 16), (9, 8), (126, 128), (31, 32),
         (30, 32),
     ],
-)
+)  # fmt: skip
 def test_stages_hold_every_block_once(layers: int, stages: int) -> None:
     stops = stage_stops(layers, stages, layers + 2)
     sizes = [b - a for a, b in zip((0, *stops), stops, strict=False)]

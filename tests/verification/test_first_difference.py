@@ -11,20 +11,17 @@ import pytest
 import torch
 
 from autopar.graph.graph import Graph, Ref
-from autopar.lower.program import lower
 from autopar.plan.mesh import I, Mesh, P, R, S
 from autopar.plan.plan import FP64
 from autopar.rules.apply import BATCH
 from autopar.runtime.job import start, stop
-from autopar.runtime.parallel_model import ParallelModel
-from autopar.runtime.weights import ModelWeights
-from autopar.runtime.world import World
 from autopar.verification.against_one_device import in_dtype
 from autopar.verification.record import PRELUDE, OneDevice, Tape, Watch, attach
 from autopar.verification.slices import Split, gradient_layout
 from autopar.verification.walk import Trail
 from tests.support.distributed.plans import make_plan
 from tests.support.distributed.subjects import HfSubject
+from tests.support.parallel import on_rank
 
 SUBJECT = HfSubject("gpt2", depth=1)
 
@@ -52,7 +49,7 @@ def recorded() -> Iterator[tuple[Trail, Tape, Tape, dict[Ref, torch.Tensor]]]:
         )
         for side in (0, 1)
     )
-    parallel = ParallelModel(lower(plan, traced()), World(plan.mesh, "cpu"), ModelWeights(SUBJECT.build(), 0))
+    parallel = on_rank(SUBJECT.build(), plan, traced())
     tape = attach(parallel, here)
     parallel.train_step(batch)
     one = OneDevice(trail.whole, SUBJECT.build())

@@ -115,12 +115,9 @@ def test_a_cut_fits_and_is_the_best_of_all_up_to_a_step_of_recompute_a_stage(
 
 @settings(max_examples=100, deadline=None)
 @given(
-    count=st.integers(1, 7),
-    stages=st.integers(1, 3),
-    m=st.integers(1, 8),
-    limit=st.integers(5, 60),
+    count=st.integers(1, 7), stages=st.integers(1, 3), m=st.integers(1, 8), limit=st.integers(5, 60),
     seed=st.integers(0, 2**32 - 1),
-)
+)  # fmt: skip
 def test_of_equal_blocks_with_two_modes_it_is_the_best_of_all(
     count: int, stages: int, m: int, limit: int, seed: int
 ) -> None:

@@ -66,13 +66,7 @@ def exported(subject: Any, plan: Plan, graph: Graph, batches: Sequence[Batch], f
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Of a damaged checkpoint.
-
-    Attributes:
-        kind, what: the damage.
-        said: of each rank; empty where nothing was said.
-        is_right: what was loaded is what was saved, or nothing was changed.
-    """
+    """Of a damaged checkpoint: what ranks said, empty or not; ``is_right``: they loaded what was saved, or nothing was changed."""
 
     kind: str
     what: str

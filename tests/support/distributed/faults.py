@@ -127,9 +127,6 @@ def _gradient(op: Op) -> Callable[..., Tensor]:
 
 
 KINDS: Mapping[str, Callable[[Op], Callable[..., Tensor]]] = {
-    "no_sum": _no_sum,
-    "no_gradient_sum": _no_gradient_sum,
-    "one_rank": _one_rank,
-    "value": _value,
+    "no_sum": _no_sum, "no_gradient_sum": _no_gradient_sum, "one_rank": _one_rank, "value": _value,
     "gradient": _gradient,
-}
+}  # fmt: skip

@@ -30,10 +30,9 @@ from autopar.runtime.parallel_model import ParallelModel
 from autopar.runtime.same_values import EVERY
 from autopar.runtime.step import local_batch
 from autopar.runtime.step.gradients import local_part
-from autopar.runtime.weights import ModelWeights
-from autopar.runtime.world import World
 from autopar.verification.against_one_device import adamw, loss_of
 from tests.support.distributed.subjects import HfSubject
+from tests.support.parallel import on_rank
 
 Batch = Mapping[str, Tensor]
 
@@ -206,9 +205,7 @@ def failing_build(subject: HfSubject, plan: Plan, graph: Graph, folder: str) -> 
 
 
 def build(subject: HfSubject, plan: Plan, graph: Graph, seed: int = 0) -> ParallelModel:
-    world = World(plan.mesh, "cpu")
-    program = lower(plan, graph, rank=world.rank)
-    return ParallelModel(program, world, ModelWeights(subject.build(), seed), seed=seed)
+    return on_rank(subject.build(), plan, graph, seed=seed)
 
 
 def train_beside_other_groups(
@@ -553,8 +550,7 @@ def held_bytes(
     subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, optimizer_name: str = "adamw"
 ) -> dict[str, int]:
     """Of this rank: parameters (with what FSDP keeps gathered between forward and backward), gradients, states."""
-    world = World(plan.mesh, "cpu")
-    parallel = ParallelModel(lower(plan, graph), world, ModelWeights(subject.build(), 0))
+    parallel = build(subject, plan, graph)
     optimizer = OPTIMIZERS[optimizer_name](parallel.parameters())
     gathered, scaler = _gathered(parallel) if plan.zero_stage < 3 else 0, parallel.grad_scaler()
     parallel.train_step(batch)
@@ -562,7 +558,7 @@ def held_bytes(
     parameters = list(dict.fromkeys(parallel.parameters()))
     states = [value for state in optimizer.state.values() for value in state.values()]
     return {
-        "pp_rank": world.coordinate["pp"],
+        "pp_rank": parallel._world.coordinate["pp"],
         "parameters": _bytes(parameters) + gathered,
         "gradients": _bytes([p.grad for p in parameters]),
         "optimizer": _bytes([value for value in states if value.ndim > 0]),
@@ -571,8 +567,7 @@ def held_bytes(
 
 def host_bytes(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) -> dict[str, int]:
     """Of this rank: what lies on the host of parameters, gradients and states after two steps, and states on the device."""
-    world = World(plan.mesh, "cpu")
-    parallel = ParallelModel(lower(plan, graph), world, ModelWeights(subject.build(), 0))
+    parallel = build(subject, plan, graph)
     optimizer = adamw(parallel.parameters())
     for _ in range(2):
         parallel.train_step(batch)
@@ -580,7 +575,7 @@ def host_bytes(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) -> di
     copies = list(parallel._local_steps._hosts.values())
     states = [value for state in optimizer.state.values() for value in state.values()]
     return {
-        "pp_rank": world.coordinate["pp"],
+        "pp_rank": parallel._world.coordinate["pp"],
         "copies": _bytes([c.parameter for c in copies]) + _bytes([c._gradient for c in copies]),
         "states": _bytes([value for value in states if value.ndim > 0]),
     }
@@ -588,11 +583,10 @@ def host_bytes(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) -> di
 
 def moved_bytes(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) -> tuple[int, int, int]:
     """Of this rank: its pipeline rank, bytes that one step moved to the host and back."""
-    world = World(plan.mesh, "cpu")
-    parallel = ParallelModel(lower(plan, graph), world, ModelWeights(subject.build(), 0))
+    parallel = build(subject, plan, graph)
     parallel.train_step(batch)
     movers = [stage.mover for stage in parallel._assembly.stages if stage.mover is not None]
-    return world.coordinate["pp"], sum(m.down_bytes for m in movers), sum(m.up_bytes for m in movers)
+    return parallel._world.coordinate["pp"], sum(m.down_bytes for m in movers), sum(m.up_bytes for m in movers)
 
 
 def _gathered(parallel: ParallelModel) -> int:
@@ -624,8 +618,7 @@ def watched(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, folder: 
     handler = logging.Handler()
     handler.emit = heard.append  # type: ignore[method-assign]
     logging.getLogger("autopar").addHandler(handler)
-    world, weights = World(plan.mesh, "cpu"), ModelWeights(subject.build(), 0)
-    parallel = ParallelModel(lower(plan, graph), world, weights, log_dir=Path(folder))
+    parallel = on_rank(subject.build(), plan, graph, log_dir=Path(folder))
     optimizer = adamw(parallel.parameters())
     for _ in range(WARM_UP_STEPS + MEASURED_STEPS + 1):
         if called:

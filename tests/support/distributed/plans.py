@@ -36,16 +36,11 @@ UNPRICED = Prediction(
     mfu=1.0,
     tokens_per_s=1.0,
     breakdown=Breakdown(
-        compute_s=1.0,
-        recompute_s=0.0,
-        tensor_parallel_s=0.0,
-        data_parallel_s=0.0,
-        pipeline_s=0.0,
-        bubble_s=0.0,
+        compute_s=1.0, recompute_s=0.0, tensor_parallel_s=0.0, data_parallel_s=0.0, pipeline_s=0.0, bubble_s=0.0,
         optimizer_s=0.0,
     ),
     memory=(),
-)
+)  # fmt: skip
 """Of a plan that nobody has priced."""
 
 
@@ -100,12 +95,9 @@ def make_plan(
     small = compact(graph)
     batch = solve_batch(small)
     batch = type(batch)(
-        axis="batch",
-        size=batch.size / micro_batch_size,
-        strategies=batch.strategies,
-        parameters=batch.parameters,
+        axis="batch", size=batch.size / micro_batch_size, strategies=batch.strategies, parameters=batch.parameters,
         inputs=batch.inputs,
-    )
+    )  # fmt: skip
     local = shard(small.graph, batch, global_batch_size=global_batch_size, micro_batch_size=micro_batch_size)
     typings = [[_typing(small.graph, batch, i)] for i in range(len(small.graph.blocks))]
     if mesh.tp > 1:
@@ -126,10 +118,7 @@ def make_plan(
     cuts = [round(i * len(blocks) / stages) for i in range(stages + 1)]
     return Plan(
         model=ModelInfo(
-            name=graph.name,
-            fingerprint=graph.fingerprint,
-            num_parameters=graph.num_parameters,
-            flops_per_sample=1.0,
+            name=graph.name, fingerprint=graph.fingerprint, num_parameters=graph.num_parameters, flops_per_sample=1.0,
             tokens_per_sample=1,
         ),
         cluster=f"cpu:1x{mesh.world_size}",
@@ -150,7 +139,7 @@ def make_plan(
         stages=tuple(StagePlan(index=i, start=cuts[i], stop=cuts[i + 1], pp_rank=i % mesh.pp) for i in range(stages)),
         predicted=UNPRICED,
         search=SearchRecord(wall_time_s=0.0, candidates=1, evaluated=1, lower_bound_s=0.0, gap=0.0),
-    )
+    )  # fmt: skip
 
 
 def _typing(graph: Graph, batch: object, index: int) -> AxisTyping:

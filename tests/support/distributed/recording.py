@@ -21,21 +21,12 @@ Recorded = tuple[str, tuple[int, ...], int]
 for all-to-all and sends."""
 
 _KINDS = {
-    "allreduce_": "all_reduce",
-    "_allgather_base_": "all_gather",
-    "allgather_": "all_gather",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "reduce_scatter_": "reduce_scatter",
-    "alltoall_": "all_to_all",
-    "alltoall_base_": "all_to_all",
-    "send": "send",
-    "broadcast_": "broadcast",
-    "all_reduce": "all_reduce",
-    "all_reduce_": "all_reduce",
-    "all_gather_into_tensor": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
+    "allreduce_": "all_reduce", "_allgather_base_": "all_gather", "allgather_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter", "reduce_scatter_": "reduce_scatter", "alltoall_": "all_to_all",
+    "alltoall_base_": "all_to_all", "send": "send", "broadcast_": "broadcast", "all_reduce": "all_reduce",
+    "all_reduce_": "all_reduce", "all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter",
     "all_to_all_single": "all_to_all",
-}
+}  # fmt: skip
 _SILENT = ("_wrap_tensor_autograd", "recv_", "recv_any_source_", "wait_tensor", "barrier", "monitored_barrier_")
 
 

@@ -14,13 +14,11 @@ from torch.nn import functional
 from autopar import api
 from autopar.errors import UsageError
 from autopar.graph.graph import Graph
-from autopar.lower.program import lower
 from autopar.plan.plan import Plan
 from autopar.runtime.parallel_model import ParallelModel
-from autopar.runtime.weights import ModelWeights
-from autopar.runtime.world import World
 from autopar.verification.against_one_device import loss_of
 from tests.support.distributed.mixtures import Model as Mixture
+from tests.support.parallel import on_rank
 
 VOCABULARY, LENGTH = 30, 8
 
@@ -167,8 +165,7 @@ class Returning:
 
 
 def build(subject: Any, plan: Plan, graph: Graph) -> ParallelModel:
-    world = World(plan.mesh, "cpu")
-    return ParallelModel(lower(plan, graph, rank=world.rank), world, ModelWeights(subject.build(), 0))
+    return on_rank(subject.build(), plan, graph)
 
 
 def plain(value: Any) -> Any:

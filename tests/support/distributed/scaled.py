@@ -41,11 +41,8 @@ def steps(
 ) -> dict[str, list[Any]]:
     """Of each step the loss, gradients and their norm after they are unscaled, parameters and the state of the scaler.
 
-    Args:
-        scaling: options of the scaler.
-        called: by ``par(**batch)`` and backward; otherwise by ``train_step``.
-        fused: the optimizer unscales; gradients are not looked at.
-        infinite: step and rank in which one element of one gradient is made infinite.
+    ``called``: not by ``train_step``; ``fused``: the optimizer unscales, and gradients are not looked at; ``infinite``: step and
+    rank in which one element of a gradient is made infinite.
     """
     parallel = build(subject, plan, graph)
     scaler, optimizer = parallel.grad_scaler(**scaling), sgd(parallel.parameters(), fused=fused)

@@ -33,35 +33,20 @@ class HfSubject:
         from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
         common: dict[str, Any] = {
-            "vocab_size": VOCABULARY,
-            "use_cache": False,
-            "bos_token_id": None,
-            "eos_token_id": None,
+            "vocab_size": VOCABULARY, "use_cache": False, "bos_token_id": None, "eos_token_id": None,
             "pad_token_id": None,
-        }
+        }  # fmt: skip
         if self.kind == "gpt2":
             p = self.dropout
             config = GPT2Config(
-                n_layer=self.depth,
-                n_embd=32,
-                n_head=4,
-                n_positions=SEQUENCE,
-                resid_pdrop=p,
-                embd_pdrop=p,
-                attn_pdrop=p,
-                **common,
-            )
+                n_layer=self.depth, n_embd=32, n_head=4, n_positions=SEQUENCE, resid_pdrop=p, embd_pdrop=p,
+                attn_pdrop=p, **common,
+            )  # fmt: skip
             return GPT2LMHeadModel(config)
         llama = LlamaConfig(
-            num_hidden_layers=self.depth,
-            hidden_size=32,
-            intermediate_size=64,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=SEQUENCE,
-            tie_word_embeddings=self.kind == "llama",
-            **common,
-        )
+            num_hidden_layers=self.depth, hidden_size=32, intermediate_size=64, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=SEQUENCE, tie_word_embeddings=self.kind == "llama", **common,
+        )  # fmt: skip
         return LlamaForCausalLM(llama)
 
     def make_batch(self, batch_size: int, *, seed: int, padded: bool = True) -> dict[str, Tensor]:

@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader
 from autopar.graph.graph import Graph
 from autopar.integrations.loss import step_loss
 from autopar.plan.plan import Plan
-from tests.support.integrations.ranks import BATCH, SUBJECT, Texts, parallel_model
+from tests.support.integrations.ranks import BATCH, SUBJECT, Texts
+from tests.support.parallel import on_rank
 from tests.support.scripts import as_under_torchrun
 
 
@@ -82,7 +83,7 @@ def parallel(plan: Plan, graph: Graph, accumulated: int, precision: str | None =
     forget()
     model = SUBJECT.build()
     with as_under_torchrun():
-        par = parallel_model(model, plan, graph)
+        par = on_rank(model, plan, graph)
         accelerator = Accelerator(gradient_accumulation_steps=accumulated, cpu=True, mixed_precision=precision)
         return loop(accelerator, par, shuffled_with(3 + par.rank))
 
@@ -97,7 +98,7 @@ def given_to_others(plan: Plan, graph: Graph) -> list[str]:
     forget()
     model, said = SUBJECT.build(), []
     with as_under_torchrun():
-        par = parallel_model(model, plan, graph)
+        par = on_rank(model, plan, graph)
         arguments = transformers.TrainingArguments("unused", use_cpu=True, report_to=[])
         for attempt in (
             lambda: accelerate.Accelerator(cpu=True).prepare(par),
@@ -124,6 +125,6 @@ def own_loader(plan: Plan, graph: Graph, options: dict[str, Any]) -> dict[str, A
     forget()
     model = SUBJECT.build()
     with as_under_torchrun():
-        par = parallel_model(model, plan, graph)
+        par = on_rank(model, plan, graph)
         accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True)
         return loop(accelerator, par, par.dataloader(Texts(), seed=4), **options)

@@ -11,7 +11,8 @@ from accelerate.state import AcceleratorState, GradientState
 
 from autopar.graph.graph import Graph
 from autopar.plan.plan import Plan
-from tests.support.integrations.ranks import BATCH, SUBJECT, Texts, parallel_model
+from tests.support.integrations.ranks import BATCH, SUBJECT, Texts
+from tests.support.parallel import on_rank
 from tests.support.scripts import as_under_torchrun
 
 NUMBERS = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_accuracy", "epoch", "step")
@@ -19,24 +20,12 @@ NUMBERS = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_accuracy", "
 
 def arguments(folder: str, **changes: Any) -> transformers.TrainingArguments:
     options: dict[str, Any] = {
-        "per_device_train_batch_size": BATCH,
-        "per_device_eval_batch_size": BATCH,
-        "num_train_epochs": 2,
-        "learning_rate": 1e-2,
-        "weight_decay": 0.1,
-        "warmup_steps": 2,
-        "lr_scheduler_type": "cosine",
-        "max_grad_norm": 0.5,
-        "logging_steps": 1,
-        "eval_strategy": "epoch",
-        "save_strategy": "no",
-        "optim": "adamw_torch",
-        "report_to": [],
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "dataloader_pin_memory": False,
+        "per_device_train_batch_size": BATCH, "per_device_eval_batch_size": BATCH, "num_train_epochs": 2,
+        "learning_rate": 1e-2, "weight_decay": 0.1, "warmup_steps": 2, "lr_scheduler_type": "cosine",
+        "max_grad_norm": 0.5, "logging_steps": 1, "eval_strategy": "epoch", "save_strategy": "no",
+        "optim": "adamw_torch", "report_to": [], "use_cpu": True, "disable_tqdm": True, "dataloader_pin_memory": False,
         "seed": 5,
-    }
+    }  # fmt: skip
     return transformers.TrainingArguments(output_dir=folder, **{**options, **changes})
 
 
@@ -77,13 +66,9 @@ def trained(
     """What a training logged, and what it predicts."""
     steps = Steps(stop_after)
     trainer = trainer_class(
-        model=model,
-        args=arguments(folder, **changes),
-        train_dataset=Texts(),
-        eval_dataset=Texts(13, seed=12),
-        compute_metrics=accuracy if metrics else None,
-        callbacks=[steps],
-    )
+        model=model, args=arguments(folder, **changes), train_dataset=Texts(), eval_dataset=Texts(13, seed=12),
+        compute_metrics=accuracy if metrics else None, callbacks=[steps],
+    )  # fmt: skip
     done = trainer.train(resume_from_checkpoint=resume or None)
     logs = [{k: v for k, v in log.items() if k in NUMBERS} for log in trainer.state.log_history]
     found = {"logs": logs, "train_loss": done.training_loss, "called": steps.called}
@@ -108,7 +93,7 @@ def parallel(plan: Plan, graph: Graph, folder: str, changes: dict[str, Any], opt
     GradientState._reset_state()
     model = SUBJECT.build()
     with as_under_torchrun():
-        par = parallel_model(model, plan, graph)
+        par = on_rank(model, plan, graph)
         return trained(Trainer, par, folder, changes, **options)
 
 
@@ -119,15 +104,12 @@ def refused(plan: Plan, graph: Graph, folder: str) -> list[str]:
 
     model, said = SUBJECT.build(), []
     asked: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
-        (model, {}, {}),
-        (None, {"per_device_train_batch_size": 4}, {}),
-        (None, {}, {"compute_loss_func": lambda *_: 0}),
-        (None, {"bf16": True}, {}),
-        (None, {"gradient_checkpointing": True}, {}),
-        (None, {"auto_find_batch_size": True}, {}),
-    ]
+        (model, {}, {}), (None, {"per_device_train_batch_size": 4}, {}),
+        (None, {}, {"compute_loss_func": lambda *_: 0}), (None, {"bf16": True}, {}),
+        (None, {"gradient_checkpointing": True}, {}), (None, {"auto_find_batch_size": True}, {}),
+    ]  # fmt: skip
     with as_under_torchrun():
-        par = parallel_model(model, plan, graph)
+        par = on_rank(model, plan, graph)
         for given, changes, options in asked:
             AcceleratorState._reset_state(reset_partial_state=True)
             try:

@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader
 from autopar.graph.graph import Graph
 from autopar.integrations.loss import step_loss
 from autopar.plan.plan import Plan
-from tests.support.integrations.ranks import BATCH, SUBJECT, Texts, parallel_model
+from tests.support.integrations.ranks import BATCH, SUBJECT, Texts
+from tests.support.parallel import on_rank
 from tests.support.scripts import as_under_torchrun
 
 
@@ -32,7 +33,7 @@ class Lit(pl.LightningModule):
 
     def configure_model(self) -> None:
         if self.plan is not None and self.graph is not None:
-            self.model = parallel_model(self.model, self.plan, self.graph)
+            self.model = on_rank(self.model, self.plan, self.graph)
             self.plan = None
 
     def training_step(self, batch: dict[str, Tensor], number: int) -> Tensor:
@@ -60,18 +61,10 @@ def trained(lit: Lit, folder: str, *, epochs: int = 2, resume: str | None = None
     saving = options.pop("saving", False)
     options.setdefault("gradient_clip_val", 0.5)
     trainer = pl.Trainer(
-        max_epochs=epochs,
-        accelerator="cpu",
-        devices=1,
-        log_every_n_steps=1,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        callbacks=[saves] if saving else [],
-        enable_checkpointing=saving,
-        default_root_dir=folder,
-        **{"logger": False, **options},
-    )
+        max_epochs=epochs, accelerator="cpu", devices=1, log_every_n_steps=1, enable_progress_bar=False,
+        enable_model_summary=False, num_sanity_val_steps=0, callbacks=[saves] if saving else [],
+        enable_checkpointing=saving, default_root_dir=folder, **{"logger": False, **options},
+    )  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the number of workers, and others of Lightning's advice
         trainer.fit(

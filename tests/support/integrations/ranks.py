@@ -5,16 +5,12 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import Dataset
 
 from autopar import api
 from autopar.graph.graph import Graph
-from autopar.lower.program import lower
 from autopar.plan.plan import Plan, PrecisionName
-from autopar.runtime.parallel_model import ParallelModel
-from autopar.runtime.weights import ModelWeights
-from autopar.runtime.world import World
 from tests.support.distributed.layouts import LAYOUTS
 from tests.support.distributed.plans import make_plan, micro_batch_size
 from tests.support.distributed.subjects import HfSubject
@@ -35,12 +31,6 @@ def plan_of(name: str, graph: Graph, **changes: Any) -> Plan:
 @cache
 def graph_in(precision: PrecisionName) -> Graph:
     return api.trace(SUBJECT.build(), example_inputs=SUBJECT.make_batch(2, seed=0), precision=precision, name="gpt2")
-
-
-def parallel_model(model: nn.Module, plan: Plan, graph: Graph) -> ParallelModel:
-    """This rank's part of the model, which whoever calls keeps."""
-    world = World(plan.mesh, "cpu")
-    return ParallelModel(lower(plan, graph, rank=world.rank), world, ModelWeights(model, 0), seed=0)
 
 
 class Texts(Dataset[dict[str, Tensor]]):

@@ -28,35 +28,19 @@ def traced(name: str, dropout: float = 0.0, *, hidden: int = 32, seq: int = SEQ,
         if name == "gpt2":
             model = GPT2LMHeadModel(
                 GPT2Config(
-                    n_layer=2,
-                    n_embd=hidden,
-                    n_head=4,
-                    vocab_size=VOCABULARY,
-                    n_positions=2 * seq,
-                    use_cache=False,
-                    resid_pdrop=dropout,
-                    embd_pdrop=dropout,
-                    attn_pdrop=dropout,
-                    bos_token_id=0,
-                    eos_token_id=0,
+                    n_layer=2, n_embd=hidden, n_head=4, vocab_size=VOCABULARY, n_positions=2 * seq, use_cache=False,
+                    resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, bos_token_id=0, eos_token_id=0,
                     loss_type="ForCausalLM",
                 )
-            )
+            )  # fmt: skip
         else:
             model = LlamaForCausalLM(
                 LlamaConfig(
-                    num_hidden_layers=2,
-                    hidden_size=hidden,
-                    num_attention_heads=8,
-                    num_key_value_heads=4,
-                    intermediate_size=2 * hidden,
-                    vocab_size=VOCABULARY,
-                    max_position_embeddings=2 * seq,
-                    use_cache=False,
-                    bos_token_id=0,
-                    eos_token_id=0,
+                    num_hidden_layers=2, hidden_size=hidden, num_attention_heads=8, num_key_value_heads=4,
+                    intermediate_size=2 * hidden, vocab_size=VOCABULARY, max_position_embeddings=2 * seq,
+                    use_cache=False, bos_token_id=0, eos_token_id=0,
                 )
-            )
+            )  # fmt: skip
     ids = torch.zeros(BATCH, seq, dtype=torch.long)
     batch = {"input_ids": ids, "labels": ids} | ({"attention_mask": torch.ones_like(ids)} if padded else {})
     graph = trace(model.train(), kwargs=batch)

@@ -151,12 +151,7 @@ CLUSTER = "cpu:1x4"
 
 def task_of(graph: Graph, **changes: Any) -> Task:
     given: dict[str, Any] = {
-        "graph": graph,
-        "cluster": Cluster.parse(CLUSTER),
-        "global_batch_size": 16,
-        "precision": FP32,
-        "optimizer": "adamw",
-        "pins": Pins.parse(()),
-        "space": load_space("quick"),
-    }
+        "graph": graph, "cluster": Cluster.parse(CLUSTER), "global_batch_size": 16, "precision": FP32,
+        "optimizer": "adamw", "pins": Pins.parse(()), "space": load_space("quick"),
+    }  # fmt: skip
     return Task(**{**given, **changes})

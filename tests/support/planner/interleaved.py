@@ -21,11 +21,7 @@ class Died(BaseException):
 
 
 class Turns:
-    """Work that stops at each call of :meth:`pause` until its next turn.
-
-    Args:
-        work: in its thread; it calls :meth:`pause`.
-    """
+    """Work in a thread that stops at each call of :meth:`pause` until its next turn."""
 
     def __init__(self, work: Callable[[], object]) -> None:
         self.is_over = False
@@ -81,13 +77,9 @@ class Turns:
 def candidate(index: int) -> Candidate:
     """Of one of three splits, so that bounds are asked for in groups."""
     return Candidate(
-        mesh=Mesh(tp=1 + index % 3, dp_shard=1 + index),
-        micro_batch_size=1,
-        num_micro_batches=1,
-        zero_stage=1,
-        schedule="none",
-        virtual_stages=1,
-    )
+        mesh=Mesh(tp=1 + index % 3, dp_shard=1 + index), micro_batch_size=1, num_micro_batches=1, zero_stage=1,
+        schedule="none", virtual_stages=1,
+    )  # fmt: skip
 
 
 @dataclass
