@@ -22,7 +22,7 @@ from math import inf, nextafter
 from typing import TypeVar
 
 from autopar.cost.model import CostModel
-from autopar.cost.operators.measured import Recorder
+from autopar.cost.operators.operator_times import Recorder
 from autopar.cost.step.data_parallel import is_mixed
 from autopar.errors import InfeasibleError
 from autopar.graph.graph import Graph, Op
@@ -327,7 +327,7 @@ def _together(processes: int, search: Callable[[ProcessGroup], Found]) -> Found:
 
 
 def operator_calls(planner: Planner, *, progress: Progress | None = None) -> tuple[str, ...]:
-    """Every call at every local shape that the planner can price, each once, as :func:`autopar.cost.operators.measured.encode` writes it.
+    """Every call at every local shape that the planner can price, each once, as :func:`autopar.cost.operators.operator_times.encode` writes it.
 
     The planner lays out each micro-batch size with each degree of ``cp``, ``tp`` and expert spreading of its candidates,
     as it does in a search, while a recorder stands where measured times would: all strategies of all operators on ``tp``,

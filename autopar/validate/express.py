@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from autopar.cost.blocks.block_collectives import Message
-from autopar.cost.blocks.block_cost import BlockCost
+from autopar.cost.blocks.block_cost import BlockCost, Message
 from autopar.cost.blocks.block_work import BlockWork, block_work, price_block
 from autopar.cost.model import CostModel, StageCost, Step
 from autopar.cost.network.collectives import CollectiveModel

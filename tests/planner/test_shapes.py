@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from autopar import api
-from autopar.cost.operators.measured import Recorder, decode, key_of
+from autopar.cost.operators.operator_times import Recorder, decode, key_of
 from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.link import OperatorTable, OperatorTime

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from autopar.cost.operators.measured import Measured, Source, measurement_note
-from autopar.cost.operators.roofline import op_time
+from autopar.cost.operators.operator_times import Measured, Source, measurement_note, op_time
 from autopar.cost.operators.work import operand_specs
 from autopar.graph.graph import Graph, Op
 from autopar.hardware.cluster import Cluster

@@ -10,9 +10,9 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from autopar.cost.blocks.block_collectives import SENDING, messages
+from autopar.cost.blocks.block_cost import SENDING, messages
 from autopar.cost.network.collectives import CollectiveModel
-from autopar.cost.operators.roofline import OperatorTimes, time_of_work
+from autopar.cost.operators.operator_times import OperatorTimes, time_of_work
 from autopar.cost.operators.work import VIEWS, is_elementwise, work
 from autopar.errors import InfeasibleError
 from autopar.graph.graph import Graph, Op, Parameter, Ref, TensorSpec

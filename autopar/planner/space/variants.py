@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.cost.network.placement import places_of
-from autopar.cost.step.optimizer import OPTIMIZERS, optimizer_cost
+from autopar.cost.step.memory import OPTIMIZERS, optimizer_cost
 from autopar.errors import UsageError
 from autopar.hardware.cluster import Cluster
 from autopar.plan.plan import Offload, RankGroup
