@@ -9,13 +9,11 @@ from autopar.errors import InfeasibleError
 from autopar.planner.context import readable
 from autopar.planner.evaluate.evaluation import Misfit, memory_of_devices
 from autopar.planner.evaluate.evaluator import Evaluator
-from autopar.planner.space.candidates import Candidate
-from autopar.planner.space.conflict import conflict, remedies
+from autopar.planner.space.candidates import Candidate, conflict, remedies
 from autopar.planner.space.constraints import Problem
-from autopar.planner.space.data_shares import against
 from autopar.planner.space.pin_syntax import ParameterPin, StagePin
 from autopar.planner.space.pins import Pins
-from autopar.planner.space.variants import offloaded
+from autopar.planner.space.variants import against, offloaded
 from autopar.planner.task import Limits, Outcome, Task
 
 MAX_CONFLICT_TRIALS = 24

@@ -44,10 +44,9 @@ from autopar.planner.layouts.types import Load, layout_key_of
 from autopar.planner.sharding.batch_axis import mixes_samples
 from autopar.planner.space.candidates import Candidate, candidates
 from autopar.planner.space.constraints import Problem
-from autopar.planner.space.data_shares import equally_shared, shared
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.preferences import leanness, seeds, usual
-from autopar.planner.space.variants import in_orders, offloaded
+from autopar.planner.space.variants import equally_shared, in_orders, offloaded, shared
 from autopar.planner.studies.workers import Sharing, helpers
 from autopar.planner.task import Limits, Outcome, Progress, Task, checked, peak_bytes
 from autopar.rules.local_graphs import expert_counts
