@@ -306,7 +306,7 @@ def _graph_of(
         try:
             check_batch_typing(plan, graph)
         except AutoparError:  # of another model, or samples meet: then the typing says where
-            from autopar.planner.sharding.batch_axis import samples_apart as typed
+            from autopar.planner.sharding.input_axes import samples_apart as typed
 
             typed(graph)
 

@@ -41,7 +41,7 @@ from autopar.planner.explain.alternatives import Alternative, compare
 from autopar.planner.explain.plan_writer import notes_of, plan_of, record_of
 from autopar.planner.layouts.catalogue import Layouts
 from autopar.planner.layouts.types import Load, layout_key_of
-from autopar.planner.sharding.batch_axis import mixes_samples
+from autopar.planner.sharding.input_axes import mixes_samples
 from autopar.planner.space.candidates import Candidate, candidates
 from autopar.planner.space.constraints import Problem
 from autopar.planner.space.pins import Pins

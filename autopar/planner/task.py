@@ -82,7 +82,7 @@ def task_of(model: torch.nn.Module | Graph, request: Request, progress: Progress
 def graph_of(model: torch.nn.Module, request: Request) -> Graph:
     """The graph that plans of a request are for; see :func:`autopar.models.graph_for_plan.trace_model` for errors."""
     from autopar.models.graph_for_plan import trace_model  # the tracer is slow to import
-    from autopar.planner.sharding.batch_axis import samples_apart
+    from autopar.planner.sharding.input_axes import samples_apart
 
     return trace_model(
         model,

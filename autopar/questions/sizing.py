@@ -21,7 +21,7 @@ from autopar.plan.plan import Plan
 from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.layouts.types import LayoutKey
 from autopar.planner.planner import Planner
-from autopar.planner.sharding.batch_axis import samples_apart
+from autopar.planner.sharding.input_axes import samples_apart
 from autopar.planner.space.candidates import divisors
 from autopar.planner.space.pin_syntax import NumberPin
 from autopar.planner.space.pins import Pins

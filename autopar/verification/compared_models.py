@@ -79,7 +79,7 @@ class VerifiedModel:
         """
         from autopar.graph.operator_kinds import draws_random
         from autopar.models.graph_for_plan import for_batch
-        from autopar.planner.sharding.batch_axis import samples_apart
+        from autopar.planner.sharding.input_axes import samples_apart
         from autopar.tracing.trace import trace as trace_model
 
         model = self.source.model

@@ -30,9 +30,8 @@ from autopar.planner.layouts.catalogue import Layouts
 from autopar.planner.layouts.rank_graphs import padding_notes
 from autopar.planner.layouts.tp_typings import TP
 from autopar.planner.layouts.types import PricedLayout, expert_degree
-from autopar.planner.sharding.batch_axis import BATCH
 from autopar.planner.sharding.block_chain import AxisSolution
-from autopar.planner.sharding.sequence_axis import CP
+from autopar.planner.sharding.input_axes import BATCH, CP
 from autopar.planner.space.variants import rank_groups
 from autopar.planner.stages.activation_modes import MOVED, none_if_moved
 from autopar.planner.task import Outcome, Task

@@ -15,8 +15,8 @@ from autopar.graph.rewrites import compact
 from autopar.planner.layouts.rank_graphs import RankGraphs, padding_of
 from autopar.planner.layouts.tp_typings import Order, TpTypings, pinned_types
 from autopar.planner.layouts.types import LayoutKey, Load, PricedLayout, TypedLayout
-from autopar.planner.sharding.axis_costs import Narrow
 from autopar.planner.sharding.block_chain import every_typing
+from autopar.planner.sharding.block_table import Narrow
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import Space
 from autopar.rules.apply import shard

@@ -10,8 +10,8 @@ from autopar.graph.graph import Graph, Op, Ref
 from autopar.plan.mesh import Type
 from autopar.planner.layouts.rank_graphs import RankGraphs
 from autopar.planner.layouts.types import LayoutKey
-from autopar.planner.sharding.axis_costs import AxisCosts, Narrow
 from autopar.planner.sharding.block_chain import AxisSolution, AxisSolver
+from autopar.planner.sharding.block_table import AxisCosts, Narrow
 from autopar.planner.sharding.energy import Cost, Weights
 from autopar.planner.sharding.strategy_energy import rests_of
 from autopar.planner.space.pins import Pins
