@@ -13,7 +13,7 @@ from autopar.graph.rewrites import Compact
 from autopar.hardware.device import KernelKind
 from autopar.plan.plan import Recompute
 from autopar.planner.layouts.catalogue import Layouts
-from autopar.planner.layouts.types import Load, PricedLayout, TypedLayout, layout_key_of
+from autopar.planner.layouts.layout import Load, PricedLayout, TypedLayout, layout_key_of
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import Space

@@ -40,7 +40,7 @@ from autopar.planner.evaluate.evaluator import Evaluator
 from autopar.planner.explain.alternatives import Alternative, compare
 from autopar.planner.explain.plan_writer import notes_of, plan_of, record_of
 from autopar.planner.layouts.catalogue import Layouts
-from autopar.planner.layouts.types import Load, layout_key_of
+from autopar.planner.layouts.layout import Load, layout_key_of
 from autopar.planner.sharding.input_axes import mixes_samples
 from autopar.planner.space.candidates import Candidate, candidates
 from autopar.planner.space.constraints import Problem

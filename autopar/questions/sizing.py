@@ -19,7 +19,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.models.graph_cache import traced
 from autopar.plan.plan import Plan
 from autopar.planner.evaluate.evaluation import Evaluation
-from autopar.planner.layouts.types import LayoutKey
+from autopar.planner.layouts.layout import LayoutKey
 from autopar.planner.planner import Planner
 from autopar.planner.sharding.input_axes import samples_apart
 from autopar.planner.space.candidates import divisors

@@ -24,7 +24,7 @@ from autopar.plan.plan import Precision, Recompute
 from autopar.plan.prediction import Prediction
 from autopar.planner.context import flops_of_block
 from autopar.planner.layouts.catalogue import Layouts
-from autopar.planner.layouts.types import LayoutKey, Load, PricedLayout
+from autopar.planner.layouts.layout import LayoutKey, Load, PricedLayout
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
 from autopar.tracing.trace import trace

@@ -9,7 +9,7 @@ from autopar.plan.plan import Plan
 from autopar.planner.branch_and_bound.process_group import ProcessGroup, available
 from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.explain.alternatives import compare
-from autopar.planner.layouts.types import layout_key_of
+from autopar.planner.layouts.layout import layout_key_of
 from autopar.planner.planner import Planner
 from autopar.planner.space.pins import Pins
 from autopar.planner.task import Limits, Outcome

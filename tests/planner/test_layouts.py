@@ -14,7 +14,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.models.resolve import resolve_model
 from autopar.plan.plan import BF16
 from autopar.planner.layouts.catalogue import Layouts
-from autopar.planner.layouts.types import LayoutKey, Load, layout_key_of
+from autopar.planner.layouts.layout import LayoutKey, Load, layout_key_of
 from autopar.planner.planner import Planner, Task
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space

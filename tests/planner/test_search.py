@@ -22,7 +22,7 @@ from autopar.planner.bounds.cascade import LEVELS
 from autopar.planner.branch_and_bound.branch_and_bound import BranchAndBound
 from autopar.planner.evaluate.evaluation import Evaluation, Misfit
 from autopar.planner.evaluate.evaluator import Evaluator
-from autopar.planner.layouts.types import LayoutKey
+from autopar.planner.layouts.layout import LayoutKey
 from autopar.planner.planner import Planner
 from autopar.planner.space.candidates import candidates
 from autopar.planner.space.constraints import Problem

@@ -26,7 +26,7 @@ from autopar.planner.bounds.feasibility import PRECISION, excluded, feasible_bou
 from autopar.planner.bounds.instance import PipelineInstance
 from autopar.planner.bounds.instances import InstanceMaker
 from autopar.planner.context import SearchContext
-from autopar.planner.layouts.types import TypedLayout
+from autopar.planner.layouts.layout import TypedLayout
 from autopar.planner.space.candidates import Candidate
 
 LEVELS = 3

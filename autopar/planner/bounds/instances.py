@@ -11,7 +11,7 @@ from autopar.planner.bounds.floors import BlockFloors, PricedFloors
 from autopar.planner.bounds.gradient_sums import tie_s
 from autopar.planner.bounds.instance import FloorTable, PipelineInstance, runs_of
 from autopar.planner.context import SearchContext
-from autopar.planner.layouts.types import PricedLayout, TypedLayout
+from autopar.planner.layouts.layout import PricedLayout, TypedLayout
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.variants import origins
 from autopar.planner.stages.equal_blocks import EqualBlocks

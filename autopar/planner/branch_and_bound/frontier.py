@@ -14,7 +14,7 @@ from itertools import islice
 from autopar.planner.bounds.cascade import LEVELS
 from autopar.planner.branch_and_bound.process_group import ProcessGroup
 from autopar.planner.evaluate.evaluator import Evaluator
-from autopar.planner.layouts.types import LayoutKey, layout_key_of
+from autopar.planner.layouts.layout import LayoutKey, layout_key_of
 from autopar.planner.space.candidates import Candidate
 
 LAST = LEVELS - 1

@@ -8,7 +8,7 @@ from autopar.cost.model import CostModel
 from autopar.plan.plan import BUCKET_BYTES
 from autopar.plan.prediction import Prediction
 from autopar.planner.context import readable
-from autopar.planner.layouts.types import PricedLayout
+from autopar.planner.layouts.layout import PricedLayout
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.stages.activation_modes import Way
 

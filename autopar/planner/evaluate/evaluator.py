@@ -18,7 +18,7 @@ from autopar.planner.context import SearchContext, readable
 from autopar.planner.evaluate.evaluation import SLOW, Evaluation, Misfit, needs_text
 from autopar.planner.evaluate.layout_plans import LayoutPlans
 from autopar.planner.evaluate.unequal_shares import SharesEvaluator
-from autopar.planner.layouts.types import TypedLayout
+from autopar.planner.layouts.layout import TypedLayout
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import Space

@@ -9,7 +9,7 @@ from autopar.errors import InfeasibleError
 from autopar.plan.prediction import Memory
 from autopar.planner.context import SearchContext
 from autopar.planner.evaluate.evaluation import Evaluation
-from autopar.planner.layouts.types import PricedLayout
+from autopar.planner.layouts.layout import PricedLayout
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.stages.block_options import BlockOptions, Placed
 from autopar.planner.stages.cut_problem import CutProblem, Failure, Fitting, Stops, fitted, leanest_bytes

@@ -17,7 +17,7 @@ from autopar.plan.prediction import Memory
 from autopar.planner.context import SearchContext
 from autopar.planner.evaluate.evaluation import SLOW, Evaluation, Misfit, needs_text
 from autopar.planner.evaluate.layout_plans import ROUNDING
-from autopar.planner.layouts.types import LayoutKey, PricedLayout, layout_key_of
+from autopar.planner.layouts.layout import LayoutKey, PricedLayout, layout_key_of
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.stages.activation_modes import none_if_moved
 from autopar.planner.stages.block_options import BlockOptions, Placed

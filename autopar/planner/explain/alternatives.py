@@ -11,7 +11,7 @@ from autopar.planner.bounds.cascade import LEVELS
 from autopar.planner.branch_and_bound.process_group import ProcessGroup
 from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.evaluate.evaluator import Evaluator
-from autopar.planner.layouts.types import layout_key_of
+from autopar.planner.layouts.layout import layout_key_of
 from autopar.planner.space.candidates import Candidate
 
 MAX_ALTERNATIVES = 10

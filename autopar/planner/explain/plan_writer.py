@@ -26,10 +26,9 @@ from autopar.planner.explain.notes import (
     recompute_note,
     unaligned_note,
 )
-from autopar.planner.layouts.catalogue import Layouts
+from autopar.planner.layouts.catalogue import TP, Layouts
+from autopar.planner.layouts.layout import PricedLayout, expert_degree
 from autopar.planner.layouts.rank_graphs import padding_notes
-from autopar.planner.layouts.tp_typings import TP
-from autopar.planner.layouts.types import PricedLayout, expert_degree
 from autopar.planner.sharding.block_chain import AxisSolution
 from autopar.planner.sharding.input_axes import BATCH, CP
 from autopar.planner.space.variants import rank_groups

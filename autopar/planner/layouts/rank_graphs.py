@@ -16,8 +16,7 @@ from autopar.graph.graph import Graph
 from autopar.graph.rewrites import Compact, lengths, pad
 from autopar.plan.mesh import I, Mesh
 from autopar.plan.plan import PaddedParameter
-from autopar.planner.layouts.block_pricing import BlockPricing
-from autopar.planner.layouts.types import LayoutKey
+from autopar.planner.layouts.layout import BlockPricing, LayoutKey
 from autopar.planner.sharding.block_chain import AxisSolution, AxisSolver, owners_of
 from autopar.planner.sharding.block_table import AxisCosts, AxisPricing
 from autopar.planner.sharding.energy import Weights

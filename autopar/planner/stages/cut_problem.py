@@ -15,7 +15,7 @@ from autopar.cost.step.simulation import StageTimes, simulate
 from autopar.errors import InfeasibleError
 from autopar.plan.prediction import Memory
 from autopar.plan.schedule import peak_table
-from autopar.planner.layouts.types import PricedLayout
+from autopar.planner.layouts.layout import PricedLayout
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.stages.activation_modes import Way
 from autopar.planner.stages.stage_cut import Cut, CutBlocks, KnownTimes, Mask, cut, stage_masks

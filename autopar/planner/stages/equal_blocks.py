@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from autopar.cost.step.step import own_times
 from autopar.graph.rewrites import Compact
 from autopar.plan.plan import Recompute
-from autopar.planner.layouts.types import PricedLayout
+from autopar.planner.layouts.layout import PricedLayout
 
 LATE = 6
 """Parts of the pipeline's ranks, of which some have short first stages."""
