@@ -26,7 +26,7 @@ from autopar.planner.space.constraints import Problem
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import Hosted, load_space
 from autopar.planner.space.variants import offloaded
-from autopar.planner.stages.activation_modes import MOVED, BlockOption, CutBlock
+from autopar.planner.stages.recompute import MOVED, BlockOption, CutBlock
 from autopar.planner.stages.stage_cut import Cut, CutBlocks, cut, stage_masks
 from autopar.planner.studies.study import params
 from autopar.planner.task import Limits

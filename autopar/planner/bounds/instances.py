@@ -14,7 +14,7 @@ from autopar.planner.context import SearchContext
 from autopar.planner.layouts.layout import PricedLayout, TypedLayout
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.variants import origins
-from autopar.planner.stages.equal_blocks import EqualBlocks
+from autopar.planner.stages.cut_problem import EqualBlocks
 
 Places = frozenset[int] | None
 """The node groups that a pipeline rank lies on; None: all, which are priced as the slowest of them."""

@@ -10,7 +10,7 @@ from autopar.plan.prediction import Prediction
 from autopar.planner.context import readable
 from autopar.planner.layouts.layout import PricedLayout
 from autopar.planner.space.candidates import Candidate
-from autopar.planner.stages.activation_modes import Way
+from autopar.planner.stages.recompute import Way
 
 SLOW = "slower than the best plan by a bound"
 """The reason of a candidate that was left unfinished."""

@@ -12,10 +12,8 @@ from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.layouts.layout import PricedLayout
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.stages.block_options import BlockOptions, Placed
-from autopar.planner.stages.cut_problem import CutProblem, Failure, Fitting, Stops, fitted, leanest_bytes
-from autopar.planner.stages.equal_blocks import EqualBlocks
-from autopar.planner.stages.local_search import improved
-from autopar.planner.stages.refinement import refined
+from autopar.planner.stages.cut_problem import CutProblem, EqualBlocks, Failure, Fitting, Stops, fitted, leanest_bytes
+from autopar.planner.stages.refinement import improved, refined
 from autopar.planner.stages.stage_cut import Mask, every_cut
 
 ROUNDING = 1e-9
@@ -76,7 +74,7 @@ class LayoutPlans:
         return self._bucketed(problem, best)
 
     def improved(self, found: Evaluation) -> Evaluation:
-        """A plan whose stages are cut better still (:mod:`autopar.planner.stages.local_search`); never a slower one."""
+        """A plan whose stages are cut better still (:mod:`autopar.planner.stages.refinement`); never a slower one."""
         if found.candidate.mesh.pp == 1 or self.pinned or self.options.moved or self.context.space.equal_stages:
             return found
         problem = self.problem(found.candidate, found.option).with_buckets(found.bucket_bytes)

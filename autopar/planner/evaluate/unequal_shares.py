@@ -19,9 +19,9 @@ from autopar.planner.evaluate.evaluation import SLOW, Evaluation, Misfit, needs_
 from autopar.planner.evaluate.layout_plans import ROUNDING
 from autopar.planner.layouts.layout import LayoutKey, PricedLayout, layout_key_of
 from autopar.planner.space.candidates import Candidate
-from autopar.planner.stages.activation_modes import none_if_moved
 from autopar.planner.stages.block_options import BlockOptions, Placed
 from autopar.planner.stages.cut_problem import MAX_CUTS, MORE
+from autopar.planner.stages.recompute import none_if_moved
 from autopar.planner.stages.stage_cut import cut, stage_masks
 
 Modes = tuple[Recompute, ...]

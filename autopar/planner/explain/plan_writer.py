@@ -32,7 +32,7 @@ from autopar.planner.layouts.rank_graphs import padding_notes
 from autopar.planner.sharding.block_chain import AxisSolution
 from autopar.planner.sharding.input_axes import BATCH, CP
 from autopar.planner.space.variants import rank_groups
-from autopar.planner.stages.activation_modes import MOVED, none_if_moved
+from autopar.planner.stages.recompute import MOVED, none_if_moved
 from autopar.planner.task import Outcome, Task
 from autopar.rules.local_graphs import AXIS as SPREAD
 from autopar.rules.local_graphs import DISPATCH, EXPERTS, spread_parameters, strategy_names

@@ -19,7 +19,7 @@ from autopar.planner.layouts.catalogue import Layouts
 from autopar.planner.layouts.layout import PricedLayout
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.variants import origins
-from autopar.planner.stages.activation_modes import MOVED, BlockOption, CutBlock, Way, none_if_moved, useful, with_moved
+from autopar.planner.stages.recompute import MOVED, BlockOption, CutBlock, Way, none_if_moved, useful, with_moved
 from autopar.planner.stages.stage_cut import CutBlocks, StageKinds
 
 
