@@ -37,7 +37,7 @@ from autopar.util.files import data_files
 
 if TYPE_CHECKING:
     from autopar.measure.profiles import Profiling
-    from autopar.planner.task import Progress
+    from autopar.planner.search import Progress
     from autopar.request import Request
 
 

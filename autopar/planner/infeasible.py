@@ -6,15 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from autopar.errors import InfeasibleError
-from autopar.planner.context import readable
-from autopar.planner.evaluate.evaluation import Misfit, memory_of_devices
 from autopar.planner.evaluate.evaluator import Evaluator
+from autopar.planner.search import Limits, Misfit, Outcome, Task, memory_of_devices, readable
 from autopar.planner.space.candidates import Candidate, conflict, remedies
 from autopar.planner.space.constraints import Problem
 from autopar.planner.space.pin_syntax import ParameterPin, StagePin
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.variants import against, offloaded
-from autopar.planner.task import Limits, Outcome, Task
 
 MAX_CONFLICT_TRIALS = 24
 """Candidates tried, leanest first, before a set of pins counts as too large for the memory."""

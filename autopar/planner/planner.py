@@ -1,6 +1,6 @@
 """From a graph to a plan: the story of the search.
 
-1. Equal blocks are folded and the batch axis is typed (:class:`~autopar.planner.context.SearchContext`).
+1. Equal blocks are folded and the batch axis is typed (:class:`~autopar.planner.search.SearchContext`).
 2. The space gives the candidates: mesh, micro-batch, ZeRO, schedule, order of devices, offload, shares.
 3. Branch and bound takes the candidate of the least dual bound, raises the bound or evaluates it, and stops when no bound is
    below the incumbent; then the certificate closes the gap (:mod:`autopar.planner.branch_and_bound`).
@@ -35,12 +35,12 @@ from autopar.planner.branch_and_bound.branch_and_bound import ROUNDING, BranchAn
 from autopar.planner.branch_and_bound.ledger import Ledger
 from autopar.planner.branch_and_bound.process_group import LostProcessError, ProcessGroup
 from autopar.planner.branch_and_bound.sampling import Sampling, front
-from autopar.planner.evaluate.evaluation import Evaluation, Misfit
 from autopar.planner.evaluate.evaluator import Evaluator
 from autopar.planner.explain.alternatives import Alternative, compare
 from autopar.planner.explain.plan_writer import notes_of, plan_of, record_of
 from autopar.planner.layouts.catalogue import Layouts
 from autopar.planner.layouts.layout import Load, layout_key_of
+from autopar.planner.search import Evaluation, Limits, Misfit, Outcome, Progress, Task, checked, peak_bytes
 from autopar.planner.sharding.input_axes import mixes_samples
 from autopar.planner.space.candidates import Candidate, candidates
 from autopar.planner.space.constraints import Problem
@@ -48,7 +48,6 @@ from autopar.planner.space.pins import Pins
 from autopar.planner.space.preferences import leanness, seeds, usual
 from autopar.planner.space.variants import equally_shared, in_orders, offloaded, shared
 from autopar.planner.studies.workers import Sharing, helpers
-from autopar.planner.task import Limits, Outcome, Progress, Task, checked, peak_bytes
 from autopar.rules.local_graphs import expert_counts
 from autopar.rules.missing import complete
 

@@ -22,9 +22,9 @@ from autopar.models.transformer import Sizes, build
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import Precision, Recompute
 from autopar.plan.prediction import Prediction
-from autopar.planner.context import flops_of_block
 from autopar.planner.layouts.catalogue import Layouts
 from autopar.planner.layouts.layout import LayoutKey, Load, PricedLayout
+from autopar.planner.search import flops_of_block
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
 from autopar.tracing.trace import trace

@@ -25,8 +25,8 @@ from autopar.planner.bounds.columns import Columns
 from autopar.planner.bounds.feasibility import PRECISION, excluded, feasible_bounds
 from autopar.planner.bounds.instance import PipelineInstance
 from autopar.planner.bounds.instances import InstanceMaker
-from autopar.planner.context import SearchContext
 from autopar.planner.layouts.layout import TypedLayout
+from autopar.planner.search import SearchContext
 from autopar.planner.space.candidates import Candidate
 
 LEVELS = 3

@@ -10,8 +10,8 @@ from autopar.plan.plan import Recompute
 from autopar.planner.bounds.floors import BlockFloors, PricedFloors
 from autopar.planner.bounds.gradient_sums import tie_s
 from autopar.planner.bounds.instance import FloorTable, PipelineInstance, runs_of
-from autopar.planner.context import SearchContext
 from autopar.planner.layouts.layout import PricedLayout, TypedLayout
+from autopar.planner.search import SearchContext
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.variants import origins
 from autopar.planner.stages.cut_problem import EqualBlocks

@@ -26,11 +26,10 @@ from autopar.planner.branch_and_bound.frontier import Frontier
 from autopar.planner.branch_and_bound.ledger import Ledger, LocalLedger, Result
 from autopar.planner.branch_and_bound.process_group import ProcessGroup
 from autopar.planner.branch_and_bound.sampling import Question, Rounds, Sampling
-from autopar.planner.evaluate.evaluation import SLOW, Evaluation, Misfit
 from autopar.planner.evaluate.evaluator import Evaluator
 from autopar.planner.layouts.layout import LayoutKey
+from autopar.planner.search import SLOW, Evaluation, Limits, Misfit, Outcome, Progress
 from autopar.planner.space.candidates import Candidate
-from autopar.planner.task import Limits, Outcome, Progress
 
 PATIENCE = 8
 """Evaluations of its own after which a search takes over a candidate that another has claimed without a result. Without the

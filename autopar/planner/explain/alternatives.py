@@ -9,9 +9,9 @@ from operator import ne
 from autopar.plan.prediction import Prediction
 from autopar.planner.bounds.cascade import LEVELS
 from autopar.planner.branch_and_bound.process_group import ProcessGroup
-from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.evaluate.evaluator import Evaluator
 from autopar.planner.layouts.layout import layout_key_of
+from autopar.planner.search import Evaluation
 from autopar.planner.space.candidates import Candidate
 
 MAX_ALTERNATIVES = 10

@@ -11,13 +11,11 @@ from autopar.cost.operators.operator_times import Measured, Source, measurement_
 from autopar.cost.operators.work import operand_specs
 from autopar.graph.graph import Graph, Op
 from autopar.hardware.cluster import Cluster
-from autopar.planner.context import readable
-from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.evaluate.evaluator import Evaluator
 from autopar.planner.layouts.catalogue import Layouts
+from autopar.planner.search import Evaluation, Outcome, Task, readable
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.variants import origins
-from autopar.planner.task import Outcome, Task
 
 BOUND_ROUNDING = 1e-6
 """Part of a plan's time by which a bound may be above it for rounding alone."""

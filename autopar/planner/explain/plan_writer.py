@@ -11,7 +11,6 @@ from autopar.cost.operators.work import operand_specs, work
 from autopar.graph.graph import Graph, Op
 from autopar.plan.mesh import I, S
 from autopar.plan.plan import AxisTyping, BlockLayout, BlockPlan, ModelInfo, Plan, SearchRecord, StagePlan
-from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.evaluate.evaluator import Evaluator
 from autopar.planner.explain.notes import (
     calls,
@@ -29,11 +28,11 @@ from autopar.planner.explain.notes import (
 from autopar.planner.layouts.catalogue import TP, Layouts
 from autopar.planner.layouts.layout import PricedLayout, expert_degree
 from autopar.planner.layouts.rank_graphs import padding_notes
+from autopar.planner.search import Evaluation, Outcome, Task
 from autopar.planner.sharding.block_chain import AxisSolution
 from autopar.planner.sharding.input_axes import BATCH, CP
 from autopar.planner.space.variants import rank_groups
 from autopar.planner.stages.recompute import MOVED, none_if_moved
-from autopar.planner.task import Outcome, Task
 from autopar.rules.local_graphs import AXIS as SPREAD
 from autopar.rules.local_graphs import DISPATCH, EXPERTS, spread_parameters, strategy_names
 from autopar.rules.missing import Found, key_of
