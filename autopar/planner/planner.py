@@ -32,7 +32,7 @@ from autopar.plan.plan import Plan
 from autopar.planner import infeasible
 from autopar.planner.bounds.cascade import LEVELS
 from autopar.planner.branch_and_bound.branch_and_bound import ROUNDING, BranchAndBound
-from autopar.planner.branch_and_bound.ledger import Ledger
+from autopar.planner.branch_and_bound.frontier import Ledger
 from autopar.planner.branch_and_bound.process_group import LostProcessError, ProcessGroup
 from autopar.planner.branch_and_bound.sampling import Sampling, front
 from autopar.planner.evaluate.evaluator import Evaluator

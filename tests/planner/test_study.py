@@ -26,7 +26,7 @@ from autopar.errors import UsageError
 from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
 from autopar.plan.plan import FP32, Plan, SearchRecord
-from autopar.planner.branch_and_bound.ledger import Result
+from autopar.planner.branch_and_bound.frontier import Result
 from autopar.planner.planner import Planner
 from autopar.planner.search import Limits
 from autopar.planner.space.pins import Pins

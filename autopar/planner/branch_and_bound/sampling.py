@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.planner.bounds.cascade import LEVELS
-from autopar.planner.branch_and_bound.ledger import Result
+from autopar.planner.branch_and_bound.frontier import Result
 from autopar.planner.evaluate.evaluator import Evaluator
 from autopar.planner.search import Evaluation, peak_bytes
 from autopar.planner.space.candidates import Candidate

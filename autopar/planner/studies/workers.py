@@ -52,7 +52,7 @@ class Job:
 
     Attributes:
         rules: of the task's operators that a new process does not know.
-        durable: see :func:`autopar.planner.studies.storage.open_storage`.
+        durable: see :func:`autopar.planner.studies.study.open_storage`.
         parent: the process without which the worker stops.
     """
 
