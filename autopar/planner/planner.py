@@ -5,7 +5,7 @@
 3. Branch and bound takes the candidate of the least dual bound, raises the bound or evaluates it, and stops when no bound is
    below the incumbent; then the certificate closes the gap (:mod:`autopar.planner.branch_and_bound`).
 4. The best plan is polished and compared with its neighbours; one that turns out faster becomes the plan.
-5. The plan is written down with its certificate, the comparisons and notes. Where there is none, :mod:`~autopar.planner.infeasible` says why.
+5. The plan is written down with its certificate, the comparisons and notes. Where there is none, :mod:`~autopar.planner.explain.answer` says why.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from autopar.graph.graph import Graph, Op
 from autopar.graph.operator_kinds import attention_heads, attention_sequences, has_written_attention
 from autopar.graph.rewrites import vocabulary_sizes
 from autopar.plan.plan import Plan
-from autopar.planner import infeasible
 from autopar.planner.bounds.cascade import LEVELS
 from autopar.planner.branch_and_bound.branch_and_bound import ROUNDING, BranchAndBound
 from autopar.planner.branch_and_bound.frontier import Ledger
 from autopar.planner.branch_and_bound.process_group import LostProcessError, ProcessGroup
 from autopar.planner.branch_and_bound.sampling import Sampling, front
 from autopar.planner.evaluate.evaluator import Evaluator
-from autopar.planner.explain.alternatives import Alternative, compare
-from autopar.planner.explain.plan_writer import notes_of, plan_of, record_of
+from autopar.planner.explain import answer
+from autopar.planner.explain.answer import notes_of, plan_of, record_of
+from autopar.planner.explain.reasons import Alternative, compare
 from autopar.planner.layouts.catalogue import Layouts
 from autopar.planner.layouts.layout import Load, layout_key_of
 from autopar.planner.search import Evaluation, Limits, Misfit, Outcome, Progress, Task, checked, peak_bytes
@@ -102,7 +102,7 @@ class Planner:
         self.problem = problem_of(task, folded, self.mixing, unaligned_fraction=self.model.unaligned_fraction)
         self.pool = self._candidates(self.problem, task.pins)
         if not self.pool and explains:
-            raise infeasible.conflicting(self.problem, task.pins)
+            raise answer.conflicting(self.problem, task.pins)
 
     def _evaluator(self, pins: Pins, global_batch_size: int) -> Evaluator:
         graph, space = self.task.graph, self.task.space
@@ -137,9 +137,7 @@ class Planner:
             outcome = self._outcome(limits, sharing=sharing, progress=progress, group=group)
             if outcome.best is None:
                 group.dissolve()
-                raise infeasible.unfound(
-                    self.task, self.problem, self.pool, self.evaluator, outcome, limits, self._may_fit
-                )
+                raise answer.unfound(self.task, self.problem, self.pool, self.evaluator, outcome, limits, self._may_fit)
             return self._improved(outcome.best, outcome, group)
 
         return _together(1 if sharing is not None else processes, search)
@@ -195,7 +193,7 @@ class Planner:
                 )
                 return self._compared(found, outcome)
             misfits.append(found)
-        raise infeasible.too_large(self.task, self.problem, self.pool, self.evaluator, misfits, self._may_fit)
+        raise answer.too_large(self.task, self.problem, self.pool, self.evaluator, misfits, self._may_fit)
 
     # --- the search
 
@@ -247,7 +245,7 @@ class Planner:
         """Whether something fits under other pins or for another problem, of the candidates that are likely to be leanest."""
         pool = sorted(self._candidates(problem, pins), key=leanness)
         evaluator = self._evaluator(pins, problem.global_batch_size)
-        return any(isinstance(evaluator.evaluate(c), Evaluation) for c in pool[: infeasible.MAX_CONFLICT_TRIALS])
+        return any(isinstance(evaluator.evaluate(c), Evaluation) for c in pool[: answer.MAX_CONFLICT_TRIALS])
 
     # --- the plan
 
