@@ -60,7 +60,7 @@ def test_the_verbs_are_there_before_what_they_do() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "module",
-    ["graph.graph", "graph.rewrites", "plan.file", "plan.text", "pins.on_modules", "hardware.read", "planner.task"],
+    ["graph.graph", "graph.rewrites", "plan.file", "plan.text", "pins.on_modules", "hardware.read", "planner.search"],
 )
 def test_data_and_the_planner_load_no_tracer(module: str) -> None:
     modules = loaded(f"import autopar.{module}") - loaded("import torch")

@@ -1,8 +1,9 @@
 """Time of one operator on one device: as it was measured, else by the roofline of the device's profile.
 
-Operators whose time was measured are looked up by their exact shapes, else interpolated between sizes of their kind. The *size* of an operator is the time that the device's roofline gives it, so that one number orders shapes of any rank.
-Between two measured sizes of a kind the time is interpolated in log space; beyond them the roofline is scaled by what
-the nearest measured size took of it. Kinds without a measurement keep the roofline.
+Operators whose time was measured are looked up by their exact shapes, else interpolated between sizes of their kind. The *size* of an
+operator is the time that the device's roofline gives it, so that one number orders shapes of any rank. Between two measured sizes of a kind
+the time is interpolated in log space; beyond them the roofline is scaled by what the nearest measured size took of it. Kinds without a
+measurement keep the roofline.
 
 Mixtures of experts (``autopar.ops.experts``) run in grouped products or in a loop, and the host waits for their routing.
 """

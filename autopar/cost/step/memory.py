@@ -6,9 +6,9 @@
 | gradients   | whole             | whole while they accumulate, then shard; else shard + one block in passing | likewise |
 | optimizer   | whole             | shard                              | shard                 |
 
-Whole gradients accumulate in the dtype of reductions: with a pipeline at every ZeRO stage, without one below stage 2
-when there are several micro-batches. Activations are what autograd keeps of each block, times the micro-batches that
-the schedule keeps alive; a block that is recomputed keeps its inputs, one that is so in part what cannot be made again.
+Whole gradients accumulate in the dtype of reductions: with a pipeline at every ZeRO stage, without one below stage 2 when there are several
+micro-batches. Activations are what autograd keeps of each block, times the micro-batches that the schedule keeps alive; a block that is
+recomputed keeps its inputs, one that is so in part what cannot be made again.
 """
 
 from __future__ import annotations

@@ -253,7 +253,7 @@ class StepModel:
         return self.ranks.collectives.time_s("all_reduce", num_bytes, self.step.mesh, axes) + copies
 
     def stepped_s(self, units: Sequence[Unit]) -> tuple[float, float]:
-        """The optimizer's reads and writes; and its copies where it steps on the host: see :func:`optimizer.stepped_s`."""
+        """The optimizer's reads and writes; and its copies where it steps on the host: see :func:`autopar.cost.step.memory.stepped_s`."""
         host = self.ranks.host if self.step.offloads_optimizer else None
         size = itemsize(self.ranks.precision.storage)
         return stepped_s(self.ranks.optimizer, units, size, self.ranks.device, host)

@@ -3,12 +3,13 @@
 The processes of one search keep this to themselves (:class:`LocalLedger`); searches that share a storage see each other's
 (:mod:`autopar.planner.studies.study`).
 
-The candidate of least bound is taken. If a tighter bound is left, it is worked out, in bulk for all open candidates that share its
-layouts and are as far; else the candidate is given, to be evaluated. It ends where the least bound is not below the best plan.
+The candidate of least bound is taken. If a tighter bound is left, it is worked out, in bulk for all open candidates that share its layouts
+and are as far; else the candidate is given, to be evaluated. It ends where the least bound is not below the best plan.
 
-The certificate: how much faster than the best plan another plan may be. The least dual bound of all candidates says it. It is raised where that costs little: the candidate of the least bound gets the
-tightest relaxation that there is, until the least bound is that of the best plan, or cannot be raised. What each step gives is a
-function of the candidate, the goal and the proofs before it alone, so that the certificate is the same for any number of processes and any timing.
+The certificate: how much faster than the best plan another plan may be. The least dual bound of all candidates says it. It is raised where
+that costs little: the candidate of the least bound gets the tightest relaxation that there is, until the least bound is that of the best
+plan, or cannot be raised. What each step gives is a function of the candidate, the goal and the proofs before it alone, so that the
+certificate is the same for any number of processes and any timing.
 """
 
 from __future__ import annotations

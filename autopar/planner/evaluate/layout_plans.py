@@ -1,8 +1,8 @@
 """The best plan of one candidate in one layout: cut, fit, refine, simulate; of unequal shares of data ranks, recompute.
 
-Candidates whose data ranks take different numbers of samples are bounded and evaluated beside all others. Such a candidate has one layout, that of no split inside of the model, and no stages to cut: what is left to choose is what
-each block recomputes, for all ranks alike. So its bounds are prices: first the computation of the group that takes longest,
-then the step with as little recompute as there may be.
+Candidates whose data ranks take different numbers of samples are bounded and evaluated beside all others. Such a candidate has one layout,
+that of no split inside of the model, and no stages to cut: what is left to choose is what each block recomputes, for all ranks alike. So
+its bounds are prices: first the computation of the group that takes longest, then the step with as little recompute as there may be.
 """
 
 from __future__ import annotations

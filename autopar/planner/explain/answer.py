@@ -1,6 +1,7 @@
 """What a search answers: its plan as others read it, with choices, costs and notes; or why there is none.
 
-There is none where constraints conflict (the smallest set of them is named), where memory is too small, or where a limit stopped the search.
+There is none where constraints conflict (the smallest set of them is named), where memory is too small, or where a limit stopped the
+search.
 """
 
 from __future__ import annotations

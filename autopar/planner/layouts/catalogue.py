@@ -1,6 +1,7 @@
 """Layouts to choose from: for a layout key the typings worth having, then the same with the costs of their blocks.
 
-Everything happens on the compact graph and is kept: many candidates of a search share it. Typings on ``tp`` are the exact optimum for each of several prices of memory, solved for when they are asked for.
+Everything happens on the compact graph and is kept: many candidates of a search share it. Typings on ``tp`` are the exact optimum for each
+of several prices of memory, solved for when they are asked for.
 """
 
 from __future__ import annotations

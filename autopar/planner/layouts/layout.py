@@ -1,7 +1,7 @@
 """Layouts as data: what they depend on, typings of all axes, and typings with the costs of their blocks, each block priced once.
 
-Layouts of one key differ in few blocks. What a block costs depends on its operators, their strategies, the types in
-which values arrive and what stays alive beside it: blocks of equal keys have equal costs.
+Layouts of one key differ in few blocks. What a block costs depends on its operators, their strategies, the types in which values arrive and
+what stays alive beside it: blocks of equal keys have equal costs.
 """
 
 from __future__ import annotations

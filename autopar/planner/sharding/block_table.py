@@ -1,10 +1,10 @@
 """One block on one axis: what the choices of its typing cost, and the least cost for every combination of types at its boundary.
 
-:class:`AxisPricing` asks the cost model for one operator or collective; :class:`AxisCosts` puts the prices of a graph's choices
-together from such answers, as :class:`autopar.planner.sharding.strategy_energy.Costs` asks for them.
+:class:`AxisPricing` asks the cost model for one operator or collective; :class:`AxisCosts` puts the prices of a graph's choices together
+from such answers, as :class:`autopar.planner.sharding.strategy_energy.Costs` asks for them.
 
-Blocks exchange values as they were made: a change of type belongs to the block that reads (see ``rules.apply``). So the
-types of the values that cross a boundary are all that two blocks must agree on, and a block is one table over them.
+Blocks exchange values as they were made: a change of type belongs to the block that reads (see ``rules.apply``). So the types of the values
+that cross a boundary are all that two blocks must agree on, and a block is one table over them.
 """
 
 from __future__ import annotations

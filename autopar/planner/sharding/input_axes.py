@@ -1,12 +1,13 @@
 """The axes that split a model's input: the typing on axis ``batch``, and what may be split on axis ``cp``.
 
-On ``batch`` samples are independent up to the loss, which is a sum over them. Nothing may change its type, except that a value of the prelude without gradient may be totalled before the step (a
-count of tokens). So the answer is nearly forced; what is left free (an operator on constants) is chosen by least work.
+On ``batch`` samples are independent up to the loss, which is a sum over them. Nothing may change its type, except that a value of the
+prelude without gradient may be totalled before the step (a count of tokens). So the answer is nearly forced; what is left free (an operator
+on constants) is chosen by least work.
 
 Where that has no answer, sums over samples may be totalled inside of the step, at the price of one micro-batch.
 
-On ``cp`` strategies split the sequence, and nothing else. Parameters are whole there (I at rest, R at their use, with one gradient sum a step), samples are not split (that is
-what data axes are for), and attention runs in one of these kinds:
+On ``cp`` strategies split the sequence, and nothing else. Parameters are whole there (I at rest, R at their use, with one gradient sum a
+step), samples are not split (that is what data axes are for), and attention runs in one of these kinds:
 
 | kind      | q       | k, v    | what moves                                                |
 |-----------|---------|---------|-----------------------------------------------------------|
@@ -14,8 +15,7 @@ what data axes are for), and attention runs in one of these kinds:
 | ``ulysses`` | S(heads)| S(heads)| all-to-all between sequence and heads, there and back   |
 | ``ring``    | S(rows) | S(rows) | keys and values go round; zig-zag order                 |
 
-Attention written out (products and a softmax, as with alibi) has the first two: its softmax splits rows or heads, and
-the products follow.
+Attention written out (products and a softmax, as with alibi) has the first two: its softmax splits rows or heads, and the products follow.
 """
 
 from __future__ import annotations

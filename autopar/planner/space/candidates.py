@@ -1,14 +1,13 @@
 """Candidates: all that a problem and its pins leave; or where there are none, a smallest set of constraints that conflict.
 
-Every constraint (:mod:`autopar.planner.space.constraints`) is a predicate over the columns of one table of combinations. Those
-that keep all of them are the candidates; where there are none, :mod:`autopar.planner.space.candidates` finds which conflict.
+Every constraint (:mod:`autopar.planner.space.constraints`) is a predicate over the columns of one table of combinations. Those that keep
+all of them are the candidates; where there are none, :func:`conflict` finds which conflict.
 
-A set is found by deletion: a constraint without which there is still no candidate is not needed for the conflict (the deletion
-filter of Chinneck and Dravnieks 1991, "Locating minimal infeasible constraint sets in linear programs"). Each trial asks
-whether some combination of values keeps a set of constraints, without a table of all combinations: columns are joined one
-after the other. A constraint is asked as soon as the columns are there that it reads, and a column that no other one reads
-is left out, so that tables stay small: what is left of one is a projection of all combinations that keep the constraints
-asked so far.
+A set is found by deletion: a constraint without which there is still no candidate is not needed for the conflict (the deletion filter of
+Chinneck and Dravnieks 1991, "Locating minimal infeasible constraint sets in linear programs"). Each trial asks whether some combination of
+values keeps a set of constraints, without a table of all combinations: columns are joined one after the other. A constraint is asked as
+soon as the columns are there that it reads, and a column that no other one reads is left out, so that tables stay small: what is left of
+one is a projection of all combinations that keep the constraints asked so far.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """What multiplies the candidates: orders of node groups that differ, what of a plan may live on the host, shares of data ranks.
 
-Pipeline ranks take consecutive ranks, and ranks count the nodes group by group. So each pipeline rank lies on one node
-group, or on several where the groups do not divide evenly, and then runs as the slowest of them. Which groups come first
-is a choice of the search.
+Pipeline ranks take consecutive ranks, and ranks count the nodes group by group. So each pipeline rank lies on one node group, or on several
+where the groups do not divide evenly, and then runs as the slowest of them. Which groups come first is a choice of the search.
 
 Where profiles have the link to the host, further candidates have their optimizer there. At equal choices such a plan is never quicker: its
-first bound is the work of all ranks and the step on the host with its copies, from what is known of its twin on the device, so
-that it is looked at more closely only where the memory that it frees may pay for them.
+first bound is the work of all ranks and the step on the host with its copies, from what is known of its twin on the device, so that it is
+looked at more closely only where the memory that it frees may pay for them.
 
-Shares of data ranks on different devices are tried where there is no pipeline. Every rank runs as many micro-batches, ranks of different node groups of different sizes (:mod:`autopar.cost.model`). For each
-number of micro-batches the samples of one are dealt out in whole numbers so that all groups take about as long; the nearest
-:data:`TRIED` ways to do so are candidates, beside those in which all ranks take as many.
+Shares of data ranks on different devices are tried where there is no pipeline. Every rank runs as many micro-batches, ranks of different
+node groups of different sizes (:mod:`autopar.cost.model`). For each number of micro-batches the samples of one are dealt out in whole
+numbers so that all groups take about as long; the nearest :data:`TRIED` ways to do so are candidates, beside those in which all ranks take
+as many.
 """
 
 from __future__ import annotations

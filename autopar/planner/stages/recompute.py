@@ -1,13 +1,13 @@
 """The activation modes of blocks, and which the blocks of a stage take so that it fits in memory in the least time.
 
-A stage of n blocks that each run in one of a few activation modes is a multiple-choice knapsack (Sinha and Zoltners 1979): seconds
-are minimised while bytes held for each micro-batch stay within what memory leaves. Equal blocks are counted. For each kind of block
-the modes on the lower hull of seconds against bytes are steps of ever fewer bytes freed for a second; the steps of all kinds are
-taken in that order until enough is freed, and what is then freed too much is taken back where it saves most. Between the optimum of
-the fractional problem and what is found lies at most one step.
+A stage of n blocks that each run in one of a few activation modes is a multiple-choice knapsack (Sinha and Zoltners 1979): seconds are
+minimised while bytes held for each micro-batch stay within what memory leaves. Equal blocks are counted. For each kind of block the modes
+on the lower hull of seconds against bytes are steps of ever fewer bytes freed for a second; the steps of all kinds are taken in that order
+until enough is freed, and what is then freed too much is taken back where it saves most. Between the optimum of the fractional problem and
+what is found lies at most one step.
 
-What a stage needs in passing is the most that any of its modes needs, beside what it holds: for each such number of bytes the
-problem is solved with the modes that need no more. The work grows with kinds of blocks squared, not with products of counts.
+What a stage needs in passing is the most that any of its modes needs, beside what it holds: for each such number of bytes the problem is
+solved with the modes that need no more. The work grows with kinds of blocks squared, not with products of counts.
 """
 
 from __future__ import annotations

@@ -1,21 +1,20 @@
 """A cut made better: blocks of ranks with several stages recompute where it frees most, and move from one stage to another.
 
-The cut gives each stage an equal share of its rank's memory and counts the most micro-batches that it ever holds. But a rank's
-stages are full at different moments, so the same block frees more on one stage than on another, and some stages never hold much.
-Here a rank's blocks are weighed together against its fullest moments: of all steps to a leaner mode (of
-:func:`autopar.planner.stages.recompute.lower_hull`) the one is taken that frees most of what the rank has too much for its
-seconds, until no moment has too much, and steps that turn out not to be needed are taken back: the greedy algorithm of covering
-programs (Dobson 1982).
+The cut gives each stage an equal share of its rank's memory and counts the most micro-batches that it ever holds. But a rank's stages are
+full at different moments, so the same block frees more on one stage than on another, and some stages never hold much. Here a rank's blocks
+are weighed together against its fullest moments: of all steps to a leaner mode (of :func:`autopar.planner.stages.recompute.lower_hull`) the
+one is taken that frees most of what the rank has too much for its seconds, until no moment has too much, and steps that turn out not to be
+needed are taken back: the greedy algorithm of covering programs (Dobson 1982).
 
-Of choices that take equally long the quickest are those that recompute on the same turn on all ranks: ranks run their stages of one
-turn side by side, and wait for each other. Which turn is best depends on the fill and the drain of the pipeline: each is tried, and
-the simulation judges.
+Of choices that take equally long the quickest are those that recompute on the same turn on all ranks: ranks run their stages of one turn
+side by side, and wait for each other. Which turn is best depends on the fill and the drain of the pipeline: each is tried, and the
+simulation judges.
 
-A block moves as long as the simulated step gets shorter. The cut balances what each rank takes. Which of several stages has one block more decides how the pipeline fills and drains, and
-what ranks that differ wait for; the simulation works that out action by action. A step is as long as its longest chain of actions
-(:mod:`autopar.cost.step.simulation`), and with other stages the same actions still follow each other: so each chain that was the
-longest of some cut says how long other cuts take at least, if no block recomputes. Moves are simulated in the order of the longest of
-all chains that are known, until none is left that may be shorter than the best cut.
+A block moves as long as the simulated step gets shorter. The cut balances what each rank takes. Which of several stages has one block more
+decides how the pipeline fills and drains, and what ranks that differ wait for; the simulation works that out action by action. A step is as
+long as its longest chain of actions (:mod:`autopar.cost.step.simulation`), and with other stages the same actions still follow each other:
+so each chain that was the longest of some cut says how long other cuts take at least, if no block recomputes. Moves are simulated in the
+order of the longest of all chains that are known, until none is left that may be shorter than the best cut.
 """
 
 from __future__ import annotations

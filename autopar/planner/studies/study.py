@@ -1,9 +1,9 @@
 """The ledger of a search as an Optuna study: in any storage, shared by processes and machines, seen in optuna-dashboard.
 
-A trial is a candidate: WAITING where experts would try it and no search has come to it, RUNNING while a search evaluates it,
-COMPLETE with the seconds of a step, PRUNED with the seconds that it takes at least where it was left unfinished, FAIL with
-the reason where it has no plan or its search was interrupted. A dead search leaves a RUNNING trial, which another takes over.
-Whoever tells of a trial first is right: both evaluated the same.
+A trial is a candidate: WAITING where experts would try it and no search has come to it, RUNNING while a search evaluates it, COMPLETE with
+the seconds of a step, PRUNED with the seconds that it takes at least where it was left unfinished, FAIL with the reason where it has no
+plan or its search was interrupted. A dead search leaves a RUNNING trial, which another takes over. Whoever tells of a trial first is right:
+both evaluated the same.
 """
 
 from __future__ import annotations
