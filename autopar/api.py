@@ -23,7 +23,7 @@ from autopar.request import SAMPLES_PER_RANK, Request
 
 if TYPE_CHECKING:
     from autopar.models.graph_for_plan import Inputs
-    from autopar.planner.task import Limits, Progress
+    from autopar.planner.search import Limits, Progress
     from autopar.runtime.parallel_model import ParallelModel
     from autopar.tracing.trace import LossFunction
     from autopar.verification.against_one_device import VerifyReport
@@ -53,7 +53,7 @@ def trace(
         UsageError: no example inputs, and none can be made; a model that is parallel already.
         TraceError: the model cannot be traced.
     """
-    from autopar.planner.task import graph_of
+    from autopar.planner.search import graph_of
 
     request = Request(
         example_inputs=example_inputs, precision=precision, global_batch_size=global_batch_size, loss_fn=loss_fn,
@@ -107,8 +107,8 @@ def search(  # noqa: PLR0913  keywords of the public call
     """
     from autopar.planner.branch_and_bound.process_group import idle_cores
     from autopar.planner.planner import Planner
+    from autopar.planner.search import Limits, task_of
     from autopar.planner.studies.workers import shared
-    from autopar.planner.task import Limits, task_of
 
     request = Request(
         cluster=cluster, global_batch_size=global_batch_size, example_inputs=example_inputs, pins=pins, precision=precision,
@@ -143,7 +143,7 @@ def estimate(  # noqa: PLR0913  keywords of the public call
     Keywords are those of :class:`~autopar.request.Request`; ``progress`` and errors are as of :func:`search`.
     """
     from autopar.planner.planner import Planner
-    from autopar.planner.task import task_of
+    from autopar.planner.search import task_of
 
     request = Request(
         cluster=cluster, global_batch_size=global_batch_size, example_inputs=example_inputs, pins=pins, precision=precision,
@@ -249,7 +249,7 @@ def _prepared(
     def make() -> tuple[Plan, Graph]:
         if plan is not None:
             return plan, _graph_of(plan, model, request.example_inputs, request.loss_fn)
-        from autopar.planner.task import Limits
+        from autopar.planner.search import Limits
 
         most = Limits(trials=limits[0], search_timeout_s=limits[1])
         return _searched(model, replace(request, cluster=where or cluster_at(places)), ranks, most)
@@ -306,7 +306,7 @@ def _graph_of(
         try:
             check_batch_typing(plan, graph)
         except AutoparError:  # of another model, or samples meet: then the typing says where
-            from autopar.planner.sharding.batch_axis import samples_apart as typed
+            from autopar.planner.sharding.input_axes import samples_apart as typed
 
             typed(graph)
 
@@ -326,7 +326,7 @@ def _searched(model: torch.nn.Module, request: Request, ranks: int, limits: Limi
     """The plan that a search finds, and the graph that it is for."""
     from autopar.models.graph_for_plan import samples_of
     from autopar.planner.planner import Planner
-    from autopar.planner.task import graph_of, task_of
+    from autopar.planner.search import graph_of, task_of
 
     samples = request.global_batch_size or samples_of(request.example_inputs) or SAMPLES_PER_RANK * ranks
     request = replace(request, global_batch_size=samples)

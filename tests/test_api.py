@@ -15,7 +15,7 @@ import autopar
 from autopar import api, errors
 from autopar.errors import AutoparError, PlanError, UsageError
 from autopar.plan.file import load_plan, save_plan
-from autopar.planner.task import task_of
+from autopar.planner.search import task_of
 from autopar.request import Request
 from tests.support.example_plans import llama_plan
 from tests.support.planner.graphs import mlp

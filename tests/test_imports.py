@@ -60,7 +60,7 @@ def test_the_verbs_are_there_before_what_they_do() -> None:
 @pytest.mark.slow
 def test_data_and_the_planner_load_no_tracer() -> None:
     names = (
-        "graph.graph", "graph.rewrites", "plan.file", "plan.text", "pins.on_modules", "hardware.read", "planner.task",
+        "graph.graph", "graph.rewrites", "plan.file", "plan.text", "pins.on_modules", "hardware.read", "planner.search",
     )  # fmt: skip
     modules = loaded("".join(f"import autopar.{name}\n" for name in names)) - loaded("import torch")
     assert within(modules, "autopar.tracing", "sympy", "spmd_types", "torch.distributed.tensor") == []

@@ -13,7 +13,7 @@ from autopar.plan.file import plan_to_dict
 from autopar.plan.plan import Plan
 from autopar.plan.text import micro_batch_text
 from autopar.planner.planner import Planner, Task
-from autopar.planner.task import Limits
+from autopar.planner.search import Limits
 
 Advance = Callable[[str, int, int], None]
 

@@ -17,9 +17,9 @@ from autopar.errors import UsageError
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.machine import default_cache_dir, fingerprint, machine_profile, profile_path
 from autopar.models.resolve import ModelSource, resolve_model
+from autopar.planner.search import Task
+from autopar.planner.search import task_of as planned
 from autopar.planner.space.space import Space
-from autopar.planner.task import Task
-from autopar.planner.task import task_of as planned
 from autopar.request import Request
 from autopar.verification.reference import trained_alone
 

@@ -37,7 +37,7 @@ from autopar.util.files import data_files
 
 if TYPE_CHECKING:
     from autopar.measure.profiles import Profiling
-    from autopar.planner.task import Progress
+    from autopar.planner.search import Progress
     from autopar.request import Request
 
 
@@ -54,7 +54,7 @@ def devices(as_json: Json = False) -> None:
 
 def pins(as_json: Json = False) -> None:
     """List what --pin takes, with an example of each."""
-    from autopar.planner.space.pin_kinds import pins_summary, render_pins
+    from autopar.planner.space.pin_syntax import pins_summary, render_pins
 
     if as_json:
         print_json(pins_summary())

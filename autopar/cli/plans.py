@@ -41,7 +41,7 @@ def make_plan(verb: Literal["search", "estimate"], asked: Asked, **options: Any)
     with progress("reading the model") as advance:
         from autopar import api
         from autopar.models.graph_cache import traced
-        from autopar.planner.sharding.batch_axis import samples_apart
+        from autopar.planner.sharding.input_axes import samples_apart
         from autopar.planner.space.pins import Pins
 
         graph = traced(

@@ -5,5 +5,5 @@ stages inside one step. ``operators`` counts work and turns it into seconds by a
 bandwidth; ``blocks`` puts both together for one block of one rank's graph; ``step`` adds up stages, simulates the schedule and counts
 the memory of every rank. Each imports only those before it. All constants come from profiles, with their provenance.
 
-What a program decides is a hook, :class:`autopar.cost.step.runtime.Runtime`, which is autopar's own here.
+What a program decides is a hook, :class:`autopar.cost.step.step.Runtime`, which is autopar's own here.
 """

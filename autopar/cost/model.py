@@ -16,13 +16,11 @@ from autopar.cost.blocks.block_cost import BlockCost
 from autopar.cost.blocks.block_work import BlockWork, block_work, price_block
 from autopar.cost.network.collectives import CollectiveModel
 from autopar.cost.network.placement import check_kinds, peak_flops, places_of, slowest
-from autopar.cost.operators.measured import Measured
-from autopar.cost.operators.roofline import OperatorTimes, OpTime, op_time
-from autopar.cost.step.optimizer import optimizer_cost
+from autopar.cost.operators.operator_times import Measured, OperatorTimes, OpTime, op_time
+from autopar.cost.step.memory import optimizer_cost
 from autopar.cost.step.pipeline_step import PipelineStep
-from autopar.cost.step.runtime import Runtime
 from autopar.cost.step.simulation import Chain, chains_of, compiled, durations_of, sends_of, simulate
-from autopar.cost.step.step import StageCost, Step
+from autopar.cost.step.step import Runtime, StageCost, Step
 from autopar.cost.step.step_model import Ranks, StepModel
 from autopar.graph.graph import Block, Graph, Op, TensorSpec
 from autopar.hardware.cluster import Cluster
@@ -46,7 +44,7 @@ class CostModel:
     Args:
         cluster: with profiles of its devices, links and collective library.
         precision: dtypes.
-        optimizer: name of one of ``autopar.cost.step.optimizer.OPTIMIZERS``.
+        optimizer: name of one of ``autopar.cost.step.memory.OPTIMIZERS``.
         collectives: of the cluster, where their times are known already.
         places: the node groups that are priced, by position; None: all.
         runtime: the program that trains.

@@ -103,7 +103,7 @@ class Device:
         provenance: by topic (:data:`TOPICS`).
         kernel_fraction: of the memory bandwidth that operators other than copies reach.
         blocking_launch_s: of one operator when the host waits for each (``CUDA_LAUNCH_BLOCKING``), and of one value that it
-            reads (``autopar.cost.operators.roofline``); 0: as ``launch_s``.
+            reads (``autopar.cost.operators.operator_times``); 0: as ``launch_s``.
         fixed_segments: the fraction where the allocator cannot join its segments; 0: as ``fragmentation``.
         memory_uncertainty: half width of the interval of a predicted peak memory, relative to it.
         operators: whose time was measured at given shapes; None: all are priced by the roofline.

@@ -23,7 +23,7 @@ from autopar.measure.operators import OperatorFile
 from autopar.measure.timers import host_link
 from autopar.models.resolve import resolve_model
 from autopar.planner.planner import Planner, operator_calls
-from autopar.planner.task import Progress, task_of
+from autopar.planner.search import Progress, task_of
 from autopar.request import SAMPLES_PER_RANK, Request
 from autopar.util.files import write_toml
 

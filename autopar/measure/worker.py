@@ -37,7 +37,7 @@ _REPEATS, _WARM_UP = 9, 3
 ROUNDS, BUDGET_S = 5, 6.0
 _PARAMETERS = (2, 10)
 _UNITS = 6
-_KERNELS_OF_ADAMW = 9  # autopar.cost.step.optimizer: operators of AdamW for one parameter
+_KERNELS_OF_ADAMW = 9  # autopar.cost.step.memory: operators of AdamW for one parameter
 
 
 def measure_overheads() -> dict[str, float]:

@@ -117,7 +117,7 @@ def for_batch(
         global_batch_size: at which it is traced again where samples meet, because shapes such as [B, B] and numbers
             such as B - 1 hold for one batch size alone.
         samples_apart: raises :class:`~autopar.errors.RuleError` where they are not. The planner asks its typing of axis ``batch``
-            (:func:`autopar.planner.sharding.batch_axis.samples_apart`), who has a plan asks that.
+            (:func:`autopar.planner.sharding.input_axes.samples_apart`), who has a plan asks that.
 
     Raises:
         TraceError: of ``trace_at``.

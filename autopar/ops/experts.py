@@ -11,7 +11,7 @@ hidden. ``gate`` None: no gate. Rows are sorted by expert, so that each expert i
 The host waits for the device in :func:`_read` alone, at most once a call: for the sizes of what a rank keeps or
 sends, or for the rows of each expert where a loop runs over them. All experts of one rank wait for nothing where the
 products are grouped (:func:`_is_grouped`). Whoever recomputes a block in backward waits again.
-``autopar.cost.operators.roofline`` prices this.
+``autopar.cost.operators.operator_times`` prices this.
 """
 
 from __future__ import annotations

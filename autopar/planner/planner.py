@@ -1,11 +1,11 @@
 """From a graph to a plan: the story of the search.
 
-1. Equal blocks are folded and the batch axis is typed (:class:`~autopar.planner.context.SearchContext`).
+1. Equal blocks are folded and the batch axis is typed (:class:`~autopar.planner.search.SearchContext`).
 2. The space gives the candidates: mesh, micro-batch, ZeRO, schedule, order of devices, offload, shares.
 3. Branch and bound takes the candidate of the least dual bound, raises the bound or evaluates it, and stops when no bound is
    below the incumbent; then the certificate closes the gap (:mod:`autopar.planner.branch_and_bound`).
 4. The best plan is polished and compared with its neighbours; one that turns out faster becomes the plan.
-5. The plan is written down with its certificate, the comparisons and notes. Where there is none, :mod:`~autopar.planner.infeasible` says why.
+5. The plan is written down with its certificate, the comparisons and notes. Where there is none, :mod:`~autopar.planner.explain.answer` says why.
 """
 
 from __future__ import annotations
@@ -22,34 +22,32 @@ from math import inf, nextafter
 from typing import TypeVar
 
 from autopar.cost.model import CostModel
-from autopar.cost.operators.measured import Recorder
+from autopar.cost.operators.operator_times import Recorder
 from autopar.cost.step.data_parallel import is_mixed
 from autopar.errors import InfeasibleError
 from autopar.graph.graph import Graph, Op
 from autopar.graph.operator_kinds import attention_heads, attention_sequences, has_written_attention
 from autopar.graph.rewrites import vocabulary_sizes
 from autopar.plan.plan import Plan
-from autopar.planner import infeasible
 from autopar.planner.bounds.cascade import LEVELS
 from autopar.planner.branch_and_bound.branch_and_bound import ROUNDING, BranchAndBound
-from autopar.planner.branch_and_bound.ledger import Ledger
+from autopar.planner.branch_and_bound.frontier import Ledger
 from autopar.planner.branch_and_bound.process_group import LostProcessError, ProcessGroup
 from autopar.planner.branch_and_bound.sampling import Sampling, front
-from autopar.planner.evaluate.evaluation import Evaluation, Misfit
 from autopar.planner.evaluate.evaluator import Evaluator
-from autopar.planner.explain.alternatives import Alternative, compare
-from autopar.planner.explain.plan_writer import notes_of, plan_of, record_of
+from autopar.planner.explain import answer
+from autopar.planner.explain.answer import notes_of, plan_of, record_of
+from autopar.planner.explain.reasons import Alternative, compare
 from autopar.planner.layouts.catalogue import Layouts
-from autopar.planner.layouts.types import Load, layout_key_of
-from autopar.planner.sharding.batch_axis import mixes_samples
+from autopar.planner.layouts.layout import Load, layout_key_of
+from autopar.planner.search import Evaluation, Limits, Misfit, Outcome, Progress, Task, checked, peak_bytes
+from autopar.planner.sharding.input_axes import mixes_samples
 from autopar.planner.space.candidates import Candidate, candidates
 from autopar.planner.space.constraints import Problem
-from autopar.planner.space.data_shares import equally_shared, shared
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.preferences import leanness, seeds, usual
-from autopar.planner.space.variants import in_orders, offloaded
+from autopar.planner.space.variants import equally_shared, in_orders, offloaded, shared
 from autopar.planner.studies.workers import Sharing, helpers
-from autopar.planner.task import Limits, Outcome, Progress, Task, checked, peak_bytes
 from autopar.rules.local_graphs import expert_counts
 from autopar.rules.missing import complete
 
@@ -104,7 +102,7 @@ class Planner:
         self.problem = problem_of(task, folded, self.mixing, unaligned_fraction=self.model.unaligned_fraction)
         self.pool = self._candidates(self.problem, task.pins)
         if not self.pool and explains:
-            raise infeasible.conflicting(self.problem, task.pins)
+            raise answer.conflicting(self.problem, task.pins)
 
     def _evaluator(self, pins: Pins, global_batch_size: int) -> Evaluator:
         graph, space = self.task.graph, self.task.space
@@ -139,9 +137,7 @@ class Planner:
             outcome = self._outcome(limits, sharing=sharing, progress=progress, group=group)
             if outcome.best is None:
                 group.dissolve()
-                raise infeasible.unfound(
-                    self.task, self.problem, self.pool, self.evaluator, outcome, limits, self._may_fit
-                )
+                raise answer.unfound(self.task, self.problem, self.pool, self.evaluator, outcome, limits, self._may_fit)
             return self._improved(outcome.best, outcome, group)
 
         return _together(1 if sharing is not None else processes, search)
@@ -197,7 +193,7 @@ class Planner:
                 )
                 return self._compared(found, outcome)
             misfits.append(found)
-        raise infeasible.too_large(self.task, self.problem, self.pool, self.evaluator, misfits, self._may_fit)
+        raise answer.too_large(self.task, self.problem, self.pool, self.evaluator, misfits, self._may_fit)
 
     # --- the search
 
@@ -249,7 +245,7 @@ class Planner:
         """Whether something fits under other pins or for another problem, of the candidates that are likely to be leanest."""
         pool = sorted(self._candidates(problem, pins), key=leanness)
         evaluator = self._evaluator(pins, problem.global_batch_size)
-        return any(isinstance(evaluator.evaluate(c), Evaluation) for c in pool[: infeasible.MAX_CONFLICT_TRIALS])
+        return any(isinstance(evaluator.evaluate(c), Evaluation) for c in pool[: answer.MAX_CONFLICT_TRIALS])
 
     # --- the plan
 
@@ -327,7 +323,7 @@ def _together(processes: int, search: Callable[[ProcessGroup], Found]) -> Found:
 
 
 def operator_calls(planner: Planner, *, progress: Progress | None = None) -> tuple[str, ...]:
-    """Every call at every local shape that the planner can price, each once, as :func:`autopar.cost.operators.measured.encode` writes it.
+    """Every call at every local shape that the planner can price, each once, as :func:`autopar.cost.operators.operator_times.encode` writes it.
 
     The planner lays out each micro-batch size with each degree of ``cp``, ``tp`` and expert spreading of its candidates,
     as it does in a search, while a recorder stands where measured times would: all strategies of all operators on ``tp``,

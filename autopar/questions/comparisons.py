@@ -20,7 +20,7 @@ from autopar.errors import InfeasibleError, UsageError
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.describe import SCALES, scaled
 from autopar.plan.plan import Plan
-from autopar.planner.task import Limits, peak_bytes
+from autopar.planner.search import Limits, peak_bytes
 from autopar.questions.sizing import Ask, prices_of, sizes_of
 from autopar.util.files import data_files
 from autopar.util.toml import Table
@@ -28,7 +28,7 @@ from autopar.util.toml import Table
 if TYPE_CHECKING:
     from autopar.graph.graph import Graph
     from autopar.models.transformer import Sizes
-    from autopar.planner.task import Progress
+    from autopar.planner.search import Progress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

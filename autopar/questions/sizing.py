@@ -18,15 +18,14 @@ from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
 from autopar.models.graph_cache import traced
 from autopar.plan.plan import Plan
-from autopar.planner.evaluate.evaluation import Evaluation
-from autopar.planner.layouts.types import LayoutKey
+from autopar.planner.layouts.layout import LayoutKey
 from autopar.planner.planner import Planner
-from autopar.planner.sharding.batch_axis import samples_apart
+from autopar.planner.search import Evaluation, Limits, Progress, task_of
+from autopar.planner.sharding.input_axes import samples_apart
 from autopar.planner.space.constraints import divisors
 from autopar.planner.space.pin_syntax import NumberPin
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.preferences import leanness
-from autopar.planner.task import Limits, Progress, task_of
 from autopar.request import Request
 
 

@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from autopar.cost.blocks.block_collectives import Message
-from autopar.cost.blocks.block_cost import BlockCost
+from autopar.cost.blocks.block_cost import BlockCost, Message
 from autopar.cost.blocks.block_work import BlockWork, block_work, price_block
 from autopar.cost.model import CostModel, StageCost, Step
 from autopar.cost.network.collectives import CollectiveModel
@@ -23,9 +22,9 @@ from autopar.models.transformer import Sizes, build
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import Precision, Recompute
 from autopar.plan.prediction import Prediction
-from autopar.planner.context import flops_of_block
 from autopar.planner.layouts.catalogue import Layouts
-from autopar.planner.layouts.types import LayoutKey, Load, PricedLayout
+from autopar.planner.layouts.layout import LayoutKey, Load, PricedLayout
+from autopar.planner.search import flops_of_block
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
 from autopar.tracing.trace import trace

@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from autopar.cost.network.collectives import CollectiveModel
 from autopar.cost.operators.work import LINEAR
 from autopar.cost.step.data_parallel import DataParallel, Unit, itemsize
-from autopar.cost.step.runtime import Parts, Runtime, StageMessages
 from autopar.cost.step.simulation import StageTimes
-from autopar.cost.step.step import StageSums, Step
+from autopar.cost.step.step import Parts, Runtime, StageMessages, StageSums, Step
 from autopar.errors import UsageError
 from autopar.graph.graph import Graph, Op, Ref
 from autopar.hardware.cluster import Cluster

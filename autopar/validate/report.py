@@ -11,7 +11,7 @@ from typing import Any
 
 from autopar.hardware.read import MachineProfile, profile_to_dict
 from autopar.plan.prediction import Prediction
-from autopar.planner.task import Progress
+from autopar.planner.search import Progress
 from autopar.util.files import as_toml
 from autopar.validate.parameters import Fit
 from autopar.validate.runs import GIB, FailedRow, Run, read_rows

@@ -28,7 +28,7 @@ from autopar.tracing.batch import named_batch
 
 if TYPE_CHECKING:
     from autopar.models.resolve import ModelSource
-    from autopar.planner.task import Progress
+    from autopar.planner.search import Progress
 
 
 _NOISE = 0.02
@@ -79,7 +79,7 @@ class VerifiedModel:
         """
         from autopar.graph.operator_kinds import draws_random
         from autopar.models.graph_for_plan import for_batch
-        from autopar.planner.sharding.batch_axis import samples_apart
+        from autopar.planner.sharding.input_axes import samples_apart
         from autopar.tracing.trace import trace as trace_model
 
         model = self.source.model
@@ -282,8 +282,8 @@ def of_model(
     Links count as free: a small model on slow links is best not split at all, which would verify nothing.
     """
     from autopar.planner.planner import Planner
+    from autopar.planner.search import Limits, task_of
     from autopar.planner.space.pins import Pins
-    from autopar.planner.task import Limits, task_of
 
     if cluster is None:
         raise UsageError(

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from autopar.cost.blocks.block_collectives import Message, messages
+from autopar.cost.blocks.block_cost import Message, messages
 from autopar.cost.model import CostModel
-from autopar.cost.operators.roofline import EXPERT_TARGETS, experts_as_run, experts_wait_s, op_time
+from autopar.cost.operators.operator_times import EXPERT_TARGETS, experts_as_run, experts_wait_s, op_time
 from autopar.cost.operators.work import work
 from autopar.graph.graph import Argument, Block, Graph, Input, Op, Parameter, Ref, TensorSpec
 from autopar.hardware.cluster import Cluster

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.cost.operators.roofline import op_time
+from autopar.cost.operators.operator_times import op_time
 from autopar.cost.operators.work import operand_specs, work
 from autopar.errors import UsageError
 from autopar.graph.graph import Argument, Op, Ref, TensorSpec

@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.cost.model import CostModel
-from autopar.cost.operators.measured import Measured, decode, encode, key_of, measurement_note
-from autopar.cost.operators.roofline import OpTime, op_time
+from autopar.cost.operators.operator_times import Measured, OpTime, decode, encode, key_of, measurement_note, op_time
 from autopar.errors import UsageError
 from autopar.graph.graph import Argument, Op, Ref, TensorSpec
 from autopar.hardware.cluster import Cluster

@@ -15,9 +15,8 @@ from autopar.cost.blocks.block_cost import ParameterCost
 from autopar.cost.model import CostModel, StageCost
 from autopar.cost.network.collectives import CollectiveModel
 from autopar.cost.step.data_parallel import DataParallel
-from autopar.cost.step.memory import State, state_bytes
-from autopar.cost.step.optimizer import optimizer_cost
-from autopar.cost.step.runtime import Runtime
+from autopar.cost.step.memory import State, optimizer_cost, state_bytes
+from autopar.cost.step.step import Runtime
 from autopar.errors import UsageError
 from autopar.hardware.cluster import Cluster
 from autopar.plan.mesh import Mesh

@@ -10,7 +10,7 @@ import pytest
 from autopar.models import graph_cache as kept
 from autopar.models import graph_for_plan
 from autopar.models.graph_cache import traced
-from autopar.planner.sharding.batch_axis import samples_apart
+from autopar.planner.sharding.input_axes import samples_apart
 from tests.support.cli_runner import Run, run_fixture
 
 __all__ = ["run_fixture"]

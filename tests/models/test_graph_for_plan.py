@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from autopar import api
 from autopar.errors import TraceError, UsageError
 from autopar.models.graph_for_plan import samples_of
-from autopar.planner.sharding import batch_axis
-from autopar.planner.sharding.batch_axis import samples_apart
+from autopar.planner.sharding import input_axes
+from autopar.planner.sharding.input_axes import samples_apart
 from autopar.tracing.batch import named_inputs
 
 X = torch.zeros(6, 4)
@@ -148,7 +148,7 @@ def test_a_plan_finds_the_graph_that_it_was_made_for(
     graph = api.trace(kind(), example_inputs={"x": X}, global_batch_size=batch)
     plan = api.search(graph, cluster="cpu:1x2", global_batch_size=batch)
     asked = []
-    monkeypatch.setattr(batch_axis, "samples_apart", lambda graph: (asked.append(graph), samples_apart(graph)))
+    monkeypatch.setattr(input_axes, "samples_apart", lambda graph: (asked.append(graph), samples_apart(graph)))
     found = api._graph_of(plan, kind(), {"x": X}, None)
     assert (found.prelude, found.ops, found.batch_size) == (graph.prelude, graph.ops, graph.batch_size)
     assert (found.mixing, found.exact, found.notes) == (graph.mixing, graph.exact, graph.notes)

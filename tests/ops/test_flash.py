@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.cost.operators.matmul import _attention  # the works of attention alone
-from autopar.cost.operators.roofline import time_of_work
+from autopar.cost.operators.operator_times import time_of_work
 from autopar.graph.graph import Op, Ref, TensorSpec
 from autopar.hardware.cluster import Cluster
 from autopar.ops import collectives, flash

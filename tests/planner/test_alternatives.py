@@ -7,12 +7,11 @@ import pytest
 from autopar.graph.graph import Graph
 from autopar.plan.plan import Plan
 from autopar.planner.branch_and_bound.process_group import ProcessGroup, available
-from autopar.planner.evaluate.evaluation import Evaluation
-from autopar.planner.explain.alternatives import compare
-from autopar.planner.layouts.types import layout_key_of
+from autopar.planner.explain.reasons import compare
+from autopar.planner.layouts.layout import layout_key_of
 from autopar.planner.planner import Planner
+from autopar.planner.search import Evaluation, Limits, Outcome
 from autopar.planner.space.pins import Pins
-from autopar.planner.task import Limits, Outcome
 from tests.support.planner.graphs import mlp, task_of
 
 

@@ -13,9 +13,9 @@ from autopar.errors import RuleError
 from autopar.graph.graph import Block, Graph, Op, Ref
 from autopar.graph.rewrites import compact
 from autopar.plan.mesh import I, P, R, S
-from autopar.planner.sharding import batch_axis as batch
-from autopar.planner.sharding.batch_axis import solve_batch
+from autopar.planner.sharding import input_axes as batch
 from autopar.planner.sharding.energy import Cost
+from autopar.planner.sharding.input_axes import solve_batch
 from autopar.rules.apply import shard
 from autopar.rules.strategy import Strategy
 from autopar.rules.table import Rule, default_table

@@ -12,9 +12,9 @@ from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
 from autopar.models.resolve import resolve_model
 from autopar.plan.plan import BF16
-from autopar.planner.layouts import block_pricing as block_prices
+from autopar.planner.layouts import layout as block_prices
 from autopar.planner.layouts.catalogue import Layouts
-from autopar.planner.layouts.types import LayoutKey, PricedLayout, TypedLayout
+from autopar.planner.layouts.layout import LayoutKey, PricedLayout, TypedLayout
 from autopar.planner.sharding.energy import Weights
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space

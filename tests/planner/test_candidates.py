@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.plan.schedule import check_schedule
-from autopar.planner.space.candidates import Candidate, candidates, num_micro_batches, strict
-from autopar.planner.space.conflict import _open, conflict, remedies
+from autopar.planner.space.candidates import Candidate, _open, candidates, conflict, num_micro_batches, remedies, strict
 from autopar.planner.space.constraints import Problem, practice
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space

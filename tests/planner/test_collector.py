@@ -7,7 +7,7 @@ import gc
 import pytest
 
 from autopar.planner.planner import Planner, objects_set_aside
-from autopar.planner.task import Limits
+from autopar.planner.search import Limits
 from tests.support.planner.graphs import mlp, task_of
 
 

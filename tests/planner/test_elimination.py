@@ -10,10 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from autopar.planner.sharding import elimination_order as orders
+from autopar.planner.sharding import energy as orders
 from autopar.planner.sharding.elimination import MAX_TABLE_ENTRIES, Entry, marginalise, minimise_by_milp
-from autopar.planner.sharding.elimination_order import elimination_order
-from autopar.planner.sharding.energy import Energy, Factor, Minimum, Table
+from autopar.planner.sharding.energy import Energy, Factor, Minimum, Table, elimination_order
 
 
 @st.composite

@@ -15,9 +15,8 @@ from autopar.graph.rewrites import compact
 from autopar.plan.mesh import I, P, R, S, Type
 from autopar.planner.sharding import block_chain as chain
 from autopar.planner.sharding import block_table as intra
-from autopar.planner.sharding.axis_costs import AxisCosts
 from autopar.planner.sharding.block_chain import AxisSolution, AxisSolver, owners_of
-from autopar.planner.sharding.block_table import repeated
+from autopar.planner.sharding.block_table import AxisCosts, repeated
 from autopar.planner.sharding.energy import Weights
 from autopar.planner.sharding.strategy_energy import Problem, rests_of
 from autopar.rules import table as rules

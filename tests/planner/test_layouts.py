@@ -14,11 +14,11 @@ from autopar.hardware.cluster import Cluster
 from autopar.models.resolve import resolve_model
 from autopar.plan.plan import BF16
 from autopar.planner.layouts.catalogue import Layouts
-from autopar.planner.layouts.types import LayoutKey, Load, layout_key_of
+from autopar.planner.layouts.layout import LayoutKey, Load, layout_key_of
 from autopar.planner.planner import Planner, Task
+from autopar.planner.search import Limits
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
-from autopar.planner.task import Limits
 
 ROUNDING = 1e-9
 CLUSTER = "h100-sxm5-80gb:1x8"

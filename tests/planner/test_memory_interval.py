@@ -11,8 +11,8 @@ from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
 from autopar.plan.plan import FP32
 from autopar.plan.prediction import Memory
-from autopar.planner.evaluate.evaluation import Evaluation, Misfit
 from autopar.planner.evaluate.evaluator import Evaluator
+from autopar.planner.search import Evaluation, Misfit
 from autopar.planner.space.candidates import candidates
 from autopar.planner.space.constraints import Problem
 from autopar.planner.space.pins import Pins

@@ -15,14 +15,13 @@ from autopar.hardware.cluster import Cluster
 from autopar.plan.plan import FP32
 from autopar.planner.bounds.cascade import LEVELS
 from autopar.planner.branch_and_bound.branch_and_bound import BranchAndBound
-from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.evaluate.evaluator import Evaluator
+from autopar.planner.search import Evaluation, Limits
 from autopar.planner.space.candidates import candidates
 from autopar.planner.space.constraints import Problem
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
 from autopar.planner.space.variants import in_orders
-from autopar.planner.task import Limits
 from tests.support.mixed_clusters import two_kinds
 from tests.support.planner.graphs import mlp
 

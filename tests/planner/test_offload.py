@@ -19,17 +19,16 @@ from autopar.plan.file import plan_from_dict, plan_to_dict
 from autopar.plan.plan import FP32, Plan
 from autopar.planner.bounds.cascade import LEVELS
 from autopar.planner.branch_and_bound.branch_and_bound import BranchAndBound
-from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.evaluate.evaluator import Evaluator
+from autopar.planner.search import Evaluation, Limits
 from autopar.planner.space.candidates import candidates
 from autopar.planner.space.constraints import Problem
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import Hosted, load_space
 from autopar.planner.space.variants import offloaded
-from autopar.planner.stages.activation_modes import MOVED, BlockOption, CutBlock
+from autopar.planner.stages.recompute import MOVED, BlockOption, CutBlock
 from autopar.planner.stages.stage_cut import Cut, CutBlocks, cut, stage_masks
 from autopar.planner.studies.study import params
-from autopar.planner.task import Limits
 from autopar.util.files import data_files
 from tests.support.planner.graphs import mlp
 

@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 
 from autopar.errors import UsageError
 from autopar.planner.branch_and_bound.branch_and_bound import PATIENCE, BranchAndBound
-from autopar.planner.branch_and_bound.ledger import Result
-from autopar.planner.evaluate.evaluation import SLOW, Evaluation, Misfit
+from autopar.planner.branch_and_bound.frontier import Result
 from autopar.planner.evaluate.evaluator import Evaluator
+from autopar.planner.search import SLOW, Evaluation, Limits, Misfit
 from autopar.planner.space.candidates import Candidate
-from autopar.planner.task import Limits
 from tests.support.planner.interleaved import Board, Known, View, candidate, in_turns, interleave
 
 

@@ -8,8 +8,7 @@ import re
 import pytest
 
 from autopar.planner.space import pin_syntax
-from autopar.planner.space.pin_kinds import PIN_KINDS, PinKind
-from autopar.planner.space.pin_syntax import parse_pin
+from autopar.planner.space.pin_syntax import PIN_KINDS, PinKind, parse_pin
 from tests.support.cli_runner import Run, run_fixture
 
 run = run_fixture

@@ -21,8 +21,8 @@ from autopar.planner.branch_and_bound.branch_and_bound import BranchAndBound
 from autopar.planner.branch_and_bound.process_group import LostProcessError, ProcessGroup, available
 from autopar.planner.evaluate.evaluator import Evaluator
 from autopar.planner.planner import Planner
+from autopar.planner.search import Limits
 from autopar.planner.space.space import load_space
-from autopar.planner.task import Limits
 from tests.support.planner.graphs import mlp, task_of
 from tests.support.planner.interleaved import Known, candidate
 

@@ -22,13 +22,12 @@ from autopar.plan.plan import ScheduleName
 from autopar.planner.branch_and_bound.branch_and_bound import BranchAndBound
 from autopar.planner.branch_and_bound.optuna_sampler import Encoding, Sampler
 from autopar.planner.branch_and_bound.sampling import Sampling
-from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.evaluate.evaluator import Evaluator
 from autopar.planner.planner import Planner
+from autopar.planner.search import Evaluation, Limits
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.preferences import rules, seeds
 from autopar.planner.space.space import SamplerName, load_space
-from autopar.planner.task import Limits
 from tests.support.cli_runner import Run, run_fixture
 from tests.support.planner.graphs import mlp, task_of
 from tests.support.planner.interleaved import Board, Known, View, in_turns, interleave

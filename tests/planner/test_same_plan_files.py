@@ -16,11 +16,10 @@ from autopar.plan.plan import Plan
 from autopar.planner import planner as planning
 from autopar.planner.bounds.cascade import LEVELS
 from autopar.planner.branch_and_bound.process_group import ProcessGroup, available
-from autopar.planner.evaluate.evaluation import Evaluation
-from autopar.planner.explain.alternatives import compare
+from autopar.planner.explain.reasons import compare
 from autopar.planner.planner import Planner
+from autopar.planner.search import Evaluation, Limits
 from autopar.planner.space.space import load_space
-from autopar.planner.task import Limits
 from tests.support.mixed_clusters import two_kinds
 from tests.support.planner.graphs import mlp, task_of
 

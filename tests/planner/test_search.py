@@ -20,15 +20,14 @@ from autopar.plan.mesh import S
 from autopar.plan.plan import FP32, FP64, Plan, SearchRecord
 from autopar.planner.bounds.cascade import LEVELS
 from autopar.planner.branch_and_bound.branch_and_bound import BranchAndBound
-from autopar.planner.evaluate.evaluation import Evaluation, Misfit
 from autopar.planner.evaluate.evaluator import Evaluator
-from autopar.planner.layouts.types import LayoutKey
+from autopar.planner.layouts.layout import LayoutKey
 from autopar.planner.planner import Planner
+from autopar.planner.search import Evaluation, Limits, Misfit, Task
 from autopar.planner.space.candidates import candidates
 from autopar.planner.space.constraints import Problem
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import Space, load_space
-from autopar.planner.task import Limits, Task
 from autopar.verification.against_one_device import in_dtype
 from tests.support.planner.graphs import llama_block, mlp
 

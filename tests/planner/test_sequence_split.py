@@ -13,8 +13,7 @@ from autopar.cost.operators.work import work
 from autopar.errors import InfeasibleError
 from autopar.graph.graph import Graph, Op, Ref, TensorSpec
 from autopar.plan.plan import Plan
-from autopar.planner.space.candidates import candidates
-from autopar.planner.space.conflict import conflict
+from autopar.planner.space.candidates import candidates, conflict
 from autopar.planner.space.pins import Pins
 from tests.planner.test_candidates import PROBLEM
 from tests.support.distributed.subjects import HfSubject

@@ -7,17 +7,16 @@ from dataclasses import replace
 import pytest
 
 from autopar import api
-from autopar.cost.operators.measured import Recorder, decode, key_of
+from autopar.cost.operators.operator_times import Recorder, decode, key_of
 from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.link import OperatorTable, OperatorTime
 from autopar.models.resolve import resolve_model
 from autopar.plan.plan import FP32
-from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.planner import Planner, Task, operator_calls
+from autopar.planner.search import Evaluation, Limits
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
-from autopar.planner.task import Limits
 from tests.support.mixed_clusters import two_kinds
 
 CLUSTER = Cluster.parse("cpu:1x4")

@@ -17,14 +17,13 @@ from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
 from autopar.plan.plan import FP32, Plan
 from autopar.planner.bounds.cascade import LEVELS
-from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.planner import Planner
+from autopar.planner.search import Evaluation, Task
 from autopar.planner.space.constraints import divisors
-from autopar.planner.space.data_shares import nearest
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
+from autopar.planner.space.variants import nearest
 from autopar.planner.studies.study import params
-from autopar.planner.task import Task
 from tests.support.mixed_clusters import of_one, slow_group, two_kinds
 from tests.support.planner.graphs import mlp
 

@@ -26,14 +26,14 @@ from autopar.errors import UsageError
 from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
 from autopar.plan.plan import FP32, Plan, SearchRecord
-from autopar.planner.branch_and_bound.ledger import Result
+from autopar.planner.branch_and_bound.frontier import Result
 from autopar.planner.planner import Planner
+from autopar.planner.search import Limits
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space, with_sampler
 from autopar.planner.studies import workers
 from autopar.planner.studies.study import Study
 from autopar.planner.studies.workers import Job, identity, study_name
-from autopar.planner.task import Limits
 from autopar.util import files
 from tests.support.cli_runner import Run, run_fixture
 from tests.support.planner.graphs import CLUSTER, mlp, task_of

@@ -17,13 +17,12 @@ from autopar.hardware.cluster import Cluster
 from autopar.models.resolve import resolve_model
 from autopar.plan.file import plan_from_dict, plan_to_dict
 from autopar.plan.plan import PRECISIONS, PrecisionName
-from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.planner import Planner
+from autopar.planner.search import Evaluation, Task
 from autopar.planner.space.candidates import candidates
 from autopar.planner.space.constraints import Problem
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
-from autopar.planner.task import Task
 from autopar.tracing.trace import trace
 
 A100 = "a100-sxm4-80gb:1x8"

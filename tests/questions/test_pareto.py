@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from autopar.errors import InfeasibleError, UsageError
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.describe import scaled
-from autopar.planner.evaluate.evaluation import Evaluation
-from autopar.planner.task import peak_bytes
+from autopar.planner.search import Evaluation, peak_bytes
 from autopar.questions.comparisons import MEMORY_STEP, Point, front, parse_objectives, undominated
 from autopar.questions.sizing import Ask, sizes_of
 from tests.questions.test_sizing import ASK, KIND, alone

@@ -18,7 +18,7 @@ from autopar.graph.rewrites import compact
 from autopar.hardware.cluster import Cluster
 from autopar.models.resolve import resolve_model
 from autopar.plan.mesh import Mesh
-from autopar.planner.sharding.batch_axis import solve_batch
+from autopar.planner.sharding.input_axes import solve_batch
 from autopar.rules.apply import shard
 from autopar.rules.local_graphs import Resizer, can_resize, resized
 from tests.support.lower.moe import mixture_graph

@@ -15,7 +15,7 @@ from autopar.graph.interpreter import evaluate
 from autopar.graph.rewrites import compact
 from autopar.models.graph_for_plan import for_batch
 from autopar.plan.mesh import P
-from autopar.planner.sharding.batch_axis import mixes_samples, samples_apart, solve_batch
+from autopar.planner.sharding.input_axes import mixes_samples, samples_apart, solve_batch
 from autopar.tracing.trace import trace
 from tests.support.close import assert_close
 

@@ -14,7 +14,7 @@ from autopar.graph.interpreter import evaluate, leaves, run
 from autopar.graph.operator_kinds import draws_random
 from autopar.graph.rewrites import compact
 from autopar.plan.mesh import R, S
-from autopar.planner.sharding.batch_axis import solve_batch
+from autopar.planner.sharding.input_axes import solve_batch
 from autopar.rules import table as rules
 from autopar.rules.apply import shard
 from autopar.tracing.trace import trace

@@ -12,7 +12,7 @@ from autopar.graph.graph import Graph
 from autopar.graph.interpreter import evaluate
 from autopar.graph.rewrites import compact
 from autopar.plan.mesh import S
-from autopar.planner.sharding.batch_axis import solve_batch
+from autopar.planner.sharding.input_axes import solve_batch
 from autopar.rules.apply import shard
 from autopar.tracing.trace import trace
 from autopar.verification.against_one_device import _without_dropout

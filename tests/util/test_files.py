@@ -10,7 +10,7 @@ import pytest
 
 from autopar.errors import UsageError
 from autopar.plan.file import load_plan, save_plan
-from autopar.planner.studies.storage import open_storage
+from autopar.planner.studies.study import open_storage
 from autopar.util.files import check_writable, write_text
 from autopar.util.toml import Table
 from tests.support.example_plans import single_plan

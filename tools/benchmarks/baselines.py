@@ -24,12 +24,11 @@ from autopar.errors import InfeasibleError
 from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
 from autopar.models.transformer import Sizes, build
-from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.planner import Planner, Task
+from autopar.planner.search import Evaluation, Limits
 from autopar.planner.space import preferences as experts
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
-from autopar.planner.task import Limits
 from autopar.tracing.trace import trace
 from autopar.util.files import write_text
 from tools.benchmarks.tpe import Sampler

@@ -38,9 +38,9 @@ from autopar.models.resolve import resolve_model
 from autopar.plan.plan import FP32, Plan, Precision
 from autopar.plan.text import micro_batch_text
 from autopar.planner.planner import Planner
+from autopar.planner.search import Limits, Task
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
-from autopar.planner.task import Limits, Task
 from autopar.util.files import write_text
 from autopar.util.formatting import seconds
 from autopar.verification.rank_pool import WorkerPool

@@ -66,7 +66,14 @@ def evaluations_of(
     problem: Mapping[str, Any], graph: Any, cluster: Any
 ) -> Iterator[tuple[Any, Callable[[], float | str]]]:
     """Every candidate of the pool, with what evaluates it: seconds of its best plan, or the reason why it has none."""
-    homes = ("autopar.request", f"{PLANNER}.request", "autopar.wish", f"{PLANNER}.task", "autopar.api")
+    homes = (
+        "autopar.request",
+        f"{PLANNER}.search",
+        f"{PLANNER}.request",
+        "autopar.wish",
+        f"{PLANNER}.task",
+        "autopar.api",
+    )
     task_of = found("task_of", *homes)
     try:
         wish_type = found("Request", *homes)
@@ -298,6 +305,7 @@ def main() -> int:
     for module in (
         f"{PLANNER}.planner",
         f"{PLANNER}.request",
+        f"{PLANNER}.search",
         f"{PLANNER}.task",
         f"{PLANNER}.studies.workers",
         "scipy.optimize",

@@ -22,9 +22,9 @@ from autopar.hardware.cluster import Cluster
 from autopar.planner.branch_and_bound.branch_and_bound import BranchAndBound
 from autopar.planner.branch_and_bound.sampling import BY_BOUNDS, BY_SAMPLER, Sampling
 from autopar.planner.planner import Planner, Task
+from autopar.planner.search import Limits
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import SamplerName, load_space
-from autopar.planner.task import Limits
 from tools.benchmarks import baselines
 from tools.revision import revision
 

@@ -9,7 +9,7 @@ import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.trial import TrialState
 
-from autopar.planner.evaluate.evaluation import Evaluation, Misfit
+from autopar.planner.search import Evaluation, Misfit
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.studies.study import KEYS, Value, params
 

@@ -21,9 +21,9 @@ from autopar.cost.model import CostModel
 from autopar.errors import InfeasibleError
 from autopar.hardware.cluster import Cluster
 from autopar.plan.plan import BUCKET_BYTES, Plan
+from autopar.planner.search import Task
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import Space
-from autopar.planner.task import Task
 from tools.campaigns.product import Product, Small, every_plan
 from tools.campaigns.small import draw
 

@@ -20,7 +20,7 @@ from autopar.lower.program import lower
 from autopar.lower.read_plan import SHARDED_AXES
 from autopar.plan.mesh import I, Mesh, P, R, S, Type
 from autopar.plan.plan import RECOMPUTES, Plan, StagePlan
-from autopar.planner.sharding.batch_axis import solve_batch
+from autopar.planner.sharding.input_axes import solve_batch
 from autopar.rules import apply, local_graphs
 from autopar.rules import table as rules
 from autopar.rules.local_calls import conversion

@@ -26,7 +26,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.plan.mesh import I, Mesh, R, S, Type
 from autopar.plan.plan import BUCKET_BYTES, RECOMPUTES, Offload, Recompute, ScheduleName
 from autopar.plan.schedule import SCHEDULES, check_schedule
-from autopar.planner.sharding.batch_axis import solve_batch
+from autopar.planner.sharding.input_axes import solve_batch
 from autopar.planner.space.space import load_space
 from autopar.rules import table as rules
 from autopar.rules.apply import shard

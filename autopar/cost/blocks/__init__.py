@@ -3,5 +3,5 @@
 ``block_work.block_work`` counts what it does before any profile prices it, ``price_block`` prices that on a device and its
 links. ``activation_lifetimes`` follows each storage from the operator that makes it to the last that needs it: what is kept from
 forward to backward, the peaks in between, and what selective recompute makes again (Korthikanti et al. 2022, arXiv 2205.05198).
-``block_collectives`` has the collectives that changes of layout are.
+``block_cost`` has the collectives too that changes of layout are.
 """

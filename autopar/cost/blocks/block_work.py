@@ -7,10 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from autopar.cost.blocks.activation_lifetimes import Storages, Wiring, gradient_uses, wiring_of
-from autopar.cost.blocks.block_collectives import SENDING, Message, messages
-from autopar.cost.blocks.block_cost import BlockCost, ParameterCost, Remade
+from autopar.cost.blocks.block_cost import SENDING, BlockCost, Message, ParameterCost, Remade, messages
 from autopar.cost.network.collectives import CollectiveModel
-from autopar.cost.operators.roofline import OperatorTimes, OpTime, time_of_work
+from autopar.cost.operators.operator_times import OperatorTimes, OpTime, time_of_work
 from autopar.cost.operators.work import Specs, Work, work
 from autopar.graph.graph import Block, Graph, Op, TensorSpec
 from autopar.graph.operator_kinds import is_dear, made_again

@@ -1,7 +1,7 @@
 """Time of one collective: the cheapest of the library's algorithms on the links that the group has.
 
 Steps and volumes are those of NCCL's ``src/graph/tuning.cc`` and of the ring and tree algorithms; all constants stand in
-``profiles/``. What of the links a group has is said by ``group_shapes.py``.
+``profiles/``. What of the links a group has is said by ``placement.py``.
 """
 
 from __future__ import annotations

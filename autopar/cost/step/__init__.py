@@ -2,8 +2,8 @@
 
 ``step`` has what a step is, :class:`~autopar.cost.step.step.Step` and its :class:`~autopar.cost.step.step.StageCost` with its seconds.
 ``step_model.StepModel`` prices blocks and stages on the data axes (``data_parallel``: FSDP's gathers and reductions beside the blocks;
-``gradient_buckets``: sums that FSDP does not do; ``optimizer``; ``memory``), each once, by value.
+``gradient_buckets``: sums that FSDP does not do; ``memory``, with what optimizers keep and move), each once, by value.
 ``pipeline_step.PipelineStep`` puts the stages of a plan on pipeline ranks and simulates the schedule's own list of actions
 (``simulation``), whose longest chains it finds too (the critical path method, Kelley and Walker 1959).
-``runtime`` is what the program that trains decides.
+:class:`~autopar.cost.step.step.Runtime` is what the program that trains decides.
 """

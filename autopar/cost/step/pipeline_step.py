@@ -6,11 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from autopar.cost.network.collectives import CollectiveModel
 from autopar.cost.step.gradient_buckets import tied
-from autopar.cost.step.memory import rank_memory
-from autopar.cost.step.optimizer import launched_s
-from autopar.cost.step.runtime import StageMessages
+from autopar.cost.step.memory import launched_s, rank_memory
 from autopar.cost.step.simulation import PipelineTimes, StageTimes, simulate
-from autopar.cost.step.step import Runs, StageCost, StageSums, Step, gathering_share
+from autopar.cost.step.step import Runs, StageCost, StageMessages, StageSums, Step, gathering_share
 from autopar.cost.step.step_model import StepModel
 from autopar.errors import UsageError
 from autopar.hardware.device import Overheads

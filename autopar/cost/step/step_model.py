@@ -10,23 +10,23 @@ from typing import TypeAlias
 from autopar.cost.blocks.block_cost import BlockCost, ParameterCost
 from autopar.cost.network.collectives import CollectiveModel
 from autopar.cost.network.placement import host_of
-from autopar.cost.operators.roofline import OpTime
+from autopar.cost.operators.operator_times import OpTime
 from autopar.cost.step.data_parallel import DataParallel, Unit, itemsize, own_parameters, shared_sums_s
 from autopar.cost.step.gradient_buckets import RankSums, Summed, buckets, exposed_sums_s, late_sums, scalars
 from autopar.cost.step.memory import (
+    OptimizerCost,
     StageMemory,
     State,
     freed_bytes,
     gathered_bytes,
     stage_memory,
     state_bytes,
+    stepped_s,
     stepping_bytes,
     steps_at_once,
     unit_passing_bytes,
 )
-from autopar.cost.step.optimizer import OptimizerCost, stepped_s
-from autopar.cost.step.runtime import Runtime
-from autopar.cost.step.step import Runs, StageCost, StageSums, Step, moving, own_times, stage_sums
+from autopar.cost.step.step import Runs, Runtime, StageCost, StageSums, Step, moving, own_times, stage_sums
 from autopar.hardware.device import Device, HostLink
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import Precision, Recompute
@@ -253,7 +253,7 @@ class StepModel:
         return self.ranks.collectives.time_s("all_reduce", num_bytes, self.step.mesh, axes) + copies
 
     def stepped_s(self, units: Sequence[Unit]) -> tuple[float, float]:
-        """The optimizer's reads and writes; and its copies where it steps on the host: see :func:`optimizer.stepped_s`."""
+        """The optimizer's reads and writes; and its copies where it steps on the host: see :func:`autopar.cost.step.memory.stepped_s`."""
         host = self.ranks.host if self.step.offloads_optimizer else None
         size = itemsize(self.ranks.precision.storage)
         return stepped_s(self.ranks.optimizer, units, size, self.ranks.device, host)

@@ -19,8 +19,8 @@ from autopar.plan.mesh import EXPERT_AXIS
 from autopar.plan.plan import Recompute
 from autopar.planner.bounds.gradient_sums import are_inside, at_both_ends, least_sums_s
 from autopar.planner.bounds.instance import BlockFloor, FloorTable, ModeFloor
-from autopar.planner.layouts.types import LayoutKey, PricedLayout
-from autopar.planner.stages.equal_blocks import EqualBlocks
+from autopar.planner.layouts.layout import LayoutKey, PricedLayout
+from autopar.planner.stages.cut_problem import EqualBlocks
 from autopar.rules.local_graphs import AXIS as EXPERTS_OVER_DATA
 
 

@@ -2,10 +2,10 @@
 
 Best first: candidates come in the order of their dual bounds (:mod:`autopar.planner.branch_and_bound.frontier`), and the
 search stops when no bound is below the time of the incumbent, the best plan found. What no bound excludes and nobody
-evaluated is left to the certificate (:mod:`autopar.planner.branch_and_bound.certificate`).
+evaluated is left to the certificate (:mod:`autopar.planner.branch_and_bound.frontier`).
 
 The order depends on bounds alone, never on what was evaluated. So several searches of the same candidates can share one
-ledger (:mod:`autopar.planner.branch_and_bound.ledger`): each goes through the same order, takes what others have found,
+ledger (:mod:`autopar.planner.branch_and_bound.frontier`): each goes through the same order, takes what others have found,
 passes over what they are evaluating, and in the end evaluates what it passed over and what still has no result, whether its
 owner is slow or dead. The plan is the one that a search alone would have chosen, whatever the number of searches and their
 timing. One search may also be several processes (:mod:`autopar.planner.branch_and_bound.process_group`), each with the
@@ -21,16 +21,13 @@ from functools import partial
 
 from autopar.errors import UsageError
 from autopar.planner.bounds.chain_proof import ChainProof
-from autopar.planner.branch_and_bound.certificate import close_gap
-from autopar.planner.branch_and_bound.frontier import Frontier
-from autopar.planner.branch_and_bound.ledger import Ledger, LocalLedger, Result
+from autopar.planner.branch_and_bound.frontier import Frontier, Ledger, LocalLedger, Result, close_gap
 from autopar.planner.branch_and_bound.process_group import ProcessGroup
 from autopar.planner.branch_and_bound.sampling import Question, Rounds, Sampling
-from autopar.planner.evaluate.evaluation import SLOW, Evaluation, Misfit
 from autopar.planner.evaluate.evaluator import Evaluator
-from autopar.planner.layouts.types import LayoutKey
+from autopar.planner.layouts.layout import LayoutKey
+from autopar.planner.search import SLOW, Evaluation, Limits, Misfit, Outcome, Progress
 from autopar.planner.space.candidates import Candidate
-from autopar.planner.task import Limits, Outcome, Progress
 
 PATIENCE = 8
 """Evaluations of its own after which a search takes over a candidate that another has claimed without a result. Without the

@@ -1,21 +1,135 @@
-"""The candidates that are open, best first: each with a dual bound, and how tight that bound is.
+"""What is known of the candidates of one search: what came of some, which are open with what dual bounds, and the certificate.
 
-The candidate of least bound is taken. If a tighter bound is left, it is worked out, in bulk for all open candidates that share its
-layouts and are as far; else the candidate is given, to be evaluated. It ends where the least bound is not below the best plan.
+The processes of one search keep this to themselves (:class:`LocalLedger`); searches that share a storage see each other's
+(:mod:`autopar.planner.studies.study`).
+
+The candidate of least bound is taken. If a tighter bound is left, it is worked out, in bulk for all open candidates that share its layouts
+and are as far; else the candidate is given, to be evaluated. It ends where the least bound is not below the best plan.
+
+The certificate: how much faster than the best plan another plan may be. The least dual bound of all candidates says it. It is raised where
+that costs little: the candidate of the least bound gets the tightest relaxation that there is, until the least bound is that of the best
+plan, or cannot be raised. What each step gives is a function of the candidate, the goal and the proofs before it alone, so that the
+certificate is the same for any number of processes and any timing.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
+from typing import Protocol
 
 from autopar.planner.bounds.cascade import LEVELS
+from autopar.planner.bounds.chain_program import KEPT
+from autopar.planner.bounds.chain_proof import ChainProof, Key, key_of
 from autopar.planner.branch_and_bound.process_group import ProcessGroup
 from autopar.planner.evaluate.evaluator import Evaluator
-from autopar.planner.layouts.types import LayoutKey, layout_key_of
+from autopar.planner.layouts.layout import LayoutKey, layout_key_of
 from autopar.planner.space.candidates import Candidate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What came of one candidate: a time, or that it takes no less than one that was known, or why it has no plan.
+
+    Attributes:
+        time_s: of the step of its best plan.
+        at_least_s: it was left unfinished because it takes no less.
+        reason: why it has no plan.
+        needs_bytes: of the leanest plan that was tried, 0 where not known.
+        peak_memory_bytes: of its best plan; for people.
+    """
+
+    time_s: float | None = None
+    at_least_s: float | None = None
+    reason: str = ""
+    needs_bytes: int = 0
+    peak_memory_bytes: int = 0
+
+    def settles(self, best_s: float) -> bool:
+        """Whether nothing more has to be known of the candidate to say if it takes less than ``best_s``."""
+        return self.at_least_s is None or self.at_least_s > best_s
+
+
+class Ledger(Protocol):
+    """Results and claims of candidates, by their position in the pool."""
+
+    is_shared: bool
+    """Whether other searches write into it."""
+
+    @property
+    def results(self) -> Mapping[int, Result]:
+        """What came of the candidates that were evaluated."""
+
+    @property
+    def incumbent_s(self) -> float:
+        """The least time found so far; infinite before there is one."""
+
+    def expect(self, seeds: Mapping[int, str]) -> None:
+        """Say which candidates experts would try, with reasons; for people."""
+
+    def read(self) -> None:
+        """Take in what others have written."""
+
+    def is_claimed(self, index: int) -> bool:
+        """Whether another search evaluates a candidate and has not recorded a result: it may be dead."""
+
+    def claim(self, index: int, bound_s: float) -> None:
+        """Say that this search evaluates a candidate, or takes it over from another; ``bound_s``: its dual bound."""
+
+    def release(self, index: int) -> None:
+        """Give a claim back without a result."""
+
+    def record(self, index: int, result: Result) -> None:
+        """Say what came of a candidate that this search has claimed."""
+
+    def finish(self, excluded_s: Callable[[int], float | None]) -> None:
+        """Leave nothing open that is decided.
+
+        Args:
+            excluded_s: what a candidate takes at least where it need not be evaluated any more; None where it may have to be.
+        """
+
+
+class LocalLedger:
+    """The results of one process of a search, and the incumbent of all of them."""
+
+    is_shared = False
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.results: dict[int, Result] = {}
+        self._group, self._least_s = group, math.inf
+
+    @property
+    def incumbent_s(self) -> float:
+        return min(self._least_s, self._group.incumbent_s)
+
+    def expect(self, seeds: Mapping[int, str]) -> None:
+        """Nobody looks."""
+
+    def read(self) -> None:
+        """Others write nothing here."""
+
+    def is_claimed(self, index: int) -> bool:
+        return False  # no other process comes to the same candidates
+
+    def claim(self, index: int, bound_s: float) -> None:
+        """Nobody else asks."""
+
+    def release(self, index: int) -> None:
+        """Nobody else asks."""
+
+    def record(self, index: int, result: Result) -> None:
+        self.results[index] = result
+        if result.time_s is not None:
+            self._least_s = min(self._least_s, result.time_s)
+            self._group.offer(result.time_s)
+
+    def finish(self, excluded_s: Callable[[int], float | None]) -> None:
+        """Nothing is open."""
+
 
 LAST = LEVELS - 1
 
@@ -147,3 +261,45 @@ class Frontier:
             self.bounds[self.pool[k]] = max(self.bounds[self.pool[k]], bound_s)
             if math.isfinite(bound_s):
                 heapq.heappush(self._heap, (self.bounds[self.pool[k]], level + 1, k))
+
+
+WHOLE_GAP = 0.05
+"""Of a bound, up to which the best time above it is near enough to look at no integer program."""
+
+MOST = 256
+"""Candidates whose bounds are raised at most."""
+
+
+def close_gap(
+    pool: Sequence[Candidate],
+    bounds: MutableMapping[Candidate, float],
+    best_s: float,
+    asked: Collection[int],
+    closest_s: Callable[[int, float, Sequence[ChainProof], float], tuple[float, tuple[ChainProof, ...]]],
+) -> None:
+    """Raise the least of some bounds, until it comes to ``best_s``, or cannot be raised.
+
+    Args:
+        bounds: of each candidate of the pool; raised in place.
+        best_s: of the best plan; infinite: there is none, and nothing to raise.
+        asked: positions of those that the search came to, whose bounds are of their priced layouts.
+        closest_s: the tightest bound of the candidate at a position, up to a goal, from proofs of its schedule, whole blocks looked
+            at up to another time; and new proofs.
+    """
+    if math.isinf(best_s):
+        return
+    goal_s, made = best_s, 0
+    proofs: dict[Key, list[ChainProof]] = {}
+    heap = [(bounds[candidate], i) for i, candidate in enumerate(pool) if bounds[candidate] < goal_s]
+    heapq.heapify(heap)
+    while heap and made < MOST:
+        before_s, i = heapq.heappop(heap)
+        if i not in asked or before_s >= goal_s:
+            return
+        made += 1
+        known = proofs.setdefault(key_of(pool[i]), [])
+        bound_s, more = closest_s(i, goal_s, known, min(goal_s, best_s / (1 + WHOLE_GAP)))
+        known += more
+        del known[: len(known) - KEPT]
+        bounds[pool[i]] = max(bound_s, before_s)
+        goal_s = min(goal_s, bounds[pool[i]])  # which is the least of all if no other one is below

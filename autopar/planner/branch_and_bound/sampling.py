@@ -19,13 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.planner.bounds.cascade import LEVELS
-from autopar.planner.branch_and_bound.ledger import Result
-from autopar.planner.evaluate.evaluation import Evaluation
+from autopar.planner.branch_and_bound.frontier import Result
 from autopar.planner.evaluate.evaluator import Evaluator
+from autopar.planner.search import Evaluation, peak_bytes
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.preferences import seeds
 from autopar.planner.space.space import SamplerName
-from autopar.planner.task import peak_bytes
 
 if TYPE_CHECKING:
     from autopar.planner.branch_and_bound.optuna_sampler import Sampler

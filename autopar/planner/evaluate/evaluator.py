@@ -14,11 +14,9 @@ from autopar.graph.graph import Graph
 from autopar.planner.bounds.cascade import LEVELS, Cascade
 from autopar.planner.bounds.chain_program import KEPT
 from autopar.planner.bounds.chain_proof import ChainProof, Key, key_of
-from autopar.planner.context import SearchContext, readable
-from autopar.planner.evaluate.evaluation import SLOW, Evaluation, Misfit, needs_text
-from autopar.planner.evaluate.layout_plans import LayoutPlans
-from autopar.planner.evaluate.unequal_shares import SharesEvaluator
-from autopar.planner.layouts.types import TypedLayout
+from autopar.planner.evaluate.layout_plans import LayoutPlans, SharesEvaluator
+from autopar.planner.layouts.layout import TypedLayout
+from autopar.planner.search import SLOW, Evaluation, Misfit, SearchContext, needs_text, readable
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import Space

@@ -16,14 +16,12 @@ from autopar.graph.graph import Graph
 from autopar.graph.rewrites import Compact, lengths, pad
 from autopar.plan.mesh import I, Mesh
 from autopar.plan.plan import PaddedParameter
-from autopar.planner.layouts.block_pricing import BlockPricing
-from autopar.planner.layouts.types import LayoutKey
-from autopar.planner.sharding.axis_costs import AxisCosts, AxisPricing
-from autopar.planner.sharding.batch_axis import solve_batch
+from autopar.planner.layouts.layout import BlockPricing, LayoutKey
 from autopar.planner.sharding.block_chain import AxisSolution, AxisSolver, owners_of
+from autopar.planner.sharding.block_table import AxisCosts, AxisPricing
 from autopar.planner.sharding.energy import Weights
+from autopar.planner.sharding.input_axes import CP, SequenceSplit, solve_batch
 from autopar.planner.sharding.resharding import Structures
-from autopar.planner.sharding.sequence_axis import CP, SequenceSplit
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import ATTENTION_KINDS
 from autopar.rules.apply import shard

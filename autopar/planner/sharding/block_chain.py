@@ -27,8 +27,13 @@ from autopar.graph.graph import Block, Ref
 from autopar.graph.rewrites import Compact
 from autopar.plan.mesh import Type
 from autopar.plan.plan import AxisTyping
-from autopar.planner.sharding.axis_costs import AxisCosts
-from autopar.planner.sharding.block_table import MAX_BOUNDARY_STATES, BlockProblem, boundary_of, crossing_types
+from autopar.planner.sharding.block_table import (
+    MAX_BOUNDARY_STATES,
+    AxisCosts,
+    BlockProblem,
+    boundary_of,
+    crossing_types,
+)
 from autopar.planner.sharding.elimination import Entry, Marginals, Prepared, marginalise, prepare
 from autopar.planner.sharding.energy import Energy, Factor, Table, Weights
 from autopar.planner.sharding.resharding import Structures

@@ -18,13 +18,17 @@ from typing import Any
 import numpy as np
 
 from autopar.errors import InternalError
-from autopar.planner.sharding.elimination_order import (
+from autopar.planner.sharding.energy import (
     EliminationStep,
+    Energy,
+    Factor,
+    Minimum,
+    States,
+    Table,
     elimination_order,
     elimination_steps,
     possible_states,
 )
-from autopar.planner.sharding.energy import Energy, Factor, Minimum, States, Table
 
 MAX_TABLE_ENTRIES = 1 << 23
 """Largest table that elimination may make (64 MiB of float64); past it the problem goes to the integer program."""

@@ -1,13 +1,18 @@
-"""What a typing costs in parts that are weighted later, and tables of such costs.
+"""What a typing costs in parts that are weighted later, tables of such costs, and in which order their variables are eliminated.
 
-Every cost has four parts, so that one problem serves a whole sweep of memory prices: seconds a micro-batch, seconds a step
-(gradient sums), bytes of saved activations, bytes of state.
+Every cost has four parts, so that one problem serves a whole sweep of memory prices: seconds a micro-batch, seconds a step (gradient sums),
+bytes of saved activations, bytes of state.
+
+The order decides how large the tables on the way become. Finding the best order is NP-hard; greedy orders by the size of the new table, or
+by the fill edges that eliminating a variable adds to the graph of variables with a common table, come close (Kjaerulff, 1990).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import inf, log2, prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -133,3 +138,171 @@ def columns_of(costs: Sequence[Cost | None]) -> list[NDArray[np.float64]]:
     ).reshape(-1, 4)
     used = table.any(axis=0)
     return [table[:, i] for i in range(1 + int(np.flatnonzero(used)[-1]))]
+
+
+MANY_ENTRIES = 1 << 19
+"""Entries of a table (4 MiB of float64) from which on a better order is searched for."""
+ORDERS = 32
+"""Orders that are tried then."""
+
+
+def elimination_order(
+    sizes: Sequence[int], scopes: Iterable[Sequence[int]], keep: Iterable[int] = ()
+) -> tuple[tuple[int, ...], int]:
+    """An order of all variables but those of ``keep``, and the entries of its largest table.
+
+    Args:
+        sizes: number of states of each variable.
+        scopes: the variables of each table.
+
+    Greedy: smallest new table first, fewest fill edges on ties. Where that is wide, the best of several that take the
+    least fill first, each edge weighted by the bits of its two variables (after Kjaerulff, 1990), all but the first of
+    them with noise: which of many good looking steps leads into a wide table shows only later.
+    """
+    scopes, keep = tuple(scopes), tuple(keep)
+    best = _greedy(sizes, scopes, keep)
+    if MANY_ENTRIES < best[1] < MANY_ENTRIES**2:  # past that no order will do
+        noise = random.Random(0)
+        for i in range(ORDERS):
+            order = _greedy(sizes, scopes, keep, noise if i else None, by_fill=True, bound=best[1])
+            best = min(best, order, key=lambda found: found[1])
+    return best
+
+
+def _greedy(
+    sizes: Sequence[int],
+    scopes: Sequence[Sequence[int]],
+    keep: tuple[int, ...],
+    noise: random.Random | None = None,
+    *,
+    by_fill: bool = False,
+    bound: float = inf,
+) -> tuple[tuple[int, ...], int]:
+    """One greedy order and the entries of its largest table, see :func:`elimination_order`; broken off at ``bound``."""
+    neighbours: list[set[int]] = [set() for _ in sizes]
+    for scope in scopes:
+        for v in scope:
+            neighbours[v].update(scope)
+    for v, around in enumerate(neighbours):
+        around.discard(v)
+    left = set(range(len(sizes))) - set(keep)
+
+    bits = [log2(max(size, 1)) for size in sizes]
+
+    def score(v: int) -> tuple[float, float, int]:
+        around = neighbours[v]
+        fill = [(a, b) for a in around for b in around if a < b and b not in neighbours[a]] if len(around) > 1 else []
+        if not by_fill:
+            return entries(v), len(fill), v
+        weighted = sum(bits[a] * bits[b] for a, b in fill)
+        return weighted * (1.0 if noise is None else noise.uniform(1.0, 1.6)), entries(v), v
+
+    def entries(v: int) -> int:
+        return prod([sizes[u] for u in neighbours[v]]) * sizes[v]
+
+    scores = {v: score(v) for v in left}
+    order, largest = list[int](), 1
+    while left and largest < bound:
+        best = min(left, key=scores.__getitem__)
+        left.remove(best)
+        order.append(best)
+        largest = max(largest, entries(best))
+        around = neighbours[best]
+        for u in around:
+            neighbours[u] |= around
+            neighbours[u] -= {u, best}
+        for u in around.union(*(neighbours[w] for w in around)) & left:
+            scores[u] = score(u)
+    return tuple(order), largest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EliminationStep:
+    """One variable eliminated, or what stays in the end.
+
+    Attributes:
+        variable: -1 in the end.
+        scope: of the table that is left.
+        shape: of the sum, that of the variable in front.
+        parts: the tables that are added up, those of earlier steps counted on; how their dims are ordered, None: as they are;
+            and their shape, None: as they are.
+    """
+
+    variable: int
+    scope: tuple[int, ...]
+    shape: tuple[int, ...]
+    parts: tuple[tuple[int, tuple[int, ...] | None, tuple[int, ...] | None], ...]
+
+
+def elimination_steps(
+    sizes: Sequence[int], scopes: Sequence[tuple[int, ...]], order: Sequence[int], keep: tuple[int, ...]
+) -> tuple[EliminationStep, ...]:
+    """The variables of ``order`` eliminated one by one."""
+    alive = dict(enumerate(scopes))
+    buckets: list[dict[int, tuple[int, ...]]] = [{} for _ in sizes]
+    for key, scope in alive.items():
+        for v in scope:
+            buckets[v][key] = scope
+    steps = []
+    for v in order:
+        bucket = dict(buckets[v])
+        left = tuple(sorted({u for scope in bucket.values() for u in scope} - {v}))
+        steps.append(_step(v, left, (v, *left), bucket, sizes))
+        for key, scope in bucket.items():
+            del alive[key]
+            for u in scope:
+                del buckets[u][key]
+        key = len(scopes) + len(steps) - 1
+        alive[key] = left
+        for u in left:
+            buckets[u][key] = left
+    return (*steps, _step(-1, keep, keep, alive, sizes))
+
+
+def _step(
+    variable: int,
+    scope: tuple[int, ...],
+    over: tuple[int, ...],
+    parts: dict[int, tuple[int, ...]],
+    sizes: Sequence[int],
+) -> EliminationStep:
+    """``over``: the variables of the sum, in order; ``parts``: scopes of the tables that it adds up."""
+    position = {u: i for i, u in enumerate(over)}
+    full = tuple([sizes[u] for u in over])
+    ordered_parts = []
+    for key, part in parts.items():
+        places = [position[u] for u in part]
+        ordered = sorted(places)
+        axes = None if ordered == places else (0, *[1 + places.index(i) for i in ordered])
+        shape = None
+        if len(part) < len(over):
+            around = [1] * len(over)
+            for i in places:
+                around[i] = full[i]
+            shape = tuple(around)
+        ordered_parts.append((key, axes, shape))
+    return EliminationStep(variable=variable, scope=scope, shape=full, parts=tuple(ordered_parts))
+
+
+def possible_states(energy: Energy) -> tuple[States, ...]:
+    """For each variable the states that no factor forbids whatever the other variables are (arc consistency)."""
+    states = [np.arange(n) for n in energy.sizes]
+    finite = [np.isfinite(factor.table) for factor in energy.factors]
+    of_variable: list[list[tuple[int, int]]] = [[] for _ in energy.sizes]
+    for k, factor in enumerate(energy.factors):
+        for axis, v in enumerate(factor.scope):
+            of_variable[v].append((k, axis))
+    todo = {k for k, table in enumerate(finite) if np.count_nonzero(table) < table.size}
+    while todo:
+        k = todo.pop()
+        for axis, v in enumerate(energy.factors[k].scope):
+            others = tuple([a for a in range(finite[k].ndim) if a != axis])
+            supported = np.logical_or.reduce(finite[k], axis=others) if others else finite[k]
+            if np.count_nonzero(supported) == len(supported):
+                continue
+            kept = np.flatnonzero(supported)
+            states[v] = states[v][kept]
+            for j, along in of_variable[v]:
+                finite[j] = finite[j].take(kept, axis=along)
+                todo.add(j)
+    return tuple(states)

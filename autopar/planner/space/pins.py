@@ -1,6 +1,6 @@
 """Pins: constraints that a person puts on the plan, respected exactly.
 
-What kinds there are says the table of :mod:`~autopar.planner.space.pin_kinds`, which ``autopar pins`` prints.
+What kinds there are says the table of :mod:`~autopar.planner.space.pin_syntax`, which ``autopar pins`` prints.
 Pins stand in options, in a file (``--pin @FILE``, one in a line, ``#`` before a remark) and at modules of the model
 (:mod:`autopar.pins.on_modules`); where two speak of one block, options win over modules, and later ones over earlier ones.
 

@@ -15,7 +15,7 @@ from autopar.util.toml import Table
 SamplerName = Literal["none", "tpe", "cmaes", "nsga2"]
 SAMPLERS: tuple[SamplerName, ...] = ("none", "tpe", "cmaes", "nsga2")
 ATTENTION_KINDS = ("gather", "ulysses", "ring")
-"""How attention runs over a split sequence (:mod:`autopar.planner.sharding.sequence_axis`)."""
+"""How attention runs over a split sequence (:mod:`autopar.planner.sharding.input_axes`)."""
 
 Hosted = Literal["optimizer", "activations"]
 

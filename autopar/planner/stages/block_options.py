@@ -16,10 +16,10 @@ from autopar.graph.rewrites import Compact
 from autopar.plan.plan import RECOMPUTES, Recompute
 from autopar.planner.bounds.floors import BlockFloors, without_shared
 from autopar.planner.layouts.catalogue import Layouts
-from autopar.planner.layouts.types import PricedLayout
+from autopar.planner.layouts.layout import PricedLayout
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.variants import origins
-from autopar.planner.stages.activation_modes import MOVED, BlockOption, CutBlock, Way, none_if_moved, useful, with_moved
+from autopar.planner.stages.recompute import MOVED, BlockOption, CutBlock, Way, none_if_moved, useful, with_moved
 from autopar.planner.stages.stage_cut import CutBlocks, StageKinds
 
 

@@ -28,8 +28,7 @@ from itertools import combinations, product
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.planner.stages.activation_modes import MOVED, CutBlock, Way
-from autopar.planner.stages.recompute import Array, Recomputes
+from autopar.planner.stages.recompute import MOVED, Array, CutBlock, Recomputes, Way
 
 Mask = NDArray[np.bool_]
 

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 from autopar.errors import UsageError
 from autopar.graph.graph import Graph, digest
 from autopar.planner.branch_and_bound.process_group import available
+from autopar.planner.search import Limits, Task
 from autopar.planner.space.candidates import Candidate
-from autopar.planner.task import Limits, Task
 from autopar.rules.missing import OwnRule, own_rules
 from autopar.util.files import PACKAGE, sources
 
@@ -52,7 +52,7 @@ class Job:
 
     Attributes:
         rules: of the task's operators that a new process does not know.
-        durable: see :func:`autopar.planner.studies.storage.open_storage`.
+        durable: see :func:`autopar.planner.studies.study.open_storage`.
         parent: the process without which the worker stops.
     """
 

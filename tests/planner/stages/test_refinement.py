@@ -13,15 +13,13 @@ from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
 from autopar.models.resolve import resolve_model
 from autopar.plan.plan import FP32, Recompute
-from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.planner import Planner
+from autopar.planner.search import Evaluation, Task
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
-from autopar.planner.stages.activation_modes import Way
 from autopar.planner.stages.cut_problem import CutProblem, Fitting, allows, evenly, fitted
-from autopar.planner.stages.local_search import improved
-from autopar.planner.stages.refinement import refined
-from autopar.planner.task import Task
+from autopar.planner.stages.recompute import Way
+from autopar.planner.stages.refinement import improved, refined
 from tests.support.mixed_clusters import two_kinds
 from tests.support.planner.graphs import mlp
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.plan.plan import Recompute
-from autopar.planner.stages.activation_modes import BlockOption, CutBlock, lower_hull, useful
+from autopar.planner.stages.recompute import BlockOption, CutBlock, lower_hull, useful
 from autopar.planner.stages.stage_cut import Cut, CutBlocks, Mask, cut, least_sum_and_slowest, stage_masks
 
 

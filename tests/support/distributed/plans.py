@@ -22,10 +22,10 @@ from autopar.plan.plan import (
     StagePlan,
 )
 from autopar.plan.prediction import Breakdown, Prediction
-from autopar.planner.sharding.axis_costs import AxisCosts
-from autopar.planner.sharding.batch_axis import solve_batch
 from autopar.planner.sharding.block_chain import AxisSolver, owners_of
+from autopar.planner.sharding.block_table import AxisCosts
 from autopar.planner.sharding.energy import Cost, Weights
+from autopar.planner.sharding.input_axes import solve_batch
 from autopar.rules.apply import shard
 
 UNPRICED = Prediction(

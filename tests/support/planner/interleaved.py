@@ -11,8 +11,8 @@ from typing import Any
 from autopar.plan.mesh import Mesh
 from autopar.planner.bounds.cascade import LEVELS
 from autopar.planner.branch_and_bound.branch_and_bound import BranchAndBound
-from autopar.planner.branch_and_bound.ledger import Result
-from autopar.planner.evaluate.evaluation import SLOW, Evaluation, Misfit
+from autopar.planner.branch_and_bound.frontier import Result
+from autopar.planner.search import SLOW, Evaluation, Misfit
 from autopar.planner.space.candidates import Candidate
 
 
