@@ -54,9 +54,9 @@ def test_the_data_is_found_from_the_unpacked_wheel(wheel: Path, tmp_path: Path) 
     zipfile.ZipFile(wheel).extractall(tmp_path)
     code = (
         "import autopar, pathlib\n"
-        "from autopar.util import data_files\n"
+        "from autopar.util.files import data_directory\n"
         "assert pathlib.Path(autopar.__file__).is_relative_to(pathlib.Path.cwd()), autopar.__file__\n"
-        "print(data_files.directory('profiles').relative_to(pathlib.Path.cwd()).as_posix())\n"
+        "print(data_directory('profiles').relative_to(pathlib.Path.cwd()).as_posix())\n"
         "print(autopar.Cluster.parse('h100-sxm5-80gb:4x8').world_size)\n"
     )
     done = subprocess.run(

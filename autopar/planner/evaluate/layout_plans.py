@@ -263,7 +263,7 @@ class SharesEvaluator:
         if candidate not in self._fastest:
             parts = self._parts(candidate)
             made = self._stages(parts, self.options.fastest_modes())
-            time_s = shared_step_s(parts.models, made, parts.steps)
+            time_s = min(shared_step_s(parts.models, made, steps) for steps in self._in_buckets(parts, made))
             self._fastest[candidate] = time_s * (1 - ROUNDING)
         return self._fastest[candidate]
 
@@ -283,8 +283,7 @@ class SharesEvaluator:
         needs: list[Memory] = []
         for modes in self._modes(parts):
             made = self._stages(parts, modes)
-            for size in self.context.buckets:
-                steps = tuple(replace(step, bucket_bytes=size) for step in parts.steps)
+            for steps in self._in_buckets(parts, made):
                 memory = shared_memory(parts.models, made, steps)
                 if not self._all_fit(parts, memory):
                     needs = memory
@@ -297,10 +296,8 @@ class SharesEvaluator:
                         stops=(len(modes),),
                         modes=modes,
                         prediction=prediction,
-                        bucket_bytes=size,
+                        bucket_bytes=steps[0].bucket_bytes,
                     )
-                if not parts.models[0].sums_in_buckets(made[:1], parts.steps[0]):
-                    break
         if best is not None:
             return best
         over = max(zip(needs, parts.models, strict=True), key=lambda own: own[0].total / own[1].memory_limit_bytes)
@@ -309,6 +306,12 @@ class SharesEvaluator:
             reason=f"memory: needs {needs_text(self.model, over[0].total)}",
             needs_bytes=over[0].total,
         )
+
+    def _in_buckets(self, parts: _Shared, made: Sequence[StageCost]) -> list[tuple[Step, ...]]:
+        """The steps with each size of buckets; with the first one where nothing is summed in them."""
+        is_summed = parts.models[0].sums_in_buckets(made[:1], parts.steps[0])
+        sizes = self.context.buckets if is_summed else self.context.buckets[:1]
+        return [tuple(replace(step, bucket_bytes=size) for step in parts.steps) for size in sizes]
 
     def _modes(self, parts: _Shared) -> list[Modes]:
         """What blocks may recompute: nothing; as much as each of the groups needs, or all of them; all that they can.
