@@ -58,11 +58,10 @@ class InstanceMaker:
             for moves in (False, True)
         }  # fmt: skip
         self._blocks[True].moves = True
-        groups, inner = self._blocks[False].groups()
+        groups, _ = self._blocks[False].groups()
         self._is_moved = [any(i in context.moved for i in members) for members in compact.members]
         self._runs = runs_of(compact.class_of)
         self._groups = tuple(tuple(group) for group in groups)
-        self._largest = max(groups, key=lambda group: sum(inner[k] for k in group), default=[])
         self._floors: dict[tuple[Places, bool], BlockFloors] = {}
         self._places: dict[tuple[object, ...], tuple[Places, ...]] = {}
         self._sent: dict[tuple[object, ...], tuple[float, ...]] = {}
