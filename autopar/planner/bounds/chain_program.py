@@ -1,8 +1,8 @@
 """The tightest relaxation: the chains of actions that a schedule itself names, as cuts of a linear program.
 
-What chains and their weights prove is in :mod:`autopar.planner.bounds.chain_proof`. The best weights are those of the linear program over cuts into parts of blocks (Kelley's cutting planes): it is solved with the
-chains that are known, two through each rank at first, its cut is simulated, and the longest chain of that simulation is added, until the
-two agree.
+What chains and their weights prove is in :mod:`autopar.planner.bounds.chain_proof`. The best weights are those of the linear program
+over cuts into parts of blocks (Kelley's cutting planes): it is solved with the chains that are known, two through each rank at first, its
+cut is simulated, and the longest chain of that simulation is added, until the two agree.
 
 Where stages are given its variables are the choices of whole modes of each rank. Else blocks in parts spread evenly; of whole ones a slow
 device that has time for 1.6 takes one or two. So where the bound is still below what is aimed at, the same program is solved with whole
@@ -92,6 +92,8 @@ def chain_bound(
     if 2 * instance.pp * instance.virtual_stages * instance.num_micro_batches > MOST_ACTIONS:
         return None
     stages = Stages(instance)
+    if stages.modes is not None and not stages.modes.is_possible:
+        return ChainBound(time_s=math.inf, proof=None)
     best: ChainProof | None = None
     if known:
         bounds_s = stages.least_s(known) * (1 - ROUNDING)
@@ -101,8 +103,6 @@ def chain_bound(
             return ChainBound(time_s=best.bound_s, proof=best)
         if rounds == 0:
             return ChainBound(time_s=best.bound_s, proof=best)
-    if stages.modes is not None and not stages.modes.is_possible:
-        return ChainBound(time_s=math.inf, proof=None)
     chains = [chain for proof in known for chain in proof.chains]
     program = _Program(stages, chains) if stages.modes is None else _ModeProgram(stages, stages.modes, chains)
     least_s = goal_s if whole_s is None else above_s

@@ -252,11 +252,11 @@ class WholeModes:
         return found
 
     def least_s(self, counts: Array) -> Array:
-        """Seconds of the backwards of blocks in chains [n, counts] at the least."""
+        """Seconds of the backwards of blocks in chains [n, counts] at the least; infinite where a rank has no choice."""
         backwards = counts[:, self.stages.num : 2 * self.stages.num]
         found = np.zeros(len(counts))
         for rank, own in enumerate(self.choices):
-            found += (backwards[:, rank :: self.stages.pp] @ own.T).min(axis=1)
+            found += (backwards[:, rank :: self.stages.pp] @ own.T).min(axis=1, initial=np.inf)
         return found
 
 

@@ -177,9 +177,12 @@ def test_whole_modes_are_exact_where_a_rank_recomputes_one_block_of_two() -> Non
     assert least_s(instance) == pytest.approx(10.0)
     assert bound.time_s == pytest.approx(10.0)
     assert chain_bound(replace(instance, most_blocks=math.inf), math.inf).time_s < 9.6  # type: ignore[union-attr]
-    full = chain_bound(replace(instance, limit_bytes=(-1.0,)), math.inf)
-    assert full is not None
-    assert math.isinf(full.time_s)
+    assert bound.proof is not None
+    for known in ((), (bound.proof,)):  # a proof of an instance of the same schedule that fits
+        full = chain_bound(replace(instance, limit_bytes=(-1.0,)), math.inf, known)
+        assert full is not None
+        assert math.isinf(full.time_s)
+        assert bound.proof.verify(replace(instance, limit_bytes=(-1.0,)))
 
 
 @pytest.mark.parametrize("virtual_stages", [1, 2])
