@@ -297,6 +297,8 @@ class _ByCall:
 
 def _find(op: Op, operands: tuple[TensorSpec, ...], key: str, kept: _Kept) -> Found:
     why = "its tensors are too large to try"
+    if operands and not any(spec.shape for spec in operands):  # which a line cannot tell from no operand at all
+        return Found(target=op.target, key=key, line="", why="no operand has a dim")
     for shapes in _small_shapes(operands):
         examples = [_example(spec, shape) for spec, shape in zip(operands, shapes, strict=True)]
         try:

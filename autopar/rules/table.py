@@ -218,6 +218,7 @@ def _lines() -> dict[str, str]:
         "aten.mul.Tensor": "x..., x... -> x...; linear 0, 1",
         "aten.div.Tensor": "x..., x... -> x...; linear 0",
         "aten.where.self": "x..., x..., x... -> x...; linear 1+2",
+        "aten.where.Scalar": "x... -> x...",
         "aten.masked_fill.Tensor": "x..., x..., x... -> x...; linear 0+2",
         "aten.addcmul.default": "x..., x..., x... -> x...; linear 0+1, 0+2",
         "aten.addcdiv.default": "x..., x..., x... -> x...; linear 0+1",

@@ -35,8 +35,8 @@ def graph_of(target: str, *shapes: tuple[int, ...]) -> Graph:
     )
     return Graph(
         name="custom",
-        batch_size=shapes[0][0],
-        inputs=(Input(name="x", spec=real[0], batch_dim=0),),
+        batch_size=(*shapes[0], 1)[0],
+        inputs=(Input(name="x", spec=real[0], batch_dim=0 if shapes[0] else None),),
         parameters=tuple(Parameter(name=n, fqn=n, spec=s) for n, s in zip(names, real[1:], strict=True)),
         buffers=(),
         prelude=(),
@@ -95,6 +95,11 @@ def test_an_operator_for_which_nothing_is_found_is_repeated_and_named() -> None:
     assert (found.line, found.why) == ("", "no dim can be split")
     assert complete(graph, table=table) == (found,), "the reason is said again"
     assert names(table, graph, 2) == {"invariant", "replicate"}
+
+
+def test_an_operator_of_one_number_has_no_dim_to_split() -> None:
+    (found,) = complete(graph_of("autopar_test.whole.default", ()), table=RuleTable(rules=torch_rules()))
+    assert (found.line, found.why) == ("", "no operand has a dim")
 
 
 def test_a_declared_rule_is_checked_by_execution() -> None:

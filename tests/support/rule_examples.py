@@ -206,6 +206,7 @@ def whole(make: Maker) -> Iterator[Example]:
     yield c("aten._to_copy.default", w(4, 8), dtype=torch.float64)
     yield c("aten.masked_fill.Scalar", r(4, 8), make.truth(1, 8), -1e9)
     yield c("aten.masked_fill.Scalar", r(4, 8), make.truth(1, 8), 0.0)
+    yield c("aten.where.Scalar", torch.eye(4, 8) > 0.5, 0.5, 2.0)
     yield c("aten.where.ScalarOther", make.truth(4, 8), r(4, 8), 0.0)
     yield c("aten.where.ScalarOther", make.truth(4, 8), r(4, 8), 1.0)
     yield c("aten.where.ScalarSelf", make.truth(4, 8), 0.0, r(4, 8))
