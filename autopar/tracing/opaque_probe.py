@@ -1,9 +1,4 @@
-"""What a region of unknown code does, found by running it on small random inputs on this machine; whether it treats samples apart.
-
-Samples are apart when halves of a batch give the halves of the outputs and of every input's gradient, and parameters'
-gradients add up. The two halves are drawn from distributions far apart in mean and scale, so that a branch on a
-statistic of the batch (its mean, its largest value) goes another way for a half than for the whole.
-"""
+"""What a region of unknown code does, found by running it on small random inputs on this machine."""
 
 from __future__ import annotations
 
@@ -11,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -28,141 +22,8 @@ from autopar.graph.graph import TensorSpec
 from autopar.ops.kernels import Region
 from autopar.ops.opaque import run, tensors_of
 from autopar.tracing.failures import FAILURES
-from autopar.tracing.modes import in_double
-from autopar.tracing.opaque_trials import Call, Subject, Unclear, are_same, draw, gradients_of, is_integer, outcomes
-
-DRAWS = 8
-"""Batches on which samples must be apart."""
-
-MAX_CHOICES = 8
-
-
-def samples_apart(
-    subject: Subject, batch_size: int
-) -> tuple[tuple[tuple[int | None, ...], tuple[int, ...]] | None, str, bool]:
-    """Dims along which samples lie, or why they are not apart; and whether backward is linear."""
-    try:
-        with in_double():
-            return _splits_in(subject.wide(), batch_size)
-    except (Unclear, *FAILURES) as error:
-        wide = first_line(error)
-    try:
-        return _splits_in(subject, batch_size)
-    except (Unclear, *FAILURES):
-        return None, wide, False
-
-
-def _splits_in(
-    precision: Subject, batch_size: int
-) -> tuple[tuple[tuple[int | None, ...], tuple[int, ...]] | None, str, bool]:
-    """In one dtype.
-
-    Raises:
-        Unclear, FAILURES: it does not run in it.
-    """
-    trial, one = _within_its_domain(precision)
-    first, second = (outcomes(trial, one, seed=seed) for seed in (1, 2))
-    if not are_same(first[0], second[0]):
-        again = outcomes(trial, one, seed=1)
-        drawn = "it draws random numbers of its own" if are_same(first[0], again[0]) else ""
-        return None, drawn or "it gives other results on the same inputs", False
-    linear, why = _is_linear(trial, one), ""  # why not: the first reason is that of samples in dim 0 of every input
-    for dims in choices(trial.inputs, batch_size):
-        try:
-            return (dims, _apart(trial, dims)), "", linear
-        except (Unclear, *FAILURES) as error:
-            why = why or first_line(error)
-    return None, why or _NO_BATCH, linear
-
-
-def _within_its_domain(subject: Subject) -> tuple[Subject, list[Tensor]]:
-    """The subject with a span in which what it returns is finite, and inputs in it.
-
-    Raises:
-        Unclear: no span is known.
-    """
-    for span in _SPANS:
-        found = replace(subject, span=span)
-        inputs = draw(found.inputs, (None,) * len(found.inputs), 1, span=span, least=found.least)
-        if all(y.isfinite().all() for y in outcomes(found, inputs, seed=1)[0] if y.is_floating_point()):
-            return found, inputs
-    raise Unclear("random inputs give values that are not finite")
-
-
-_SPANS = (None, 1.0, 0.01)
-_NO_BATCH = "no input has a batch dim"
-
-
-def choices(inputs: Sequence[TensorSpec], batch_size: int) -> Iterator[tuple[int | None, ...]]:
-    """Where samples may lie: in dim 0 of all inputs that it fits, or of some; then in dim 1."""
-
-    def fits(spec: TensorSpec, dim: int) -> bool:
-        return len(spec.shape) > dim and spec.shape[dim] > 0 and spec.shape[dim] % batch_size == 0
-
-    count = 0
-    for dim in (0, 1):
-        options: list[tuple[int | None, ...]] = [(dim, None) if fits(spec, dim) else (None,) for spec in inputs]
-        for chosen in product(*options):
-            if any(d is not None for d in chosen) and count < MAX_CHOICES:
-                count += 1
-                yield chosen
-
-
-def _apart(subject: Subject, dims: tuple[int | None, ...]) -> tuple[int, ...]:
-    """Dims of the outputs along which the samples of two batches lie side by side.
-
-    Raises:
-        Unclear: they do not.
-    """
-    found: tuple[int, ...] | None = None
-    for number in range(DRAWS):
-        whole = draw(subject.inputs, dims, number, span=subject.span, least=subject.least)
-        parts = [
-            [x if d is None else x.narrow(d, half * x.shape[d] // 2, x.shape[d] // 2).detach() for x, d in zip(whole, dims, strict=True)]
-            for half in (0, 1)
-        ]  # fmt: skip
-        outputs, of_inputs, of_parameters = outcomes(subject, whole, seed=3)
-        halves = [outcomes(subject, part, seed=3) for part in parts]
-        found = tuple(
-            _dim(y, a, b, i) for i, (y, a, b) in enumerate(zip(outputs, *(h[0] for h in halves), strict=True))
-        )
-        _demand(outputs, halves[0][0], halves[1][0], found, "outputs")
-        _demand(of_inputs, halves[0][1], halves[1][1], dims, "gradients of inputs")
-        _demand(of_parameters, halves[0][2], halves[1][2], (None,) * len(of_parameters), "gradients of parameters")
-    assert found is not None
-    return found
-
-
-def _dim(whole: Tensor, first: Tensor, second: Tensor, index: int) -> int:
-    """The dim along which ``whole`` is twice as long as each of two equal halves."""
-    if first.shape == second.shape and whole.dim() == first.dim():
-        longer = [d for d, (n, m) in enumerate(zip(whole.shape, first.shape, strict=True)) if n != m]
-        if len(longer) == 1 and whole.shape[longer[0]] == 2 * first.shape[longer[0]]:
-            return longer[0]
-    raise Unclear(
-        f"output {index} of a batch of two halves has shape {tuple(whole.shape)}, of a half {tuple(first.shape)}"
-    )
-
-
-def _demand(
-    whole: Sequence[Tensor], first: Sequence[Tensor], second: Sequence[Tensor], dims: Sequence[int | None], what: str
-) -> None:
-    joined = [a + b if d is None else torch.cat([a, b], d) for a, b, d in zip(first, second, dims, strict=True)]
-    if not all(x.isfinite().all() for x in whole if x.is_floating_point()):
-        raise Unclear("random inputs give values that are not finite")
-    if not are_same(joined, whole):
-        raise Unclear(f"the {what} of a batch are not those of its halves")
-
-
-def _is_linear(subject: Subject, inputs: Sequence[Tensor]) -> bool:
-    """Whether a multiple of the gradient gives the multiple of every gradient."""
-    taken = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
-    results = {}
-    for factor in (1.0, -3.0, 1e4):
-        outputs = run(subject.region, subject.call, taken, subject.parameters, [b.clone() for b in subject.buffers])
-        results[factor] = gradients_of(outputs, (*taken, *subject.parameters), factor)
-    return all(are_same([factor * g for g in results[1.0]], made) for factor, made in results.items())
-
+from autopar.tracing.opaque_samples import DRAWS, Samples, samples_apart
+from autopar.tracing.opaque_trials import Call, Subject, Unclear, draw, gradients_of, is_integer
 
 MAX_BYTES = 2**32
 """Of parameters: larger regions are not run while tracing."""
@@ -188,8 +49,11 @@ def apart_from_trace(function: Callable[[], Any], modes: Sequence[TorchFunctionM
         return pool.submit(under_modes).result()
 
 
-def examine(subject: Subject, batch_size: int) -> tuple[Region, Any]:
-    """The region with what its code was seen to do, and an example of what it returns (for its structure).
+def examine(subject: Subject, batch_size: int, alike: dict[object, Samples]) -> tuple[Region, Any]:
+    """The region with what its code was seen to do, and an example of what it returns: its structure, with tensors of no elements.
+
+    Args:
+        alike: as of :func:`samples_apart`.
 
     Raises:
         Unclear: it runs neither on random nor on fake tensors, or changes its inputs.
@@ -197,12 +61,35 @@ def examine(subject: Subject, batch_size: int) -> tuple[Region, Any]:
     if sum(p.numel() * p.itemsize for p in subject.parameters) > MAX_BYTES:
         return _on_fake(subject, f"its parameters are more than {MAX_BYTES >> 30} GiB, so that it was not run")
     try:
-        subject, region, output = _run(subject)
+        with _kernels_of_halves(subject):
+            subject, region, output = _run(subject)
     except FAILURES as error:
         return _on_fake(subject, f"on random inputs it raised {type(error).__name__}: {first_line(error)}")
     subject = replace(subject, region=region)
-    splits, why, linear = samples_apart(subject, batch_size)
-    return replace(region, splits=splits, why=why, is_linear_backward=linear), output
+    splits, why, linear = samples_apart(subject, batch_size, alike)
+    return replace(region, splits=splits, why=why, is_linear_backward=linear), _structure(output)
+
+
+@contextmanager
+def _kernels_of_halves(subject: Subject) -> Iterator[None]:
+    """Products of halves by oneDNN, which an export turns off: torch's own are a hundred times slower.
+
+    Not of an LSTM: oneDNN has one that is one operator, whose FLOPs nothing counts.
+    """
+    tensors = (*subject.inputs, *subject.parameters, *subject.buffers)
+    inner = getattr(subject.call, "module", torch.nn.Identity()).modules()
+    is_half = any(x.dtype in (torch.float16, torch.bfloat16) for x in tensors)
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(before or (is_half and not any(isinstance(m, torch.nn.LSTM) for m in inner)))
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
+def _structure(output: Any) -> Any:
+    """Without values, and what is saved for their gradients."""
+    return pytree.tree_map_only(Tensor, lambda _: torch.empty(0), output)
 
 
 def _on_fake(subject: Subject, why: str) -> tuple[Region, Any]:
@@ -218,7 +105,8 @@ def _on_fake(subject: Subject, why: str) -> tuple[Region, Any]:
             output = _output(subject, *operands)
     except FAILURES as error:
         raise Unclear(f"{why}; on fake tensors it raised {type(error).__name__}: {first_line(error)}") from error
-    return replace(subject.region, outputs=_described(output), why=why, is_linear_backward=False), output
+    region = replace(subject.region, outputs=_described(output), why=why, is_linear_backward=False)
+    return region, _structure(output)
 
 
 def _output(subject: Subject, inputs: Sequence[Tensor], parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> Any:

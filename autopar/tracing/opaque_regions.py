@@ -28,6 +28,7 @@ from autopar.ops.opaque import load_function, of_function, stateless
 from autopar.tracing import opaque_probe, opaque_trials
 from autopar.tracing.builder import Builder, Call, Value
 from autopar.tracing.failures import FAILURES
+from autopar.tracing.opaque_samples import Samples
 from autopar.tracing.side_effects import changed, state_of
 
 TARGET = "autopar.opaque"
@@ -70,22 +71,35 @@ def _entered() -> tuple[TorchFunctionMode, ...]:
 
 
 @dataclass(slots=True)
+class Found:
+    """What was found about the regions of a model, kept over the exports that its trace takes.
+
+    Attributes:
+        functions: the region of each autograd function by what it was called with; None where it is traced.
+        modules: the region of each module, with an example of its output, by what it was called with.
+        alike: what was found about samples, by all that a run of the region gave.
+    """
+
+    functions: dict[object, tuple[Region, Any] | None] = field(default_factory=dict)
+    modules: dict[object, tuple[Region, Any]] = field(default_factory=dict)
+    alike: dict[object, Samples] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
 class Regions:
-    """Makes regions of one trace.
+    """Makes regions of one export.
 
     Attributes:
         model: the user's, for the values of parameters and buffers.
         batch_size: samples in the traced batch.
-        functions: the region of each autograd function by what it was called with; None where it is traced.
-        modules: the region of each module, with an example of its output, by what it was called with.
+        found: what is known of regions; grows.
         modes: what the caller of the trace had entered: a model in float64 runs under them.
     """
 
     model: torch.nn.Module
     batch_size: int
+    found: Found
     modes: tuple[TorchFunctionMode, ...] = field(default_factory=_entered)
-    functions: dict[object, tuple[Region, Any] | None] = field(default_factory=dict)
-    modules: dict[object, tuple[Region, Any]] = field(default_factory=dict)
 
     def swap(self, copied: torch.nn.Module, paths: Sequence[str]) -> None:
         """Gives modules of ``copied``, made for tracing, a forward of one operator."""
@@ -100,11 +114,12 @@ class Regions:
             state = dict(module.named_parameters()), dict(module.named_buffers())
             draft = replace(draft, parameters=tuple(state[0]), buffers=tuple(state[1]))
             specs = tuple(map(_spec, inputs))
-            key = (path, draft.tree, repr(draft.constants), specs)
-            if key not in self.modules:
-                look = partial(_examined, original, self.model, draft, specs, self.batch_size)
-                self.modules[key] = opaque_probe.apart_from_trace(look, self.modes)
-            region, output = self.modules[key]
+            key = (path, draft.tree, repr(draft.constants), specs, self.batch_size)
+            modules = self.found.modules
+            if key not in modules:
+                look = partial(_examined, original, self.model, draft, specs, self.batch_size, self.found.alike)
+                modules[key] = opaque_probe.apart_from_trace(look, self.modes)
+            region, output = modules[key]
         except (opaque_trials.Unclear, *FAILURES) as error:
             raise _refused(path, original, error) from error
         return _emit(region, inputs, state, output)
@@ -137,27 +152,36 @@ class Regions:
         name = f"{cls.__module__}:{cls.__qualname__}"
         try:
             draft, inputs = _draft(FUNCTION, name, args, kwargs)
-            key = (cls, draft.tree, repr(draft.constants), tuple((tuple(x.shape), x.dtype) for x in inputs))
-            if key not in self.functions:
+            specs, functions = tuple(map(_spec, inputs)), self.found.functions
+            key = (cls, draft.tree, repr(draft.constants), specs, self.batch_size)
+            if key not in functions:
                 subject = opaque_trials.Subject(
-                    region=draft, call=of_function(cls), inputs=tuple(map(_spec, inputs)), parameters=(), buffers=()
+                    region=draft, call=of_function(cls), inputs=specs, parameters=(), buffers=()
                 )
-                self.functions[key] = opaque_probe.apart_from_trace(partial(self._examined, cls, subject), self.modes)
+                look = partial(self._examined, cls, subject)
+                functions[key] = opaque_probe.apart_from_trace(look, self.modes)
         except opaque_trials.Unclear as error:
             raise _refused_function(cls, str(error)) from error
-        if self.functions[key] is not None:
+        if functions[key] is not None:
             _check_import(cls, name)
-        return self.functions[key], inputs
+        return functions[key], inputs
 
     def _examined(
         self, cls: type[torch.autograd.Function], subject: opaque_trials.Subject
     ) -> tuple[Region, Any] | None:
         with torch.random.fork_rng(devices=[]):
-            return None if opaque_trials.is_plain(cls, subject) else opaque_probe.examine(subject, self.batch_size)
+            if opaque_trials.is_plain(cls, subject):
+                return None
+            return opaque_probe.examine(subject, self.batch_size, self.found.alike)
 
 
 def _examined(
-    original: torch.nn.Module, model: torch.nn.Module, draft: Region, inputs: tuple[TensorSpec, ...], batch_size: int
+    original: torch.nn.Module,
+    model: torch.nn.Module,
+    draft: Region,
+    inputs: tuple[TensorSpec, ...],
+    batch_size: int,
+    alike: dict[object, Samples],
 ) -> tuple[Region, Any]:
     """What the user's module, one of ``model``, does; nothing of this may run under the tracer's modes."""
     with torch.random.fork_rng(devices=[]):
@@ -171,7 +195,7 @@ def _examined(
             parameters=tuple(_value(p).requires_grad_(p.requires_grad) for p in original.parameters()),
             buffers=tuple(map(_value, original.buffers())),
         )
-        found = opaque_probe.examine(subject, batch_size)
+        found = opaque_probe.examine(subject, batch_size, alike)
     left = changed(before, state_of(call.module))
     if left:
         raise opaque_trials.Unclear(f"it sets {', '.join(left[:3])}, which every rank would do by itself")

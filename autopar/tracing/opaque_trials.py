@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -133,6 +134,15 @@ def are_same(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
         if b.numel() and not float((a - b).abs().max()) <= _TOLERANCE.get(b.dtype, _COARSE) * max(size, 1e-6):
             return False
     return True
+
+
+def digest_of(tensors: Sequence[Tensor]) -> str:
+    """The same for tensors of the same shapes, dtypes and bits alone."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(f"{tuple(tensor.shape)} {tensor.dtype} ".encode())
+        found.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
 
 
 class _Context:

@@ -8,7 +8,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from autopar.tracing.finish import finish
 from autopar.tracing.forms.layers import swap_experts, swap_norms
 from autopar.tracing.modes import cut_off, for_products
 from autopar.tracing.opaque_regions import TARGET as OPAQUE
-from autopar.tracing.opaque_regions import RegionError, Regions, around, notes_of, outermost, paths_of
+from autopar.tracing.opaque_regions import Found, RegionError, Regions, around, notes_of, outermost, paths_of
 from autopar.tracing.outputs import Calls, calls_of, counts_samples, cut, kept, needed_nodes, with_counts
 from autopar.tracing.program_ends import Kept, declare, loss_output, mutations_of, with_twice, written_back
 
@@ -101,7 +101,7 @@ def trace(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """What is traced; ``reasons``: why each opaque module is one; ``repeats``: no steps are tried."""
+    """What is traced; ``reasons``: why each opaque module is one; ``repeats``: no steps are tried; ``found``: of regions, grows."""
 
     model: torch.nn.Module
     batch: dict[str, Any]
@@ -110,6 +110,7 @@ class _Job:
     opaque: tuple[str, ...]
     reasons: Mapping[str, str]
     repeats: bool = False
+    found: Found = field(default_factory=Found)
 
 
 class _UntraceableError(TraceError):
@@ -219,7 +220,7 @@ def _faked(job: _Job, times: int) -> Iterator[tuple[_Training, FakeTensorMode, d
     mode = FakeTensorMode()
     batch, batch_size = fake_batch(job.batch, mode, times)
     wrapper = _Training(_fake_model(job.model, mode), batch, job.loss_fn)
-    regions = Regions(job.model, batch_size)
+    regions = Regions(job.model, batch_size, job.found)
     regions.swap(wrapper.model, job.opaque)
     with regions.autograd_functions(), memory.own_gradients_refused(), checks.taken_to_hold() as held:
         yield wrapper, mode, batch, batch_size, held
