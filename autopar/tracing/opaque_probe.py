@@ -76,9 +76,9 @@ def _kernels_of_halves(subject: Subject) -> Iterator[None]:
 
     Not of an LSTM: oneDNN has one that is one operator, whose FLOPs nothing counts.
     """
-    tensors = (*subject.inputs, *subject.parameters, *subject.buffers)
+    dtypes = {x.dtype for x in subject.inputs} | {x.dtype for x in (*subject.parameters, *subject.buffers)}
     inner = getattr(subject.call, "module", torch.nn.Identity()).modules()
-    is_half = any(x.dtype in (torch.float16, torch.bfloat16) for x in tensors)
+    is_half = bool(dtypes & {torch.float16, torch.bfloat16})
     before = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(before or (is_half and not any(isinstance(m, torch.nn.LSTM) for m in inner)))
     try:

@@ -31,7 +31,6 @@ from autopar.tracing.failures import EXPORTS, FAILURES, NO_VALUES, explained, mo
 from autopar.tracing.finish import finish
 from autopar.tracing.forms.layers import swap_experts, swap_norms
 from autopar.tracing.modes import cut_off, for_products
-from autopar.tracing.opaque_regions import TARGET as OPAQUE
 from autopar.tracing.opaque_regions import Found, RegionError, Regions, around, notes_of, outermost, paths_of
 from autopar.tracing.outputs import Calls, calls_of, counts_samples, cut, kept, needed_nodes, with_counts
 from autopar.tracing.program_ends import Kept, declare, loss_output, mutations_of, with_twice, written_back
@@ -227,12 +226,7 @@ def _faked(job: _Job, times: int) -> Iterator[tuple[_Training, FakeTensorMode, d
 
 
 def _same_numbers(graph: Graph, job: _Job) -> bool:
-    """Whether forward passes at two batch sizes spare a trace at the second one; see :mod:`autopar.tracing.repeated_steps`.
-
-    Not tried where there are opaque regions: each pass would find out anew what they do, which may take longer than an export.
-    """
-    if any(op.target == OPAQUE for op in graph.ops):
-        return False
+    """Whether forward passes at two batch sizes spare a trace at the second one; see :mod:`autopar.tracing.repeated_steps`."""
     found = []
     for times in (1, 2):
         with _faked(job, times) as (wrapper, mode, batch, _, held), _quiet():
