@@ -28,7 +28,7 @@ _CHECKED = tuple(str(Path(_TORCH) / part) for part in ("nn", "distributions"))
 """Where torch checks the values that it is given: a loss its variances, a distribution its parameters."""
 
 _BETWEEN = frozenset(
-    ("_asking", "guard", "bool_", "__bool__", "int_", "__int__", "__index__", "__float__", "__torch_function__")
+    ("asking", "guard", "bool_", "__bool__", "int_", "__int__", "__index__", "__float__", "__torch_function__")
 )
 """Functions between a line that asks for a number and the number that is not known; torch's own code may ask and go on."""
 
@@ -39,10 +39,12 @@ class Held:
 
     Attributes:
         places: ``file.py:12`` of checks that were taken to hold.
+        clamps: likewise, of clamps that each sample decides about (:mod:`autopar.tracing.guarded_clamps`).
         refused: the first question that has no answer; code that catches the error goes on as no step would.
     """
 
     places: dict[str, None] = field(default_factory=dict)
+    clamps: dict[str, None] = field(default_factory=dict)
     refused: GuardOnDataDependentSymNode | None = None
 
 
@@ -58,7 +60,7 @@ def taken_to_hold() -> Iterator[Held]:
             try:
                 return usual(node, file, line)
             except GuardOnDataDependentSymNode as error:
-                frame, is_direct = _asking()
+                frame, is_direct = asking()
                 if frame is None or threading.get_ident() != owner:
                     raise
                 answer = _answer(_checking() or frame) if name == "guard_bool" else None
@@ -75,15 +77,19 @@ def taken_to_hold() -> Iterator[Held]:
 
 
 def notes_of(held: Held) -> tuple[str, ...]:
-    """On checks that a program leaves out."""
-    places = [*held.places]
-    if not places:
-        return ()
-    said = ", ".join(places[:3]) + (f" and {len(places) - 3} more" if len(places) > 3 else "")
-    return (f"checks of values that only raise are taken to hold, and are not made in the program: {said}",)
+    """On checks that a program leaves out, and branches that it takes for each sample."""
+    notes = (
+        ("checks of values that only raise are taken to hold, and are not made in the program", held.places),
+        ("values that are not finite are clamped for each sample by itself, as for a batch of one", held.clamps),
+    )
+    return tuple(f"{what}: {_listed([*places])}" for what, places in notes if places)
 
 
-def _asking() -> tuple[FrameType | None, bool]:
+def _listed(places: list[str]) -> str:
+    return ", ".join(places[:3]) + (f" and {len(places) - 3} more" if len(places) > 3 else "")
+
+
+def asking() -> tuple[FrameType | None, bool]:
     """The innermost frame of the model's code, and whether it asks for the number by itself."""
     frame: FrameType | None = sys._getframe()
     names = set()
@@ -106,15 +112,9 @@ def _checking() -> FrameType | None:
 
 def _answer(frame: FrameType) -> bool | None:
     """What the test must give for the other way on than the error; None where no way on is an error alone."""
-    code = list(dis.get_instructions(frame.f_code))
+    code, here, jump = question_at(frame)
     place = {getattr(step, "start_offset", step.offset): i for i, step in enumerate(code)}
-    here = next((i for i, step in enumerate(code) if step.offset == frame.f_lasti), len(code))
-    if here < len(code) and code[here].opname == "TO_BOOL":
-        here += 1
-    if here + 1 >= len(code) or "POP_JUMP" not in code[here].opname:
-        return None
-    jump = code[here]
-    if not jump.opname.endswith(("IF_TRUE", "IF_FALSE")) or jump.argval not in place:
+    if jump is None or not jump.opname.endswith(("IF_TRUE", "IF_FALSE")) or jump.argval not in place:
         return None
     jumps_if = jump.opname.endswith("IF_TRUE")
     on, away = _raises(code, here + 1), _raises(code, place[jump.argval])
@@ -125,6 +125,16 @@ def _answer(frame: FrameType) -> bool | None:
     if _catches(frame.f_code, code, (code[here].offset, code[error].offset)) or _is_caught(frame.f_back):
         return None
     return jumps_if if on is not None else not jumps_if
+
+
+def question_at(frame: FrameType) -> tuple[list[dis.Instruction], int, dis.Instruction | None]:
+    """The steps of a frame's code, and where it asks for a truth value to jump; None where it asks for another reason."""
+    code = list(dis.get_instructions(frame.f_code))
+    here = next((i for i, step in enumerate(code) if step.offset == frame.f_lasti), len(code))
+    if here < len(code) and code[here].opname == "TO_BOOL":
+        here += 1
+    asks = here + 1 < len(code) and "POP_JUMP" in code[here].opname
+    return code, here, code[here] if asks else None
 
 
 def _raises(code: list[dis.Instruction], start: int) -> int | None:

@@ -1,0 +1,149 @@
+"""Branches that clamp what is not finite: ``if not torch.isfinite(x).all(): x = torch.clamp(x, min=-limit, max=limit)``.
+
+Models of transformers guard their layers against an overflow of halves so. Such a branch is no obstacle to a trace: it does
+nothing but to clamp the tensor that it asks about, so that its body is traced, and what it makes is chosen by ``torch.where``.
+It is chosen for each sample by itself, as the line says for a batch of one: ranks have different samples, and what one of
+them overflows to is no matter of the others. All finite values but halves next to the largest one are below the limit
+anyway. The branch is read in the byte code; whatever else a branch on values may do makes its module opaque as ever.
+"""
+
+from __future__ import annotations
+
+import dis
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from autopar.tracing.raise_only_branches import asking, question_at
+
+_FLAGS = frozenset(getattr(place, f"is{kind}") for place in (torch, Tensor) for kind in ("finite", "inf", "nan"))
+_ALL, _ANY = (frozenset(getattr(place, name) for place in (torch, Tensor)) for name in ("all", "any"))
+
+_STEPS = (
+    "LOAD_FAST", "STORE_FAST", "LOAD_CONST", "LOAD_SMALL_INT", "LOAD_GLOBAL", "LOAD_ATTR", "LOAD_METHOD", "PUSH_NULL",
+    "PRECALL", "KW_NAMES", "CALL", "BINARY_OP", "UNARY_NEGATIVE", "CACHE", "NOP", "NOT_TAKEN",
+)  # fmt: skip
+"""Beginnings of the names of steps that do nothing but work out values."""
+_CALLED = frozenset(("finfo", "clamp"))
+_ATTRIBUTES = _CALLED | {"dtype", "max", "min"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """Whether all or any elements of a tensor are finite, or are not.
+
+    Attributes:
+        flags: the answer for each element of ``asked``.
+        is_any: whether it is asked of any; else of all.
+        dim: along which samples lie.
+    """
+
+    asked: Tensor
+    flags: Tensor
+    is_any: bool
+    dim: int
+
+    def by_sample(self, answer: bool) -> Tensor:
+        """Where the answer for a sample is ``answer``; other dims are of size one."""
+        counted = self.flags if self.is_any else ~self.flags
+        inside = [d for d in range(counted.dim()) if d != self.dim]
+        if inside:
+            counted = counted.sum(inside, keepdim=True) > 0
+        return counted if answer == self.is_any else ~counted
+
+
+class GuardedClamps(TorchFunctionMode):
+    """While tracing, takes such branches.
+
+    Args:
+        batch_size: samples in the traced batch.
+        places: ``file.py:12`` of those taken; grows.
+    """
+
+    def __init__(self, batch_size: int, places: dict[str, None]) -> None:
+        super().__init__()
+        self._batch_size, self._places = batch_size, places
+        self._flags: dict[int, tuple[Tensor, Tensor]] = {}  # by identity; held, so that identities stay theirs
+        self._questions: dict[int, tuple[Tensor, _Question]] = {}
+        self._taken: tuple[_Question, bool] | None = None
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.__bool__ and id(args[0]) in self._questions:
+            question = self._questions[id(args[0])][1]
+            frame, is_direct = asking()
+            answer = _entering(frame, question.asked) if frame is not None and is_direct else None
+            if answer is not None:
+                assert frame is not None
+                self._places[f"{frame.f_code.co_filename}:{frame.f_lineno}"] = None
+                self._taken = question, answer
+                return answer
+        result = func(*args, **(kwargs or {}))
+        if func in _FLAGS:
+            self._flags[id(result)] = result, args[0]
+        elif (func in _ALL or func in _ANY) and len(args) == 1 and not kwargs and id(args[0]) in self._flags:
+            flags, asked = self._flags[id(args[0])]
+            dim = next((d for d, n in enumerate(asked.shape[:2]) if n % self._batch_size == 0), None)
+            if dim is not None:
+                self._questions[id(result)] = result, _Question(asked, flags, func in _ANY, dim)
+        elif func is torch.clamp and self._taken is not None:
+            (question, answer), self._taken = self._taken, None
+            return torch.where(question.by_sample(answer), result, question.asked)
+        return result
+
+
+def _entering(frame: FrameType, asked: Tensor) -> bool | None:
+    """The answer with which the branch that asks is entered; None where it does anything but to clamp ``asked``."""
+    code, here, jump = question_at(frame)
+    if jump is None or not jump.opname.endswith(("IF_TRUE", "IF_FALSE")):
+        return None
+    end = next((i for i, step in enumerate(code) if step.offset == jump.argval), 0)
+    body = code[here + 1 : end]
+    if not body or not all(step.opname.startswith(_STEPS) for step in body) or any(s.is_jump_target for s in body):
+        return None
+    if not _clamps_alone(body) or frame.f_globals.get("torch") is not torch:
+        return None
+    *others, name = (name for step in body for kind, name in _locals(step) if kind == "STORE")
+    if name in others or frame.f_locals.get(name) is not asked or any(_is_read_elsewhere(code, o) for o in others):
+        return None
+    return str(jump.opname).endswith("IF_FALSE")
+
+
+def _clamps_alone(body: list[dis.Instruction]) -> bool:
+    """Whether steps end in ``x = torch.clamp(x, ...)`` and do nothing before but to work out limits."""
+    attributes = [step.argval for step in body if step.opname.startswith(("LOAD_ATTR", "LOAD_METHOD"))]
+    reached = {step.argval for step in body if step.opname.startswith("LOAD_GLOBAL")}
+    calls = [step for step in body if step.opname.startswith("CALL")]
+    called = [name for name in attributes if name in _CALLED]
+    place = next((i for i, step in enumerate(body) if step.argval == "clamp"), 0)
+    if not _ATTRIBUTES.issuperset(attributes) or reached != {"torch"} or len(calls) != len(called):
+        return False
+    if called.count("clamp") != 1 or body[place - 1].argval != "torch" or body[-2] is not calls[-1]:
+        return False
+    (kind, name), *rest = (found for step in body[place:] for found in _locals(step))
+    return kind == "LOAD" and body[-1].opname == "STORE_FAST" and [n for k, n in rest if k == "STORE"] == [name]
+
+
+def _locals(step: dis.Instruction) -> list[tuple[str, str]]:
+    """Names that a step loads and stores; some steps do two."""
+    kinds = re.findall("(LOAD|STORE)_FAST", step.opname)
+    return list(zip(kinds, step.argval if isinstance(step.argval, tuple) else (step.argval,), strict=False))
+
+
+def _is_read_elsewhere(code: list[dis.Instruction], name: str) -> bool:
+    """Whether a name may be read with a value that was not given to it just before."""
+    known = False
+    for step in code:
+        known = known and not step.is_jump_target
+        for kind, mine in _locals(step):
+            if mine == name and kind == "LOAD" and not known:
+                return True
+            known = known or (mine == name and kind == "STORE")
+    return False

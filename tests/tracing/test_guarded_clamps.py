@@ -1,0 +1,200 @@
+"""Branches that clamp what is not finite are traced, each sample by itself; whatever else a branch may do is none of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.graph.interpreter import evaluate
+from autopar.tracing.trace import trace
+from tests.support.close import assert_close
+from tests.support.lower import unusual as u
+from tests.support.lower.against_model import check
+
+INF = float("inf")
+
+
+def of_transformers(x: Tensor) -> Tensor:
+    if x.dtype == torch.float32 and not torch.isfinite(x).all():
+        limit = torch.finfo(x.dtype).max - 1000
+        x = torch.clamp(x, min=-limit, max=limit)
+    return x
+
+
+def nested(x: Tensor) -> Tensor:
+    if x.dim() > 1:  # noqa: SIM102  as models are written
+        if not torch.isfinite(x).all():
+            x = torch.clamp(x, min=-2.0, max=2.0)
+    return x
+
+
+def infinite(x: Tensor) -> Tensor:
+    if torch.isinf(x).any():
+        limit = 2.0
+        x = torch.clamp(x, -limit, limit)
+    return 3.0 * x
+
+
+def twice(x: Tensor) -> Tensor:
+    if torch.any(torch.isinf(x)):
+        limit = torch.finfo(x.dtype).max - 1000
+        x = torch.clamp(x, min=-2.0, max=limit)
+    if x.isfinite().all():
+        limit = 2.0
+        x = torch.clamp(x, min=-limit)
+    return x
+
+
+TAKEN = [of_transformers, nested, infinite, twice]
+
+
+class Clamping(nn.Module):
+    def __init__(self, code: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.code = code
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.code(x)
+
+
+class Summed(nn.Module):
+    """A sum over samples, so that each sample stands for itself."""
+
+    def __init__(self, code: Callable[[Tensor], Tensor], shape: tuple[int, ...] = (3,)) -> None:
+        super().__init__()
+        self.inner, self.scale = Clamping(code), nn.Parameter(torch.ones(shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x + self.scale)
+        return (y / (1.0 + y.abs())).sum()
+
+
+@pytest.mark.parametrize("code", TAKEN)
+def test_each_sample_is_clamped_as_a_batch_of_one(code: Callable[[Tensor], Tensor]) -> None:
+    model = Summed(code)
+    batch = torch.tensor([[1.0, 9.0, -9.0], [INF, 9.0, -9.0], [5.0, -INF, 1.0], [3.0, 3.0, 3.0]])
+    graph = trace(model, (batch,))
+    assert not graph.mixing
+    (note,) = graph.notes
+    assert note.startswith("values that are not finite are clamped for each sample by itself")
+    assert "test_guarded_clamps.py:" in note
+    found = evaluate(graph, {"x": batch}, {"scale": model.scale}, {}, model)
+    wanted = torch.stack([model(sample[None]) for sample in batch]).sum()
+    assert found.isfinite()
+    assert_close(found, wanted)
+    mine, theirs = (torch.autograd.grad(loss, model.scale)[0] for loss in (found, wanted))
+    assert_close(mine, theirs)
+
+
+def test_samples_may_lie_in_the_second_dim() -> None:
+    batch = torch.ones(3, 4, 2)
+    batch[1, 2, 0] = INF
+    batch[0] = 9.0
+    model = Summed(nested, (2,))
+    graph = trace(nn.Sequential(Turned(), model), (batch.transpose(0, 1),))
+    assert not graph.mixing
+    found = evaluate(graph, {"input": batch.transpose(0, 1)}, {"1.scale": model.scale}, {}, model)
+    assert_close(found, sum(model(batch[:, n : n + 1]) for n in range(4)))
+
+
+class Turned(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.transpose(0, 1)
+
+
+@pytest.mark.parametrize("pins", [["tp=2", "dp_replicate=2", "num_micro_batches=2"], ["dp_shard=2"]])
+def test_ranks_and_micro_batches_clamp_their_samples(pins: list[str]) -> None:
+    plan = check(u.Around(partial(Clamping, of_transformers)), u.batch(), pins, ranks=4 if "tp=2" in pins else 2)
+    assert not any(note.startswith(("opaque", "samples meet")) for note in plan.notes)
+
+
+def of_values(x: Tensor) -> Tensor:
+    if (x > 2.0).any():
+        x = torch.clamp(x, max=2.0)
+    return x
+
+
+def of_another(x: Tensor) -> Tensor:
+    y = x + 1.0
+    if not torch.isfinite(y).all():
+        x = torch.clamp(x, max=2.0)
+    return x + y
+
+
+def into_another(x: Tensor) -> Tensor:
+    y = x
+    if not torch.isfinite(x).all():
+        y = torch.clamp(x, max=2.0)
+    return x + y
+
+
+def read_later(x: Tensor) -> Tensor:
+    limit = 1.0
+    if not torch.isfinite(x).all():
+        limit = 2.0
+        x = torch.clamp(x, max=limit)
+    return limit * x
+
+
+def with_else(x: Tensor) -> Tensor:
+    if not torch.isfinite(x).all():  # noqa: SIM108
+        x = torch.clamp(x, max=2.0)
+    else:
+        x = 2.0 * x
+    return x
+
+
+def doing_more(x: Tensor) -> Tensor:
+    if not torch.isfinite(x).all():
+        x = torch.clamp(x, max=2.0) + 1.0
+    return x
+
+
+def by_method(x: Tensor) -> Tensor:
+    if not torch.isfinite(x).all():
+        x = x.clamp(-torch.finfo(x.dtype).max, torch.finfo(x.dtype).max)
+    return x
+
+
+def twice_in_a_row(x: Tensor) -> Tensor:
+    if not torch.isfinite(x).all():
+        x = torch.clamp(torch.clamp(x, max=2.0), min=-2.0)
+    return x
+
+
+def another_torch(x: Tensor) -> Tensor:
+    if not torch.isfinite(x).all():
+        x = other.clamp(x, torch.finfo(x.dtype).max)
+    return x
+
+
+def largest(x: Tensor) -> Tensor:
+    if not torch.isfinite(x).all():
+        x = torch.max(torch.clamp(x, max=2.0), x)
+    return x
+
+
+def as_value(x: Tensor) -> Tensor:
+    return x * bool(torch.isfinite(x).all())
+
+
+class other:  # noqa: N801  stands for a module
+    @staticmethod
+    def clamp(x: Tensor, limit: float) -> Tensor:
+        return 2.0 * x
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        of_values, of_another, into_another, read_later, with_else, doing_more, by_method, twice_in_a_row, another_torch,
+        largest, as_value,
+    ],
+)  # fmt: skip
+def test_a_branch_that_does_anything_else_runs_as_it_is_written(code: Callable[[Tensor], Tensor]) -> None:
+    (note,) = trace(Summed(code), (torch.ones(4, 3),)).notes
+    assert note.startswith("opaque") and "inner" in note
