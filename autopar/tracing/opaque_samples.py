@@ -8,8 +8,8 @@ statistic of the batch (its mean, its largest value) goes another way for a half
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from itertools import product
+from dataclasses import dataclass, replace
+from itertools import islice, product
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from autopar.graph.graph import TensorSpec
 from autopar.ops.opaque import run
 from autopar.tracing.failures import FAILURES
 from autopar.tracing.modes import in_double
-from autopar.tracing.opaque_trials import Subject, Unclear, are_same, digest_of, draw, gradients_of, outcomes
+from autopar.tracing.opaque_trials import Gradients, Subject, Unclear, are_same, digest_of, draw, gradients_of, outcomes
 from autopar.tracing.side_effects import state_of
 
 DRAWS = 8
@@ -55,17 +55,41 @@ def _known_or_found(precision: Subject, batch_size: int, alike: dict[object, Sam
     Raises:
         Unclear, FAILURES: it does not run in it.
     """
-    trial, one = _within_its_domain(precision)
-    key = _likeness(trial, one, batch_size)
+    trial, one, first = _within_its_domain(precision)
+    seen = _Seen(one=first)
+    try:
+        for dims in islice(choices(trial.inputs, batch_size), 1):
+            seen.dims, seen.whole = dims, outcomes(trial, _two_batches(trial, dims, _SEEN), seed=3)
+        key = _likeness(trial, seen, batch_size)
+    except (Unclear, *FAILURES):
+        key = None
     if key is None:
-        return _samples(trial, one, batch_size)
+        return _samples(trial, one, seen, batch_size)
     if key not in alike:
-        alike[key] = _samples(trial, one, batch_size)
+        alike[key] = _samples(trial, one, seen, batch_size)
     return alike[key]
 
 
-def _likeness(trial: Subject, one: Sequence[Tensor], batch_size: int) -> object:
-    """What a module is made of, and all that it gives for a batch, and for two that lie far apart; None where that is not known.
+@dataclass(slots=True)
+class _Seen:
+    """What a region gave.
+
+    Attributes:
+        one: for a batch, under seed 1.
+        whole: for two batches that lie along ``dims``, draw ``_SEEN``, under seed 3; None where it was not run.
+    """
+
+    one: Gradients
+    dims: tuple[int | None, ...] = ()
+    whole: Gradients | None = None
+
+
+_SEEN = 2
+"""The draw of two batches, far apart and from zero, by which modules are known to be alike."""
+
+
+def _likeness(trial: Subject, seen: _Seen, batch_size: int) -> object:
+    """What a module is made of, and all that it gave for a batch, and for two that lie far apart; None where it is a function.
 
     Of two modules with the same likeness one stands for the other: they are of the same classes, do the same to the last bit,
     and have the same parameters, buffers and attributes, on all of which branches may depend. Only whole numbers among the
@@ -77,39 +101,37 @@ def _likeness(trial: Subject, one: Sequence[Tensor], batch_size: int) -> object:
     inner = tuple(module.modules())
     attributes = {name: value for name, value in state_of(module).items() if type(value) is not int}
     constants = [value for part in inner for value in vars(part).values() if isinstance(value, Tensor)]
-    dims = next(choices(trial.inputs, batch_size), (None,) * len(trial.inputs))
-    whole = draw(trial.inputs, dims, 2, span=trial.span, least=trial.least)
-    try:
-        gives = (*outcomes(trial, one, seed=1), *outcomes(trial, whole, seed=3))
-        digests = tuple(map(digest_of, (constants, trial.parameters, trial.buffers, *gives)))
-    except (Unclear, *FAILURES):
-        return None
+    gave = (*seen.one, *(seen.whole or ()))
+    digests = tuple(map(digest_of, (constants, trial.parameters, trial.buffers, *gave)))
     region = replace(trial.region, name="").dumps()
     return tuple(map(type, inner)), repr(attributes), region, trial.inputs, batch_size, trial.span, digests
 
 
-def _samples(trial: Subject, one: Sequence[Tensor], batch_size: int) -> Samples:
-    """By trying.
+def _samples(trial: Subject, one: Sequence[Tensor], seen: _Seen, batch_size: int) -> Samples:
+    """By trying; ``one``: the batch of ``seen.one``.
 
     Raises:
         Unclear, FAILURES: it does not run.
     """
-    first, second = (outcomes(trial, one, seed=seed) for seed in (1, 2))
+    first, second = seen.one, outcomes(trial, one, seed=2)
     if not are_same(first[0], second[0]):
         again = outcomes(trial, one, seed=1)
         drawn = "it draws random numbers of its own" if are_same(first[0], again[0]) else ""
         return None, drawn or "it gives other results on the same inputs", False
-    linear, why = _is_linear(trial, one), ""  # why not: the first reason is that of samples in dim 0 of every input
+    linear, why = (
+        _is_linear(trial, one, [*first[1], *first[2]]),
+        "",
+    )  # why not: the first reason is that of samples in dim 0 of every input
     for dims in choices(trial.inputs, batch_size):
         try:
-            return (dims, _apart(trial, dims)), "", linear
+            return (dims, _apart(trial, dims, seen)), "", linear
         except (Unclear, *FAILURES) as error:
             why = why or first_line(error)
     return None, why or _NO_BATCH, linear
 
 
-def _within_its_domain(subject: Subject) -> tuple[Subject, list[Tensor]]:
-    """The subject with a span in which what it returns is finite, and inputs in it.
+def _within_its_domain(subject: Subject) -> tuple[Subject, list[Tensor], Gradients]:
+    """The subject with a span in which what it returns is finite, inputs in it, and what they give under seed 1.
 
     Raises:
         Unclear: no span is known.
@@ -117,8 +139,9 @@ def _within_its_domain(subject: Subject) -> tuple[Subject, list[Tensor]]:
     for span in _SPANS:
         found = replace(subject, span=span)
         inputs = draw(found.inputs, (None,) * len(found.inputs), 1, span=span, least=found.least)
-        if all(y.isfinite().all() for y in outcomes(found, inputs, seed=1)[0] if y.is_floating_point()):
-            return found, inputs
+        given = outcomes(found, inputs, seed=1)
+        if all(y.isfinite().all() for y in given[0] if y.is_floating_point()):
+            return found, inputs, given
     raise Unclear("random inputs give values that are not finite")
 
 
@@ -141,7 +164,11 @@ def choices(inputs: Sequence[TensorSpec], batch_size: int) -> Iterator[tuple[int
                 yield chosen
 
 
-def _apart(subject: Subject, dims: tuple[int | None, ...]) -> tuple[int, ...]:
+def _two_batches(subject: Subject, dims: Sequence[int | None], number: int) -> list[Tensor]:
+    return draw(subject.inputs, dims, number, span=subject.span, least=subject.least)
+
+
+def _apart(subject: Subject, dims: tuple[int | None, ...], seen: _Seen) -> tuple[int, ...]:
     """Dims of the outputs along which the samples of two batches lie side by side.
 
     Raises:
@@ -149,12 +176,13 @@ def _apart(subject: Subject, dims: tuple[int | None, ...]) -> tuple[int, ...]:
     """
     found: tuple[int, ...] | None = None
     for number in range(DRAWS):
-        whole = draw(subject.inputs, dims, number, span=subject.span, least=subject.least)
+        whole = _two_batches(subject, dims, number)
         parts = [
             [x if d is None else x.narrow(d, half * x.shape[d] // 2, x.shape[d] // 2).detach() for x, d in zip(whole, dims, strict=True)]
             for half in (0, 1)
         ]  # fmt: skip
-        outputs, of_inputs, of_parameters = outcomes(subject, whole, seed=3)
+        known = seen.whole if (number, dims) == (_SEEN, seen.dims) else None
+        outputs, of_inputs, of_parameters = known or outcomes(subject, whole, seed=3)
         halves = [outcomes(subject, part, seed=3) for part in parts]
         found = tuple(
             _dim(y, a, b, i) for i, (y, a, b) in enumerate(zip(outputs, *(h[0] for h in halves), strict=True))
@@ -187,11 +215,11 @@ def _demand(
         raise Unclear(f"the {what} of a batch are not those of its halves")
 
 
-def _is_linear(subject: Subject, inputs: Sequence[Tensor]) -> bool:
-    """Whether a multiple of the gradient gives the multiple of every gradient."""
+def _is_linear(subject: Subject, inputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> bool:
+    """Whether a multiple of the gradient gives the multiple of every one of ``gradients``."""
     taken = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
     results = {}
-    for factor in (1.0, -3.0, 1e4):
+    for factor in (-3.0, 1e4):
         outputs = run(subject.region, subject.call, taken, subject.parameters, [b.clone() for b in subject.buffers])
         results[factor] = gradients_of(outputs, (*taken, *subject.parameters), factor)
-    return all(are_same([factor * g for g in results[1.0]], made) for factor, made in results.items())
+    return all(are_same([factor * g for g in gradients], made) for factor, made in results.items())
