@@ -64,7 +64,7 @@ class Numbered(nn.Module):
 
 
 def numbered(count: int) -> u.Around:
-    return layers(*(lambda n=n: Numbered(n) for n in range(count)))  # type: ignore[misc]
+    return layers(*(lambda n=n: Numbered(n) for n in range(count)))
 
 
 def test_layers_built_alike_are_tried_once(tried: list[str], examined: list[tuple[str, int]]) -> None:
@@ -113,25 +113,26 @@ class Gated(nn.Module):
 
 @pytest.mark.parametrize("kind", ["parameter", "buffer", "tensor", "number"])
 def test_what_differs_in_values_alone_is_tried_by_itself(kind: str, tried: list[str]) -> None:
-    model = layers(*(lambda g=g: Gated(kind, g) for g in (-1.0, 1.0, -1.0)))  # type: ignore[misc]
+    model = layers(*(lambda g=g: Gated(kind, g) for g in (-1.0, 1.0, -1.0)))
     found = regions_of(trace(model, (), u.batch(), opaque=["Gated"]))
     assert [region.splits is None for region in found] == [False, True, False]
     assert tried == ["inner.0", "inner.1"]
 
 
 class Every(nn.Module):
-    """Mixes samples in every second layer."""
+    """Mixes samples in every second layer, where values are large."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, limit: float) -> None:
         super().__init__()
-        self.number = number
+        self.number, self.limit = number, limit
 
     def forward(self, x: Tensor) -> Tensor:
-        return x - x.mean() if x.abs().max() > 1 and self.number % 2 else x + 1.0
+        return x - x.mean() if x.abs().max() > self.limit and self.number % 2 else x + 1.0
 
 
-def test_layers_that_do_something_else_by_their_number_are_tried_by_themselves(tried: list[str]) -> None:
-    model = layers(*(lambda n=n: Every(n) for n in range(4)))  # type: ignore[misc]
+@pytest.mark.parametrize("limit", [1.0, 15.0])
+def test_layers_that_do_something_else_by_their_number_are_tried_by_themselves(limit: float, tried: list[str]) -> None:
+    model = layers(*(lambda n=n: Every(n, limit) for n in range(4)))
     found = regions_of(trace(model, (), u.batch(), opaque=["Every"]))
     assert [region.splits is None for region in found] == [False, True, False, True]
     assert tried == ["inner.0", "inner.1"]
