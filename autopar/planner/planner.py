@@ -302,6 +302,7 @@ def problem_of(task: Task, graph: Graph, mixing: Sequence[Op], *, unaligned_frac
         num_layers=sum(n for n in repeats.values() if n > 1),
         vocabularies=vocabulary_sizes(task.graph),
         unaligned_fraction=unaligned_fraction,
+        staged=task.pins.staged(task.graph),
     )
 
 

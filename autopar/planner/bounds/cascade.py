@@ -13,6 +13,7 @@ Each is a function of the candidate and of the goal alone: the same alone and in
 from __future__ import annotations
 
 import math
+from collections import ChainMap
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -87,10 +88,12 @@ class InstanceMaker:
         made = self._instance(candidate, {own: floors.table for own, floors in found.items()})
         model, mesh = self.context.model, candidate.mesh
         prelude_s = [layouts[own].prelude_s for own in places]
+        reads = [dict(layout.costs[k].prelude) for k in self.context.layouts.compact.class_of]
         if mesh.pp == 1:
             costs = self._of(None, candidate).costs(layout)
             ends_s = model.of(step).ends_s(costs[0], costs[-1])
-            return replace(made, forward_s=tuple(own + ends_s for own in prelude_s))
+            room = made.limit_bytes[0] - sum(ChainMap(*reads).values())
+            return replace(made, forward_s=tuple(own + ends_s for own in prelude_s), limit_bytes=(room,))
         sends, back = self._sends_s(candidate, layout)
         one = next(iter(found.values()))
         return replace(
@@ -100,6 +103,7 @@ class InstanceMaker:
             sends_s=sends,
             sends_back_s=back,
             sent_bytes=float(_sent_bytes(layout)[0]),
+            read_bytes=float(min((sum(own.values()) for own in reads[1:-1]), default=0)),
             tie_s=self._tie_s(candidate, one, step),
             most_blocks=self._most_blocks(candidate, layout),
         )

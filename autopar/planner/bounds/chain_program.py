@@ -1,8 +1,10 @@
 """The tightest relaxation: the chains of actions that a schedule itself names, as cuts of a linear program.
 
 What chains and their weights prove is in :mod:`autopar.planner.bounds.chain_proof`. The best weights are those of the linear program
-over cuts into parts of blocks (Kelley's cutting planes): it is solved with the chains that are known, two through each rank at first, its
-cut is simulated, and the longest chain of that simulation is added, until the two agree.
+over cuts into parts of blocks (Kelley's cutting planes): it is solved with the chains that are known, two through each rank at first, a
+cut is simulated, and the longest chain of that simulation is added, until the two agree. The cut that is simulated lies between that of
+the solution, which leaps from one end of what the chains leave open to another, and the quickest one that is known (the in-out
+separation of Ben-Ameur and Neto 2007).
 
 Where stages are given its variables are the choices of whole modes of each rank. Else blocks in parts spread evenly; of whole ones a slow
 device that has time for 1.6 takes one or two. So where the bound is still below what is aimed at, the same program is solved with whole
@@ -31,6 +33,9 @@ COLUMNS = 6000
 
 MOST_ACTIONS = 60_000
 """Of a schedule whose chains are looked for: beyond it a simulation takes too long."""
+
+STEP = 0.5
+"""Of the way from the quickest cut that is known to the solution of a program, where a chain is looked for first."""
 
 PRECISION = 2e-4
 """Of the simulated step, within which a bound is not raised further."""
@@ -105,7 +110,7 @@ def chain_bound(
             return ChainBound(time_s=best.bound_s, proof=best)
     chains = [chain for proof in known for chain in proof.chains]
     program = _Program(stages, chains) if stages.modes is None else _ModeProgram(stages, stages.modes, chains)
-    least_s = goal_s if whole_s is None else above_s
+    least_s, within = goal_s if whole_s is None else above_s, None
     for _ in range(rounds or int(np.clip(COLUMNS // program.size, *ROUNDS))):
         solved = program.solve()
         if solved is None:
@@ -113,7 +118,7 @@ def chain_bound(
         proof, solution = solved
         if best is None or proof.bound_s > best.bound_s:
             best = proof
-        is_new = program.separate(solution)
+        is_new, within = _separated(program, solution, within)
         is_near = program.step_s - best.bound_s <= PRECISION * program.step_s
         if best.bound_s >= goal_s or is_near or not is_new or program.step_s <= least_s:
             break
@@ -123,6 +128,15 @@ def chain_bound(
     if isinstance(program, _Program) and NEAR * aim_s <= time_s < aim_s:
         time_s = max(time_s, program.whole_s(aim_s))
     return ChainBound(time_s=time_s, proof=best)
+
+
+def _separated(program: _Program | _ModeProgram, solution: Array, within: Array | None) -> tuple[bool, Array]:
+    """Whether a chain was found, between the quickest cut that is known (None: there is none) and the solution; the quickest one then."""
+    if within is None:
+        return program.separate(solution), solution
+    known_s, between = program.step_s, (within + STEP * (solution - within)).round(DIGITS)
+    is_new = program.separate(between)
+    return is_new or program.separate(solution), between if program.step_s < known_s else within
 
 
 def _proof(stages: Stages, chains: Sequence[tuple[int, ...]], weights: Array, byte_s: Array) -> ChainProof:

@@ -114,13 +114,17 @@ class Stages:
         self.sends_s, self.backs_s = np.array(sends)[self.rank], np.array(backs)[(self.rank - 1) % pp]
         self.tie_s = np.zeros(pp)
         self.tie_s[[0, -1]] = instance.tie_s
-        self.sent = instance.sent_bytes * (np.arange(self.num) < self.num - 1)
+        place = np.arange(self.num)
+        self.beside = instance.sent_bytes * (
+            place < self.num - 1
+        )  # what a stage keeps of a micro-batch beside its blocks
+        self.beside = self.beside + instance.read_bytes * ((place > 0) & (place < self.num - 1))
         least, spare = passing.min(axis=2), len(self.kinds) - self.num
         # the last block of each stage, before and after which each stage has one at least, is at its peak
         ends = [self.kinds[s : s + spare + 1] if s < self.num - 1 else self.kinds[-1:] for s in range(self.num)]
         peak = np.array([own[kinds].min(initial=np.inf) for own, kinds in zip(least, ends, strict=True)])
         self.limit = np.array(instance.limit_bytes)[device] * (1 + ROUNDING) - peak.reshape(v, pp).max(axis=0)
-        self.room = self.limit - np.bincount(self.rank, weights=self.held * self.sent, minlength=pp)
+        self.room = self.limit - np.bincount(self.rank, weights=self.held * self.beside, minlength=pp)
         self.actions = compiled(*self.key)
         stops = instance.given_stops()
         self.modes = WholeModes.of(self, stops) if stops else None
@@ -238,7 +242,7 @@ class WholeModes:
             if math.prod(len(own[s][0]) for s in turns) > MOST_CHOICES:
                 return None
             room = stages.limit[rank] - (stages.static * count)[[*turns]].sum()
-            fits = _held(stages, rank, [own[s][0] + stages.sent[s] for s in turns]) <= room
+            fits = _held(stages, rank, [own[s][0] + stages.beside[s] for s in turns]) <= room
             is_quickest = fits.copy()  # no stage can be one step quicker
             for axis in range(fits.ndim):
                 np.swapaxes(is_quickest, 0, axis)[1:] &= ~np.swapaxes(fits, 0, axis)[:-1]

@@ -71,12 +71,11 @@ class Columns:
         modes = found[FIELDS:].reshape(-1, 3, *found.shape[1:])[: self.num_modes]
         self.backward_s, self.kept_bytes, self.passing_bytes = modes.transpose(1, 3, 4, 2, 0)
         limit, self.stage_forward_s, self.stage_backward_s = by_device[:, rows, device]
-        sent = np.array([one.sent_bytes for one in instances])[:, None]
         self.has_stage = np.arange(self.v) < self.virtual[:, None]
         """Virtual stages that the ranks of an instance have [i, v]; the others are as its last one."""
-        sending = (self.held * self.has_stage[:, None]).sum(axis=2) - self.is_last * self.held[:, :, -1]
+        kept = self._beside(np.array([(one.sent_bytes, one.read_bytes) for one in instances])[:, None])
         self.limit_bytes = np.where(self.active, limit * FITS, 0.0)
-        self.room_bytes = np.where(self.active, limit * FITS - sending * sent, 0.0)
+        self.room_bytes = np.where(self.active, limit * FITS - kept, 0.0)
         self.first_s = np.array([one.first_s for one in instances])
         self.tie_s = np.array([one.tie_s for one in instances])
         self.most = np.array([one.most_blocks for one in instances])
@@ -173,6 +172,13 @@ class Columns:
                     weights[:, rank] += weight
                     after += weight
         found: Array = (work_s + (weights * each_s).sum(axis=1)) / weights.sum(axis=1)
+        return found
+
+    def _beside(self, stage_bytes: Array) -> Array:
+        """What ranks keep beside their blocks [i, r]: of each stage but the last, of each but the first and the last [i, 1, 2]."""
+        sending = (self.held * self.has_stage[:, None]).sum(axis=2) - self.is_last * self.held[:, :, -1]
+        inner = sending - self.is_first * self.held[:, :, 0]
+        found: Array = sending * stage_bytes[..., 0] + inner * stage_bytes[..., 1]
         return found
 
     def holds(self) -> NDArray[np.bool_]:

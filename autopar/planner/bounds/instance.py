@@ -104,6 +104,7 @@ class PipelineInstance:
         first_s: of each stage what its first forward takes longer whatever its blocks.
         sends_s, sends_back_s: of each pipeline rank its message to the next one and the one back; of the last one with the first.
         sent_bytes: what each stage but the last keeps of a micro-batch beside its blocks.
+        read_bytes: likewise each stage but the first and the last: inputs and prelude values that its blocks read.
         tie_s: once a step, on the first rank and on the last one: gradients of parameters that both have.
         most_blocks: of the largest group that a stage may have.
     """
@@ -122,6 +123,7 @@ class PipelineInstance:
     sends_s: tuple[float, ...] = ()
     sends_back_s: tuple[float, ...] = ()
     sent_bytes: float = 0.0
+    read_bytes: float = 0.0
     tie_s: float = 0.0
     most_blocks: float = np.inf
 

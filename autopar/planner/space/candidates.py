@@ -33,6 +33,7 @@ from autopar.planner.space.constraints import (
     pin_constraints,
     practice,
     sequence_laws,
+    stage_constraints,
     usual_micro_batches,
 )
 from autopar.planner.space.pin_syntax import ChoicePin, NumberPin
@@ -112,7 +113,12 @@ def candidates(problem: Problem, pins: Pins) -> list[Candidate]:
 
 def strict(problem: Problem, pins: Pins) -> tuple[Constraint, ...]:
     """Laws and pins: what a space may not lift."""
-    return (*laws(problem), *sequence_laws(problem, pins), *pin_constraints(pins, problem.global_batch_size))
+    return (
+        *laws(problem),
+        *sequence_laws(problem, pins),
+        *pin_constraints(pins, problem.global_batch_size),
+        *stage_constraints(problem, pins),
+    )
 
 
 def values_of(pins: Pins, key: str, usual: Sequence[int]) -> list[int]:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
 from math import gcd
 
 import numpy as np
@@ -50,6 +52,7 @@ class Problem:
         num_layers: blocks of which there are equal ones; 0: not known.
         vocabularies: lengths of those that can be padded, with the elements of a row in all parameters that have it.
         unaligned_fraction: of the rate of a product that unaligned rows leave on the devices (the least of them).
+        staged: the blocks whose stage is pinned, in order: the pin, the block, its stage.
     """
 
     world_size: int
@@ -67,6 +70,7 @@ class Problem:
     num_layers: int = 0
     vocabularies: tuple[tuple[int, int], ...] = ()
     unaligned_fraction: float = 1.0
+    staged: tuple[tuple[str, int, int], ...] = ()
 
 
 def divisors(n: int) -> tuple[int, ...]:
@@ -316,6 +320,36 @@ def pin_constraints(pins: Pins, global_batch_size: int) -> tuple[Constraint, ...
                 Constraint(name=pin.text, holds=lambda t, allowed=allowed: np.isin(t["schedule"], allowed))  # type: ignore[misc]
             )
     return tuple(found)
+
+
+def stage_constraints(problem: Problem, pins: Pins) -> tuple[Constraint, ...]:
+    """What pinned stages leave of the number of stages: these follow the order of the blocks, and none is empty."""
+    last, texts = problem.num_blocks - 1, pins.texts
+    staged = [own for own in problem.staged if own[0] in texts]
+    found: dict[str, Constraint] = {}
+    for (one, i, s), (other, j, t) in pairwise(staged):
+        if not 0 <= t - s <= j - i:
+            name = (
+                " and ".join(dict.fromkeys((one, other)))
+                + " (stages follow the order of the blocks, and none is empty)"
+            )
+            found[name] = Constraint(name=name, holds=lambda t: t["pp"] < 1)
+    for text in dict.fromkeys(own[0] for own in staged):
+        stage, blocks = next(own[2] for own in staged if own[0] == text), [own[1] for own in staged if own[0] == text]
+        least, most = stage + 1, stage + 1 + last - blocks[-1]
+        if stage > blocks[0]:
+            name = f"{text} (its first block is number {blocks[0] + 1} of the model, and stages 0 to {stage} need {stage + 1} blocks)"
+            found[name] = Constraint(name=name, holds=lambda t: t["pp"] < 1)
+        else:
+            name = f"{text} (which leaves {least} to {most} stages)"
+            found[name] = Constraint(name=name, holds=partial(_are_stages, least=least, most=most))
+    return tuple(found.values())
+
+
+def _are_stages(t: Table, *, least: int, most: int) -> NDArray[np.bool_]:
+    stages = t["pp"] * t["virtual_stages"]
+    found: NDArray[np.bool_] = (least <= stages) & (stages <= most)
+    return found
 
 
 def _number(t: Table, pin: NumberPin) -> NDArray[np.bool_]:

@@ -154,11 +154,16 @@ class Pins:
 
     def stages(self, graph: Graph) -> dict[int, int]:
         """The pinned stage by block index."""
-        found: dict[int, int] = {}
+        return {block: stage for _, block, stage in self.staged(graph)}
+
+    def staged(self, graph: Graph) -> tuple[tuple[str, int, int], ...]:
+        """The blocks whose stage is pinned, in order: the pin (of several the last one), the block, its stage."""
+        found: dict[int, tuple[str, int, int]] = {}
         for pin in self.pins:
             if isinstance(pin, StagePin):
-                found |= dict.fromkeys(select_blocks(graph, pin.selector, pin=pin.text), pin.stage)
-        return found
+                blocks = select_blocks(graph, pin.selector, pin=pin.text)
+                found |= {block: (pin.text, block, pin.stage) for block in blocks}
+        return tuple(found[block] for block in sorted(found))
 
     def check(self, graph: Graph) -> None:
         """Refuse pins that name blocks or parameters which the model does not have.

@@ -101,8 +101,7 @@ def _fitting_cover(problem: CutProblem, stops: Stops) -> _Cover | None:
     """
     steps = [_rank_steps(problem, stops, rank) for rank in range(problem.pp)]
     other = problem.fitting(stops, problem.quickest_modes(stops))
-    last = problem.num_stages - 1
-    held = np.array([kept_bytes(stage, receives=s > 0, sends=s < last) for s, stage in enumerate(other.made)])
+    held = _held(problem, other)
     needs = _needs(problem, other, held)
     for _ in range(MAX_CHOICES):
         cover = _Cover(problem, stops, steps, needs, other)
@@ -117,6 +116,17 @@ def _fitting_cover(problem: CutProblem, stops: Stops) -> _Cover | None:
             for own, more, left in zip(needs, _needs(problem, other, held), problem.spare_bytes(other), strict=True)
         ]
     return _Cover(problem, stops, steps, needs, other) if problem.fits(other) else None
+
+
+def needs_of(problem: CutProblem, found: Fitting) -> list[Array]:
+    """For each rank the bytes that it has too much at each of its fullest moments; below zero: what it has left."""
+    return _needs(problem, found, _held(problem, found))
+
+
+def _held(problem: CutProblem, found: Fitting) -> Array:
+    """What stages keep of a micro-batch [stages]."""
+    last = problem.num_stages - 1
+    return np.array([kept_bytes(stage, receives=s > 0, sends=s < last) for s, stage in enumerate(found.made)])
 
 
 def _needs(problem: CutProblem, found: Fitting, held: Array) -> list[Array]:

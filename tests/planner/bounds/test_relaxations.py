@@ -64,7 +64,7 @@ def instances(draw: st.DrawFn) -> PipelineInstance:
         device_of_rank=device_of_rank, limit_bytes=tuple(draw(st.sampled_from([20.0, 40.0, 200.0])) for _ in range(devices)),
         forward_s=(0.125,) * devices, backward_s=(0.0625,) * devices, first_s=draw(st.sampled_from([0.0, 0.25])),
         sends_s=(0.25,) * pp if pp > 1 else (), sends_back_s=(0.125,) * pp if pp > 1 else (),
-        sent_bytes=draw(st.sampled_from([0.0, 0.5])), tie_s=draw(st.sampled_from([0.0, 0.5])) * (pp > 1),
+        sent_bytes=draw(st.sampled_from([0.0, 0.5])), read_bytes=draw(st.sampled_from([0.0, 0.5])), tie_s=draw(st.sampled_from([0.0, 0.5])) * (pp > 1),
     )  # fmt: skip
 
 
@@ -101,7 +101,7 @@ def plans(instance: PipelineInstance) -> Iterator[float]:
                 kept = [mode.kept_bytes for mode in own]
                 used[rank] += sum(block.static_bytes for block in blocks)
                 stepped[rank] += sum(block.stepped_bytes for block in blocks)
-                of_stage[s] = sum(kept) + instance.sent_bytes * (s < num - 1)
+                of_stage[s] = sum(kept) + instance.sent_bytes * (s < num - 1) + instance.read_bytes * (0 < s < num - 1)
                 passing = [mode.passing_bytes - sum(kept[i + 1 :]) for i, mode in enumerate(own)]
                 peak[rank] = max(peak[rank], *passing)
             limits = [instance.limit_bytes[d] for d in instance.device_of_rank]

@@ -18,6 +18,7 @@ from autopar.planner.search import Evaluation, Task
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
 from autopar.planner.stages.cut_problem import CutProblem, Fitting, allows, evenly, fitted
+from autopar.planner.stages.exchange import exchanged
 from autopar.planner.stages.recompute import Way
 from autopar.planner.stages.refinement import improved, refined
 from tests.support.mixed_clusters import two_kinds
@@ -98,16 +99,21 @@ def test_refined_recompute_fits_and_is_never_slower_where_devices_differ() -> No
     assert check_refined(of_two_kinds())
 
 
-def test_no_other_choice_of_two_modes_takes_less_of_its_rank(graph: Graph) -> None:
-    """Of two stages a rank, every number of blocks that recompute on each: the least total of those that fit is found."""
-    pins = ["pp=2", "schedule=Interleaved1F1B", "tp=1", "micro_batch=2", "virtual_stages=2"]
+def with_room(graph: Graph, pins: list[str], share: float) -> Cluster:
+    """Two devices with memory for so much of what blocks keep that do not recompute."""
     free, cut = next(cuts(planner(graph, Cluster.parse("cpu:1x2?memory=2GB"), TWO, 16, pins)))
     lean = free.fitting(cut.stops, ["full"] * free.num_blocks)
     most, least = (max(memory.total for memory in own.memory) for own in (cut, lean))
+    memory = (least + share * (most - least)) * free.model.memory_spread
+    return Cluster.parse(f"cpu:1x2?memory={memory / 1e6:.3f}MB")
+
+
+def test_no_other_choice_of_two_modes_takes_less_of_its_rank(graph: Graph) -> None:
+    """Of two stages a rank, every number of blocks that recompute on each: the least total of those that fit is found."""
+    pins = ["pp=2", "schedule=Interleaved1F1B", "tp=1", "micro_batch=2", "virtual_stages=2"]
     compared = 0
     for share in (0.2, 0.5, 0.8):
-        memory = f"{(least + share * (most - least)) * free.model.memory_spread / 1e6:.3f}MB"
-        for problem, found in cuts(planner(graph, Cluster.parse(f"cpu:1x2?memory={memory}"), TWO, 16, pins)):
+        for problem, found in cuts(planner(graph, with_room(graph, pins, share), TWO, 16, pins)):
             sizes = [stop - start for _, start, stop in problem.spans(found.stops)]
             quickest = problem.quickest_modes(found.stops)
             edges = list(accumulate(sizes, initial=0))
@@ -127,6 +133,41 @@ def test_no_other_choice_of_two_modes_takes_less_of_its_rank(graph: Graph) -> No
                 assert own <= fewest[rank] + 1  # at most the last step of a cover more
             compared += "full" in found.modes
     assert compared
+
+
+@BY_CASE
+def test_exchanged_recompute_fits_and_is_never_slower(
+    graph: Graph, modes: tuple[Recompute, ...], batch: int, memory: str
+) -> None:
+    quicker = 0
+    for problem, found in cuts(of_equal_ranks(graph, modes, batch, memory)):
+        before_s = problem.time_s(found)
+        other = exchanged(problem, found, before_s)
+        assert other.stops == found.stops
+        assert problem.fits(other)
+        after_s = problem.time_s(other)
+        assert after_s <= before_s
+        quicker += after_s < before_s
+    assert quicker
+
+
+def test_exchanges_regain_what_the_worst_choice_loses(graph: Graph) -> None:
+    """Of two stages a rank, every number of blocks that recompute on each: from the slowest one that fits to near the quickest one."""
+    pins = ["pp=2", "schedule=Interleaved1F1B", "tp=1", "micro_batch=2", "virtual_stages=2"]
+    for share in (0.2, 0.5, 0.8):
+        for problem, found in cuts(planner(graph, with_room(graph, pins, share), TWO, 16, pins)):
+            edges = [0, *found.stops]
+            every = []
+            for counts in product(*(range(size + 1) for size in np.diff(edges))):
+                modes: list[Way] = [*problem.quickest_modes(found.stops)]
+                for start, count in zip(edges, counts, strict=False):
+                    modes[start : start + count] = ["full"] * count
+                made = problem.fitting(found.stops, modes)
+                if problem.fits(made):
+                    every.append((problem.time_s(made), made))
+            (best_s, _), (worst_s, worst) = (choose(every, key=lambda one: one[0]) for choose in (min, max))
+            assert worst_s > 1.05 * best_s
+            assert problem.time_s(exchanged(problem, worst, worst_s)) - best_s < 0.2 * (worst_s - best_s)
 
 
 @BY_CASE
