@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
@@ -130,6 +131,22 @@ def test_blocks_recompute_for_the_group_that_has_to(graph: Graph) -> None:
     assert plan.recompute != "none"
     assert plan.predicted.fits
     assert plan.predicted.step_time_s > roomy.predicted.step_time_s
+
+
+def test_bounds_count_what_each_group_recomputes_to_fit() -> None:
+    deep, raised, excluded = mlp(layers=12, batch=2, width=16, hidden=64), 0, 0
+    for spare in (300_000, 400_000, 500_000, 600_000):
+        cluster = two_kinds(1, 1, slow_memory=400 * 2**20 + spare)
+        made = planner(deep, cluster, "data_shares=20-40", "num_micro_batches=4", batch=240)
+        for candidate in made.pool:
+            found = made.evaluator.evaluate(candidate)
+            quickest_s, fitting_s = (made.evaluator.bounds_s(level, [candidate])[0] for level in (1, LEVELS - 1))
+            if isinstance(found, Evaluation):
+                assert quickest_s <= fitting_s <= found.prediction.step_time_s
+                raised += fitting_s > 1.01 * quickest_s
+            excluded += math.isinf(fitting_s)
+    assert raised >= 4
+    assert excluded >= 4
 
 
 def test_the_order_of_the_groups_goes_with_their_shares(graph: Graph) -> None:

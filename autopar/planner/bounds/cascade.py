@@ -63,6 +63,7 @@ class InstanceMaker:
         self._runs = runs_of(compact.class_of)
         self._groups = tuple(tuple(group) for group in groups)
         self._floors: dict[tuple[Places, bool], BlockFloors] = {}
+        self._alone: dict[CostModel, BlockFloors] = {}
         self._places: dict[tuple[object, ...], tuple[Places, ...]] = {}
         self._sent: dict[tuple[object, ...], tuple[float, ...]] = {}
 
@@ -81,16 +82,13 @@ class InstanceMaker:
 
     def priced(self, candidate: Candidate, layout: PricedLayout) -> PipelineInstance:
         """A candidate in a layout."""
+        if candidate.mesh.pp == 1:
+            return self._one_rank(candidate, layout, self.context.model, self._of(None, candidate))
         step, places = self.context.step(candidate, layout), dict.fromkeys(self.places(candidate))
         layouts = {own: self._on(own, layout) for own in places}
         found = {own: self._of(own, candidate).priced(layouts[own], step) for own in places}
         made = self._instance(candidate, {own: floors.table for own, floors in found.items()})
-        model, mesh = self.context.model, candidate.mesh
         prelude_s = [layouts[own].prelude_s for own in places]
-        if mesh.pp == 1:
-            costs = self._of(None, candidate).costs(layout)
-            ends_s = model.of(step).ends_s(costs[0], costs[-1])
-            return replace(made, forward_s=tuple(own + ends_s for own in prelude_s))
         sends, back = self._sends_s(candidate, layout)
         one = next(iter(found.values()))
         return replace(
@@ -104,15 +102,40 @@ class InstanceMaker:
             most_blocks=self._most_blocks(candidate, layout),
         )
 
+    def _one_rank(
+        self, candidate: Candidate, layout: PricedLayout, model: CostModel, floors: BlockFloors
+    ) -> PipelineInstance:
+        """A candidate without a pipeline on some devices."""
+        step, costs = self.context.step(candidate, layout), floors.costs(layout)
+        forward_s = layout.prelude_s + model.of(step).ends_s(costs[0], costs[-1])
+        made = self._instance(candidate, {None: floors.priced(layout, step).table})
+        return replace(made, forward_s=(forward_s,), limit_bytes=(self._limit_of(model),))
+
+    def of_group(self, candidate: Candidate, layout: PricedLayout, model: CostModel) -> PipelineInstance:
+        """A candidate with unequal shares as one of its node groups runs it, as :meth:`one_stage`.
+
+        Args:
+            layout: of the group's own micro-batch, at the prices of its devices.
+            model: of the group alone.
+        """
+        if model not in self._alone:
+            self._alone[model] = BlockFloors(self._blocks[False], model, self._is_moved, moves=False)
+        return self._with_ends(candidate, layout, model, self._one_rank(candidate, layout, model, self._alone[model]))
+
     def one_stage(self, candidate: Candidate, layout: PricedLayout) -> PipelineInstance:
-        """A candidate without a pipeline, with what every step of it takes beside the floors of its blocks.
+        """A candidate without a pipeline, with what every step of it takes beside the floors of its blocks."""
+        return self._with_ends(candidate, layout, self.context.model, self.priced(candidate, layout))
+
+    def _with_ends(
+        self, candidate: Candidate, layout: PricedLayout, model: CostModel, made: PipelineInstance
+    ) -> PipelineInstance:
+        """One rank, with what every step of it takes beside the floors of its blocks.
 
         Beside what is counted of each block the step has parts that depend on what is beside what: gathers and reductions at
         both ends of the model, those of the last micro-batch, sums in buckets. The more a block recomputes, the more is hidden
         beside it, so that they are least where all blocks recompute as much as they may: what the whole step then takes over
         the floors is a part of every step, whatever recomputes. Sums take as long as in the quickest size of buckets.
         """
-        made, model = self.priced(candidate, layout), self.context.model
         step, compact = self.context.step(candidate, layout), self.context.layouts.compact
         m, floors = made.num_micro_batches, made.floors[0].blocks
         slowest: list[Recompute] = []
@@ -185,8 +208,10 @@ class InstanceMaker:
         return layout if places is None else self.context.layouts.on_device(layout, self._model(places))
 
     def _limit_bytes(self, places: Places) -> float:
+        return self._limit_of(self._model(places))
+
+    def _limit_of(self, model: CostModel) -> float:
         """For tensors, what the device reserves left out."""
-        model = self._model(places)
         device, limit = model.device, math.floor(model.memory_limit_bytes / self.context.model.memory_spread)
         return (limit - device.reserved_bytes) / (1 + device.fragmentation)
 

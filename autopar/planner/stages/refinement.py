@@ -286,22 +286,21 @@ def improved(problem: CutProblem, found: Fitting, time_s: float) -> Fitting:
         found: a cut that fits.
         time_s: of its step.
     """
-    masks = problem.masks()
-    bound = _ChainBound(problem)
-    bound.add(found)
+    moves, masks = _Moves(problem, found), problem.masks()
     seen, best = {found.stops}, found
     while len(seen) <= TRIES:
-        stops = _next(bound, best.stops, seen, time_s * (1 - LEAST_GAIN), masks)
+        stops = moves.shortest(seen, time_s * (1 - LEAST_GAIN), masks)
         if stops is None:
             break
         seen.add(stops)
         other = _fitted(problem, stops)
         if other is None:
             continue
-        bound.add(other)
+        moves.add(other)
         other_s = problem.time_s(other)
         if other_s < time_s * (1 - LEAST_GAIN):
             best, time_s = other, other_s
+            moves.begin(best)
     return refined(problem, best) if best is not found else found
 
 
@@ -312,48 +311,52 @@ def _fitted(problem: CutProblem, stops: Stops) -> Fitting | None:
     return other if isinstance(other, Fitting) else None
 
 
-def _next(
-    bound: _ChainBound, stops: Stops, seen: set[Stops], goal_s: float, masks: list[list[NDArray[np.bool_]]]
-) -> Stops | None:
-    """The cut one move away that is not known yet and has the least bound; None where none is below a time."""
-    sizes = np.diff((0, *stops))
-    pairs = [(a, b) for a in np.flatnonzero(sizes > 1).tolist() for b in range(len(sizes)) if a != b]
-    if not pairs:
-        return None
-    one = np.eye(len(sizes), dtype=np.int64)
-    every = np.cumsum([sizes - one[a] + one[b] for a, b in pairs], axis=1)
-    times = bound.times_s(every)
-    for place in np.argsort(times, kind="stable").tolist():
-        if times[place] >= goal_s:
-            return None
-        other = tuple(every[place].tolist())
-        if other not in seen and any(allows(own, other) for own in masks):
-            return other
-    return None
+class _Moves:
+    """The cuts one move away from a cut, and how long the chains that are known take in each if no block recomputes.
 
+    Args:
+        found: the cut.
+    """
 
-class _ChainBound:
-    """Of cuts into stages how long the chains that are known take, if no block recomputes."""
-
-    def __init__(self, problem: CutProblem) -> None:
+    def __init__(self, problem: CutProblem, found: Fitting) -> None:
         self.problem = problem
         self.chains: list[Chain] = []
         kinds = list(dict.fromkeys(problem.block_options))
         self.kind = np.array([kinds.index(own) for own in problem.block_options * problem.candidate.virtual_stages])
-        self.forward_s, self.time_s = np.stack([own.quickest_s for own in kinds], axis=1)
+        self.quickest_s = np.stack([own.quickest_s for own in kinds], axis=1)
+        self.begin(found)
+        self.add(found)
+
+    def begin(self, found: Fitting) -> None:
+        """Moves from another cut."""
+        sizes = np.diff((0, *found.stops))
+        source, target = ((sizes[:, None] > 1) & ~np.eye(len(sizes), dtype=bool)).nonzero()
+        one = np.eye(len(sizes), dtype=np.int64)
+        self.stops = np.cumsum(sizes - one[source] + one[target], axis=1)  # [moves, stages]
+        starts = np.pad(self.stops[:, :-1], ((0, 0), (1, 0)))
+        self.forward_s, both_s = self.quickest_s[:, self.kind, self.stops] - self.quickest_s[:, self.kind, starts]
+        self.backward_s = both_s - self.forward_s
+        self.times_s = self._longest_s(self.chains) if self.chains else np.zeros(len(source))
 
     def add(self, found: Fitting) -> None:
         """The longest chains of a cut, one for each rank at whose end one stands."""
-        self.chains += self.problem.model.longest_chains(found.made, self.problem.step)
+        more = self.problem.model.longest_chains(found.made, self.problem.step)
+        self.chains += more
+        self.times_s = np.maximum(self.times_s, self._longest_s(more))
 
-    def times_s(self, stops: NDArray[np.int64]) -> Array:
-        """The longest chain of each of some cuts [cuts]."""
-        starts = np.concatenate([np.zeros((len(stops), 1), dtype=np.int64), stops[:, :-1]], axis=1)
-        forward_s = self.forward_s[self.kind, stops] - self.forward_s[self.kind, starts]
-        backward_s = self.time_s[self.kind, stops] - self.time_s[self.kind, starts] - forward_s
-        forwards, backwards = (
-            np.array([getattr(own, name) for own in self.chains]) for name in ("forwards", "backwards")
-        )
-        sends_s = np.array([own.sends_s for own in self.chains])
-        found: Array = (forward_s @ forwards.T + backward_s @ backwards.T + sends_s).max(axis=1)
+    def shortest(self, seen: set[Stops], goal_s: float, masks: list[list[NDArray[np.bool_]]]) -> Stops | None:
+        """The cut that is not known yet and takes the least; None where all that are allowed take as long as ``goal_s``."""
+        for place in np.argsort(self.times_s, kind="stable").tolist():
+            if self.times_s[place] >= goal_s:
+                return None
+            other = tuple(self.stops[place].tolist())
+            if other not in seen and any(allows(own, other) for own in masks):
+                return other
+        return None
+
+    def _longest_s(self, chains: Sequence[Chain]) -> Array:
+        """The longest of some chains in each cut."""
+        forwards, backwards = (np.array([getattr(own, name) for own in chains]) for name in ("forwards", "backwards"))
+        sends_s = np.array([own.sends_s for own in chains])
+        found: Array = (self.forward_s @ forwards.T + self.backward_s @ backwards.T + sends_s).max(axis=1)
         return found
