@@ -16,8 +16,8 @@ from autopar.cost.model import CostModel, StageCost, Step, predict_shares, share
 from autopar.errors import InfeasibleError
 from autopar.plan.plan import RECOMPUTES, Recompute
 from autopar.plan.prediction import Memory
-from autopar.planner.bounds.cascade import InstanceMaker
 from autopar.planner.bounds.feasibility import feasible_bounds
+from autopar.planner.bounds.instance_maker import InstanceMaker
 from autopar.planner.layouts.layout import LayoutKey, PricedLayout, layout_key_of
 from autopar.planner.search import SLOW, Evaluation, Misfit, SearchContext, needs_text
 from autopar.planner.space.candidates import Candidate
@@ -255,8 +255,8 @@ class SharesEvaluator:
 
     def bounds_s(self, level: int, candidates: Sequence[Candidate], goal_s: float = math.inf) -> list[float]:
         """Seconds below which each candidate has no plan, infinite where none fits; each level as the module says."""
-        bounds = (self._computation_s, self._fastest_s, self._fitting_s)
-        return [bounds[min(level, 2)](c) for c in candidates]
+        bound_s = (self._computation_s, self._fastest_s, self._fitting_s)[level]
+        return [bound_s(c) for c in candidates]
 
     def _computation_s(self, candidate: Candidate) -> float:
         if candidate not in self._least:
@@ -274,7 +274,12 @@ class SharesEvaluator:
         return self._fastest[candidate]
 
     def _fitting_s(self, candidate: Candidate) -> float:
-        """What the group takes that needs longest in its own memory, infinite where one does not fit whatever it recomputes."""
+        """What the group takes that needs longest in its own memory, infinite where one does not fit whatever it recomputes.
+
+        All groups recompute the same, so that none takes less than by itself. Of blocks that are pinned to the host it is not known.
+        """
+        if self.context.moved:
+            return self._fastest_s(candidate)
         if candidate not in self._fitting:
             parts = self._parts(candidate)
             groups = [
