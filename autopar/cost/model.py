@@ -192,13 +192,13 @@ class CostModel:
         parts = [part.of(step) for part in self.parts(step.mesh)]
         return PipelineStep(stages, parts, self.collectives, by_hop=self.is_mixed)
 
-    def memory(self, stages: Sequence[StageCost], step: Step) -> tuple[Memory, ...]:
-        """Peak memory of each pipeline rank.
+    def memory(self, stages: Sequence[StageCost], step: Step, ranks: Sequence[int] | None = None) -> tuple[Memory, ...]:
+        """Peak memory of each pipeline rank, or of some of them.
 
         Raises:
             UsageError: the schedule cannot serve these stages and micro-batches.
         """
-        return self._pipeline(stages, step).memory()
+        return self._pipeline(stages, step).memory(ranks)
 
     def sums_in_buckets(self, stages: Sequence[StageCost], step: Step) -> bool:
         """Whether the size of buckets can matter: some gradients are summed in them."""

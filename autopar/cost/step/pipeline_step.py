@@ -42,10 +42,11 @@ class PipelineStep:
             )
         check_schedule(self.step.schedule, pp, len(stages) // pp, self.step.num_micro_batches)
 
-    def memory(self) -> tuple[Memory, ...]:
-        """Peak memory of each pipeline rank."""
+    def memory(self, ranks: Sequence[int] | None = None) -> tuple[Memory, ...]:
+        """Peak memory of each pipeline rank, or of some of them."""
         step, found = self.step, []
-        for rank, part in enumerate(self.parts):
+        for rank in range(step.mesh.pp) if ranks is None else ranks:
+            part = self.parts[rank]
             own, runs = self.stages[rank :: step.mesh.pp], tuple(self.runs[rank :: step.mesh.pp])
             found.append(
                 rank_memory(
