@@ -247,12 +247,14 @@ class CostModel:
         pipeline = self._pipeline(stages, step)
         return pipeline.breakdown(pipeline.sums())
 
-    def longest_chains(self, stages: Sequence[StageCost], step: Step) -> list[Chain]:
-        """Up to the end of each rank the longest chain of actions of a step; the longest of all first."""
+    def longest_chains(self, stages: Sequence[StageCost], step: Step) -> tuple[float, list[Chain]]:
+        """The step time, and up to the end of each rank the longest chain of its actions; the longest of all first."""
         pipeline, pp = self._pipeline(stages, step), step.mesh.pp
-        times = pipeline.times(pipeline.sums())
+        sums = pipeline.sums()
+        times = pipeline.times(sums)
         actions = compiled(step.schedule, pp, len(stages) // pp, step.num_micro_batches)
-        return chains_of(actions, durations_of(times), sends_of(times), [0.0] * pp, pp)
+        chains = chains_of(actions, durations_of(times), sends_of(times), [0.0] * pp, pp)
+        return pipeline.breakdown(sums, times).total_s, chains
 
     def begun_s(self, stages: Sequence[StageCost], step: Step, num_micro_batches: int) -> float:
         """When all ranks are done with the first so many micro-batches, if they were all; without what follows once a step."""

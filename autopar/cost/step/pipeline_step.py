@@ -94,9 +94,13 @@ class PipelineStep:
             times.append(ranks.runtime.stage_times(own, messages, mesh, self.collectives, ranks.device))
         return times
 
-    def breakdown(self, sums: Sequence[StageSums]) -> Breakdown:
-        """Where the step goes on the rank that is the last one to finish; idle time included."""
-        step, times = self.step, self.times(sums)
+    def breakdown(self, sums: Sequence[StageSums], times: Sequence[StageTimes] | None = None) -> Breakdown:
+        """Where the step goes on the rank that is the last one to finish; idle time included.
+
+        Args:
+            times: what :meth:`times` gives, where it is known already.
+        """
+        step, times = self.step, self.times(sums) if times is None else times
         pipeline = simulate(step.schedule, step.mesh.pp, step.num_micro_batches, times)
         ties = tied([stage.blocks for stage in self.stages], self.data)
         every = [self._of_rank(rank, sums, times, pipeline, ties) for rank in range(step.mesh.pp)]

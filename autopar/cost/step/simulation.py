@@ -304,23 +304,32 @@ def chains_of(
     pp, num_stages = len(after_s), len(sends) // 2
     ends, free = _ends(actions, durations, sends)
     found = []
+    paths: list[list[int]] = []
+    messages: list[list[int]] = []  # of each action the one that it waited for; -1: none
+    seen: dict[
+        int, tuple[int, int]
+    ] = {}  # which path an action is on, and where: from there on another one is the same
     for rank in sorted(range(pp), key=lambda r: -free[r] - after_s[r])[:most]:
-        own, path, sent_on, i = [], [], [], actions.last[rank]
-        while i >= 0:
-            own.append(actions.duration[i])
+        path, sent, i = list[int](), list[int](), actions.last[rank]
+        while i >= 0 and i not in seen:
+            seen[i] = len(paths), len(path)
             path.append(i)
             before, need, message = actions.before[i], actions.need[i], actions.message[i]
-            if need >= 0 and ends[need] + sends[message] > (ends[before] if before >= 0 else 0.0):
-                sent_on.append(message)
-                i = need
-            else:
-                i = before
-        count = np.bincount(own, minlength=3 * num_stages).reshape(-1, 3)
+            is_sent = need >= 0 and ends[need] + sends[message] > (ends[before] if before >= 0 else 0.0)
+            sent.append(message if is_sent else -1)
+            i = need if is_sent else before
+        if i >= 0:
+            which, place = seen[i]
+            path += paths[which][place:]
+            sent += messages[which][place:]
+        paths.append(path)
+        messages.append(sent)
+        count = np.bincount(actions.columns[2][path], minlength=3 * num_stages).reshape(-1, 3)
         found.append(
             Chain(
                 rank=rank,
                 time_s=free[rank] + after_s[rank],
-                sends_s=sum(sends[message] for message in sent_on if message >= 0),
+                sends_s=sum(sends[message] for message in sent if message >= 0),
                 forwards=count[:, 0] + count[:, 2],
                 backwards=count[:, 1],
                 firsts=count[:, 2],

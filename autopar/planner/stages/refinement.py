@@ -302,8 +302,7 @@ def improved(problem: CutProblem, found: Fitting, time_s: float) -> Fitting:
         other = covers.fitting(stops)
         if other is None:
             continue
-        moves.add(other)
-        other_s = problem.time_s(other)
+        other_s = moves.add(other)
         if other_s < time_s * (1 - LEAST_GAIN):
             best, time_s = other, other_s
             moves.begin(best)
@@ -373,11 +372,12 @@ class _Moves:
         self.backward_s = both_s - self.forward_s
         self.times_s = self._longest_s(self.chains) if self.chains else np.zeros(len(source))
 
-    def add(self, found: Fitting) -> None:
-        """The longest chains of a cut, one for each rank at whose end one stands."""
-        more = self.problem.model.longest_chains(found.made, self.problem.step)
+    def add(self, found: Fitting) -> float:
+        """Seconds of the step of a cut, whose longest chains are known then, one for each rank at whose end one stands."""
+        time_s, more = self.problem.model.longest_chains(found.made, self.problem.step)
         self.chains += more
         self.times_s = np.maximum(self.times_s, self._longest_s(more))
+        return time_s
 
     def shortest(self, seen: set[Stops], goal_s: float, masks: list[list[NDArray[np.bool_]]]) -> Stops | None:
         """The cut that is not known yet and takes the least; None where all that are allowed take as long as ``goal_s``."""
