@@ -94,16 +94,15 @@ class PipelineStep:
             times.append(ranks.runtime.stage_times(own, messages, mesh, self.collectives, ranks.device))
         return times
 
-    def breakdown(self, sums: Sequence[StageSums], times: Sequence[StageTimes] | None = None) -> Breakdown:
-        """Where the step goes on the rank that is the last one to finish; idle time included.
+    def breakdown(self, sums: Sequence[StageSums]) -> Breakdown:
+        """Where the step goes on the rank that is the last one to finish; idle time included."""
+        step, times = self.step, self.times(sums)
+        return self.ended(sums, times, simulate(step.schedule, step.mesh.pp, step.num_micro_batches, times))
 
-        Args:
-            times: what :meth:`times` gives, where it is known already.
-        """
-        step, times = self.step, self.times(sums) if times is None else times
-        pipeline = simulate(step.schedule, step.mesh.pp, step.num_micro_batches, times)
+    def ended(self, sums: Sequence[StageSums], times: Sequence[StageTimes], pipeline: PipelineTimes) -> Breakdown:
+        """As :meth:`breakdown`, of a pipeline that is simulated already."""
         ties = tied([stage.blocks for stage in self.stages], self.data)
-        every = [self._of_rank(rank, sums, times, pipeline, ties) for rank in range(step.mesh.pp)]
+        every = [self._of_rank(rank, sums, times, pipeline, ties) for rank in range(self.step.mesh.pp)]
         return max(every, key=lambda found: found.total_s)
 
     def _send_s(self, num_bytes: int, sender: int, known: dict[tuple[int, int | None], float]) -> float:
