@@ -292,7 +292,7 @@ def improved(problem: CutProblem, found: Fitting, time_s: float) -> Fitting:
         found: a cut that fits.
         time_s: of its step.
     """
-    moves, covers, masks = _Moves(problem, found), _RankCovers(problem), problem.masks()
+    moves, covers, masks = _Moves(problem, found), RankCovers(problem), problem.masks()
     seen, best = {found.stops}, found
     while len(seen) <= TRIES:
         stops = moves.shortest(seen, time_s * (1 - LEAST_GAIN), masks)
@@ -309,7 +309,7 @@ def improved(problem: CutProblem, found: Fitting, time_s: float) -> Fitting:
     return refined(problem, best) if best is not found else found
 
 
-class _RankCovers:
+class RankCovers:
     """Cuts with as much recompute as each rank needs, whichever turn it is on.
 
     That depends on the blocks of the rank's own stages, by which it is remembered.
