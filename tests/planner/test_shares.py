@@ -149,6 +149,24 @@ def test_bounds_count_what_each_group_recomputes_to_fit() -> None:
     assert excluded >= 4
 
 
+@pytest.mark.parametrize("shares", ["20-40", "40-20"])
+def test_bounds_leave_each_group_its_own_memory(shares: str) -> None:
+    """Each has exactly what blocks need that do not recompute."""
+    deep, pins = mlp(layers=12, batch=2, width=16, hidden=64), (f"data_shares={shares}", "num_micro_batches=4")
+    roomy = planner(deep, two_kinds(1, 1), *pins, batch=240)
+    for candidate in roomy.pool:
+        free = roomy.evaluator.evaluate(candidate)
+        assert isinstance(free, Evaluation)
+        fast, slow = (memory.total for memory in free.prediction.memory)
+        made = planner(deep, two_kinds(1, 1, fast_memory=fast, slow_memory=slow), *pins, batch=240)
+        assert made.evaluator.bounds_s(LEVELS - 1, [candidate])[0] <= free.prediction.step_time_s
+        for less in ({"fast_memory": fast - 400_000}, {"slow_memory": slow - 400_000}):
+            tight = planner(
+                deep, two_kinds(1, 1, **{"fast_memory": fast, "slow_memory": slow, **less}), *pins, batch=240
+            )
+            assert math.isinf(tight.evaluator.bounds_s(LEVELS - 1, [candidate])[0])
+
+
 def test_the_order_of_the_groups_goes_with_their_shares(graph: Graph) -> None:
     plan = search(graph, two_kinds(1, 2, factor=3.0), "data_shares=4-1", "groups=1-0")
     assert [group.device for group in plan.groups] == ["cpu-slow", "cpu"]
