@@ -43,7 +43,7 @@ class InstanceMaker:
         self._is_moved = [any(i in context.moved for i in members) for members in compact.members]
         self._runs = runs_of(compact.class_of)
         self._groups = tuple(tuple(group) for group in groups)
-        self._floors: dict[tuple[Places, bool], BlockFloors] = {}
+        self._floors: dict[tuple[Places, tuple[int, ...], bool], BlockFloors] = {}
         self._alone: dict[CostModel, BlockFloors] = {}
         self._places: dict[tuple[object, ...], tuple[Places, ...]] = {}
         self._sent: dict[tuple[object, ...], tuple[float, ...]] = {}
@@ -150,10 +150,7 @@ class InstanceMaker:
     @property
     def floors(self) -> BlockFloors:
         """Of blocks on the slowest device, none of which keeps anything on the host but where pins say so."""
-        key: tuple[Places, bool] = (None, False)
-        if key not in self._floors:
-            self._floors[key] = BlockFloors(self._blocks[False], self._model(None), self._is_moved, moves=False)
-        return self._floors[key]
+        return self._floors_on(None, (), moves=False)
 
     def blocks_of(self, candidate: Candidate) -> EqualBlocks:
         """Which blocks of a candidate may form stages."""
@@ -178,10 +175,17 @@ class InstanceMaker:
         return self.context.model if places is None else self.context.model.part(places)
 
     def _of(self, places: Places, candidate: Candidate) -> BlockFloors:
-        key = places, candidate.moves
+        # which data ranks meet depends on the order of node groups where a pipeline rank lies on several; else each holds whole ones
+        is_across = places is not None and any(len(own or ()) > 1 for own in self.places(candidate))
+        return self._floors_on(places, candidate.order if is_across else (), moves=candidate.moves)
+
+    def _floors_on(self, places: Places, order: tuple[int, ...], *, moves: bool) -> BlockFloors:
+        key = places, order, moves
         if key not in self._floors:
-            blocks = self._blocks[candidate.moves]
-            self._floors[key] = BlockFloors(blocks, self._model(places), self._is_moved, moves=candidate.moves)
+            model = self._model(places)
+            if places is not None and order:
+                model = self.context.model.in_order(order).part(frozenset(map(order.index, places)))
+            self._floors[key] = BlockFloors(self._blocks[moves], model, self._is_moved, moves=moves)
         return self._floors[key]
 
     def _on(self, places: Places, layout: PricedLayout) -> PricedLayout:
