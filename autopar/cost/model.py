@@ -19,7 +19,7 @@ from autopar.cost.network.placement import check_kinds, peak_flops, places_of, s
 from autopar.cost.operators.operator_times import Measured, OperatorTimes, OpTime, op_time
 from autopar.cost.step.memory import optimizer_cost
 from autopar.cost.step.pipeline_step import PipelineStep
-from autopar.cost.step.simulation import Chain, chains_of, compiled, durations_of, sends_of, simulate
+from autopar.cost.step.simulation import Chain, simulate, with_chains
 from autopar.cost.step.step import Runtime, StageCost, Step
 from autopar.cost.step.step_model import Ranks, StepModel
 from autopar.graph.graph import Block, Graph, Op, TensorSpec
@@ -192,13 +192,13 @@ class CostModel:
         parts = [part.of(step) for part in self.parts(step.mesh)]
         return PipelineStep(stages, parts, self.collectives, by_hop=self.is_mixed)
 
-    def memory(self, stages: Sequence[StageCost], step: Step) -> tuple[Memory, ...]:
-        """Peak memory of each pipeline rank.
+    def memory(self, stages: Sequence[StageCost], step: Step, ranks: Sequence[int] | None = None) -> tuple[Memory, ...]:
+        """Peak memory of each pipeline rank, or of some of them.
 
         Raises:
             UsageError: the schedule cannot serve these stages and micro-batches.
         """
-        return self._pipeline(stages, step).memory()
+        return self._pipeline(stages, step).memory(ranks)
 
     def sums_in_buckets(self, stages: Sequence[StageCost], step: Step) -> bool:
         """Whether the size of buckets can matter: some gradients are summed in them."""
@@ -247,12 +247,13 @@ class CostModel:
         pipeline = self._pipeline(stages, step)
         return pipeline.breakdown(pipeline.sums())
 
-    def longest_chains(self, stages: Sequence[StageCost], step: Step) -> list[Chain]:
-        """Up to the end of each rank the longest chain of actions of a step; the longest of all first."""
-        pipeline, pp = self._pipeline(stages, step), step.mesh.pp
-        times = pipeline.times(pipeline.sums())
-        actions = compiled(step.schedule, pp, len(stages) // pp, step.num_micro_batches)
-        return chains_of(actions, durations_of(times), sends_of(times), [0.0] * pp, pp)
+    def longest_chains(self, stages: Sequence[StageCost], step: Step) -> tuple[float, list[Chain]]:
+        """The step time, and up to the end of each rank the longest chain of its actions; the longest of all first."""
+        pipeline = self._pipeline(stages, step)
+        sums = pipeline.sums()
+        times = pipeline.times(sums)
+        simulated, chains = with_chains(step.schedule, step.mesh.pp, step.num_micro_batches, times)
+        return pipeline.ended(sums, times, simulated).total_s, chains
 
     def begun_s(self, stages: Sequence[StageCost], step: Step, num_micro_batches: int) -> float:
         """When all ranks are done with the first so many micro-batches, if they were all; without what follows once a step."""

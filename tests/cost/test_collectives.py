@@ -101,6 +101,21 @@ def test_uneven_nodes_have_several_shapes() -> None:
     assert {(s.num_nodes, s.ranks_per_node) for s in shapes} == {(1, 3), (2, 1)}
 
 
+def test_groups_that_no_node_group_holds_are_of_those_with_ranks_there() -> None:
+    """Data ranks of both kinds of devices, as the devices of one kind are priced that run a part of the model."""
+    node = H100.groups[0]
+    cluster = replace(H100, groups=(replace(node, num_nodes=1), replace(node, num_nodes=3)))
+    fabric, first, last = Fabric(cluster), frozenset({0}), frozenset({1})
+    every = group_shape(Mesh(dp_shard=32), ("dp_shard",), fabric)
+    assert group_shape(Mesh(dp_shard=32), ("dp_shard",), fabric, first) == every
+    halves = Mesh(dp_replicate=2, dp_shard=16)
+    (across,) = group_shape(halves, ("dp_shard",), fabric, first)  # of both kinds
+    (inside,) = group_shape(halves, ("dp_shard",), fabric, last)
+    assert across.num_nodes == inside.num_nodes == 2
+    (own,) = group_shape(Mesh(dp_replicate=4, dp_shard=8), ("dp_shard",), fabric, first)
+    assert (own.size, own.num_nodes) == (8, 1)
+
+
 def test_gloo_counts_one_way_delays() -> None:
     """An all-reduce of 2 ranks takes 4.5 to 5.5 delays, of 4 about 14; a reduce-scatter is one inside."""
     delay = CPU.groups[0].intra_node.latency_s

@@ -16,8 +16,10 @@ from autopar.cost.step.simulation import (
     compiled,
     durations_of,
     rank_chains,
+    sends_of,
     simulate,
     whole,
+    with_chains,
 )
 from autopar.plan.schedule import dependencies, schedule_actions, schedule_numbers
 
@@ -73,6 +75,32 @@ def test_chains_through_each_rank_are_of_the_schedule_and_no_longer_than_its_ste
             assert took_s <= max(simulate(name, pp, m, stages).finish_s) * (1 + 1e-9)
         assert sum(actions.rank[i] == rank for i in through) >= 2 * v * m
         assert {actions.duration[i] // 3 for i in leaving} == {*range(pp * v)}
+
+
+@pytest.mark.parametrize(
+    ("name", "pp", "v", "m"), [("GPipe", 3, 1, 4), ("1F1B", 4, 1, 6), ("Interleaved1F1B", 4, 3, 8)]
+)
+def test_the_longest_chain_of_each_rank_takes_until_its_end(name: str, pp: int, v: int, m: int) -> None:
+    actions = compiled(name, pp, v, m)
+    for slow in range(pp * v):
+        stages = [
+            StageTimes(
+                forward_s=F, backward_s=B + (s == slow), send_forward_s=0.25, send_backward_s=0.5, first_forward_s=s
+            )
+            for s in range(pp * v)
+        ]
+        times, chains = with_chains(name, pp, m, stages)
+        assert times == whole(name, pp, m, stages)
+        assert sorted(chain.rank for chain in chains) == [*range(pp)]
+        for chain in chains:
+            links = [*itertools.pairwise((*chain.actions, -1))]
+            assert chain.actions[0] == actions.last[chain.rank]
+            assert all(j in (actions.before[i], actions.need[i]) for i, j in links)
+            sent_s = sum(sends_of(stages)[actions.message[i]] for i, j in links if j != actions.before[i])
+            counts = zip(chain.forwards, chain.backwards, chain.firsts, stages, strict=True)
+            took_s = sum(f * s.forward_s + b * s.backward_s + first * s.first_forward_s for f, b, first, s in counts)
+            assert chain.sends_s == pytest.approx(sent_s)
+            assert chain.time_s == pytest.approx(took_s + sent_s) == pytest.approx(times.finish_s[chain.rank])
 
 
 def _reference(name: str, pp: int, m: int, stages: list[StageTimes]) -> float:

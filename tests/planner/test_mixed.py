@@ -22,7 +22,7 @@ from autopar.planner.space.constraints import Problem
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
 from autopar.planner.space.variants import in_orders
-from tests.support.mixed_clusters import two_kinds
+from tests.support.mixed_clusters import slow_group, two_kinds
 from tests.support.planner.graphs import mlp
 
 PINS = ["pp=2", "dp_replicate=2", "dp_shard=1", "tp=1", "zero=0", "micro_batch=2", "schedule=1F1B"]
@@ -67,14 +67,27 @@ def test_a_mode_of_recompute_more_makes_no_candidate_slower(graph: Graph, memory
     assert compared
 
 
+def three_kinds() -> Cluster:
+    """Of one, two and one devices: in some orders a pipeline rank of two lies on the first node and the last one."""
+    cluster = two_kinds(1, 2, factor=2.0)
+    return replace(cluster, groups=(*cluster.groups, slow_group(cluster.groups[0], 5.0, name="cpu-slower")))
+
+
+CLUSTERS = {
+    "two kinds": two_kinds(factor=3.0),
+    "little memory": two_kinds(factor=3.0, slow_memory=400 * 2**20 + 1_500_000),
+    "three kinds": three_kinds(),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("memory", "space"), [(None, "quick"), (400 * 2**20 + 1_500_000, "quick")])
-def test_the_search_finds_the_best_of_all_and_its_bounds_hold(graph: Graph, memory: int | None, space: str) -> None:
-    cluster = two_kinds(factor=3.0, slow_memory=memory)
-    search = outer(graph, cluster, space)
+@pytest.mark.parametrize("kinds", CLUSTERS)
+def test_the_search_finds_the_best_of_all_and_its_bounds_hold(graph: Graph, kinds: str) -> None:
+    cluster = CLUSTERS[kinds]
+    search = outer(graph, cluster)
     found = search.run()
     assert found.best is not None
-    alone, fresh = (outer(graph, cluster, space).evaluator for _ in range(2))
+    alone, fresh = (outer(graph, cluster).evaluator for _ in range(2))
     times, plans = [], []
     assert any(c.order for c in search.pool)
     for candidate in search.pool:

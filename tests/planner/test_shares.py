@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
@@ -130,6 +131,40 @@ def test_blocks_recompute_for_the_group_that_has_to(graph: Graph) -> None:
     assert plan.recompute != "none"
     assert plan.predicted.fits
     assert plan.predicted.step_time_s > roomy.predicted.step_time_s
+
+
+def test_bounds_count_what_each_group_recomputes_to_fit() -> None:
+    deep, raised, excluded = mlp(layers=12, batch=2, width=16, hidden=64), 0, 0
+    for spare in (300_000, 400_000, 500_000, 600_000):
+        cluster = two_kinds(1, 1, slow_memory=400 * 2**20 + spare)
+        made = planner(deep, cluster, "data_shares=20-40", "num_micro_batches=4", batch=240)
+        for candidate in made.pool:
+            found = made.evaluator.evaluate(candidate)
+            quickest_s, fitting_s = (made.evaluator.bounds_s(level, [candidate])[0] for level in (1, LEVELS - 1))
+            if isinstance(found, Evaluation):
+                assert quickest_s <= fitting_s <= found.prediction.step_time_s
+                raised += fitting_s > 1.01 * quickest_s
+            excluded += math.isinf(fitting_s)
+    assert raised >= 4
+    assert excluded >= 4
+
+
+@pytest.mark.parametrize("shares", ["20-40", "40-20"])
+def test_bounds_leave_each_group_its_own_memory(shares: str) -> None:
+    """Each has exactly what blocks need that do not recompute."""
+    deep, pins = mlp(layers=12, batch=2, width=16, hidden=64), (f"data_shares={shares}", "num_micro_batches=4")
+    roomy = planner(deep, two_kinds(1, 1), *pins, batch=240)
+    for candidate in roomy.pool:
+        free = roomy.evaluator.evaluate(candidate)
+        assert isinstance(free, Evaluation)
+        fast, slow = (memory.total for memory in free.prediction.memory)
+        made = planner(deep, two_kinds(1, 1, fast_memory=fast, slow_memory=slow), *pins, batch=240)
+        assert made.evaluator.bounds_s(LEVELS - 1, [candidate])[0] <= free.prediction.step_time_s
+        for less in ({"fast_memory": fast - 400_000}, {"slow_memory": slow - 400_000}):
+            tight = planner(
+                deep, two_kinds(1, 1, **{"fast_memory": fast, "slow_memory": slow, **less}), *pins, batch=240
+            )
+            assert math.isinf(tight.evaluator.bounds_s(LEVELS - 1, [candidate])[0])
 
 
 def test_the_order_of_the_groups_goes_with_their_shares(graph: Graph) -> None:

@@ -135,7 +135,8 @@ def group_shape(
     Args:
         fabric: of the cluster.
         only: shapes of the pipeline ranks that lie on these node groups, all of them and no others, while the others
-            communicate as well; without a pipeline, of the groups over ``axes`` that lie within them. None: of all.
+            communicate as well; without a pipeline, of the groups over ``axes`` that lie within them, or where these are
+            larger, of those that have ranks there. None: of all.
 
     Raises:
         UsageError: the mesh has more ranks than the cluster.
@@ -160,6 +161,8 @@ def _within(ranks: NDArray[Any], pp: int, cluster: Cluster, only: frozenset[int]
     places = np.repeat(np.arange(len(cluster.groups)), [group.num_devices for group in cluster.groups])[ranks]
     rows = places.reshape(pp, -1) if pp > 1 else places
     covers = np.array([set(row) <= only if pp == 1 else set(row) == only for row in rows.tolist()])
+    if pp == 1 and not covers.any():
+        covers = np.array([not only.isdisjoint(row) for row in rows.tolist()])
     found = np.repeat(covers, len(ranks) // len(covers))
     if not found.any():
         raise InternalError(f"No group of ranks lies on the node groups {sorted(only)}", where=cluster.name)

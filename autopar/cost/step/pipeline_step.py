@@ -42,10 +42,11 @@ class PipelineStep:
             )
         check_schedule(self.step.schedule, pp, len(stages) // pp, self.step.num_micro_batches)
 
-    def memory(self) -> tuple[Memory, ...]:
-        """Peak memory of each pipeline rank."""
+    def memory(self, ranks: Sequence[int] | None = None) -> tuple[Memory, ...]:
+        """Peak memory of each pipeline rank, or of some of them."""
         step, found = self.step, []
-        for rank, part in enumerate(self.parts):
+        for rank in range(step.mesh.pp) if ranks is None else ranks:
+            part = self.parts[rank]
             own, runs = self.stages[rank :: step.mesh.pp], tuple(self.runs[rank :: step.mesh.pp])
             found.append(
                 rank_memory(
@@ -96,9 +97,12 @@ class PipelineStep:
     def breakdown(self, sums: Sequence[StageSums]) -> Breakdown:
         """Where the step goes on the rank that is the last one to finish; idle time included."""
         step, times = self.step, self.times(sums)
-        pipeline = simulate(step.schedule, step.mesh.pp, step.num_micro_batches, times)
+        return self.ended(sums, times, simulate(step.schedule, step.mesh.pp, step.num_micro_batches, times))
+
+    def ended(self, sums: Sequence[StageSums], times: Sequence[StageTimes], pipeline: PipelineTimes) -> Breakdown:
+        """As :meth:`breakdown`, of a pipeline that is simulated already."""
         ties = tied([stage.blocks for stage in self.stages], self.data)
-        every = [self._of_rank(rank, sums, times, pipeline, ties) for rank in range(step.mesh.pp)]
+        every = [self._of_rank(rank, sums, times, pipeline, ties) for rank in range(self.step.mesh.pp)]
         return max(every, key=lambda found: found.total_s)
 
     def _send_s(self, num_bytes: int, sender: int, known: dict[tuple[int, int | None], float]) -> float:

@@ -167,10 +167,15 @@ def _rounds(name: str, pp: int, virtual_stages: int, num_micro_batches: int) -> 
     return np.take_along_axis(own, first[:, None] + np.arange(2 * (2 * size + pp)), axis=1), 2 * size
 
 
-def _run(actions: Compiled, stages: Sequence[StageTimes]) -> tuple[Array, Array, Array]:
-    """When each action ends, what it takes, and how long its rank is idle while a message to it is under way."""
-    durations, sends = durations_of(stages), sends_of(stages)
-    every = np.array(_ends(actions, durations, sends)[0])
+def _run(
+    actions: Compiled, durations: Sequence[float], sends: Sequence[float], ends: Sequence[float]
+) -> tuple[Array, Array, Array]:
+    """When each action ends, what it takes, and how long its rank is idle while a message to it is under way.
+
+    Args:
+        ends: the first of :func:`_ends`.
+    """
+    every = np.array(ends)
     _, needs, lengths, messages, befores = actions.columns
     idle, made, sent = every[befores], every[needs], np.array(sends)[messages]
     exposed = np.where(made + sent > idle, made + sent - np.maximum(made, idle), 0.0)
@@ -197,7 +202,8 @@ def _continued(
     by_round = pp if name == "Interleaved1F1B" else 1
     degrees = name, pp, len(stages) // pp, rounds * pp
     actions, (places, size) = compiled(*degrees), _rounds(*degrees)
-    ends, took, exposed = _run(actions, stages)
+    durations, sends = durations_of(stages), sends_of(stages)
+    ends, took, exposed = _run(actions, durations, sends, _ends(actions, durations, sends)[0])
     later = ends[places[:, size:]] - ends[places[:, :-size]]
     later_s = float(later[0, 0])
     if np.abs(later - later_s).max() > STEADY * later_s:
@@ -228,7 +234,14 @@ def _simulated(name: str, pp: int, num_micro_batches: int, stages: tuple[StageTi
 def whole(name: str, pp: int, num_micro_batches: int, stages: Sequence[StageTimes]) -> PipelineTimes:
     """As :func:`simulate`, action by action to the end."""
     actions = compiled(name, pp, len(stages) // pp, num_micro_batches)
-    ends, took, exposed = _run(actions, stages)
+    durations, sends = durations_of(stages), sends_of(stages)
+    return _times(actions, durations, sends, _ends(actions, durations, sends)[0])
+
+
+def _times(
+    actions: Compiled, durations: Sequence[float], sends: Sequence[float], every: Sequence[float]
+) -> PipelineTimes:
+    ends, took, exposed = _run(actions, durations, sends, every)
     ranks = actions.columns[0]
     return PipelineTimes(
         finish_s=tuple(ends[list(actions.last)].tolist()),
@@ -290,6 +303,17 @@ class Chain:
     actions: tuple[int, ...] = ()
 
 
+def with_chains(
+    name: str, pp: int, num_micro_batches: int, stages: Sequence[StageTimes]
+) -> tuple[PipelineTimes, list[Chain]]:
+    """As :func:`whole`, with the longest chain up to the end of each rank; the longest of all first."""
+    actions = compiled(name, pp, len(stages) // pp, num_micro_batches)
+    durations, sends = durations_of(stages), sends_of(stages)
+    ends, free = _ends(actions, durations, sends)
+    times = _times(actions, durations, sends, ends)
+    return times, _chains(actions, sends, ends, free, [0.0] * pp, pp)
+
+
 def chains_of(
     actions: Compiled, durations: Sequence[float], sends: Sequence[float], after_s: Sequence[float], most: int
 ) -> list[Chain]:
@@ -301,26 +325,41 @@ def chains_of(
         sends: of each stage's message to the next one and of that back; one more, of no seconds, for the message -1.
         after_s: what follows on each rank.
     """
-    pp, num_stages = len(after_s), len(sends) // 2
-    ends, free = _ends(actions, durations, sends)
-    found = []
+    return _chains(actions, sends, *_ends(actions, durations, sends), after_s, most)
+
+
+def _chains(
+    actions: Compiled, sends: Sequence[float], ends: Sequence[float], free: Sequence[float], after_s: Sequence[float],
+    most: int,
+) -> list[Chain]:  # fmt: skip
+    """As :func:`chains_of`; ``ends``, ``free``: of :func:`_ends`."""
+    pp, num_stages, found = len(after_s), len(sends) // 2, list[Chain]()
+    paths: list[list[int]] = []
+    messages: list[list[int]] = []  # of each action the one that it waited for; -1: none
+    seen: dict[
+        int, tuple[int, int]
+    ] = {}  # which path an action is on, and where: from there on another one is the same
     for rank in sorted(range(pp), key=lambda r: -free[r] - after_s[r])[:most]:
-        own, path, sent_on, i = [], [], [], actions.last[rank]
-        while i >= 0:
-            own.append(actions.duration[i])
+        path, sent, i = list[int](), list[int](), actions.last[rank]
+        while i >= 0 and i not in seen:
+            seen[i] = len(paths), len(path)
             path.append(i)
             before, need, message = actions.before[i], actions.need[i], actions.message[i]
-            if need >= 0 and ends[need] + sends[message] > (ends[before] if before >= 0 else 0.0):
-                sent_on.append(message)
-                i = need
-            else:
-                i = before
-        count = np.bincount(own, minlength=3 * num_stages).reshape(-1, 3)
+            is_sent = need >= 0 and ends[need] + sends[message] > (ends[before] if before >= 0 else 0.0)
+            sent.append(message if is_sent else -1)
+            i = need if is_sent else before
+        if i >= 0:
+            which, place = seen[i]
+            path += paths[which][place:]
+            sent += messages[which][place:]
+        paths.append(path)
+        messages.append(sent)
+        count = np.bincount(actions.columns[2][path], minlength=3 * num_stages).reshape(-1, 3)
         found.append(
             Chain(
                 rank=rank,
                 time_s=free[rank] + after_s[rank],
-                sends_s=sum(sends[message] for message in sent_on if message >= 0),
+                sends_s=sum(sends[message] for message in sent if message >= 0),
                 forwards=count[:, 0] + count[:, 2],
                 backwards=count[:, 1],
                 firsts=count[:, 2],

@@ -152,7 +152,7 @@ class Evaluator:
         )
         self.plans = LayoutPlans(context, options, placed, maker.blocks_of)
         self.pipelines = PipelineEvaluator(context, self.cascade, self.plans)
-        self.shares = SharesEvaluator(context, placed, options)
+        self.shares = SharesEvaluator(context, placed, options, maker)
 
     @classmethod
     def of(cls, graph: Graph, model: CostModel, *, global_batch_size: int, pins: Pins, space: Space) -> Evaluator:

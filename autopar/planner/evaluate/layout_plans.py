@@ -2,7 +2,8 @@
 
 Candidates whose data ranks take different numbers of samples are bounded and evaluated beside all others. Such a candidate has one layout,
 that of no split inside of the model, and no stages to cut: what is left to choose is what each block recomputes, for all ranks alike. So
-its bounds are prices: first the computation of the group that takes longest, then the step with as little recompute as there may be.
+its bounds are prices: first the computation of the group that takes longest, then the step with as little recompute as there may be, and
+last what each group by itself has to recompute so that it fits.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from autopar.cost.model import CostModel, StageCost, Step, predict_shares, share
 from autopar.errors import InfeasibleError
 from autopar.plan.plan import RECOMPUTES, Recompute
 from autopar.plan.prediction import Memory
+from autopar.planner.bounds.feasibility import feasible_bounds
+from autopar.planner.bounds.instance_maker import InstanceMaker
 from autopar.planner.layouts.layout import LayoutKey, PricedLayout, layout_key_of
 from autopar.planner.search import SLOW, Evaluation, Misfit, SearchContext, needs_text
 from autopar.planner.space.candidates import Candidate
@@ -239,15 +242,17 @@ class SharesEvaluator:
         context: of the search.
         placed: prices on the devices of node groups.
         options: prices of blocks.
+        maker: of what relaxations read.
     """
 
-    def __init__(self, context: SearchContext, placed: Placed, options: BlockOptions) -> None:
-        self.context, self.placed, self.options = context, placed, options
+    def __init__(self, context: SearchContext, placed: Placed, options: BlockOptions, maker: InstanceMaker) -> None:
+        self.context, self.placed, self.options, self.maker = context, placed, options, maker
         self.layouts, self.model = context.layouts, context.model
         self._alone: dict[tuple[int, ...], tuple[CostModel, ...]] = {}
         self._shared: dict[Candidate, _Shared] = {}
         self._least: dict[Candidate, float] = {}
         self._fastest: dict[Candidate, float] = {}
+        self._fitting: dict[Candidate, float] = {}
         self._found: dict[Candidate, Evaluation | Misfit] = {}
 
     def seconds(self, place: int, size: int, vocab_multiple: int = 1) -> float:
@@ -259,8 +264,9 @@ class SharesEvaluator:
     # --- bounds
 
     def bounds_s(self, level: int, candidates: Sequence[Candidate], goal_s: float = math.inf) -> list[float]:
-        """Seconds below which each candidate has no plan: of computation alone, then of the step with the least recompute."""
-        return [self._computation_s(c) if level == 0 else self._fastest_s(c) for c in candidates]
+        """Seconds below which each candidate has no plan, infinite where none fits; each level as the module says."""
+        bound_s = (self._computation_s, self._fastest_s, self._fitting_s)[level]
+        return [bound_s(c) for c in candidates]
 
     def _computation_s(self, candidate: Candidate) -> float:
         if candidate not in self._least:
@@ -276,6 +282,24 @@ class SharesEvaluator:
             time_s = min(shared_step_s(parts.models, made, steps) for steps in self._in_buckets(parts, made))
             self._fastest[candidate] = time_s * (1 - ROUNDING)
         return self._fastest[candidate]
+
+    def _fitting_s(self, candidate: Candidate) -> float:
+        """What the group takes that needs longest in its own memory, infinite where one does not fit whatever it recomputes.
+
+        All groups recompute the same, so that none takes less than by itself. Of blocks that are pinned to the host it is not known.
+        """
+        if self.context.moved:
+            return self._fastest_s(candidate)
+        if candidate not in self._fitting:
+            parts = self._parts(candidate)
+            groups = [
+                self.maker.of_group(candidate, option, model)
+                for option, model in zip(parts.options, parts.models, strict=True)
+            ]
+            is_held = all(group.holds_in_order() for group in groups)
+            time_s = float(max(feasible_bounds(groups))) * (1 - ROUNDING) if is_held else math.inf
+            self._fitting[candidate] = max(self._fastest_s(candidate), time_s)
+        return self._fitting[candidate]
 
     # --- evaluation
 

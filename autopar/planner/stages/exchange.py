@@ -63,8 +63,7 @@ def exchanged(problem: CutProblem, found: Fitting, time_s: float) -> Fitting:
             other = problem.fitting(best.stops, modes)
             if not problem.fits(other):
                 continue
-            chains.add(other)
-            other_s = problem.time_s(other)
+            other_s = chains.add(other)
             if other_s < time_s * (1 - LEAST_GAIN):
                 best, time_s, tries = other, other_s, 0
             break
@@ -87,14 +86,17 @@ class _Chains:
         self.backwards: list[tuple[int, ...]] = []
         self.add(found)
 
-    def add(self, found: Fitting) -> None:
+    def add(self, found: Fitting) -> float:
+        """What the step takes whose longest chains are added."""
         blocks_s = self.blocks_s(found)
         known = {*self.backwards}
-        for chain in self.problem.model.longest_chains(found.made, self.problem.step):
+        step_s, longest = self.problem.model.longest_chains(found.made, self.problem.step)
+        for chain in longest:
             counts = tuple(chain.backwards.tolist())
             if counts not in known:
                 self.backwards.append(counts)
                 self.others_s.append(chain.time_s - float(chain.backwards @ blocks_s))
+        return step_s
 
     def blocks_s(self, found: Fitting) -> Array:
         """What a micro-batch takes on each stage, as cuts count it, but for blocks in modes that no cut gives them: these stay."""

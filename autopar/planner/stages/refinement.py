@@ -28,6 +28,8 @@ from numpy.typing import NDArray
 
 from autopar.cost.step.memory import kept_bytes
 from autopar.cost.step.simulation import Chain
+from autopar.cost.step.step import StageCost
+from autopar.plan.prediction import Memory
 from autopar.planner.stages.cut_problem import CutProblem, Fitting, Modes, Stops, allows, exactly, fitted
 from autopar.planner.stages.recompute import MOVED, Array, Way, lower_hull
 
@@ -72,10 +74,10 @@ def refined(problem: CutProblem, found: Fitting) -> Fitting:
     """
     if problem.candidate.virtual_stages == 1 or problem.candidate.moves or not {"selective", "full"} & {*found.modes}:
         return found
-    cover = _fitting_cover(problem, found.stops)
-    if cover is None:
+    covered = _covered(problem, found.stops, range(problem.pp))
+    if covered is None:
         return found
-    choices = [own for own in cover.choices() if own != found.modes]
+    choices = [own for own in covered[0].choices() if own != found.modes]
     every = [found.made, *(problem.stages_of(found.stops, modes) for modes in choices)]
     count = min(problem.candidate.num_micro_batches, BEGUN * problem.pp)
     ends_s = [problem.model.begun_s(made, problem.step, count) for made in every]
@@ -88,59 +90,62 @@ def refined(problem: CutProblem, found: Fitting) -> Fitting:
     return found
 
 
-def covered(problem: CutProblem, stops: Stops) -> Fitting | None:
-    """Stages that end at these blocks with as much recompute as each rank needs, whichever turn it is on; None: none fits."""
-    cover = _fitting_cover(problem, stops)
-    return None if cover is None else cover.fitting
-
-
-def _fitting_cover(problem: CutProblem, stops: Stops) -> _Cover | None:
-    """A cover whose quickest choice fits as the memory model counts it; None where none does.
+def _covered(problem: CutProblem, stops: Stops, ranks: Sequence[int]) -> tuple[_Cover, Modes, Sequence[Memory]] | None:
+    """Of some ranks a cover, its quickest choice, and their memory, which is as much as they have; None where there is none.
 
     What a rank needs in passing depends on what it recomputes: it is taken from one choice for the next one, from none at all on.
+    Blocks of other ranks are in their quickest modes.
     """
-    steps = [_rank_steps(problem, stops, rank) for rank in range(problem.pp)]
-    other = problem.fitting(stops, problem.quickest_modes(stops))
-    held = _held(problem, other)
-    needs = _needs(problem, other, held)
+    steps = [_rank_steps(problem, stops, rank) for rank in ranks]
+    limits = [problem.memory_limits[rank] for rank in ranks]
+    modes = problem.quickest_modes(stops)
+    made = problem.stages_of(stops, modes)
+    memory = problem.model.memory(made, problem.step, ranks)
+    held = _held(made)
+    needs = _needs(problem, memory, held)
     for _ in range(MAX_CHOICES):
-        cover = _Cover(problem, stops, steps, needs, other)
-        if problem.fits(other):
-            return cover
+        cover = _Cover(problem, stops, ranks, steps, needs)
+        if _fit(memory, limits):
+            return cover, modes, memory
         taken, time_s = cover.taken([(0, 0)])
         if not np.isfinite(time_s).all():
             return None
-        other = problem.fitting(stops, cover.modes(taken[:, 0]))
+        modes = cover.modes(taken[:, 0])
+        memory = problem.model.memory(problem.stages_of(stops, modes), problem.step, ranks)
         needs = [
-            own if left >= 0 else np.maximum(np.maximum(own, more), own - left)
-            for own, more, left in zip(needs, _needs(problem, other, held), problem.spare_bytes(other), strict=True)
+            own if now.total <= limit else np.maximum(np.maximum(own, more), own + now.total - limit)
+            for own, more, now, limit in zip(needs, _needs(problem, memory, held), memory, limits, strict=True)
         ]
-    return _Cover(problem, stops, steps, needs, other) if problem.fits(other) else None
+    return (_Cover(problem, stops, ranks, steps, needs), modes, memory) if _fit(memory, limits) else None
+
+
+def _fit(memory: Sequence[Memory], limits: Sequence[int]) -> bool:
+    return all(own.total <= limit for own, limit in zip(memory, limits, strict=True))
 
 
 def needs_of(problem: CutProblem, found: Fitting) -> list[Array]:
     """For each rank the bytes that it has too much at each of its fullest moments; below zero: what it has left."""
-    return _needs(problem, found, _held(problem, found))
+    return _needs(problem, found.memory, _held(found.made))
 
 
-def _held(problem: CutProblem, found: Fitting) -> Array:
+def _held(made: Sequence[StageCost]) -> Array:
     """What stages keep of a micro-batch [stages]."""
-    last = problem.num_stages - 1
-    return np.array([kept_bytes(stage, receives=s > 0, sends=s < last) for s, stage in enumerate(found.made)])
+    last = len(made) - 1
+    return np.array([kept_bytes(stage, receives=s > 0, sends=s < last) for s, stage in enumerate(made)])
 
 
-def _needs(problem: CutProblem, found: Fitting, held: Array) -> list[Array]:
-    """For each rank the bytes that it has too much at each of its fullest moments if all blocks take their quickest modes.
+def _needs(problem: CutProblem, memory: Sequence[Memory], held: Array) -> list[Array]:
+    """For each of some ranks the bytes that it has too much at each of its fullest moments if all blocks take their quickest modes.
 
     Args:
-        found: what ranks have beside what micro-batches keep is taken from it.
+        memory: of the ranks; what they have beside what micro-batches keep is taken from it.
         held: what stages then keep of a micro-batch [stages].
     """
     needs = []
-    for rank, limit in enumerate(problem.tensor_limits):
-        memory = found.memory[rank]
-        others = memory.parameters + memory.gradients + memory.optimizer + memory.transient
-        needs.append(problem.peaks(rank) @ held[rank :: problem.pp] + others - limit)
+    for own in memory:
+        others = own.parameters + own.gradients + own.optimizer + own.transient
+        kept = held[own.pp_rank :: problem.pp]
+        needs.append(problem.peaks(own.pp_rank) @ kept + others - problem.tensor_limits[own.pp_rank])
     return needs
 
 
@@ -170,11 +175,10 @@ def _rank_steps(problem: CutProblem, stops: Stops, rank: int) -> list[_Step]:
 
 
 class _Cover:
-    """Of all ranks: what they have too much at their fullest moments, and the steps that free some of it.
+    """Of some ranks: what they have too much at their fullest moments, and the steps that free some of it.
 
     Attributes:
         steps: of each rank.
-        fitting: what is chosen, whichever turn is preferred.
         needs: [ranks, moments]; of fewer moments the rest has nothing too much.
         freed: by one block [ranks, steps, moments].
         time_s, sizes, turns, previous: [ranks, steps]; of fewer steps the rest is of no blocks.
@@ -184,24 +188,24 @@ class _Cover:
         self,
         problem: CutProblem,
         stops: Stops,
+        ranks: Sequence[int],
         steps: Sequence[Sequence[_Step]],
         needs: Sequence[Array],
-        fitting: Fitting,
     ) -> None:
-        self.problem, self.stops, self.steps, self.fitting = problem, stops, steps, fitting
+        self.problem, self.stops, self.steps = problem, stops, steps
         shape = len(steps), max(map(len, steps))
         moments = max(map(len, needs))
         self.needs = np.full((len(steps), moments), -np.inf)
         self.freed = np.zeros((*shape, moments))
         self.time_s, self.sizes = np.ones(shape), np.zeros(shape)
         self.turns, self.previous = np.full(shape, -1), np.full(shape, -1)
-        for rank, own in enumerate(steps):
+        for place, (rank, own) in enumerate(zip(ranks, steps, strict=True)):
             peaks = problem.peaks(rank)
-            self.needs[rank, : len(needs[rank])] = needs[rank]
+            self.needs[place, : len(needs[place])] = needs[place]
             for i, step in enumerate(own):
-                self.freed[rank, i, : len(peaks)] = peaks[:, step.turn] * step.freed_bytes
-                self.time_s[rank, i], self.sizes[rank, i] = max(step.time_s, TINY_S), len(step.blocks)
-                self.turns[rank, i], self.previous[rank, i] = step.turn, step.previous
+                self.freed[place, i, : len(peaks)] = peaks[:, step.turn] * step.freed_bytes
+                self.time_s[place, i], self.sizes[place, i] = max(step.time_s, TINY_S), len(step.blocks)
+                self.turns[place, i], self.previous[place, i] = step.turn, step.previous
 
     def taken(self, variants: Sequence[tuple[int, int]]) -> tuple[Array, Array]:
         """How often steps are taken [ranks, variants, steps], and their seconds [ranks, variants]; infinite where too little is freed.
@@ -256,7 +260,7 @@ class _Cover:
         variants = [(0, 0), *((turn, count) for turn in turns for count in range(1, most + 1))]
         taken, time_s = self.taken(variants)
         is_least = time_s <= time_s.min(axis=1, keepdims=True) * TIE
-        ranks = np.arange(self.problem.pp)
+        ranks = np.arange(len(taken))
         chosen = [time_s.argmin(axis=1)]
         for turn in turns:
             own = np.array([i for i, (which, count) in enumerate(variants) if which == turn and count], dtype=np.int64)
@@ -266,7 +270,10 @@ class _Cover:
         return [*dict.fromkeys(self.modes(taken[ranks, own]) for own in chosen)]
 
     def modes(self, taken: Array) -> Modes:
-        """Of all blocks, by how often each rank takes its steps [ranks, steps]; of equal ones of a stage the first recompute the most."""
+        """Of all blocks, by how often each rank takes its steps [ranks, steps]; of equal ones of a stage the first recompute the most.
+
+        Those of ranks that are not looked at are in their quickest modes.
+        """
         modes = list(self.problem.quickest_modes(self.stops))
         for own, counts in zip(self.steps, taken.astype(int).tolist(), strict=True):
             for step, count in zip(own, counts, strict=False):
@@ -296,74 +303,106 @@ def improved(problem: CutProblem, found: Fitting, time_s: float) -> Fitting:
         found: a cut that fits.
         time_s: of its step.
     """
-    masks = problem.masks()
-    bound = _ChainBound(problem)
-    bound.add(found)
+    moves, covers, masks = _Moves(problem, found), RankCovers(problem), problem.masks()
     seen, best = {found.stops}, found
     while len(seen) <= TRIES:
-        stops = _next(bound, best.stops, seen, time_s * (1 - LEAST_GAIN), masks)
+        stops = moves.shortest(seen, time_s * (1 - LEAST_GAIN), masks)
         if stops is None:
             break
         seen.add(stops)
-        other = _fitted(problem, stops)
+        other = covers.fitting(stops)
         if other is None:
             continue
-        bound.add(other)
-        other_s = problem.time_s(other)
+        other_s = moves.add(other)
         if other_s < time_s * (1 - LEAST_GAIN):
             best, time_s = other, other_s
+            moves.begin(best)
     return refined(problem, best) if best is not found else found
 
 
-def _fitted(problem: CutProblem, stops: Stops) -> Fitting | None:
-    if not problem.candidate.moves:
-        return covered(problem, stops)
-    other = fitted(problem, exactly(stops, problem.num_blocks), float("inf"))
-    return other if isinstance(other, Fitting) else None
+class RankCovers:
+    """Cuts with as much recompute as each rank needs, whichever turn it is on.
 
-
-def _next(
-    bound: _ChainBound, stops: Stops, seen: set[Stops], goal_s: float, masks: list[list[NDArray[np.bool_]]]
-) -> Stops | None:
-    """The cut one move away that is not known yet and has the least bound; None where none is below a time."""
-    sizes = np.diff((0, *stops))
-    pairs = [(a, b) for a in np.flatnonzero(sizes > 1).tolist() for b in range(len(sizes)) if a != b]
-    if not pairs:
-        return None
-    one = np.eye(len(sizes), dtype=np.int64)
-    every = np.cumsum([sizes - one[a] + one[b] for a, b in pairs], axis=1)
-    times = bound.times_s(every)
-    for place in np.argsort(times, kind="stable").tolist():
-        if times[place] >= goal_s:
-            return None
-        other = tuple(every[place].tolist())
-        if other not in seen and any(allows(own, other) for own in masks):
-            return other
-    return None
-
-
-class _ChainBound:
-    """Of cuts into stages how long the chains that are known take, if no block recomputes."""
+    That depends on the blocks of the rank's own stages, by which it is remembered.
+    """
 
     def __init__(self, problem: CutProblem) -> None:
+        self.problem = problem
+        self._keys = [[block.key for block in own.blocks] for own in problem.block_options]
+        self._known: dict[tuple[object, ...], tuple[list[Modes], Memory]] = {}
+        """By ranks and their blocks the modes of each of their stages."""
+
+    def fitting(self, stops: Stops) -> Fitting | None:
+        """Stages that end at these blocks; None where none fits."""
+        problem, pp = self.problem, self.problem.pp
+        if problem.candidate.moves:
+            other = fitted(problem, exactly(stops, problem.num_blocks), float("inf"))
+            return other if isinstance(other, Fitting) else None
+        spans = problem.spans(stops)
+        of_rank = [spans[rank::pp] for rank in range(pp)]
+        keys = [
+            (rank, *(tuple(self._keys[rank][start:stop]) for _, start, stop in own)) for rank, own in enumerate(of_rank)
+        ]
+        asked = [rank for rank, key in enumerate(keys) if key not in self._known]
+        if asked:
+            found = _covered(problem, stops, asked)
+            if found is None:
+                return None
+            for rank, memory in zip(asked, found[2], strict=True):
+                self._known[keys[rank]] = [found[1][start:stop] for _, start, stop in of_rank[rank]], memory
+        known = [self._known[key] for key in keys]
+        modes = tuple(mode for s, (rank, _, _) in enumerate(spans) for mode in known[rank][0][s // pp])
+        made = problem.stages_of(stops, modes)
+        return Fitting(stops=stops, modes=modes, made=made, memory=tuple(memory for _, memory in known))
+
+
+class _Moves:
+    """The cuts one move away from a cut, and how long the chains that are known take in each if no block recomputes.
+
+    Args:
+        found: the cut.
+    """
+
+    def __init__(self, problem: CutProblem, found: Fitting) -> None:
         self.problem = problem
         self.chains: list[Chain] = []
         kinds = list(dict.fromkeys(problem.block_options))
         self.kind = np.array([kinds.index(own) for own in problem.block_options * problem.candidate.virtual_stages])
-        self.forward_s, self.time_s = np.stack([own.quickest_s for own in kinds], axis=1)
+        self.quickest_s = np.stack([own.quickest_s for own in kinds], axis=1)
+        self.begin(found)
+        self.add(found)
 
-    def add(self, found: Fitting) -> None:
-        """The longest chains of a cut, one for each rank at whose end one stands."""
-        self.chains += self.problem.model.longest_chains(found.made, self.problem.step)
+    def begin(self, found: Fitting) -> None:
+        """Moves from another cut."""
+        sizes = np.diff((0, *found.stops))
+        source, target = ((sizes[:, None] > 1) & ~np.eye(len(sizes), dtype=bool)).nonzero()
+        one = np.eye(len(sizes), dtype=np.int64)
+        self.stops = np.cumsum(sizes - one[source] + one[target], axis=1)  # [moves, stages]
+        starts = np.pad(self.stops[:, :-1], ((0, 0), (1, 0)))
+        self.forward_s, both_s = self.quickest_s[:, self.kind, self.stops] - self.quickest_s[:, self.kind, starts]
+        self.backward_s = both_s - self.forward_s
+        self.times_s = self._longest_s(self.chains) if self.chains else np.zeros(len(source))
 
-    def times_s(self, stops: NDArray[np.int64]) -> Array:
-        """The longest chain of each of some cuts [cuts]."""
-        starts = np.concatenate([np.zeros((len(stops), 1), dtype=np.int64), stops[:, :-1]], axis=1)
-        forward_s = self.forward_s[self.kind, stops] - self.forward_s[self.kind, starts]
-        backward_s = self.time_s[self.kind, stops] - self.time_s[self.kind, starts] - forward_s
-        forwards, backwards = (
-            np.array([getattr(own, name) for own in self.chains]) for name in ("forwards", "backwards")
-        )
-        sends_s = np.array([own.sends_s for own in self.chains])
-        found: Array = (forward_s @ forwards.T + backward_s @ backwards.T + sends_s).max(axis=1)
+    def add(self, found: Fitting) -> float:
+        """Seconds of the step of a cut, whose longest chains are known then, one for each rank at whose end one stands."""
+        time_s, more = self.problem.model.longest_chains(found.made, self.problem.step)
+        self.chains += more
+        self.times_s = np.maximum(self.times_s, self._longest_s(more))
+        return time_s
+
+    def shortest(self, seen: set[Stops], goal_s: float, masks: list[list[NDArray[np.bool_]]]) -> Stops | None:
+        """The cut that is not known yet and takes the least; None where all that are allowed take as long as ``goal_s``."""
+        for place in np.argsort(self.times_s, kind="stable").tolist():
+            if self.times_s[place] >= goal_s:
+                return None
+            other = tuple(self.stops[place].tolist())
+            if other not in seen and any(allows(own, other) for own in masks):
+                return other
+        return None
+
+    def _longest_s(self, chains: Sequence[Chain]) -> Array:
+        """The longest of some chains in each cut."""
+        forwards, backwards = (np.array([getattr(own, name) for own in chains]) for name in ("forwards", "backwards"))
+        sends_s = np.array([own.sends_s for own in chains])
+        found: Array = (self.forward_s @ forwards.T + self.backward_s @ backwards.T + sends_s).max(axis=1)
         return found

@@ -20,7 +20,7 @@ from autopar.planner.space.space import load_space
 from autopar.planner.stages.cut_problem import CutProblem, Fitting, allows, evenly, fitted
 from autopar.planner.stages.exchange import exchanged
 from autopar.planner.stages.recompute import Way
-from autopar.planner.stages.refinement import improved, refined
+from autopar.planner.stages.refinement import RankCovers, improved, refined
 from tests.support.mixed_clusters import two_kinds
 from tests.support.planner.graphs import mlp
 
@@ -200,6 +200,26 @@ def test_a_cut_is_never_below_its_bound(graph: Graph) -> None:
             1 + 1e-9
         )
         assert problem.least_s(found.stops) <= problem.time_s(found) * (1 + 1e-9)
+
+
+def test_what_ranks_recompute_is_the_same_remembered_from_other_cuts(graph: Graph) -> None:
+    """Of all cuts in which a block of even stages has moved: memory as the memory model counts it, modes as of a cut alone."""
+    some = 0
+    for made in (of_equal_ranks(graph, THREE, 16, "433MB"), of_two_kinds()):
+        for problem in [own for own in problems(made) if own.candidate.virtual_stages == 2]:
+            sizes = np.diff((0, *evenly(problem.num_blocks, problem.num_stages)))
+            one, covers = np.eye(len(sizes), dtype=int), RankCovers(problem)
+            for less, more in product(np.flatnonzero(sizes > 1).tolist(), range(len(sizes))):
+                stops = tuple(np.cumsum(sizes - one[less] + one[more]).tolist())
+                found, alone = covers.fitting(stops), RankCovers(problem).fitting(stops)
+                assert (found is None) == (alone is None)
+                if found is not None and alone is not None:
+                    again = problem.fitting(stops, alone.modes)
+                    assert problem.fits(again)
+                    assert (found.stops, found.modes, found.memory) == (stops, alone.modes, again.memory)
+                    assert found.made == again.made
+                    some += {*found.modes} > {"none"}
+    assert some
 
 
 @pytest.mark.slow
