@@ -207,6 +207,7 @@ class _Program:
 
     Attributes:
         step_s: the shortest step of parts of blocks so far.
+        fixed: rows that are of no chain.
     """
 
     def __init__(self, stages: Stages, chains: Sequence[tuple[int, ...]]) -> None:
@@ -225,9 +226,12 @@ class _Program:
         self.on_stage, self.of_kind = (np.arange(size)[:, None] == own for size, own in ((num, stage), (kinds, kind)))
         memory = (np.arange(stages.pp)[:, None] == stages.rank[stage]) * num_bytes.round(DIGITS)
         self.chains: list[tuple[int, ...]] = []
-        self.rows = np.concatenate([memory, -1.0 * self.on_stage])
+        ends = np.array(stages.instance.ends[:-1], dtype=float).reshape(-1, 2)
+        behind = np.cumsum(self.on_stage, axis=0)[: len(ends)]  # blocks on the stages up to each one
+        self.rows = np.concatenate([memory, -1.0 * self.on_stage, -1.0 * behind, 1.0 * behind])
         self.rows = np.concatenate([self.rows, np.zeros((len(self.rows), 1))], axis=1)
-        self.limits = np.concatenate([stages.room / self.scale_bytes, -np.ones(num)])
+        self.limits = np.concatenate([stages.room / self.scale_bytes, -np.ones(num), -ends[:, 0], ends[:, 1]])
+        self.fixed = len(self.limits)
         self._add([*dict.fromkeys((even, *(chains or rank_chains(*stages.key))))])
 
     @property
@@ -259,7 +263,7 @@ class _Program:
 
     def solve(self) -> tuple[ChainProof, Array] | None:
         """The proof of the best weights, and the stages of the solution [s, k, o]; None: there is none."""
-        size, stages, fixed = self.size, self.stages, self.stages.pp + self.stages.num
+        size, stages = self.size, self.stages
         found = linprog(
             np.arange(size) == size - 1, A_ub=self.rows, b_ub=self.limits, A_eq=np.pad(self.of_kind, ((0, 0), (0, 1))),
             b_eq=self.count, method="highs-ds", options={"presolve": False},
@@ -267,7 +271,7 @@ class _Program:
         if found.status != 0:
             return None
         prices = np.maximum(-found.ineqlin.marginals, 0.0)
-        weights = prices[fixed:]
+        weights = prices[self.fixed :]
         if weights.sum() <= 0:
             return None
         byte_s = prices[: stages.pp] / weights.sum() * self.scale_s / self.scale_bytes

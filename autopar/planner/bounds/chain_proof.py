@@ -197,10 +197,13 @@ class Stages:
         sums = np.concatenate([np.zeros((*cost.shape[:2], 1)), np.cumsum(cost, axis=2)], axis=2)
         least = np.full((len(proofs), sums.shape[2]), np.inf)
         least[:, 0] = 0.0
-        for s in range(self.num):  # the blocks up to each one on the stages up to this one, which has one at least
+        ends = self.instance.ends or ((1, len(self.kinds)),) * self.num
+        for s, (first, last) in enumerate(
+            ends
+        ):  # the blocks up to each one on the stages up to this one, which has one at least
             begun = np.minimum.accumulate(least - sums[:, s], axis=1)
             least[:, 1:] = sums[:, s, 1:] + begun[:, :-1]
-            least[:, 0] = np.inf
+            least[:, :first] = least[:, last + 1 :] = np.inf
         found: Array = least[:, -1] + self.fixed_s(counts) - prices @ self.room
         return found
 

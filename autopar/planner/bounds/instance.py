@@ -107,6 +107,7 @@ class PipelineInstance:
         read_bytes: likewise each stage but the first and the last: inputs and prelude values that its blocks read.
         tie_s: once a step, on the first rank and on the last one: gradients of parameters that both have.
         most_blocks: of the largest group that a stage may have.
+        ends: between which numbers of blocks each stage ends, as pins say it; nothing where they say nothing.
     """
 
     schedule: str
@@ -126,6 +127,7 @@ class PipelineInstance:
     read_bytes: float = 0.0
     tie_s: float = 0.0
     most_blocks: float = np.inf
+    ends: tuple[tuple[int, int], ...] = ()
 
     @property
     def pp(self) -> int:
@@ -145,10 +147,12 @@ class PipelineInstance:
     def given_stops(self) -> tuple[int, ...]:
         """Where each stage ends, if that is no choice; else nothing.
 
-        It is none where there are as many stages as blocks, and where the only group of equal blocks, which stand next to each other,
-        fills every stage with as many of them as it may have.
+        It is none where pins say it, where there are as many stages as blocks, and where the only group of equal blocks, which stand next
+        to each other, fills every stage with as many of them as it may have.
         """
         stages, kinds = self.pp * self.virtual_stages, self.kind_of_block
+        if self.ends and all(least == most for least, most in self.ends):
+            return tuple(most for _, most in self.ends)
         if len(kinds) == stages:
             return tuple(range(1, stages + 1))
         places = (

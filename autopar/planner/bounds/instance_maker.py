@@ -83,6 +83,7 @@ class InstanceMaker:
             read_bytes=float(min(reads[1:-1], default=0)),
             tie_s=self._tie_s(candidate, one, step),
             most_blocks=self._most_blocks(candidate, layout),
+            ends=self._ends(candidate),
         )
 
     def _one_rank(
@@ -146,6 +147,18 @@ class InstanceMaker:
         if candidate.virtual_stages == 1 or self.is_mixed(candidate):
             return math.inf
         return self._blocks[False].most_blocks(layout, candidate.mesh.pp * candidate.virtual_stages)
+
+    def _ends(self, candidate: Candidate) -> tuple[tuple[int, int], ...]:
+        """Between which numbers of blocks each stage ends, if some block is pinned to a stage: behind those of this stage, before those of later ones."""
+        pinned, blocks = self.context.stages.items(), len(self.context.layouts.compact.class_of)
+        if not pinned:
+            return ()
+        num = candidate.mesh.pp * candidate.virtual_stages
+        found = []
+        for s in range(num - 1):
+            before, behind = ([i for i, stage in pinned if (stage > s) == is_later] for is_later in (False, True))
+            found.append((max(before, default=0) + 1, min(behind, default=blocks - 1)))
+        return (*found, (blocks, blocks))
 
     @property
     def has_several_groups(self) -> bool:

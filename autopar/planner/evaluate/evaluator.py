@@ -100,12 +100,13 @@ class PipelineEvaluator:
         """The bound of a pipeline by the chains of its schedule, up to a goal; else 0.
 
         Where ranks differ it is far tighter than the others. Where they are alike it is so if blocks are of several groups, as those of an
-        encoder and a decoder, whose order no other bound counts; few programs then say enough.
+        encoder and a decoder, whose order no other bound counts, or if stages are pinned; few programs then say enough.
 
         What is known of a schedule depends on what was looked at before: it decides on no order but that of early incumbents, and is
         no part of the certificate. Arguments are those of :meth:`autopar.planner.bounds.cascade.Cascade.closest_s`.
         """
-        if candidate.mesh.pp == 1 or not (self.model.is_mixed or self.cascade.maker.has_several_groups):
+        is_tighter = self.model.is_mixed or self.cascade.maker.has_several_groups or self.context.stages
+        if candidate.mesh.pp == 1 or not is_tighter:
             return 0.0
         known = self._proofs.setdefault(key_of(candidate), [])
         rounds = None if self.model.is_mixed else 0 if known else QUICK

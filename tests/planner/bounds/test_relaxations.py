@@ -58,6 +58,12 @@ def instances(draw: st.DrawFn) -> PipelineInstance:
         for own in blocks
     ]
     device_of_rank = tuple(draw(st.integers(0, devices - 1)) for _ in range(pp))
+    ends: tuple[tuple[int, int], ...] = ()
+    if pp > 1 and draw(st.booleans()):
+        stops = draw(st.sampled_from([*combinations(range(1, len(kinds)), pp * v - 1)]))
+        wide = [(draw(st.sampled_from([0, 0, 1, 9])), draw(st.sampled_from([0, 0, 1, 9]))) for _ in stops]
+        ends = tuple((max(i - a, 1), min(i + b, len(kinds) - 1)) for i, (a, b) in zip(stops, wide, strict=True))
+        ends += ((len(kinds), len(kinds)),)
     return PipelineInstance(
         schedule=schedule, virtual_stages=v, num_micro_batches=m, runs=runs_of(kinds), groups=((1,), (2,)),
         floors=(FloorTable(blocks=tuple(blocks)), FloorTable(blocks=tuple(slower)))[:devices],
@@ -65,6 +71,7 @@ def instances(draw: st.DrawFn) -> PipelineInstance:
         forward_s=(0.125,) * devices, backward_s=(0.0625,) * devices, first_s=draw(st.sampled_from([0.0, 0.25])),
         sends_s=(0.25,) * pp if pp > 1 else (), sends_back_s=(0.125,) * pp if pp > 1 else (),
         sent_bytes=draw(st.sampled_from([0.0, 0.5])), read_bytes=draw(st.sampled_from([0.0, 0.5])), tie_s=draw(st.sampled_from([0.0, 0.5])) * (pp > 1),
+        ends=ends,
     )  # fmt: skip
 
 
@@ -83,6 +90,8 @@ def plans(instance: PipelineInstance) -> Iterator[float]:
     for stops in combinations(range(1, len(kinds)), num - 1):
         held = [sum(k in instance.groups[0] for k in kinds[i:j]) for i, j in pairwise((0, *stops, len(kinds)))]
         if max(held) > instance.most_blocks:
+            continue
+        if instance.ends and not all(a <= i <= b for i, (a, b) in zip(stops, instance.ends, strict=False)):
             continue
         cut = list(zip((0, *stops), (*stops, len(kinds)), strict=True))
         for modes in product(*(range(len(tables[0][k].modes)) for k in kinds)):
@@ -142,7 +151,7 @@ def given_stages(draw: st.DrawFn) -> PipelineInstance:
         one, schedule="1F1B" if v == 1 else "Interleaved1F1B", num_micro_batches=m, groups=((1,),),
         runs=((0, 1), (1, each * pp * v), (3, 1)), most_blocks=each, device_of_rank=(0,) * pp,
         limit_bytes=(draw(st.sampled_from([12.0, 16.0, 20.0, 28.0])),) * len(one.floors), sends_s=(0.25,) * pp,
-        sends_back_s=(0.125,) * pp,
+        sends_back_s=(0.125,) * pp, ends=(),
     )  # fmt: skip
 
 
