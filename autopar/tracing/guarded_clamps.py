@@ -194,7 +194,7 @@ def _limits(value: fx.Node, asked: fx.Node) -> list[fx.Node] | None:
     """
     if not value.users:
         return None
-    is_chosen, found = value.meta["val"].is_floating_point(), list[fx.Node]()
+    is_chosen, found = value.meta["val"].dtype != torch.bool, list[fx.Node]()
     for user in value.users:
         if is_chosen and user.target == _aten.clamp.Tensor and user.args[0] is asked:
             if user.meta["val"].dtype != asked.meta["val"].dtype:
