@@ -179,7 +179,7 @@ def limit_each_sample(program: torch.export.ExportedProgram, batch_size: int, pl
             limits, dim = _limits(node, asked), _samples_of(asked.meta["val"], batch_size)
             if limits and dim is not None and asked.meta["val"].dim() > 1:
                 places[source_of(node)] = None
-                _split(node, flags, dim, limits)
+                _split(node, asked, dim, limits)
         module.recompile()
 
 
@@ -208,9 +208,9 @@ def _limits(value: fx.Node, asked: fx.Node) -> list[fx.Node] | None:
     return found
 
 
-def _split(question: fx.Node, flags: fx.Node, dim: int, limits: list[fx.Node]) -> None:
+def _split(question: fx.Node, asked: fx.Node, dim: int, limits: list[fx.Node]) -> None:
     """Answers ``question`` for each sample along ``dim``, and so makes ``limits`` of size one in all other dims."""
-    graph, shape, is_any = question.graph, flags.meta["val"].shape, question.target == _aten.any.default
+    graph, is_any = question.graph, question.target == _aten.any.default
 
     def put(target: Any, *args: Any) -> fx.Node:
         made = graph.call_function(target, args)
@@ -218,17 +218,21 @@ def _split(question: fx.Node, flags: fx.Node, dim: int, limits: list[fx.Node]) -
         return made
 
     with graph.inserting_before(question):
-        counted = flags if is_any else put(_aten.logical_not.default, flags)
-        count = put(_aten.sum.dim_IntList, counted, [d for d in range(len(shape)) if d != dim], True)
+        counted = question.args[0] if is_any else put(_aten.logical_not.default, question.args[0])
+        inside = [d for d in range(asked.meta["val"].dim()) if d != dim]
+        count = put(_aten.sum.dim_IntList, counted, inside, True)
         answer = put(_aten.gt.Scalar if is_any else _aten.eq.Scalar, count, 0)
     question.replace_all_uses_with(answer)
     graph.erase_node(question)
     for limit in limits:
-        limit.meta["val"] = limit.target(*fx.node.map_arg(limit.args, _value))
-        if limit.target == _aten.where.Scalar:  # of no dims, it took the dtype of what it limits
+        target: Any = limit.target
+        limit.meta["val"] = target(*fx.node.map_arg(limit.args, _value))
+        if target == _aten.where.Scalar:  # a tensor of no dims took the dtype of what it limits
+            users = list(limit.users)
             with graph.inserting_after(limit):
-                cast = put(_aten.to.dtype, limit, flags.args[0].meta["val"].dtype)
-            limit.replace_all_uses_with(cast, delete_user_cb=lambda user, cast=cast: user is not cast)
+                cast = put(_aten.to.dtype, limit, asked.meta["val"].dtype)
+            for user in users:
+                user.replace_input_with(limit, cast)
 
 
 def _value(node: fx.Node) -> Any:
