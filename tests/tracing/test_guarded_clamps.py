@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autopar import api
 from autopar.graph.interpreter import evaluate
+from autopar.lower.program import lower
 from autopar.tracing.trace import trace
 from tests.support.close import assert_close
 from tests.support.lower import unusual as u
@@ -149,6 +151,26 @@ def test_chosen_limits_are_to_the_last_bit_those_of_the_model(dtype: torch.dtype
 def test_ranks_and_micro_batches_clamp_their_samples(code: Callable[[Tensor], Tensor], pins: list[str]) -> None:
     plan = check(u.Around(partial(Clamping, code)), u.batch(), pins, ranks=4 if "tp=2" in pins else 2)
     assert not any(note.startswith(("opaque", "samples meet")) for note in plan.notes)
+
+
+def overflowing(x: Tensor, least: float) -> Tensor:
+    x = x.masked_fill(x >= least, INF)
+    limit = torch.where(torch.isinf(x).any(), 0.2, 7.0)
+    return torch.clamp(x, min=-limit, max=limit)
+
+
+def test_a_rank_clamps_by_what_overflows_on_another() -> None:
+    model, batch = u.Around(), u.batch()
+    model.first, model.last = nn.Linear(8, 2**15), nn.Linear(2**15, 4)
+    wide = model.first(batch["x"]).detach()
+    least = wide.amax(1).min().item()  # in each sample something overflows, in one of them a single element
+    assert not (wide >= least).view(8, 2, -1).any(-1).all()
+    model.inner = Clamping(partial(overflowing, least=least))
+    pins = ["tp=2", "num_micro_batches=2", "first.weight=tp:S(0)", "last.weight=tp:S(1)"]
+    plan = check(model, batch, pins, ranks=2)
+    code = lower(plan, api.trace(model, example_inputs=batch)).code
+    (asks,) = (line for line in code.splitlines() if " isinf = " in line)
+    assert "tp: S(1)" in asks
 
 
 def of_values(x: Tensor) -> Tensor:
