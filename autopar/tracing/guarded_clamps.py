@@ -227,7 +227,8 @@ def _split(question: fx.Node, asked: fx.Node, dim: int, limits: list[fx.Node]) -
     for limit in limits:
         target: Any = limit.target
         limit.meta["val"] = target(*fx.node.map_arg(limit.args, _value))
-        if target == _aten.where.Scalar:  # a tensor of no dims took the dtype of what it limits
+        if target == _aten.where.Scalar and limit.meta["val"].dtype != torch.bool:
+            # of no dims, it took the dtype of what it limits
             users = list(limit.users)
             with graph.inserting_after(limit):
                 cast = put(_aten.to.dtype, limit, asked.meta["val"].dtype)

@@ -67,7 +67,7 @@ def chosen_negated(x: Tensor) -> Tensor:
 
 
 def chosen_twice(x: Tensor) -> Tensor:
-    is_infinite = torch.any(torch.isinf(x))
+    is_infinite = torch.where(torch.any(torch.isinf(x)), True, False)
     return torch.clamp(x, min=torch.where(is_infinite, -2, -4), max=torch.where(is_infinite, 3.0, 7.0))
 
 
