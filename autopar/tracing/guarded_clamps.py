@@ -1,10 +1,13 @@
-"""Branches that clamp what is not finite: ``if not torch.isfinite(x).all(): x = torch.clamp(x, min=-limit, max=limit)``.
+"""Clamps of what is not finite: ``if not torch.isfinite(x).all(): x = torch.clamp(x, min=-limit, max=limit)``.
 
 Models of transformers guard their layers against an overflow of halves so. Such a branch is no obstacle to a trace: it does
 nothing but to clamp the tensor that it asks about, so that its body is traced, and what it makes is chosen by ``torch.where``.
 It is chosen for each sample by itself, as the line says for a batch of one: ranks have different samples, and what one of
 them overflows to is no matter of the others. All finite values but halves next to the largest one are below the limit
 anyway. The branch is read in the byte code; whatever else a branch on values may do makes its module opaque as ever.
+
+Others write ``limit = torch.where(torch.isinf(x).any(), low, high)`` and clamp always. That exports; the program is changed so that
+each sample has its own limit, where the question is asked for nothing but such limits.
 """
 
 from __future__ import annotations
@@ -17,10 +20,13 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
+from autopar.tracing.convert import source_of
 from autopar.tracing.raise_only_branches import asking, question_at
+
+_aten = torch.ops.aten
 
 _FLAGS = frozenset(getattr(place, f"is{kind}") for place in (torch, Tensor) for kind in ("finite", "inf", "nan"))
 _ALL, _ANY = (frozenset(getattr(place, name) for place in (torch, Tensor)) for name in ("all", "any"))
@@ -90,13 +96,18 @@ class GuardedClamps(TorchFunctionMode):
             self._flags[id(result)] = result, args[0]
         elif (func in _ALL or func in _ANY) and len(args) == 1 and not kwargs and id(args[0]) in self._flags:
             flags, asked = self._flags[id(args[0])]
-            dim = next((d for d, n in enumerate(asked.shape[:2]) if n % self._batch_size == 0), None)
+            dim = _samples_of(asked, self._batch_size)
             if dim is not None:
                 self._questions[id(result)] = result, _Question(asked, flags, func in _ANY, dim)
         elif func is torch.clamp and self._taken is not None:
             (question, answer), self._taken = self._taken, None
             return torch.where(question.by_sample(answer), result, question.asked)
         return result
+
+
+def _samples_of(value: Tensor, batch_size: int) -> int | None:
+    """The dim along which samples lie."""
+    return next((d for d, n in enumerate(value.shape[:2]) if n % batch_size == 0), None)
 
 
 def _entering(frame: FrameType, asked: Tensor) -> bool | None:
@@ -147,3 +158,83 @@ def _is_read_elsewhere(code: list[dis.Instruction], name: str) -> bool:
                 return True
             known = known or (mine == name and kind == "STORE")
     return False
+
+
+def limit_each_sample(program: torch.export.ExportedProgram, batch_size: int, places: dict[str, None]) -> None:
+    """Gives each sample a limit of its own where ``torch.where`` chooses one for all; changes ``program``.
+
+    Args:
+        batch_size: samples in the traced batch.
+        places: ``file.py:12`` of what was changed; grows.
+    """
+    for module in program.graph_module.modules():
+        if not isinstance(module, fx.GraphModule):
+            continue
+        for node in list(module.graph.nodes):
+            flags = node.args[0] if node.target in (_aten.any.default, _aten.all.default) else None
+            if not isinstance(flags, fx.Node) or flags.target not in _KINDS:
+                continue
+            asked = flags.args[0]
+            assert isinstance(asked, fx.Node)
+            limits, dim = _limits(node, asked), _samples_of(asked.meta["val"], batch_size)
+            if limits and dim is not None and asked.meta["val"].dim() > 1:
+                places[source_of(node)] = None
+                _split(node, asked, dim, limits)
+        module.recompile()
+
+
+_KINDS = frozenset((_aten.isfinite.default, _aten.isinf.default, _aten.isnan.default))
+_NEGATED = frozenset((_aten.bitwise_not.default, _aten.logical_not.default))
+
+
+def _limits(value: fx.Node, asked: fx.Node) -> list[fx.Node] | None:
+    """What is made of the answer ``value`` about ``asked`` and limits its elements, each after what it is made of.
+
+    None where nothing is limited, or anything else reads it.
+    """
+    if not value.users:
+        return None
+    is_chosen, found = value.meta["val"].dtype != torch.bool, list[fx.Node]()
+    for user in value.users:
+        if is_chosen and user.target == _aten.clamp.Tensor and user.args[0] is asked:
+            if user.meta["val"].dtype != asked.meta["val"].dtype:
+                return None
+            continue
+        follows = user.target == _aten.neg.default if is_chosen else user.target in {*_NEGATED, _aten.where.Scalar}
+        more = _limits(user, asked) if follows else None
+        if more is None:
+            return None
+        found += [user, *more]
+    return found
+
+
+def _split(question: fx.Node, asked: fx.Node, dim: int, limits: list[fx.Node]) -> None:
+    """Answers ``question`` for each sample along ``dim``, and so makes ``limits`` of size one in all other dims."""
+    graph, is_any = question.graph, question.target == _aten.any.default
+
+    def put(target: Any, *args: Any) -> fx.Node:
+        made = graph.call_function(target, args)
+        made.meta = {**question.meta, "val": target(*fx.node.map_arg(args, _value))}
+        return made
+
+    with graph.inserting_before(question):
+        counted = question.args[0] if is_any else put(_aten.logical_not.default, question.args[0])
+        inside = [d for d in range(asked.meta["val"].dim()) if d != dim]
+        count = put(_aten.sum.dim_IntList, counted, inside, True)
+        answer = put(_aten.gt.Scalar if is_any else _aten.eq.Scalar, count, 0)
+    question.replace_all_uses_with(answer)
+    graph.erase_node(question)
+    for limit in limits:
+        target: Any = limit.target
+        limit.meta["val"] = target(*fx.node.map_arg(limit.args, _value))
+        if target == _aten.where.Scalar and limit.meta["val"].dtype != torch.bool:
+            # of no dims, it took the dtype of what it limits
+            users = list(limit.users)
+            with graph.inserting_after(limit):
+                cast = put(_aten.to.dtype, limit, asked.meta["val"].dtype)
+            for user in users:
+                user.replace_input_with(limit, cast)
+
+
+def _value(node: fx.Node) -> Any:
+    return node.meta["val"]

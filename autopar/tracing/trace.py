@@ -30,7 +30,7 @@ from autopar.tracing.convert import Converter, needs_decomposition, source_of
 from autopar.tracing.failures import EXPORTS, FAILURES, NO_VALUES, explained, module_of_failure, not_copied
 from autopar.tracing.finish import finish
 from autopar.tracing.forms.layers import swap_experts, swap_norms
-from autopar.tracing.guarded_clamps import GuardedClamps
+from autopar.tracing.guarded_clamps import GuardedClamps, limit_each_sample
 from autopar.tracing.modes import cut_off, for_products
 from autopar.tracing.opaque_regions import Found, RegionError, Regions, around, notes_of, outermost, paths_of
 from autopar.tracing.outputs import Calls, calls_of, counts_samples, cut, kept, needed_nodes, with_counts
@@ -186,7 +186,7 @@ def _traced(job: _Job, times: int = 1) -> Graph:
     """One trace, at ``times`` the batch size of the example."""
     model = job.model
     with _faked(job, times) as (wrapper, mode, batch, batch_size, held):
-        program, calls = _export(wrapper, batch, model)
+        program, calls = _export(wrapper, batch, model, batch_size, held)
         if held.refused is not None:  # caught by the model, which went on as no step would
             raise _within(explained(held.refused, model), module_of_failure(held.refused, wrapper.model))
         with _quiet():
@@ -348,12 +348,13 @@ def _fake_model(model: torch.nn.Module, mode: FakeTensorMode) -> torch.nn.Module
 
 
 def _export(
-    wrapper: _Training, batch: dict[str, Any], model: torch.nn.Module
+    wrapper: _Training, batch: dict[str, Any], model: torch.nn.Module, batch_size: int, held: checks.Held
 ) -> tuple[torch.export.ExportedProgram, Calls]:
-    """The program of the loss alone, and the calls of one that gives all that the model returns."""
+    """The program of the loss alone, and the calls of one that gives all that the model returns; ``held`` grows."""
     with _quiet(), memory.casts_that_change_nothing(), memory.inference_as_no_grad(), memory.ParametersKept():
         try:
             program: torch.export.ExportedProgram = torch.export.export(wrapper, (), batch, strict=False)
+            limit_each_sample(program, batch_size, held.clamps)
             cut_off(program, source_of)
             if needs_decomposition(program.graph_module, needed_nodes(program)):
                 program = program.run_decompositions({})

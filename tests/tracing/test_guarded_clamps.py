@@ -1,4 +1,4 @@
-"""Branches that clamp what is not finite are traced, each sample by itself; whatever else a branch may do is none of them."""
+"""Clamps of what is not finite are traced, each sample by itself; whatever else code may do is none of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autopar import api
 from autopar.graph.interpreter import evaluate
+from autopar.lower.program import lower
 from autopar.tracing.trace import trace
 from tests.support.close import assert_close
 from tests.support.lower import unusual as u
@@ -49,7 +51,27 @@ def twice(x: Tensor) -> Tensor:
     return x
 
 
-TAKEN = [of_transformers, nested, infinite, twice]
+def of_t5(x: Tensor) -> Tensor:
+    clamp_value = torch.where(torch.isinf(x).any(), torch.finfo(x.dtype).max - 1000, torch.finfo(x.dtype).max)
+    return torch.clamp(x, min=-clamp_value, max=clamp_value)
+
+
+def chosen(x: Tensor) -> Tensor:
+    limit = torch.where(x.isfinite().all(), 7.0, 2.0)
+    return 3.0 * x.clamp(-limit, limit)
+
+
+def chosen_negated(x: Tensor) -> Tensor:
+    limit = -torch.where(~torch.all(torch.isfinite(x)), 2.0, 7.0)
+    return torch.clamp(torch.clamp(x, min=limit), max=4.0)
+
+
+def chosen_twice(x: Tensor) -> Tensor:
+    is_infinite = torch.where(torch.any(torch.isinf(x)), True, False)
+    return torch.clamp(x, min=torch.where(is_infinite, -2, -4), max=torch.where(is_infinite, 3.0, 7.0))
+
+
+TAKEN = [of_transformers, nested, infinite, twice, of_t5, chosen, chosen_negated, chosen_twice]
 
 
 class Clamping(nn.Module):
@@ -90,11 +112,12 @@ def test_each_sample_is_clamped_as_a_batch_of_one(code: Callable[[Tensor], Tenso
     assert_close(mine, theirs)
 
 
-def test_samples_may_lie_in_the_second_dim() -> None:
+@pytest.mark.parametrize("code", [nested, chosen])
+def test_samples_may_lie_in_the_second_dim(code: Callable[[Tensor], Tensor]) -> None:
     batch = torch.ones(3, 4, 2)
     batch[1, 2, 0] = INF
     batch[0] = 9.0
-    model = Summed(nested, (2,))
+    model = Summed(code, (2,))
     graph = trace(nn.Sequential(Turned(), model), (batch.transpose(0, 1),))
     assert not graph.mixing
     found = evaluate(graph, {"input": batch.transpose(0, 1)}, {"1.scale": model.scale}, {}, model)
@@ -106,10 +129,48 @@ class Turned(nn.Module):
         return x.transpose(0, 1)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("worst", [1.0, INF, -INF, float("nan")])
+def test_chosen_limits_are_to_the_last_bit_those_of_the_model(dtype: torch.dtype, worst: float) -> None:
+    """For samples that are all finite, at the edge of what is, and for each that is not."""
+    model = Summed(of_t5, (5, 3)).to(dtype)
+    largest = torch.finfo(dtype).max
+    batch = torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(0)).to(dtype)
+    batch[0, 1, 0], batch[0, 2, 1], batch[0, 4, 2] = largest, -largest, worst
+    graph = trace(model, (batch[:1],))
+    for given in (batch[:1], batch[1:]):
+        found = evaluate(graph, {"x": given}, {"scale": model.scale}, {}, model)
+        wanted = model(given)
+        mine, theirs = (torch.autograd.grad(loss, model.scale)[0] for loss in (found, wanted))
+        assert torch.equal(found.nan_to_num(3.0), wanted.nan_to_num(3.0))
+        assert torch.equal(mine.nan_to_num(3.0), theirs.nan_to_num(3.0))
+
+
+@pytest.mark.parametrize("code", [of_transformers, of_t5])
 @pytest.mark.parametrize("pins", [["tp=2", "dp_replicate=2", "num_micro_batches=2"], ["dp_shard=2"]])
-def test_ranks_and_micro_batches_clamp_their_samples(pins: list[str]) -> None:
-    plan = check(u.Around(partial(Clamping, of_transformers)), u.batch(), pins, ranks=4 if "tp=2" in pins else 2)
+def test_ranks_and_micro_batches_clamp_their_samples(code: Callable[[Tensor], Tensor], pins: list[str]) -> None:
+    plan = check(u.Around(partial(Clamping, code)), u.batch(), pins, ranks=4 if "tp=2" in pins else 2)
     assert not any(note.startswith(("opaque", "samples meet")) for note in plan.notes)
+
+
+def overflowing(x: Tensor, least: float) -> Tensor:
+    x = x.masked_fill(x >= least, INF)
+    limit = torch.where(torch.isinf(x).any(), 0.2, 7.0)
+    return torch.clamp(x, min=-limit, max=limit)
+
+
+def test_a_rank_clamps_by_what_overflows_on_another() -> None:
+    model, batch = u.Around(), u.batch()
+    model.first, model.last = nn.Linear(8, 2**15), nn.Linear(2**15, 4)
+    wide = model.first(batch["x"]).detach()
+    least = wide.amax(1).min().item()  # in each sample something overflows, in one of them a single element
+    assert not (wide >= least).view(8, 2, -1).any(-1).all()
+    model.inner = Clamping(partial(overflowing, least=least))
+    pins = ["tp=2", "num_micro_batches=2", "first.weight=tp:S(0)", "last.weight=tp:S(1)"]
+    plan = check(model, batch, pins, ranks=2)
+    code = lower(plan, api.trace(model, example_inputs=batch)).code
+    (asks,) = (line for line in code.splitlines() if " isinf = " in line)
+    assert "tp: S(1)" in asks
 
 
 def of_values(x: Tensor) -> Tensor:
@@ -198,3 +259,59 @@ class other:  # noqa: N801  stands for a module
 def test_a_branch_that_does_anything_else_runs_as_it_is_written(code: Callable[[Tensor], Tensor]) -> None:
     (note,) = trace(Summed(code), (torch.ones(4, 3),)).notes
     assert note.startswith("opaque") and "inner" in note
+
+
+def chosen_by_values(x: Tensor) -> Tensor:
+    limit = torch.where((x > 2.0).any(), 2.0, 7.0)
+    return torch.clamp(x, min=-limit, max=limit)
+
+
+def chosen_by_another(x: Tensor) -> Tensor:
+    limit = torch.where(torch.isinf(x + 1.0).any(), 2.0, 7.0)
+    return torch.clamp(x, min=-limit, max=limit)
+
+
+def read_beside(x: Tensor) -> Tensor:
+    is_infinite = torch.isinf(x).any()
+    limit = torch.where(is_infinite, 2.0, 7.0)
+    return torch.clamp(x, min=-limit, max=limit) * is_infinite
+
+
+def limit_read_beside(x: Tensor) -> Tensor:
+    limit = torch.where(torch.isinf(x).any(), 2.0, 7.0)
+    return torch.clamp(x, min=-limit, max=limit) + limit
+
+
+def clamps_the_limit(x: Tensor) -> Tensor:
+    return torch.clamp(torch.where(torch.isinf(x).any(), 2.0, 7.0), max=x)
+
+
+def chosen_among_tensors(x: Tensor) -> Tensor:
+    limit = torch.where(torch.isinf(x).any(), x.mean(), 7.0)
+    return torch.clamp(x, min=-limit, max=limit)
+
+
+def of_a_part(x: Tensor) -> Tensor:
+    limit = torch.where(torch.isinf(x).any(0, keepdim=True), 2.0, 7.0)
+    return torch.clamp(x, min=-limit, max=limit)
+
+
+def masked(x: Tensor) -> Tensor:
+    return torch.where(torch.isinf(x).any(), 0.0, x)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        chosen_by_values, chosen_by_another, read_beside, limit_read_beside, clamps_the_limit, chosen_among_tensors,
+        of_a_part, masked,
+    ],
+)  # fmt: skip
+def test_a_choice_that_is_for_anything_else_stays_one_of_all_samples(code: Callable[[Tensor], Tensor]) -> None:
+    graph = trace(Summed(code), (torch.ones(4, 3),))
+    assert not graph.notes
+    assert [op.target for op in graph.ops if ".any." in op.target]
+    batch = torch.tensor([[1.0, 9.0, -9.0], [5.0, INF, 1.0], [3.0, 3.0, 3.0], [3.0, -8.0, 3.0]])
+    model = Summed(code)
+    found = evaluate(graph, {"x": batch}, {"scale": model.scale}, {}, model)
+    assert_close(found.nan_to_num(3.0), model(batch).nan_to_num(3.0))
