@@ -164,6 +164,29 @@ def test_a_stage_of_an_embedding_or_a_head_alone_can_be_pinned() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "pins",
+    [["stage@layers.0-1=0", "stage@layers.2=1"], ["stage@layers.0-6=0"], ["stage@layers.9=1", "stage@layers.10=2"]],
+)
+def test_bounds_read_pinned_stages(pins: list[str]) -> None:
+    """Unequal stages: no bound is above a plan of them, and the tightest one is above that of stages as they are best."""
+    graph = resolve_model("llama:layers=12,hidden=256,heads=4,ffn=1024,vocab=256", sequence_length=64).trace()
+    task = Task(
+        graph=graph, cluster=Cluster.parse(CLUSTER), global_batch_size=16, precision=FP32, optimizer="adamw",
+        pins=Pins.parse(["pp=4", "tp=1", *pins]), space=load_space("default"),
+    )  # fmt: skip
+    planner, free = Planner(task), Planner(replace(task, pins=Pins.parse(["pp=4", "tp=1"])))
+    for candidate in planner.pool:
+        found = planner.evaluator.evaluate(candidate)
+        assert isinstance(found, Evaluation)
+        bound_s = planner.evaluator.closest_s(candidate, math.inf)[0]
+        assert bound_s <= found.time_s * (1 + 1e-9)
+        if candidate.micro_batch_size <= 2:
+            assert bound_s > 1.05 * free.evaluator.closest_s(candidate, math.inf)[0]
+    assert {candidate.schedule for candidate in planner.pool if candidate.micro_batch_size <= 2} >= {"GPipe", "1F1B"}
+
+
+@pytest.mark.slow
 def test_what_is_too_large_needs_more_than_there_is() -> None:
     """The head alone needs more in passing than an equal share of a rank that runs four stages."""
     graph = resolve_model("gpt:layers=16,hidden=64,heads=4,vocab=20000", sequence_length=64).trace()
