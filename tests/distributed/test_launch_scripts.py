@@ -47,7 +47,7 @@ def test_several_nodes_meet(tmp_path: Path) -> None:
         port = str(free.getsockname()[1])
     record = tmp_path / "record.json"
     place = {"HEAD": "localhost", "NODES": "2", "GPUS": "1", "PORT": port, "RESTARTS": "0"}
-    jobs = [start("multi_node.sh", record, tmp_path / "bin", **place) for _ in range(2)]
+    jobs = [start("multi_node.sh", record, tmp_path / f"bin{node}", **place) for node in range(2)]
     said = [job.communicate(timeout=120)[1] for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0], said
     assert len(json.loads(record.read_text())["losses"]) == 2

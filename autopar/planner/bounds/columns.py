@@ -175,9 +175,9 @@ class Columns:
         return found
 
     def _beside(self, stage_bytes: Array) -> Array:
-        """What ranks keep beside their blocks [i, r]: of each stage but the last, of each but the first and the last [i, 1, 2]."""
+        """What ranks keep beside their blocks [i, r]: of each stage but the last, of each but the first and the last or the only one [i, 1, 2]."""
         sending = (self.held * self.has_stage[:, None]).sum(axis=2) - self.is_last * self.held[:, :, -1]
-        inner = sending - self.is_first * self.held[:, :, 0]
+        inner = np.where(self.is_first & self.is_last, self.held[:, :, 0], sending - self.is_first * self.held[:, :, 0])
         found: Array = sending * stage_bytes[..., 0] + inner * stage_bytes[..., 1]
         return found
 

@@ -104,7 +104,7 @@ class PipelineInstance:
         first_s: of each stage what its first forward takes longer whatever its blocks.
         sends_s, sends_back_s: of each pipeline rank its message to the next one and the one back; of the last one with the first.
         sent_bytes: what each stage but the last keeps of a micro-batch beside its blocks.
-        read_bytes: likewise each stage but the first and the last: inputs and prelude values that its blocks read.
+        read_bytes: likewise each stage but the first and the last, or the only one: inputs and prelude values that its blocks read.
         tie_s: once a step, on the first rank and on the last one: gradients of parameters that both have.
         most_blocks: of the largest group that a stage may have.
         ends: between which numbers of blocks each stage ends, as pins say it; nothing where they say nothing.
@@ -170,7 +170,8 @@ class PipelineInstance:
         each takes the leanest of the modes that it has room for.
         """
         blocks, kept = self.floors[0].blocks, 0.0
-        room = self.limit_bytes[0] * FITS - sum(count * blocks[kind].static_bytes for kind, count in self.runs)
+        held = self.read_bytes + sum(count * blocks[kind].static_bytes for kind, count in self.runs)
+        room = self.limit_bytes[0] * FITS - held
         for kind in self.kind_of_block:
             modes = [m.kept_bytes for m in blocks[kind].modes if kept + m.kept_bytes + m.passing_bytes <= room]
             if not modes:

@@ -93,8 +93,8 @@ class InstanceMaker:
         step, costs = self.context.step(candidate, layout), floors.costs(layout)
         forward_s = layout.prelude_s + model.of(step).ends_s(costs[0], costs[-1])
         made = self._instance(candidate, {None: floors.priced(layout, step).table})
-        read_bytes = sum(ChainMap(*self._reads(layout)).values())
-        return replace(made, forward_s=(forward_s,), limit_bytes=(self._limit_of(model) - read_bytes,))
+        read_bytes = float(sum(ChainMap(*self._reads(layout)).values()))
+        return replace(made, forward_s=(forward_s,), limit_bytes=(self._limit_of(model),), read_bytes=read_bytes)
 
     def _reads(self, layout: PricedLayout) -> list[dict[str, int]]:
         """The inputs and prelude values that each block of the model reads, in bytes; a stage keeps them once."""

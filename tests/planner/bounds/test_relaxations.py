@@ -110,7 +110,11 @@ def plans(instance: PipelineInstance) -> Iterator[float]:
                 kept = [mode.kept_bytes for mode in own]
                 used[rank] += sum(block.static_bytes for block in blocks)
                 stepped[rank] += sum(block.stepped_bytes for block in blocks)
-                of_stage[s] = sum(kept) + instance.sent_bytes * (s < num - 1) + instance.read_bytes * (0 < s < num - 1)
+                of_stage[s] = (
+                    sum(kept)
+                    + instance.sent_bytes * (s < num - 1)
+                    + instance.read_bytes * (0 < s < num - 1 or num == 1)
+                )
                 passing = [mode.passing_bytes - sum(kept[i + 1 :]) for i, mode in enumerate(own)]
                 peak[rank] = max(peak[rank], *passing)
             limits = [instance.limit_bytes[d] for d in instance.device_of_rank]
