@@ -23,7 +23,7 @@ from autopar.planner.stages.refinement import LEAST_GAIN, needs_of
 Array = NDArray[np.float64]
 
 TRIES = 10
-"""Changes that are simulated one after the other without a shorter step, at most."""
+"""Changes that are tried one after the other without a shorter step, at most, those that turn out not to fit counted in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +54,12 @@ def exchanged(problem: CutProblem, found: Fitting, time_s: float) -> Fitting:
         return found
     chains = _Chains(problem, found)
     best, seen, tries = found, {found.modes}, 0
-    while tries < TRIES:
+    while True:
         for modes in _changes(problem, best, chains, time_s * (1 - LEAST_GAIN)):
             if modes in seen:
                 continue
+            if tries == TRIES:
+                return best
             seen.add(modes)
             tries += 1
             other = problem.fitting(best.stops, modes)
@@ -68,8 +70,7 @@ def exchanged(problem: CutProblem, found: Fitting, time_s: float) -> Fitting:
                 best, time_s, tries = other, other_s, 0
             break
         else:
-            break
-    return best
+            return best
 
 
 class _Chains:
