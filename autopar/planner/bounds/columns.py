@@ -71,6 +71,8 @@ class Columns:
         modes = found[FIELDS:].reshape(-1, 3, *found.shape[1:])[: self.num_modes]
         self.backward_s, self.kept_bytes, self.passing_bytes = modes.transpose(1, 3, 4, 2, 0)
         limit, self.stage_forward_s, self.stage_backward_s = by_device[:, rows, device]
+        self.turns = np.where(self.virtual == 1.0, (self.held[:, :, 0] * self.is_last).sum(axis=1), 1.0)
+        """Micro-batches whose forward the only stage of the last rank has done when its first backward begins [i]; 1 with several stages a rank."""
         self.has_stage = np.arange(self.v) < self.virtual[:, None]
         """Virtual stages that the ranks of an instance have [i, v]; the others are as its last one."""
         kept = self._beside(np.array([(one.sent_bytes, one.read_bytes) for one in instances])[:, None])
@@ -89,6 +91,7 @@ class Columns:
         """Of each kind the least of all ranks [i, k]."""
         far = np.where(self.active, 0.0, np.inf)[:, :, None]
         self.least_forward_s = (self.forward_s + self.gather_s + far).min(axis=1)
+        self.plain_forward_s = (self.forward_s + far).min(axis=1)
         self.least_backward_s = (self.backward_s.min(axis=3) + self.more_s + far).min(axis=1)
         self.least_s = (self.forward_s + self.backward_s.min(axis=3) + self.more_s + far).min(axis=1)
 

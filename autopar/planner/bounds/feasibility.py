@@ -6,8 +6,10 @@ With F, B the forward and the backward of a micro-batch, m micro-batches, h thos
 1. the forwards of the first micro-batch on the stages before the rank's first one, all work of K_r, what follows on the
    rank once a step (optimizer, exposed reductions);
 2. the same until the rank's last backward, the last micro-batch's backwards on the stages before, what follows on rank 0;
-3. the first micro-batch's forwards on *all* stages and its backwards on those after the rank's last one; then the rank's
-   first backward begins: all its backwards and the m - h forwards that it has not done by then, and from there as 2.
+3. a micro-batch's forwards on *all* stages and its backwards on those after the rank's last one; then the rank's
+   first backward begins: all its backwards and the m - h forwards that it has not done by then, and from there as 2. It is
+   the last micro-batch whose forward the last stage has done before its first backward: the first one, or all m of them (GPipe),
+   whose forwards the rank then does before it goes on.
 
 What K_r keeps for the h micro-batches, in the modes of recompute that are taken, has to fit in its memory, and so has what the
 optimizer's step has in passing when they are gone. At any price y of a byte
@@ -136,14 +138,18 @@ def _least(
     return np.where(np.isfinite(found), np.minimum(found, goal_s), found)
 
 
-def _chains(c: Columns) -> tuple[Chain, Chain, Chain]:
-    """The three chains."""
+CHAINS = 4
+
+
+def _chains(c: Columns) -> tuple[Chain, Chain, Chain, Chain]:
+    """The four chains."""
     every = np.broadcast_to(c.m[:, None, None], c.held.shape)
-    left = np.maximum(every - c.held, 0.0)
+    others = np.maximum(every - c.held, 0.0) + (c.turns - 1.0)[:, None, None]
     return (
         Chain(forwards=every, more=every, gathers=1.0, once=1.0),
         Chain(forwards=every, more=every, gathers=1.0, once=0.0),
-        Chain(forwards=left, more=np.minimum(left + 1.0, every), gathers=0.0, once=0.0, base=float(c.v == 1)),
+        Chain(forwards=others, more=np.minimum(others + 1.0, every), gathers=0.0, once=0.0, base=float(c.v == 1)),
+        Chain(forwards=others, more=np.minimum(others + 1.0, every), gathers=0.0, once=1.0, base=float(c.v == 1)),
     )
 
 
@@ -174,13 +180,15 @@ class _Laws:
         start_s = sends + c.before(forward_s) + place * c.first_s[:, None]
         end_s = backs + c.before(backward_s)
         own_s = v * m * (forward_s + backward_s) + v * c.first_s[:, None]
-        all_s = c.least_forward_s @ c.counts + c.total(c.sends_s) * c.virtual - c.total(c.sends_s * c.is_last)
-        all_s = all_s + c.total(c.backs_s, but_last=True) + c.virtual * (c.total(forward_s) + c.pp * c.first_s)
+        is_first = c.turns == 1.0  # that goes through all stages: it is the one that waits for their gathers
+        all_s = np.where(is_first, c.least_forward_s @ c.counts + c.virtual * c.pp * c.first_s, c.plain_forward_s @ c.counts)
+        all_s = all_s + c.total(c.sends_s) * c.virtual - c.total(c.sends_s * c.is_last)
+        all_s = all_s + c.total(c.backs_s, but_last=True) + c.virtual * c.total(forward_s)
         third = all_s[:, None] + c.total(backward_s)[:, None] - backward_s + v * m * backward_s
         chains = _chains(c)
         third = third + (chains[2].forwards * c.has_stage[:, None]).sum(axis=2) * forward_s
         ties_s = c.tie_s[:, None] * (c.is_first | c.is_last)
-        times = (start_s + own_s + ties_s, start_s + own_s + end_s, third)
+        times = (start_s + own_s + ties_s, start_s + own_s + end_s, third, third - end_s + ties_s)
         costs, peak = line_costs(c, chains, prices)
         peaks = self._peaks(peak)
         lean, lean_peak = _lean_costs(c)
@@ -192,7 +200,7 @@ class _Laws:
         self.costs = np.concatenate([*costs, *memory], axis=3)
         self.fixed = np.concatenate([*fixed, *rooms], axis=2)
         self.num_prices = prices.shape[2]
-        self.is_timed = np.arange(self.costs.shape[3]) < 3 * self.num_prices
+        self.is_timed = np.arange(self.costs.shape[3]) < CHAINS * self.num_prices
 
     def _peaks(self, peaks: Array) -> Array:
         """What is in passing when the last block of a stage is at its peak, at the least of all stages of a rank [i, r, l]."""
@@ -203,7 +211,7 @@ class _Laws:
         return found
 
     def line(self, chain: int) -> slice:
-        """The lines of a chain, 0, 1 or 2."""
+        """The lines of a chain, from 0."""
         return slice(chain * self.num_prices, (chain + 1) * self.num_prices)
 
 
@@ -216,8 +224,10 @@ class _InOrder:
         before = np.zeros(costs.shape)
         before[:, :, laws.line(0)] = c.least_forward_s[:, None, None]
         before[:, :, laws.line(1)] = (c.least_forward_s + c.least_backward_s)[:, None, None]
+        before[:, :, laws.line(3)] = -c.least_backward_s[:, None, None]
         # the backwards of all blocks, once: those of the rank's own are taken off its lines
-        laws.fixed[:, :, laws.line(2)] += (c.least_backward_s @ c.counts)[:, None, None]
+        for chain in (2, 3):
+            laws.fixed[:, :, laws.line(chain)] += (c.least_backward_s @ c.counts)[:, None, None]
         before = np.minimum(before, costs)  # a block that a rank takes costs no less than before it
         kinds, sizes = [kind for kind, _ in c.runs], np.array([count for _, count in c.runs], dtype=float)
         self.sizes, self.ends = sizes, np.concatenate([[0.0], np.cumsum(sizes)])
@@ -332,6 +342,7 @@ class _InAnyOrder:
         laws.fixed[:, :, laws.line(0)] += before_s[:, :, None]
         laws.fixed[:, :, laws.line(1)] += (before_s + end_s + once_s[:, None])[:, :, None]
         laws.fixed[:, :, laws.line(2)] += (after_s + end_s + once_s[:, None])[:, :, None]
+        laws.fixed[:, :, laws.line(3)] += after_s[:, :, None]
 
     def _table(self, costs: Array, most: Array, value: Array) -> tuple[Array, Array, Array]:
         """The cheapest blocks first, on the stages where they cost least: their cost and their value together [i, r, l, places]."""
@@ -382,7 +393,7 @@ class _InAnyOrder:
 
     def _whole(self, rows: NDArray[np.intp], value: Array, budget: Array) -> Array:
         """So many blocks, or fewer where those that recompute have to do so whole."""
-        lines = [chain * self.laws.num_prices for chain in range(3)]  # those of time alone
+        lines = [chain * self.laws.num_prices for chain in range(CHAINS)]  # those of time alone
         spent, had, _ = (table[:, :, lines][rows] for table in self.tables[0])
         for _ in range(TRIES):
             again_s = self.c.m[rows][:, None] * self.whole.least_s(rows, value)
