@@ -99,6 +99,10 @@ class Cascade:
                 found[i] = max(found[i], bound_s)
             else:
                 instance = self.maker.priced(candidate, priced)
+                if candidate.virtual_stages == 1:
+                    found[i] = max(found[i], feasible_bounds([instance], goal_s, whole=True)[0])
+                    if found[i] >= goal_s:
+                        continue
                 # of ranks that are alike, blocks in parts spread as whole ones do: integer programs take long there and raise little
                 is_near = whole_s is not None and (found[i] >= whole_s or not self.maker.is_mixed(candidate))
                 aim_s = 0.0 if is_near else whole_s

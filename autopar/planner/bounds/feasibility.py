@@ -53,15 +53,18 @@ CHUNK = 128
 
 
 def feasible_bounds(
-    instances: Sequence[PipelineInstance], goal_s: float = np.inf, *, precision: float = PRECISION
+    instances: Sequence[PipelineInstance], goal_s: float = np.inf, *, precision: float = PRECISION, whole: bool = False
 ) -> Array:
     """For each instance the step time below which no plan exists, at most ``goal_s``; infinite where none fits in memory.
 
     Args:
         precision: the ratio of a bound to the next one of the grid, less one.
+        whole: with one stage a rank too, blocks recompute whole or not at all.
     """
     found = np.zeros(len(instances))
     for places, test in _side_by_side(instances):
+        if whole and isinstance(test, _InOrder):
+            test.recompute_whole()
         at_once = STAGES // (test.c.active.shape[1] * test.c.v)
         found[places] = _least(test.c.work_s(), test.possible, goal_s, float(np.log1p(precision)), at_once)
     return found
@@ -220,6 +223,7 @@ class _InOrder:
 
     def __init__(self, c: Columns) -> None:
         self.c, laws = c, _Laws(c)
+        self.again_s: Array | None = None
         self.laws, costs = laws, laws.costs[:, :, 0]  # [i, r, l, k]
         before = np.zeros(costs.shape)
         before[:, :, laws.line(0)] = c.least_forward_s[:, None, None]
@@ -239,6 +243,29 @@ class _InOrder:
         self.saved = np.concatenate([zeros, np.cumsum(self.less * sizes, axis=3)], axis=3)
         once = c.once_s[:, 0][:, kinds]
         self.once_slope, self.once = once, np.concatenate([zeros[:, 0, 0], np.cumsum(once * sizes, axis=1)], axis=1)
+
+    def recompute_whole(self) -> None:
+        """From now on blocks recompute whole or not at all."""
+        c, most = self.c, int(self.ends[-1])
+        rows, count = np.divmod(np.arange(len(c.m) * (most + 1)), most + 1)
+        made = WholeRecompute(c, np.full((len(c.m), c.v), float(most)))
+        every = made.least_s(rows, np.repeat(count[:, None] * 1.0, c.active.shape[1], axis=1))
+        self.again_s = (c.m[rows][:, None] * every).reshape(len(c.m), most + 1, -1)
+
+    def _whole(self, rows: NDArray[np.intp], rank: int, left: Array, taken: Array, over: Array) -> Array:
+        """Of how many blocks that are left a rank takes those behind, or one or a few more where it has to recompute whole ones."""
+        lines = [chain * self.laws.num_prices for chain in range(CHAINS)]
+        for _ in range(TRIES):
+            count = left - taken - (taken <= 0) - (left >= self.ends[-1])
+            run = np.clip(np.searchsorted(self.ends, taken, side="right") - 1, 0, len(self.sizes) - 1)
+            at = rows[:, None], rank, lines, run[:, None]
+            spared = self.saved[at] + (taken - self.ends[run])[:, None] * self.less[at]
+            again_s = self.again_s[rows, np.clip(count, 0, None).astype(np.int64), rank]
+            is_late = (over[:, lines] - spared + again_s[:, None] > 1e-9 * again_s[:, None]).any(axis=1) & (taken < left)
+            if not is_late.any():
+                break
+            taken = taken + is_late
+        return taken
 
     def possible(self, rows: NDArray[np.intp], time_s: Array) -> NDArray[np.bool_]:
         """Whether the ranks of each of these rows can take all blocks in a time."""
@@ -278,6 +305,8 @@ class _InOrder:
             own[place == 0] = 0.0
             own[place > last] = np.inf
             taken = np.maximum(own.max(axis=1), rank)
+            if self.again_s is not None:
+                taken = np.where(np.isfinite(taken), self._whole(rows, rank, left, np.minimum(taken, left), over), taken)
             fits &= ~is_here | (taken <= left)
             if rank == 0:
                 first = np.where(is_here, left, first)
