@@ -100,7 +100,7 @@ class Cascade:
             else:
                 instance = self.maker.priced(candidate, priced)
                 if candidate.virtual_stages == 1:
-                    found[i] = max(found[i], feasible_bounds([instance], goal_s, whole=True)[0])
+                    found[i] = max(found[i], float(feasible_bounds([instance], goal_s, whole=True)[0]))
                     if found[i] >= goal_s:
                         continue
                 # of ranks that are alike, blocks in parts spread as whole ones do: integer programs take long there and raise little

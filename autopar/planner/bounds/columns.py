@@ -71,8 +71,6 @@ class Columns:
         modes = found[FIELDS:].reshape(-1, 3, *found.shape[1:])[: self.num_modes]
         self.backward_s, self.kept_bytes, self.passing_bytes = modes.transpose(1, 3, 4, 2, 0)
         limit, self.stage_forward_s, self.stage_backward_s = by_device[:, rows, device]
-        self.turns = np.where(self.virtual == 1.0, (self.held[:, :, 0] * self.is_last).sum(axis=1), 1.0)
-        """Micro-batches whose forward the only stage of the last rank has done when its first backward begins [i]; 1 with several stages a rank."""
         self.has_stage = np.arange(self.v) < self.virtual[:, None]
         """Virtual stages that the ranks of an instance have [i, v]; the others are as its last one."""
         kept = self._beside(np.array([(one.sent_bytes, one.read_bytes) for one in instances])[:, None])
@@ -88,7 +86,9 @@ class Columns:
         self._least()
 
     def _least(self) -> None:
-        """Of each kind the least of all ranks [i, k]."""
+        """Of each kind the least of all ranks [i, k], and the micro-batch that turns first."""
+        self.turns = np.where(self.virtual == 1.0, (self.held[:, :, 0] * self.is_last).sum(axis=1), 1.0)
+        """Micro-batches whose forward the only stage of the last rank has done when its first backward begins [i]; 1 with several stages a rank."""
         far = np.where(self.active, 0.0, np.inf)[:, :, None]
         self.least_forward_s = (self.forward_s + self.gather_s + far).min(axis=1)
         self.plain_forward_s = (self.forward_s + far).min(axis=1)
@@ -312,3 +312,29 @@ def line_costs(c: Columns, chains: Sequence[Chain], prices: Array) -> tuple[list
         own = own + chain.gathers * c.gather_s[:, :, None] + chain.once * c.once_s[:, :, None]
         costs.append(best + (own - chain.base * c.least_backward_s[:, None, None])[:, :, :, None])
     return costs, extra
+
+
+CHAINS = 4
+"""Of each rank, see :mod:`autopar.planner.bounds.feasibility`."""
+
+
+def chains_of_ranks(c: Columns) -> tuple[Chain, Chain, Chain, Chain]:
+    """The four chains."""
+    every = np.broadcast_to(c.m[:, None, None], c.held.shape)
+    others = np.maximum(every - c.held, 0.0) + (c.turns - 1.0)[:, None, None]
+    return (
+        Chain(forwards=every, more=every, gathers=1.0, once=1.0),
+        Chain(forwards=every, more=every, gathers=1.0, once=0.0),
+        Chain(forwards=others, more=np.minimum(others + 1.0, every), gathers=0.0, once=0.0, base=float(c.v == 1)),
+        Chain(forwards=others, more=np.minimum(others + 1.0, every), gathers=0.0, once=1.0, base=float(c.v == 1)),
+    )
+
+
+def lean_costs(c: Columns) -> tuple[Array, Array]:
+    """Bytes that a block takes of a stage at the least [i, r, v, 1, k], and what the last block's peak adds to them."""
+    held = c.held[..., None]
+    kept = [held * c.kept_bytes[:, :, None, :, mode] for mode in range(c.num_modes)]
+    passing = [own + c.passing_bytes[:, :, None, :, mode] for mode, own in enumerate(kept)]
+    least = np.minimum.reduce(kept)
+    found: Array = (c.static_bytes[:, :, None] + least)[:, :, :, None]
+    return found, (np.minimum.reduce(passing) - least)[:, :, :, None]

@@ -1,6 +1,6 @@
 """The feasibility relaxation: can ranks take all blocks in a step time T?
 
-Whatever the cut and whichever blocks recompute, three chains of actions follow each other for each rank r that holds the blocks K_r.
+Whatever the cut and whichever blocks recompute, four chains of actions follow each other for each rank r that holds the blocks K_r.
 With F, B the forward and the backward of a micro-batch, m micro-batches, h those that the rank holds when its first backward begins:
 
 1. the forwards of the first micro-batch on the stages before the rank's first one, all work of K_r, what follows on the
@@ -9,7 +9,8 @@ With F, B the forward and the backward of a micro-batch, m micro-batches, h thos
 3. a micro-batch's forwards on *all* stages and its backwards on those after the rank's last one; then the rank's
    first backward begins: all its backwards and the m - h forwards that it has not done by then, and from there as 2. It is
    the last micro-batch whose forward the last stage has done before its first backward: the first one, or all m of them (GPipe),
-   whose forwards the rank then does before it goes on.
+   whose forwards the rank then does before it goes on;
+4. the same until the rank's own last backward, and what follows on the rank.
 
 What K_r keeps for the h micro-batches, in the modes of recompute that are taken, has to fit in its memory, and so has what the
 optimizer's step has in passing when they are gone. At any price y of a byte
@@ -29,7 +30,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.planner.bounds.columns import Chain, Columns, line_costs
+from autopar.planner.bounds.columns import CHAINS, Columns, chains_of_ranks, lean_costs, line_costs
 from autopar.planner.bounds.instance import Array, PipelineInstance
 from autopar.planner.bounds.whole_recompute import WholeRecompute
 
@@ -141,31 +142,6 @@ def _least(
     return np.where(np.isfinite(found), np.minimum(found, goal_s), found)
 
 
-CHAINS = 4
-
-
-def _chains(c: Columns) -> tuple[Chain, Chain, Chain, Chain]:
-    """The four chains."""
-    every = np.broadcast_to(c.m[:, None, None], c.held.shape)
-    others = np.maximum(every - c.held, 0.0) + (c.turns - 1.0)[:, None, None]
-    return (
-        Chain(forwards=every, more=every, gathers=1.0, once=1.0),
-        Chain(forwards=every, more=every, gathers=1.0, once=0.0),
-        Chain(forwards=others, more=np.minimum(others + 1.0, every), gathers=0.0, once=0.0, base=float(c.v == 1)),
-        Chain(forwards=others, more=np.minimum(others + 1.0, every), gathers=0.0, once=1.0, base=float(c.v == 1)),
-    )
-
-
-def _lean_costs(c: Columns) -> tuple[Array, Array]:
-    """Bytes that a block takes of a stage at the least [i, r, v, 1, k], and what the last block's peak adds to them."""
-    held = c.held[..., None]
-    kept = [held * c.kept_bytes[:, :, None, :, mode] for mode in range(c.num_modes)]
-    passing = [own + c.passing_bytes[:, :, None, :, mode] for mode, own in enumerate(kept)]
-    least = np.minimum.reduce(kept)
-    found: Array = (c.static_bytes[:, :, None] + least)[:, :, :, None]
-    return found, (np.minimum.reduce(passing) - least)[:, :, :, None]
-
-
 class _Laws:
     """The laws of ranks: of each line what blocks add [i, r, v, l, k], and what the time has to be without any [i, r, l].
 
@@ -184,17 +160,19 @@ class _Laws:
         end_s = backs + c.before(backward_s)
         own_s = v * m * (forward_s + backward_s) + v * c.first_s[:, None]
         is_first = c.turns == 1.0  # that goes through all stages: it is the one that waits for their gathers
-        all_s = np.where(is_first, c.least_forward_s @ c.counts + c.virtual * c.pp * c.first_s, c.plain_forward_s @ c.counts)
+        all_s = np.where(
+            is_first, c.least_forward_s @ c.counts + c.virtual * c.pp * c.first_s, c.plain_forward_s @ c.counts
+        )
         all_s = all_s + c.total(c.sends_s) * c.virtual - c.total(c.sends_s * c.is_last)
         all_s = all_s + c.total(c.backs_s, but_last=True) + c.virtual * c.total(forward_s)
         third = all_s[:, None] + c.total(backward_s)[:, None] - backward_s + v * m * backward_s
-        chains = _chains(c)
+        chains = chains_of_ranks(c)
         third = third + (chains[2].forwards * c.has_stage[:, None]).sum(axis=2) * forward_s
         ties_s = c.tie_s[:, None] * (c.is_first | c.is_last)
         times = (start_s + own_s + ties_s, start_s + own_s + end_s, third, third - end_s + ties_s)
         costs, peak = line_costs(c, chains, prices)
         peaks = self._peaks(peak)
-        lean, lean_peak = _lean_costs(c)
+        lean, lean_peak = lean_costs(c)
         fixed = [time_s[:, :, None] - room_s + peaks for time_s in times]
         memory, rooms = [lean], [self._peaks(lean_peak) - c.room_bytes[:, :, None]]
         stepped = np.broadcast_to(c.stepped_bytes[:, :, None, None], lean.shape)
@@ -223,7 +201,8 @@ class _InOrder:
 
     def __init__(self, c: Columns) -> None:
         self.c, laws = c, _Laws(c)
-        self.again_s: Array | None = None
+        self.again_s = np.zeros((0, 0, 0))
+        """Seconds that so many blocks recompute at least if they do so whole [i, blocks, r]; none: they may in part."""
         self.laws, costs = laws, laws.costs[:, :, 0]  # [i, r, l, k]
         before = np.zeros(costs.shape)
         before[:, :, laws.line(0)] = c.least_forward_s[:, None, None]
@@ -261,7 +240,10 @@ class _InOrder:
             at = rows[:, None], rank, lines, run[:, None]
             spared = self.saved[at] + (taken - self.ends[run])[:, None] * self.less[at]
             again_s = self.again_s[rows, np.clip(count, 0, None).astype(np.int64), rank]
-            is_late = (over[:, lines] - spared + again_s[:, None] > 1e-9 * again_s[:, None]).any(axis=1) & (taken < left)
+            is_never = np.isinf(again_s)
+            again_s = np.where(is_never, 0.0, again_s)[:, None]
+            is_late = is_never | (over[:, lines] - spared + again_s > 1e-9 * again_s).any(axis=1)
+            is_late &= taken < left
             if not is_late.any():
                 break
             taken = taken + is_late
@@ -305,8 +287,10 @@ class _InOrder:
             own[place == 0] = 0.0
             own[place > last] = np.inf
             taken = np.maximum(own.max(axis=1), rank)
-            if self.again_s is not None:
-                taken = np.where(np.isfinite(taken), self._whole(rows, rank, left, np.minimum(taken, left), over), taken)
+            if self.again_s.size:
+                taken = np.where(
+                    np.isfinite(taken), self._whole(rows, rank, left, np.minimum(taken, left), over), taken
+                )
             fits &= ~is_here | (taken <= left)
             if rank == 0:
                 first = np.where(is_here, left, first)
