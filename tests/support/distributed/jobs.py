@@ -6,7 +6,7 @@ import logging
 import resource
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -45,18 +45,26 @@ def _alarmed(subject: HfSubject, plan: Plan, graph: Graph, path: Path) -> Parall
 
 
 @contextmanager
-def _written(path: Path) -> Iterator[None]:
-    """What is refused inside is written there, and the rank stays until the others have said so too and ended it."""
+def _written(folder: Path) -> Iterator[None]:
+    """What is refused inside is written there, and the rank stays, as if it had caught that, until the others have said so too."""
     try:
         yield
     except AutoparError as error:
-        path.write_text(str(error))
-        time.sleep(30.0)
+        (folder / f"rank{dist.get_rank()}").write_text(str(error))
+        _stay_until_said(folder)
+
+
+def _stay_until_said(folder: Path, ranks: Collection[int] | None = None) -> None:
+    """By all ranks, or these."""
+    paths = [folder / f"rank{rank}" for rank in (range(dist.get_world_size()) if ranks is None else ranks)]
+    deadline = time.monotonic() + 30.0
+    while not all(path.exists() and path.stat().st_size > 0 for path in paths) and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def failing(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, bad: Batch, call: str, folder: str) -> None:
     """Each rank writes what it says of a step that fails on one; that one stays alive, as if its error had been caught."""
-    said, (rank, size) = Path(folder), (dist.get_rank(), dist.get_world_size())
+    said, rank = Path(folder), dist.get_rank()
     parallel = _alarmed(subject, plan, graph, said / f"rank{rank}")
     parallel.train_step(batch)
     texts = []
@@ -71,9 +79,7 @@ def failing(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, bad: Bat
         except Exception as error:  # noqa: BLE001  its kind is what is looked at
             texts.append(f"{type(error).__name__}: {error} {getattr(error, '__notes__', '')}")
     (said / f"rank{rank}").write_text("\n".join(texts))
-    deadline = time.monotonic() + 30.0
-    while sum(path.stat().st_size > 0 for path in said.iterdir()) < size and time.monotonic() < deadline:
-        time.sleep(0.05)
+    _stay_until_said(said)
 
 
 def in_different_calls(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, folder: str) -> None:
@@ -85,7 +91,7 @@ def in_different_calls(subject: HfSubject, plan: Plan, graph: Graph, batch: Batc
     except UsageError as error:
         (said / f"met{rank}").write_text(str(error))
     parallel.train_step(batch)
-    with _written(said / f"rank{rank}"):
+    with _written(said):
         parallel.evaluate(batch) if rank == 0 else parallel.train_step(batch)
 
 
@@ -93,7 +99,7 @@ def clips_alone(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, fold
     """The first rank clips gradients while the others are in a step; each writes what it says of it."""
     said, rank = Path(folder), dist.get_rank()
     parallel = _alarmed(subject, plan, graph, said / f"rank{rank}")
-    with _written(said / f"rank{rank}"):
+    with _written(said):
         for step in range(4):
             if step == 2 and rank == 0:
                 parallel.clip_grad_norm_(1.0)
@@ -201,7 +207,7 @@ def failing_build(subject: HfSubject, plan: Plan, graph: Graph, folder: str) -> 
         try:
             launch(subject.build(), lambda: (plan, graph), device_type="cpu")
         except LookupError:
-            time.sleep(30.0)  # as if it had been caught; the others end before
+            _stay_until_said(Path(folder), range(size - 1))  # as if it had been caught; the others end before
 
 
 def build(subject: HfSubject, plan: Plan, graph: Graph, seed: int = 0) -> ParallelModel:
@@ -352,15 +358,17 @@ def save_run(subject: HfSubject, plan: Plan, graph: Graph, batches: Sequence[Bat
 
 
 def load_run(
-    subject: HfSubject, plan: Plan, graph: Graph, batches: Sequence[Batch], folder: str
+    subject: HfSubject, plan: Plan, graph: Graph, batches: Sequence[Batch], folder: str, kept: str | None = None
 ) -> tuple[int, list[float]]:
-    """Loads into other weights and goes on; the step counter and the losses."""
+    """Loads into other weights, saves that if asked to, and goes on; the step counter and the losses."""
     parallel = build(subject, plan, graph, seed=3)
     with torch.no_grad():
         for parameter in parallel.parameters():
             parameter.mul_(0.5)
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.5)
     parallel.load(Path(folder), optimizer)
+    if kept is not None:
+        parallel.save(Path(kept), optimizer)
     return parallel.step_count, _continue(parallel, optimizer, batches[1:])
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, NamedTuple
 
@@ -183,9 +183,15 @@ def plain(value: Any) -> Any:
     return [plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def predicted(subject: Any, plan: Plan, graph: Graph, batch: dict[str, Tensor], own: bool) -> dict[str, Any]:
-    """What a rank finds of a batch: complete, kept split, of its own samples, and that nothing has changed by it."""
+def predicted(
+    subject: Any, plan: Plan, graph: Graph, batches: Sequence[dict[str, Tensor]], own: bool = False
+) -> list[dict[str, Any]]:
+    """What a rank finds of each batch: complete, kept split, of its own samples, and that nothing has changed by it."""
     parallel = build(subject, plan, graph)
+    return [_predicted(parallel, batch, own) for batch in batches]
+
+
+def _predicted(parallel: ParallelModel, batch: dict[str, Tensor], own: bool) -> dict[str, Any]:
     before = parallel.evaluate(batch).item()
     found = {"complete": plain(parallel.predict(batch)), "split": plain(parallel.predict(batch, gather=False))}
     if own:
