@@ -13,9 +13,8 @@ from autopar.plan.plan import Plan
 from autopar.verification.against_one_device import verify
 from autopar.verification.compared_models import VerifiedModel
 from autopar.verification.rank_pool import WorkerPool
-from tests.support.close import assert_close
 from tests.support.distributed import jobs
-from tests.support.distributed.layouts import clipped, goes_on
+from tests.support.distributed.layouts import clips_as_one_device, goes_on
 from tests.support.distributed.mixtures import Subject
 from tests.support.distributed.subjects import graph_of
 
@@ -56,14 +55,8 @@ def test_experts_on_ranks_equal_one_device(pool: WorkerPool, case: str) -> None:
 
 def test_the_norm_counts_every_expert_once_and_clips_them_all(pool: WorkerPool) -> None:
     subject = Subject()
-    data = [subject.make_batch(8, seed=seed) for seed in range(2)]
-    norms, parameters = clipped(subject, data)
     for pins in (("ep=2", "dp_shard=4"), ("ep=4", "ep_data=2", "tp=2")):
-        plan = planned(subject, *pins)
-        for rank in pool.run(jobs.train, subject, plan, graph_of(subject), data, 0.1, timeout_s=60.0):
-            assert rank["norms"] == pytest.approx(norms, rel=1e-5)
-            for name, parameter in parameters.items():
-                assert_close(rank["parameters"][name], parameter, 1e-4, place=f"{pins} {name}")
+        clips_as_one_device(pool, subject, planned(subject, *pins), graph_of(subject))
 
 
 def test_a_checkpoint_of_spread_experts_loads_under_another_plan(pool: WorkerPool, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from autopar.verification.against_one_device import loss_of, verify
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.close import assert_close
 from tests.support.distributed import jobs
-from tests.support.distributed.layouts import batches, clipped, goes_on
+from tests.support.distributed.layouts import batches, clips_as_one_device, goes_on
 from tests.support.distributed.oddities import SinksSubject
 from tests.support.distributed.plans import make_plan
 from tests.support.distributed.subjects import HfSubject, NoisySubject, Unpadded, graph_of
@@ -34,11 +34,7 @@ def planned(graph: Any, kind: str, *pins: str, **options: Any) -> Plan:
 @pytest.mark.parametrize(("kind", "pins"), [("ring", "cp=2 tp=2"), ("ulysses", "cp=2 dp_shard=2 zero=3")])
 def test_clipping_counts_what_cp_repeats_once(pool: WorkerPool, kind: str, pins: str) -> None:
     subject = HfSubject("llama")
-    plan, data = planned(graph_of(subject), kind, *pins.split()), batches(subject, 2)
-    norms, parameters = clipped(subject, data)
-    for rank in pool.run(jobs.train, subject, plan, graph_of(subject), data, 0.1, timeout_s=60.0):
-        assert rank["norms"] == pytest.approx(norms, rel=1e-5)
-        assert_close(rank["parameters"], parameters, 1e-4)
+    clips_as_one_device(pool, subject, planned(graph_of(subject), kind, *pins.split()), graph_of(subject))
 
 
 @pytest.mark.parametrize(("kind", "pins"), [("gather", "cp=2 tp=2"), ("ulysses", "cp=2 dp_shard=2")])

@@ -8,9 +8,8 @@ from autopar import api
 from autopar.plan.plan import Plan
 from autopar.verification.against_one_device import loss_of, verify
 from autopar.verification.rank_pool import WorkerPool
-from tests.support.close import assert_close
 from tests.support.distributed import jobs
-from tests.support.distributed.layouts import clipped
+from tests.support.distributed.layouts import clips_as_one_device
 from tests.support.distributed.subjects import HfSubject, graph_of
 from tests.support.mixed_clusters import two_kinds
 
@@ -48,11 +47,7 @@ def test_unequal_shares_of_a_padded_vocabulary_equal_one_device(pool: WorkerPool
 
 @pytest.mark.parametrize("zero", [0, 3])
 def test_the_norm_is_that_of_one_device(pool: WorkerPool, zero: int) -> None:
-    data = [SUBJECT.make_batch(8, seed=seed) for seed in range(2)]
-    norms, parameters = clipped(SUBJECT, data)
-    for rank in pool.run(jobs.train, SUBJECT, planned(zero), graph_of(SUBJECT), data, 0.1, size=2, timeout_s=60.0):
-        assert rank["norms"] == pytest.approx(norms, rel=1e-5)
-        assert_close(rank["parameters"], parameters, 1e-4)
+    clips_as_one_device(pool, SUBJECT, planned(zero), graph_of(SUBJECT))
 
 
 def test_a_launched_job_trains_with_its_shares(pool: WorkerPool) -> None:

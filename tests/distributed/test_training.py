@@ -14,7 +14,7 @@ from autopar.verification.against_one_device import adamw, loss_of
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.close import assert_close
 from tests.support.distributed import jobs
-from tests.support.distributed.layouts import batches, bf16_plan, clipped, goes_on, planned, traced
+from tests.support.distributed.layouts import batches, bf16_plan, clips_as_one_device, goes_on, planned, traced
 from tests.support.distributed.plans import make_plan
 from tests.support.distributed.subjects import HfSubject
 
@@ -25,13 +25,7 @@ MIXED = ["dp4 ZeRO 3", "HSDP 2x2", "tp2 x dp2 whole parameters", "tp2 x dp2 ZeRO
 
 @pytest.mark.parametrize("layout", MIXED)
 def test_clipping_takes_the_norm_of_the_whole_model(pool: WorkerPool, layout: str) -> None:
-    subject, plan, graph = planned(layout, "llama")
-    data = batches(subject, 2)
-    norms, parameters = clipped(subject, data)
-    found = pool.run(jobs.train, subject, plan, graph, data, 0.1, size=plan.mesh.world_size, timeout_s=60.0)
-    for rank in found:
-        assert rank["norms"] == pytest.approx(norms, rel=1e-5)
-        assert_close(rank["parameters"], parameters, 1e-4)
+    clips_as_one_device(pool, *planned(layout, "llama"))
 
 
 @pytest.mark.parametrize("layout", ["dp4", "dp4 ZeRO 2", "tp2 x dp2 whole parameters", "tp2 x dp2 ZeRO 1"])

@@ -37,6 +37,7 @@ from autopar.tracing.trace import trace
 from tests.support.damage import KINDS, damage
 from tests.support.distributed.plans import make_plan
 from tests.support.parallel import on_rank
+from tests.support.said import said
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -227,15 +228,6 @@ def test_generators_go_on(tmp_path: Path) -> None:
     assert draw() == wanted
 
 
-def refusal(call: Callable[[], object]) -> str:
-    """What is said of a damaged checkpoint; empty where nothing is."""
-    try:
-        call()
-    except CheckpointError as error:
-        return str(error)
-    return ""
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_damage_is_refused_by_name_and_changes_nothing(tmp_path: Path, kind: str) -> None:
     par, optimizer = trained()
@@ -249,11 +241,11 @@ def test_damage_is_refused_by_name_and_changes_nothing(tmp_path: Path, kind: str
         shutil.rmtree(tmp_path / "copy", ignore_errors=True)
         shutil.copytree(tmp_path / "run", tmp_path / "copy")
         _, what = damage(tmp_path / "copy", tmp_path / "other", seed)
-        said = refusal(lambda: par.load(tmp_path / "copy", optimizer))
-        if said:
+        text = said(CheckpointError, par.load, tmp_path / "copy", optimizer)
+        if text:
             refused += 1
-            assert any(part in said for part in (*what.split(), NAME)), (what, said)
-            assert "load an earlier checkpoint" in said or "Name a folder" in said
+            assert any(part in text for part in (*what.split(), NAME)), (what, text)
+            assert "load an earlier checkpoint" in text or "Name a folder" in text
             assert same(values(par, optimizer), before)
         else:
             assert same(values(par, optimizer), wanted), what
@@ -279,8 +271,8 @@ def test_no_file_is_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         shutil.rmtree(tmp_path / "copy", ignore_errors=True)
         shutil.copytree(tmp_path / "run", tmp_path / "copy")
         (tmp_path / "copy" / forged).write_bytes(pickle.dumps(Touch(made)))
-        said = refusal(lambda: par.load(tmp_path / "copy", optimizer, allow_pickle=True))
-        assert said == "" or forged in said
+        text = said(CheckpointError, par.load, tmp_path / "copy", optimizer, allow_pickle=True)
+        assert text == "" or forged in text
         assert not made.exists()
     for reader in ("load", "loads", "Unpickler"):
         monkeypatch.setattr(pickle, reader, None)

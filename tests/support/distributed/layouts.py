@@ -17,6 +17,7 @@ from autopar.plan.plan import BF16, Plan
 from autopar.tracing.trace import trace
 from autopar.verification.against_one_device import adamw, loss_of
 from autopar.verification.rank_pool import WorkerPool
+from tests.support.close import assert_close
 from tests.support.distributed import jobs
 from tests.support.distributed.plans import make_plan, micro_batch_size
 from tests.support.distributed.subjects import HfSubject, graph_of
@@ -76,17 +77,28 @@ def batches(subject: HfSubject, count: int) -> list[dict[str, Tensor]]:
     return [subject.make_batch(16, seed=seed) for seed in range(count)]
 
 
-def clipped(subject: HfSubject, data: list[dict[str, Tensor]]) -> tuple[list[float], dict[str, Tensor]]:
-    """Norms before they are clipped to 0.1, and parameters after these steps of one device."""
+@cache
+def clipped(subject: Any, batch_size: int) -> tuple[list[float], dict[str, Tensor]]:
+    """Norms before they are clipped to 0.1, and parameters after two steps of one device."""
     model = subject.build()
     optimizer = adamw(model.parameters())
     norms = []
-    for batch in data:
+    for seed in range(2):
+        batch = subject.make_batch(batch_size, seed=seed)
         optimizer.zero_grad()
         loss_of(model(**batch)).backward()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).item())
         optimizer.step()
     return norms, dict(model.named_parameters())
+
+
+def clips_as_one_device(pool: WorkerPool, subject: Any, plan: Plan, graph: Any) -> None:
+    """Norms and parameters on every rank, over two steps."""
+    norms, parameters = clipped(subject, plan.global_batch_size)
+    data = [subject.make_batch(plan.global_batch_size, seed=seed) for seed in range(2)]
+    for rank in pool.run(jobs.train, subject, plan, graph, data, 0.1, size=plan.mesh.world_size, timeout_s=60.0):
+        assert rank["norms"] == pytest.approx(norms, rel=1e-5)
+        assert_close(rank["parameters"], parameters, 1e-4)
 
 
 LAYOUTS_OF_CASTS = {**LAYOUTS, "pp2 x dp2 ZeRO 3 without shards": (Mesh(pp=2, dp_replicate=2), {"zero_stage": 3})}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from autopar.runtime.parallel_model import ParallelModel
 from autopar.verification.against_one_device import loss_of
 from tests.support.distributed.mixtures import Model as Mixture
 from tests.support.parallel import on_rank
+from tests.support.said import said
 
 VOCABULARY, LENGTH = 30, 8
 
@@ -219,20 +220,12 @@ def read_in_training(subject: Any, plan: Plan, graph: Graph, batch: dict[str, Te
     """What a rank is told that reads outputs of a training call, or makes one a part of its loss."""
     output = build(subject, plan, graph)(**batch)
     return {
-        "read": _said(lambda: output.more["accuracy"] + 1),
-        "stacked": _said(lambda: torch.stack([output.more["guess"]])),
+        "read": said(UsageError, lambda: output.more["accuracy"] + 1),
+        "stacked": said(UsageError, lambda: torch.stack([output.more["guess"]])),
         "shown": repr(output.more["accuracy"]),
-        "added": _said(lambda: output.logits.sum().backward()),
+        "added": said(UsageError, lambda: output.logits.sum().backward()),
         "inputs": output.more["idx"].requires_grad,
     }
-
-
-def _said(attempt: Callable[[], object]) -> str:
-    try:
-        attempt()
-    except UsageError as error:
-        return str(error)
-    return ""
 
 
 def placements(subject: Any, plan: Plan, graph: Graph, batch: dict[str, Tensor]) -> list[str]:
