@@ -43,8 +43,8 @@ MODELS = {
     "gpt2": "hf:gpt2?n_embd=32&n_layer=2&n_head=4&vocab_size=96&n_positions=16",
     "llama": "hf:llama?num_hidden_layers=2&hidden_size=32&intermediate_size=64&num_attention_heads=4&num_key_value_heads=2"
     "&vocab_size=97&max_position_embeddings=16&tie_word_embeddings=false",
-    "t5": "hf:t5?num_layers=2&d_model=32&num_heads=4&d_kv=8&d_ff=64&vocab_size=96",
-    "bert": "hf:bert?num_hidden_layers=2&hidden_size=32&num_attention_heads=4&vocab_size=96&intermediate_size=64",
+    "t5": "hf:t5?num_layers=1&d_model=32&num_heads=4&d_kv=8&d_ff=64&vocab_size=96",
+    "bert": "hf:bert?num_hidden_layers=1&hidden_size=32&num_attention_heads=4&vocab_size=96&intermediate_size=64",
 }
 
 

@@ -41,14 +41,14 @@ def test_batch_statistics_and_power_iterations_equal_one_device(pool: WorkerPool
     subject, graph = traced(statistics=True)
     plan = planned(graph, layout)
     assert plan.num_micro_batches == 1
-    verify(subject, plan, graph, pool=pool, run_timeout_s=60.0).check()
+    verify(subject, plan, graph, steps=2, pool=pool, run_timeout_s=60.0).check()
 
 
 @pytest.mark.parametrize("layout", ["tp2 x dp2", "pp2 x dp2 recomputed"])
 def test_a_step_of_several_micro_batches_changes_buffers_once(pool: WorkerPool, layout: str) -> None:
     subject, graph = traced(statistics=False)
     plan = planned(graph, layout, "num_micro_batches=4")
-    verify(subject, plan, graph, pool=pool, run_timeout_s=60.0).check()
+    verify(subject, plan, graph, steps=2, pool=pool, run_timeout_s=60.0).check()
 
 
 def test_every_rank_gives_the_buffers_and_a_checkpoint_keeps_them(pool: WorkerPool, tmp_path: Path) -> None:

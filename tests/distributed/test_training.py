@@ -16,7 +16,7 @@ from tests.support.close import assert_close
 from tests.support.distributed import jobs
 from tests.support.distributed.layouts import batches, bf16_plan, clips_as_one_device, goes_on, planned, traced
 from tests.support.distributed.plans import make_plan
-from tests.support.distributed.subjects import HfSubject
+from tests.support.distributed.subjects import HfSubject, graph_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
 
@@ -200,7 +200,9 @@ def test_what_needs_what_other_ranks_hold_is_refused(pool: WorkerPool, layout: s
 
 def test_muon_on_split_matrices_steps_as_on_whole_ones(pool: WorkerPool) -> None:
     """Its own iteration is in bfloat16, where the order of a sum shows (3e-3 of weights): in float32 it does not."""
-    subject, plan, graph = planned("tp2 x dp2 ZeRO 3", "llama")
+    subject = HfSubject("llama", depth=1)
+    graph, mesh = graph_of(subject), Mesh(tp=2, dp_shard=2)
+    plan = make_plan(graph, mesh, global_batch_size=16, micro_batch_size=4, zero_stage=3)
     data, model = batches(subject, 2), subject.build()
     jobs.step_muon(
         [p for p in model.parameters() if p.ndim == 2], lambda batch: loss_of(model(**batch)).backward(), data
