@@ -55,16 +55,17 @@ def losses_of_one_device() -> list[float]:
 
 
 def test_a_job_goes_on_after_a_rank_was_killed_and_with_fewer_ranks_after_it_was_told_to_end(tmp_path: Path) -> None:
-    first = run(tmp_path, "dp_shard=2", "zero=3", faults="SIGKILL,6,1 SIGTERM,9,1", restarts=1)
+    """Ranks ask each other after their first step, the fifth of the second start, whether one was told to end."""
+    first = run(tmp_path, "dp_shard=2", "zero=3", faults="SIGKILL,5,1 SIGTERM,5,1", restarts=1)
     assert {path.name for path in tmp_path.glob("faulted.*")} == {"faulted.SIGKILL", "faulted.SIGTERM"}
-    lines = (tmp_path / "log.0").read_text().splitlines()
+    lines = (tmp_path / "log.1").read_text().splitlines()
     assert [line.split()[0] for line in lines].count("5") == 2, "the step after the checkpoint was made twice"
     assert "SIGTERM: training ends after step" in first.stderr
     done = log(tmp_path)
     assert "end" not in done
     assert done.pop("told") == log(tmp_path, 1)["told"]
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert names == ["step-00000008", f"step-{len(done):08d}"]
+    assert names == ["step-00000004", f"step-{len(done):08d}"]
     again = run(tmp_path, ranks=1)
     assert "the cluster cpu:1x2 has 2 devices, and this job 1 rank" in again.stderr
     found = log(tmp_path)
