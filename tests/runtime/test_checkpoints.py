@@ -99,6 +99,14 @@ def values(par: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, Te
     return found
 
 
+def loaded_values(path: Path) -> dict[str, Tensor]:
+    """Of a model of its own that loads a checkpoint."""
+    par = build()
+    optimizer = torch.optim.AdamW(par.parameters())
+    par.load(path, optimizer)
+    return values(par, optimizer)
+
+
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
 
@@ -313,11 +321,8 @@ def test_a_state_that_nobody_wrote_is_refused() -> None:
 def test_what_is_too_large_to_be_kept_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     par, optimizer = trained()
     par.save(tmp_path, optimizer)
-    loaded = build()
-    fresh = torch.optim.AdamW(loaded.parameters())
     monkeypatch.setattr("autopar.runtime.checkpoint.load._STAGED_BYTES", 100)
-    loaded.load(tmp_path, fresh)
-    assert same(values(loaded, fresh), values(par, optimizer))
+    assert same(loaded_values(tmp_path), values(par, optimizer))
 
 
 def test_an_index_is_what_was_written(tmp_path: Path) -> None:
@@ -393,20 +398,15 @@ def test_a_save_that_is_killed_leaves_what_was_there(
             try:
                 checkpoints.save(par, optimizer)
             except Killed:
-                loaded = build()
-                fresh = torch.optim.AdamW(loaded.parameters())
                 found = Checkpoints(tmp_path).latest()
                 assert found is not None
-                loaded.load(found, fresh)
+                there = loaded_values(found)
                 if found == kept and not (where == "folder._sync" and after):  # the index is in place before the last
-                    assert same(values(loaded, fresh), wanted)
+                    assert same(there, wanted)
     final = checkpoints.save(par, optimizer)
     assert {path.name for path in tmp_path.iterdir()} == {kept.name, final.name}, "nothing is left of the others"
     assert len(list(final.iterdir())) == 3
-    loaded = build()
-    fresh = torch.optim.AdamW(loaded.parameters())
-    loaded.load(final, fresh)
-    assert same(values(loaded, fresh), values(par, optimizer))
+    assert same(loaded_values(final), values(par, optimizer))
 
 
 def test_the_newest_are_kept_and_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
