@@ -157,7 +157,7 @@ def test_a_program_that_is_wrong_in_float32_alone_is_wrong(pool: WorkerPool) -> 
     assert ops != graph.ops
     wrong = replace(graph, ops=ops)
     plan = api.estimate(wrong, cluster="cpu:1x4", global_batch_size=16, pins=["tp=2", "dp_shard=2"])
-    report = verify(subject, plan, wrong, steps=2, pool=pool, run_timeout_s=60.0, find="never")
+    report = verify(subject, plan, wrong, steps=2, pool=pool, run_timeout_s=60.0)
     assert not report.passed
     assert report.verdict.startswith("wrong")
     with pytest.raises(VerificationError):
