@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,20 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(180)]
 
 MODEL = "gpt:layers=2,hidden=32,heads=4,vocab=96,seq=16"
 MIXTURE = (
-    "hf:mixtral?num_hidden_layers=2&hidden_size=32&num_attention_heads=2&num_key_value_heads=2&intermediate_size=64"
+    "hf:mixtral?num_hidden_layers=1&hidden_size=32&num_attention_heads=2&num_key_value_heads=2&intermediate_size=64"
     "&vocab_size=96&num_local_experts=4"
 )
 CPU4 = Cluster.parse("cpu:1x4")
 REQUEST = BenchmarkRequest(
     model=MODEL, num_ranks=2, global_batch_size=4, space="quick", sample=1, rounds=1, steps=2, run_timeout_s=60.0
 )
+
+
+@cache
+def task(model: str = MODEL, cluster: str = "cpu:1x2", precision: str = "fp32") -> tuple[Any, Any]:
+    """A model and what is asked of it."""
+    source = resolve_model(model, sequence_length=16)
+    return source, task_of(replace(REQUEST, model=model), source, Cluster.parse(cluster), precision)
 
 
 def test_two_plans_on_two_ranks(pool: WorkerPool, tmp_path: Path) -> None:
@@ -60,14 +68,13 @@ def test_two_plans_on_two_ranks(pool: WorkerPool, tmp_path: Path) -> None:
 
 
 def test_a_plan_that_fails_is_recorded_and_the_others_are_measured(pool: WorkerPool) -> None:
-    source = resolve_model(MODEL)
-    task = task_of(REQUEST, source, Cluster.parse("cpu:1x2"), "fp32")
+    source, asked = task()
     good, bad = (
-        entry_of(api.estimate(task.graph, cluster="cpu:1x2", global_batch_size=4, pins=pins))
+        entry_of(api.estimate(asked.graph, cluster="cpu:1x2", global_batch_size=4, pins=pins))
         for pins in (["dp_replicate=2", "micro_batch=1"], ["dp_replicate=2", "micro_batch=2"])
     )
     bad = replace(bad, plan=replace(bad.plan, mesh=replace(bad.plan.mesh, dp_replicate=4)))  # of another job
-    job = Job(source=source, graphs={"fp32": task.graph}, plans={}, rounds=1, steps=1)
+    job = Job(source=source, graphs={"fp32": asked.graph}, plans={}, rounds=1, steps=1)
     choice = Choice(entries=(good, bad), picked=good.key, num_candidates=2, misfits=())
     outcome = benchmark(job, choice, lambda job: pool.run(ranks.run, job, size=2, timeout_s=60.0), title="t")
     assert [bool(row.failure) for row in outcome.rows] == [False, True]
@@ -76,8 +83,8 @@ def test_a_plan_that_fails_is_recorded_and_the_others_are_measured(pool: WorkerP
 
 def test_one_device_runs_every_micro_batch_recompute_and_precision(pool: WorkerPool) -> None:
     """What a GPU is asked, here on one CPU rank."""
-    source = resolve_model(MODEL)
-    tasks = [task_of(REQUEST, source, Cluster.parse("cpu:1x1"), precision) for precision in ("fp32", "bf16")]
+    (source, one), (_, other) = (task(cluster="cpu:1x1", precision=precision) for precision in ("fp32", "bf16"))
+    tasks = [one, other]
     pins = [p for p in one_device_pins(tasks[0].space, REQUEST) if "micro_batch=2" in p]
     choice = variants(tasks, pins)
     assert [entry.plan.precision.name for entry in choice.entries] == ["fp32"] * 2 + ["bf16"] * 2
@@ -87,35 +94,25 @@ def test_one_device_runs_every_micro_batch_recompute_and_precision(pool: WorkerP
     assert outcome.score.plans == 4
 
 
-@pytest.mark.parametrize("rank", [0, 3])
-def test_one_rank_of_a_larger_plan_by_a_group_of_fakes(pool: WorkerPool, rank: int) -> None:
-    source = resolve_model(MODEL)
-    task = task_of(REQUEST, source, Cluster.parse("cpu:1x4"), "fp32")
-    entry = entry_of(
-        api.estimate(task.graph, cluster="cpu:1x4", global_batch_size=4, pins=["tp=2", "dp_shard=2", "zero=3"])
-    )
-    job = Job(
-        source=source, graphs={"fp32": task.graph}, plans={entry.key: entry.plan}, rounds=1, steps=1, as_rank=rank
-    )
-    (found,) = pool.run(ranks.run, job, size=1, timeout_s=60.0)
-    assert "failure" not in found[entry.key], found[entry.key]["failure"]
-    predicted = max(m.total - m.reserved for m in entry.plan.predicted.memory)
-    assert found[entry.key]["memory_bytes"] == pytest.approx(predicted, rel=0.5)
-    assert len(found[entry.key]["seconds"]) == 1
-
-
-@pytest.mark.parametrize("pins", [("ep=2", "dp_shard=4"), ("ep=4", "ep_data=2", "tp=2"), ("ep=2", "ep_data=1", "tp=2")])
-def test_one_rank_of_experts_among_fakes_gets_as_many_tokens_as_it_sends(
-    pool: WorkerPool, pins: tuple[str, ...]
+@pytest.mark.parametrize(
+    ("model", "pins", "batch", "rank"),
+    [
+        *((MODEL, "tp=2 dp_shard=2 zero=3", 4, rank) for rank in (0, 3)),
+        *((MIXTURE, pins, 8, 1) for pins in ("ep=2 dp_shard=4", "ep=4 ep_data=2 tp=2", "ep=2 ep_data=1 tp=2")),
+    ],
+)
+def test_one_rank_of_a_larger_plan_by_a_group_of_fakes(
+    pool: WorkerPool, model: str, pins: str, batch: int, rank: int
 ) -> None:
-    source = resolve_model(MIXTURE, sequence_length=16)
-    task = task_of(replace(REQUEST, model=MIXTURE), source, CPU4, "fp32")
-    plan = api.estimate(task.graph, cluster="cpu:1x4", global_batch_size=8, pins=pins)
-    job = Job(source=source, graphs={"fp32": task.graph}, plans={"it": plan}, rounds=1, steps=1, as_rank=1)
-    (found,) = pool.run(ranks.run, job, size=1, timeout_s=60.0)
-    assert "failure" not in found["it"], found["it"]["failure"]
+    """One of experts gets as many tokens as it sends."""
+    source, asked = task(model, "cpu:1x4")
+    plan = api.estimate(asked.graph, cluster="cpu:1x4", global_batch_size=batch, pins=pins.split())
+    job = Job(source=source, graphs={"fp32": asked.graph}, plans={"it": plan}, rounds=1, steps=1, as_rank=rank)
+    ((found,),) = (one.values() for one in pool.run(ranks.run, job, size=1, timeout_s=60.0))
+    assert "failure" not in found, found["failure"]
     predicted = max(m.total - m.reserved for m in plan.predicted.memory)
-    assert found["it"]["memory_bytes"] == pytest.approx(predicted, rel=0.5)
+    assert found["memory_bytes"] == pytest.approx(predicted, rel=0.5)
+    assert len(found["seconds"]) == 1
 
 
 def test_one_rank_of_plans_for_more_is_held_against_its_own_compute_and_memory(

@@ -10,11 +10,11 @@ import pytest
 from autopar import api
 from autopar.graph.graph import Graph
 from autopar.plan.plan import Plan
-from autopar.tracing.trace import trace
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.distributed import jobs
-from tests.support.distributed.layouts import traced
+from tests.support.distributed.layouts import traced, traced_in_half
 from tests.support.distributed.mixtures import Subject
+from tests.support.distributed.subjects import graph_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
 
@@ -60,8 +60,7 @@ def test_states_are_those_predicted(pool: WorkerPool, kind: str, pins: str, shar
 
 @pytest.mark.parametrize("pins", ["dp_shard=2 tp=2 zero=3 num_micro_batches=2", "pp=2 tp=2 num_micro_batches=2"])
 def test_states_in_float16(pool: WorkerPool, pins: str) -> None:
-    subject, _ = traced("gpt2")
-    graph = api.trace(subject.build(), example_inputs=subject.make_batch(2, seed=0), precision="fp16")
+    (subject, _), graph = traced("gpt2"), traced_in_half("gpt2")
     plan = api.estimate(graph, cluster="cpu:1x4", global_batch_size=16, pins=pins.split(), precision="fp16")
     check_states(pool, subject, graph, plan)
 
@@ -85,8 +84,7 @@ def test_states_of_other_optimizers(pool: WorkerPool, optimizer: str) -> None:
     ],
 )
 def test_states_of_experts_over_data_ranks(pool: WorkerPool, pins: str) -> None:
-    subject = Subject()
-    graph = trace(subject.build(), (), subject.make_batch(2, seed=0))
+    subject, graph = Subject(), graph_of(Subject())
     plan = api.estimate(graph, cluster="cpu:1x4", global_batch_size=8, pins=pins.split())
     assert len(plan.predicted.memory) == 1
     check_states(pool, subject, graph, plan)

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
 from autopar import api
-from autopar.graph.graph import Graph
 from autopar.models.resolve import resolve_model
 from autopar.plan.plan import Plan
-from autopar.tracing.trace import trace
-from autopar.verification.against_one_device import adamw, verify
+from autopar.verification.against_one_device import verify
 from autopar.verification.compared_models import VerifiedModel
 from autopar.verification.rank_pool import WorkerPool
-from tests.support.close import assert_close
 from tests.support.distributed import jobs
+from tests.support.distributed.layouts import clips_as_one_device, goes_on
 from tests.support.distributed.mixtures import Subject
+from tests.support.distributed.subjects import graph_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
-
-
-@cache
-def graph_of(subject: Subject) -> Graph:
-    return trace(subject.build(), (), subject.make_batch(2, seed=0))
 
 
 def planned(subject: Subject, *pins: str) -> Plan:
@@ -62,33 +55,15 @@ def test_experts_on_ranks_equal_one_device(pool: WorkerPool, case: str) -> None:
 
 def test_the_norm_counts_every_expert_once_and_clips_them_all(pool: WorkerPool) -> None:
     subject = Subject()
-    data = [subject.make_batch(8, seed=seed) for seed in range(2)]
-    model = subject.build()
-    optimizer = adamw(model.parameters())
-    norms = []
-    for batch in data:
-        optimizer.zero_grad()
-        model(**batch).backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).item())
-        optimizer.step()
     for pins in (("ep=2", "dp_shard=4"), ("ep=4", "ep_data=2", "tp=2")):
-        plan = planned(subject, *pins)
-        for rank in pool.run(jobs.train, subject, plan, graph_of(subject), data, 0.1, timeout_s=60.0):
-            assert rank["norms"] == pytest.approx(norms, rel=1e-5)
-            for name, parameter in model.named_parameters():
-                assert_close(rank["parameters"][name], parameter.detach(), 1e-4)
+        clips_as_one_device(pool, subject, planned(subject, *pins), graph_of(subject))
 
 
 def test_a_checkpoint_of_spread_experts_loads_under_another_plan(pool: WorkerPool, tmp_path: Path) -> None:
     subject, graph = Subject(), graph_of(Subject())
     data = [subject.make_batch(8, seed=seed) for seed in range(3)]
-    plans = (planned(subject, "ep=4", "ep_data=2", "tp=2"), planned(subject, "ep=2", "dp_shard=4", "zero=3"))
-    for number, (here, there) in enumerate((plans, plans[::-1])):
-        folder = str(tmp_path / str(number))
-        saved = pool.run(jobs.save_run, subject, here, graph, data, folder, timeout_s=60.0)
-        for count, losses in pool.run(jobs.load_run, subject, there, graph, data, folder, timeout_s=60.0):
-            assert count == 1
-            assert losses == pytest.approx(saved[0], rel=1e-5)
+    here, there = planned(subject, "ep=4", "ep_data=2", "tp=2"), planned(subject, "ep=2", "dp_shard=4", "zero=3")
+    goes_on(pool, subject, graph, data, tmp_path, here, there, here)
 
 
 def test_mixed_precision_keeps_spread_experts_in_float32_at_rest(pool: WorkerPool) -> None:

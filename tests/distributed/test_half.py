@@ -33,6 +33,14 @@ def graph_of(subject: Any) -> Any:
     return api.trace(subject.build(), example_inputs=subject.make_batch(2, seed=0), precision="fp16", name="half")
 
 
+@cache
+def stepped(pool: WorkerPool, layout: str, called: bool = False) -> tuple[dict[str, Any], ...]:
+    """What each rank finds in the two steps of :func:`one_device`."""
+    plan, job = planned(layout), partial(scaled.steps, scaling=FIXED, called=called)
+    data, size = batches(SUBJECT, 2), plan.mesh.world_size
+    return pool.run(job, SUBJECT, plan, graph_of(SUBJECT), data, size=size, timeout_s=60.0)
+
+
 def planned(layout: str, **options: Any) -> Plan:
     mesh, given = LAYOUTS[layout]
     micro = micro_batch_size(mesh, 16)
@@ -71,12 +79,10 @@ def moved(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
 def test_equals_one_device_with_the_same_casts_and_scale(pool: WorkerPool, layout: str) -> None:
     """One device is off float32 by 1.6 epsilons here. A plan rounds elsewhere: it is off by no more than twice that, and so
     the two are 5 apart at most, gradients and what momentum makes of them; losses are sums in float32."""
-    plan, data = planned(layout), batches(SUBJECT, 2)
     alone, exact = one_device()
     rounding = error(alone["gradients"][0], exact)
     assert rounding < 2
-    job = partial(scaled.steps, scaling=FIXED)
-    for found in pool.run(job, SUBJECT, plan, graph_of(SUBJECT), data, size=plan.mesh.world_size, timeout_s=60.0):
+    for found in stepped(pool, layout):
         assert found["losses"] == pytest.approx(alone["losses"], rel=EPSILON / 8)
         assert found["norms"] == pytest.approx(alone["norms"], rel=EPSILON)
         assert error(found["gradients"][0], exact) <= 2 * rounding
@@ -90,15 +96,8 @@ def test_equals_one_device_with_the_same_casts_and_scale(pool: WorkerPool, layou
 @pytest.mark.parametrize("layout", ["dp4 ZeRO 2", "tp2 x dp2 ZeRO 1"])
 def test_scaling_what_a_call_returns_equals_a_train_step(pool: WorkerPool, layout: str) -> None:
     """One backward adds what several micro-batches leave in float16, where ``train_step`` adds in float32: a rounding more."""
-    plan, data = planned(layout), batches(SUBJECT, 2)
     alone, exact = one_device()
-    ways = [
-        pool.run(
-            partial(scaled.steps, scaling=FIXED, called=called), SUBJECT, plan, graph_of(SUBJECT), data, timeout_s=60.0
-        )
-        for called in (False, True)
-    ]
-    for step, call in zip(*ways, strict=True):
+    for step, call in zip(stepped(pool, layout), stepped(pool, layout, called=True), strict=True):
         assert call["losses"] == pytest.approx(step["losses"], rel=EPSILON / 8)
         assert error(call["gradients"][0], exact) <= 2 * error(alone["gradients"][0], exact)
         assert call["states"] == step["states"]

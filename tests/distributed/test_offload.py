@@ -16,9 +16,8 @@ from autopar.hardware.device import HostLink
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.close import assert_close
 from tests.support.distributed import jobs
-from tests.support.distributed.layouts import LAYOUTS, batches, bf16_plan, clipped, planned, traced
-from tests.support.distributed.plans import make_plan, micro_batch_size
-from tests.support.distributed.subjects import SEQUENCE, HfSubject
+from tests.support.distributed.layouts import batches, bf16_plan, clips_as_one_device, goes_on, planned, traced
+from tests.support.distributed.subjects import SEQUENCE
 from tests.support.step_traffic import stages_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
@@ -41,12 +40,7 @@ def with_host(cluster: str, **changes: Any) -> Cluster:
 )
 def test_steps_on_the_host_are_those_of_one_device(pool: WorkerPool, layout: str) -> None:
     subject, plan, graph = planned(layout, "llama")
-    data = batches(subject, 2)
-    norms, parameters = clipped(subject, data)
-    plan = replace(plan, offload=("optimizer",))
-    for rank in pool.run(jobs.train, subject, plan, graph, data, 0.1, size=plan.mesh.world_size, timeout_s=60.0):
-        assert rank["norms"] == pytest.approx(norms, rel=1e-5)
-        assert_close(rank["parameters"], parameters, 1e-4)
+    clips_as_one_device(pool, subject, replace(plan, offload=("optimizer",)), graph)
 
 
 def test_in_mixed_precision_steps_are_the_same_wherever_they_are_made(pool: WorkerPool) -> None:
@@ -62,16 +56,12 @@ def test_in_mixed_precision_steps_are_the_same_wherever_they_are_made(pool: Work
     assert_close(there["parameters"], here["parameters"], 1e-5)
 
 
-@pytest.mark.parametrize("first", [True, False], ids=["to the device", "to the host"])
-def test_checkpoints_go_on_wherever_states_live(pool: WorkerPool, tmp_path: Path, first: bool) -> None:
-    subject, one, graph = planned("dp4 ZeRO 3", "llama")
+def test_checkpoints_go_on_wherever_states_live(pool: WorkerPool, tmp_path: Path) -> None:
+    """From the host to the device, to another device, and to a host of another plan."""
+    subject, device, graph = planned("dp4 ZeRO 3", "llama")
     other = planned("pp2 x dp2 ZeRO 1", "llama")[1]
-    one, other = (replace(p, offload=("optimizer",) * on) for p, on in ((one, first), (other, not first)))
-    data = batches(subject, 3)
-    saved = pool.run(jobs.save_run, subject, one, graph, data, str(tmp_path), timeout_s=60.0)
-    for step, losses in pool.run(jobs.load_run, subject, other, graph, data, str(tmp_path), timeout_s=60.0):
-        assert step == 1
-        assert losses == pytest.approx(saved[0], rel=1e-5)
+    host, other_host = (replace(plan, offload=("optimizer",)) for plan in (device, other))
+    goes_on(pool, subject, graph, batches(subject, 3), tmp_path, host, other, device, other_host)
 
 
 @pytest.mark.parametrize("pins", ["dp_replicate=2 tp=2 zero=0", "dp_shard=4 zero=3", "pp=2 dp_shard=2 zero=1"])
@@ -94,11 +84,7 @@ def test_bytes_on_the_host_are_those_predicted(pool: WorkerPool, pins: str) -> N
     ],
 )  # fmt: skip
 def test_blocks_that_keep_on_the_host_train_the_same(pool: WorkerPool, layout: str, dropout: float) -> None:
-    subject = HfSubject("gpt2", dropout=dropout)
-    graph = subject.trace() if dropout else traced("gpt2")[1]
-    mesh, options = LAYOUTS[layout]
-    micro = micro_batch_size(mesh, 16)
-    plan = make_plan(graph, mesh, global_batch_size=16, micro_batch_size=micro, **options)
+    subject, plan, graph = planned(layout, "gpt2", dropout=dropout)
     moved = replace(plan, blocks=tuple(replace(b, offload=b.index != 1) for b in plan.blocks))
     data = batches(subject, 2)
     here, there = (

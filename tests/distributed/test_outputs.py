@@ -43,8 +43,8 @@ MODELS = {
     "gpt2": "hf:gpt2?n_embd=32&n_layer=2&n_head=4&vocab_size=96&n_positions=16",
     "llama": "hf:llama?num_hidden_layers=2&hidden_size=32&intermediate_size=64&num_attention_heads=4&num_key_value_heads=2"
     "&vocab_size=97&max_position_embeddings=16&tie_word_embeddings=false",
-    "t5": "hf:t5?num_layers=2&d_model=32&num_heads=4&d_kv=8&d_ff=64&vocab_size=96",
-    "bert": "hf:bert?num_hidden_layers=2&hidden_size=32&num_attention_heads=4&vocab_size=96&intermediate_size=64",
+    "t5": "hf:t5?num_layers=1&d_model=32&num_heads=4&d_kv=8&d_ff=64&vocab_size=96",
+    "bert": "hf:bert?num_hidden_layers=1&hidden_size=32&num_attention_heads=4&vocab_size=96&intermediate_size=64",
 }
 
 
@@ -100,33 +100,38 @@ def assert_same(found: Any, expected: Any, place: str) -> None:
         assert (type(found), found) == (type(expected), expected), place
 
 
+def check(pool: WorkerPool, subject: Any, plan: Plan, graph: Graph, *sizes: int, own: bool = False) -> None:
+    """Outputs of batches of these sizes, one after the other; ``own``: also of a rank's own samples."""
+    batches = [subject.make_batch(size, seed=1) for size in sizes]
+    expected = [wanted(subject, batch) for batch in batches]
+    for rank in pool.run(
+        returning.predicted, subject, plan, graph, batches, own, size=plan.mesh.world_size, timeout_s=90.0
+    ):
+        for size, found, outputs in zip(sizes, rank, expected, strict=True):
+            for way in ("complete", "split", "called"):
+                assert_same(found[way], outputs, f"{size} samples, {way}")
+            if own:
+                start, stop = found["samples"]
+                assert_close(found["own"][0], outputs[0][start:stop], place=f"{size} samples, own")
+            first, again, _ = found["losses"]
+            assert first == again
+
+
 CASES = [
-    *(("pair", layout) for layout in PINS),
-    *(("metrics", layout) for layout in ("tp4 lengthened", "dp2 x tp2", "pp2 x dp2", "cp2")),
-    *(("gpt2", layout) for layout in ("tp2", "dp4 ZeRO 3", "pp2 x tp2")),
-    *(("llama", layout) for layout in ("pp2 x dp2", "cp2 x dp2 ring", "dp2 x tp2")),
-    *(("t5", layout) for layout in ("pp2 x dp2", "tp2")),
-    ("bert", "pp2 x tp2"),
+    *(("pair", layout, (8,)) for layout in PINS),
+    *(("metrics", layout, (8,)) for layout in ("tp4 lengthened", "dp2 x tp2", "cp2")),
+    *(("metrics", layout, (3, 8, 6, 7)) for layout in ("dp4 ZeRO 3", "pp2 x dp2")),
+    *(("gpt2", layout, (8,)) for layout in ("tp2", "dp4 ZeRO 3", "pp2 x tp2")),
+    *(("llama", layout, (8,)) for layout in ("pp2 x dp2", "cp2 x dp2 ring", "dp2 x tp2")),
+    *(("t5", layout, (8,)) for layout in ("pp2 x dp2", "tp2")),
+    ("bert", "pp2 x tp2", (8,)),
 ]
+"""With numbers of samples: of the plan, and fewer."""
 
 
-@pytest.mark.parametrize(("kind", "layout"), CASES)
-def test_outputs_are_those_of_one_device(pool: WorkerPool, kind: str, layout: str) -> None:
-    subject, plan, graph = planned(kind, layout)
-    batch = subject.make_batch(8, seed=1)
-    expected = wanted(subject, batch)
-    ranks = pool.run(
-        returning.predicted, subject, plan, graph, batch, kind == "pair", size=plan.mesh.world_size, timeout_s=90.0
-    )
-    for found in ranks:
-        for way in ("complete", "split", "called"):
-            assert_same(found[way], expected, f"{layout} {way}")
-        if "own" in found:
-            start, stop = found["samples"]
-            logits, _ = found["own"]
-            assert_close(logits, expected[0][start:stop], place=f"{layout} own")
-        first, again, _ = found["losses"]
-        assert first == again
+@pytest.mark.parametrize(("kind", "layout", "sizes"), CASES)
+def test_outputs_are_those_of_one_device(pool: WorkerPool, kind: str, layout: str, sizes: tuple[int, ...]) -> None:
+    check(pool, *planned(kind, layout), *sizes, own=kind == "pair")
 
 
 @pytest.mark.parametrize("layout", SPLIT)
@@ -137,13 +142,7 @@ def test_parts_of_logits_are_joined(pool: WorkerPool, kind: str, type_on_tp: str
     logits = next(leaf.ref for leaf in graph.outputs.leaves if leaf.name == "logits")
     assert logits is not None
     assert str(dict(layout_of(lower(plan, graph).graph, logits))["tp"]) == type_on_tp
-    for samples in (8, 5):
-        batch = subject.make_batch(samples, seed=1)
-        expected = wanted(subject, batch)
-        size = plan.mesh.world_size
-        for found in pool.run(returning.predicted, subject, plan, graph, batch, False, size=size, timeout_s=90.0):
-            for way in ("complete", "split", "called"):
-                assert_same(found[way], expected, f"{layout} {way}")
+    check(pool, subject, plan, graph, 8, 5)
 
 
 @pytest.mark.parametrize("layout", ["dp4 ZeRO 3", "tp2", "dp2 recomputed", "dp2 made again", "dp2 x tp2"])
@@ -173,22 +172,11 @@ def test_other_outputs_of_a_training_call_say_what_they_are_not(pool: WorkerPool
         assert said["inputs"] is False
 
 
-@pytest.mark.parametrize("samples", [3, 6, 7])
-@pytest.mark.parametrize("layout", ["dp4 ZeRO 3", "pp2 x dp2"])
-def test_outputs_of_a_smaller_batch(pool: WorkerPool, layout: str, samples: int) -> None:
-    subject, plan, graph = planned("metrics", layout)
-    batch = subject.make_batch(samples, seed=1)
-    expected = wanted(subject, batch)
-    for found in pool.run(returning.predicted, subject, plan, graph, batch, False, size=4, timeout_s=90.0):
-        for way in ("complete", "split", "called"):
-            assert_same(found[way], expected, f"{layout} {way}")
-
-
 def test_outputs_where_a_function_makes_the_loss(pool: WorkerPool) -> None:
     subject, plan, graph = planned("scores", "pp2 x dp2")
     batch = subject.make_batch(8, seed=1)
     logits = wanted(subject, {"idx": batch["idx"]})
-    for found in pool.run(returning.predicted, subject, plan, graph, batch, False, size=4, timeout_s=90.0):
+    for (found,) in pool.run(returning.predicted, subject, plan, graph, [batch], size=4, timeout_s=90.0):
         assert_same(found["called"], logits, "called")
 
 
@@ -198,7 +186,7 @@ def test_outputs_of_experts_over_data_ranks(pool: WorkerPool) -> None:
     assert plan.mesh.ep_data == 2
     batch = subject.make_batch(8, seed=1)
     expected = wanted(subject, batch)
-    for found in pool.run(returning.predicted, subject, plan, graph, batch, False, size=2, timeout_s=90.0):
+    for (found,) in pool.run(returning.predicted, subject, plan, graph, [batch], size=2, timeout_s=90.0):
         for name in ("loss", "logits"):
             assert_close(found["complete"][name], expected[name], place=name)
 
@@ -211,16 +199,11 @@ def test_one_stage_is_needed_for_a_loss_with_gradients(pool: WorkerPool) -> None
     assert loss_of(subject.build()(**batch)).requires_grad
 
 
-@pytest.mark.parametrize("samples", [8, 5])
-def test_outputs_of_unequal_shares(pool: WorkerPool, samples: int) -> None:
+def test_outputs_of_unequal_shares(pool: WorkerPool) -> None:
     subject, graph = traced("metrics")
     plan = api.estimate(graph, cluster=two_kinds(1, 1, factor=3.0), global_batch_size=8, pins=["data_shares=3-1"])
     assert [len(plan.samples_of(rank)) for rank in range(2)] == [6, 2]
-    batch = subject.make_batch(samples, seed=1)
-    expected = wanted(subject, batch)
-    for found in pool.run(returning.predicted, subject, plan, graph, batch, False, size=2, timeout_s=90.0):
-        for way in ("complete", "split", "called"):
-            assert_same(found[way], expected, way)
+    check(pool, subject, plan, graph, 8, 5)
 
 
 def test_split_outputs_stay_where_they_are(pool: WorkerPool) -> None:

@@ -14,7 +14,7 @@ from autopar.plan.plan import Plan
 from autopar.verification.against_one_device import verify
 from autopar.verification.rank_pool import WorkerPool
 from autopar.verification.reference import Subject
-from tests.support.distributed import jobs
+from tests.support.distributed.layouts import goes_on
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
 
@@ -72,16 +72,11 @@ def test_a_table_that_is_not_split_by_rows_is_padded_likewise(pool: WorkerPool, 
     verify(subject, plan, graph, steps=2, pool=pool, run_timeout_s=60.0).check()
 
 
-@pytest.mark.parametrize(
-    ("before", "after"), [("tp4", "tp2 x dp2 ZeRO 3"), ("tp2 x dp2 ZeRO 3", "tp4"), ("pp2 x tp2", "tp4")]
-)
-def test_checkpoints_hold_no_padding(pool: WorkerPool, tmp_path: Path, before: str, after: str) -> None:
+def test_checkpoints_hold_no_padding(pool: WorkerPool, tmp_path: Path) -> None:
     subject, graph = traced()
     batches = [subject.make_batch(8, seed=seed, padded=True) for seed in range(3)]
-    first, second = planned(before, SPLIT), planned(after, SPLIT)
-    saved = pool.run(jobs.save_run, subject, first, graph, batches, str(tmp_path), timeout_s=60.0)
-    for _, losses in pool.run(jobs.load_run, subject, second, graph, batches, str(tmp_path), timeout_s=60.0):
-        assert losses == pytest.approx(saved[0], rel=1e-5)
+    plans = [planned(layout, SPLIT) for layout in ("pp2 x tp2", "tp4", "tp2 x dp2 ZeRO 3", "tp4")]
+    goes_on(pool, subject, graph, batches, tmp_path, *plans)
 
 
 def aligned(kind: str, layout: str) -> Plan:
@@ -116,8 +111,5 @@ def test_checkpoints_of_aligned_vocabularies_are_read_by_plans_without(
     batches = [subject.make_batch(8, seed=seed, padded=True) for seed in range(3)]
     plain = api.estimate(graph, cluster="cpu:1x4", global_batch_size=8, pins=ALIGNED["dp4"])
     assert plain.padding == ()
-    for before, after in ((aligned(kind, "dp4 ZeRO 3"), plain), (plain, aligned(kind, "pp2 x dp2"))):
-        folder = tmp_path / str(before.mesh)
-        saved = pool.run(jobs.save_run, subject, before, graph, batches, str(folder), timeout_s=60.0)
-        for _, losses in pool.run(jobs.load_run, subject, after, graph, batches, str(folder), timeout_s=60.0):
-            assert losses == pytest.approx(saved[0], rel=1e-5)
+    plans = (aligned(kind, "dp4 ZeRO 3"), plain, aligned(kind, "pp2 x dp2"))
+    goes_on(pool, subject, graph, batches, tmp_path, *plans)

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
-
 import pytest
 
 from autopar import api
 from autopar.lower.program import lower
 from autopar.verification.against_one_device import verify
 from autopar.verification.rank_pool import WorkerPool
-from tests.support.distributed.subjects import HfSubject, Unpadded
+from tests.support.distributed.subjects import HfSubject, Unpadded, graph_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
-
-
-@cache
-def traced(kind: str, padded: bool) -> tuple[HfSubject, Any]:
-    subject = HfSubject(kind) if padded else Unpadded(kind)
-    return subject, subject.trace()
 
 
 @pytest.mark.parametrize(
@@ -37,7 +28,8 @@ def traced(kind: str, padded: bool) -> tuple[HfSubject, Any]:
 def test_a_split_sequence_equals_one_device(
     pool: WorkerPool, kind: str, padded: bool, attention: str, pins: str
 ) -> None:
-    subject, graph = traced(kind, padded)
+    subject = HfSubject(kind) if padded else Unpadded(kind)
+    graph = graph_of(subject)
     wanted = [*pins.split(), f"cp_attention={attention}", "num_micro_batches=2"]
     plan = api.estimate(graph, cluster="cpu:1x4", global_batch_size=8, pins=wanted)
     name = {"gather": "attention_gathered(" if not padded else "all_gather(", "ulysses": "all_to_all("}

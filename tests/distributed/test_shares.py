@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
 
 from autopar import api
-from autopar.graph.graph import Graph
 from autopar.plan.plan import Plan
 from autopar.verification.against_one_device import loss_of, verify
 from autopar.verification.rank_pool import WorkerPool
-from tests.support.close import assert_close
 from tests.support.distributed import jobs
-from tests.support.distributed.layouts import clipped
-from tests.support.distributed.subjects import HfSubject
+from tests.support.distributed.layouts import clips_as_one_device
+from tests.support.distributed.subjects import HfSubject, graph_of
 from tests.support.mixed_clusters import two_kinds
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
@@ -22,14 +18,9 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
 SUBJECT = HfSubject("gpt2")
 
 
-@cache
-def traced() -> Graph:
-    return SUBJECT.trace()
-
-
 def planned(zero: int) -> Plan:
     pins = ["data_shares=3-1", f"zero={zero}"]
-    plan = api.estimate(traced(), cluster=two_kinds(1, 1, factor=3.0), global_batch_size=8, pins=pins)
+    plan = api.estimate(graph_of(SUBJECT), cluster=two_kinds(1, 1, factor=3.0), global_batch_size=8, pins=pins)
     assert plan.num_micro_batches == 2
     assert [plan.samples_of(rank) for rank in range(2)] == [range(6), range(6, 8)]
     return plan
@@ -37,7 +28,7 @@ def planned(zero: int) -> Plan:
 
 @pytest.mark.parametrize("zero", range(4))
 def test_unequal_shares_equal_one_device(pool: WorkerPool, zero: int) -> None:
-    report = verify(SUBJECT, planned(zero), traced(), steps=2, pool=pool, run_timeout_s=60.0)
+    report = verify(SUBJECT, planned(zero), graph_of(SUBJECT), steps=2, pool=pool, run_timeout_s=60.0)
     assert len(report.rows) == 2
     report.check()
 
@@ -46,31 +37,29 @@ def test_unequal_shares_equal_one_device(pool: WorkerPool, zero: int) -> None:
 def test_unequal_shares_of_a_padded_vocabulary_equal_one_device(pool: WorkerPool, zero: int) -> None:
     """As a search plans them: node groups of two ranks each, one kind three times as fast, and rows that are aligned."""
     pins = ["data_shares=3-1", f"zero={zero}", "vocab_multiple=64"]
-    plan = api.estimate(traced(), cluster=two_kinds(2, 2, factor=3.0), global_batch_size=16, pins=pins)
+    plan = api.estimate(graph_of(SUBJECT), cluster=two_kinds(2, 2, factor=3.0), global_batch_size=16, pins=pins)
     assert plan.padding
     assert [len(plan.samples_of(rank)) for rank in range(4)] == [6, 6, 2, 2]
-    report = verify(SUBJECT, plan, traced(), steps=2, pool=pool, run_timeout_s=60.0)
+    report = verify(SUBJECT, plan, graph_of(SUBJECT), steps=2, pool=pool, run_timeout_s=60.0)
     assert len(report.rows) == 4
     report.check()
 
 
 @pytest.mark.parametrize("zero", [0, 3])
 def test_the_norm_is_that_of_one_device(pool: WorkerPool, zero: int) -> None:
-    data = [SUBJECT.make_batch(8, seed=seed) for seed in range(2)]
-    norms, parameters = clipped(SUBJECT, data)
-    for rank in pool.run(jobs.train, SUBJECT, planned(zero), traced(), data, 0.1, size=2, timeout_s=60.0):
-        assert rank["norms"] == pytest.approx(norms, rel=1e-5)
-        assert_close(rank["parameters"], parameters, 1e-4)
+    clips_as_one_device(pool, SUBJECT, planned(zero), graph_of(SUBJECT))
 
 
 def test_a_launched_job_trains_with_its_shares(pool: WorkerPool) -> None:
     batch = SUBJECT.make_batch(8, seed=0, padded=True)
     expected = loss_of(SUBJECT.build()(**batch)).item()
-    for loss in pool.run(jobs.launched_loss, SUBJECT, planned(0), traced(), batch, size=2, timeout_s=60.0):
+    for loss in pool.run(jobs.launched_loss, SUBJECT, planned(0), graph_of(SUBJECT), batch, size=2, timeout_s=60.0):
         assert loss == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_rank_may_bring_its_own_samples(pool: WorkerPool) -> None:
     batch = SUBJECT.make_batch(8, seed=0)
-    for whole, own in pool.run(jobs.local_batches, SUBJECT, planned(3), traced(), batch, size=2, timeout_s=60.0):
+    for whole, own in pool.run(
+        jobs.local_batches, SUBJECT, planned(3), graph_of(SUBJECT), batch, size=2, timeout_s=60.0
+    ):
         assert whole == pytest.approx(own, rel=1e-6)

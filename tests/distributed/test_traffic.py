@@ -21,7 +21,7 @@ from autopar.plan.mesh import Mesh
 from autopar.plan.plan import BF16, Plan
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.distributed import recording
-from tests.support.distributed.layouts import LAYOUTS, traced
+from tests.support.distributed.layouts import LAYOUTS, traced, traced_in_half
 from tests.support.distributed.plans import make_plan, micro_batch_size
 from tests.support.step_traffic import Collective, stages_of, traffic
 
@@ -130,8 +130,7 @@ def test_a_step_runs_the_collectives_that_are_priced(
 @pytest.mark.parametrize("pins", ["tp=2 dp_shard=2 zero=3", "pp=2 dp_replicate=2 zero=0 num_micro_batches=2"])
 def test_a_step_in_float16_runs_the_collectives_that_are_priced(pool: WorkerPool, pins: str) -> None:
     """One of them asks all ranks for infinities."""
-    subject, _ = traced("gpt2")
-    graph = api.trace(subject.build(), example_inputs=subject.make_batch(2, seed=0), precision="fp16")
+    graph = traced_in_half("gpt2")
     plan = api.estimate(graph, cluster="cpu:1x4", global_batch_size=GLOBAL_BATCH, pins=pins.split(), precision="fp16")
     compare(pool, "gpt2", plan, graph)
 

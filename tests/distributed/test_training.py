@@ -9,14 +9,14 @@ import torch
 
 from autopar.errors import AutoparError
 from autopar.plan.mesh import Mesh
-from autopar.plan.plan import RECOMPUTES, Recompute
+from autopar.plan.plan import RECOMPUTES
 from autopar.verification.against_one_device import adamw, loss_of
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.close import assert_close
 from tests.support.distributed import jobs
-from tests.support.distributed.layouts import LAYOUTS, batches, bf16_plan, clipped, planned, traced
-from tests.support.distributed.plans import make_plan, micro_batch_size
-from tests.support.distributed.subjects import HfSubject
+from tests.support.distributed.layouts import batches, bf16_plan, clips_as_one_device, goes_on, planned, traced
+from tests.support.distributed.plans import make_plan
+from tests.support.distributed.subjects import HfSubject, graph_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
 
@@ -25,13 +25,7 @@ MIXED = ["dp4 ZeRO 3", "HSDP 2x2", "tp2 x dp2 whole parameters", "tp2 x dp2 ZeRO
 
 @pytest.mark.parametrize("layout", MIXED)
 def test_clipping_takes_the_norm_of_the_whole_model(pool: WorkerPool, layout: str) -> None:
-    subject, plan, graph = planned(layout, "llama")
-    data = batches(subject, 2)
-    norms, parameters = clipped(subject, data)
-    found = pool.run(jobs.train, subject, plan, graph, data, 0.1, size=plan.mesh.world_size, timeout_s=60.0)
-    for rank in found:
-        assert rank["norms"] == pytest.approx(norms, rel=1e-5)
-        assert_close(rank["parameters"], parameters, 1e-4)
+    clips_as_one_device(pool, *planned(layout, "llama"))
 
 
 @pytest.mark.parametrize("layout", ["dp4", "dp4 ZeRO 2", "tp2 x dp2 whole parameters", "tp2 x dp2 ZeRO 1"])
@@ -56,8 +50,8 @@ def test_a_step_after_an_evaluation_is_seen(pool: WorkerPool, layout: str) -> No
         assert found == pytest.approx((wanted, wanted), rel=1e-5)
 
 
-@pytest.mark.parametrize(("call", "stage"), [("train_step", ", pipeline stage 1"), ("evaluate", ", pipeline stage 1")])
-def test_a_failure_of_one_rank_ends_all(tmp_path: Path, call: str, stage: str) -> None:
+@pytest.mark.parametrize("call", ["train_step", "evaluate"])
+def test_a_failure_of_one_rank_ends_all(tmp_path: Path, call: str) -> None:
     """Caught there or not: the others would wait for it until the time-out of their process group."""
     subject, graph = traced("gpt2")
     plan = make_plan(graph, Mesh(pp=2), global_batch_size=16, micro_batch_size=4)
@@ -66,7 +60,7 @@ def test_a_failure_of_one_rank_ends_all(tmp_path: Path, call: str, stage: str) -
     bad["labels"][9] = 10**6
     with WorkerPool(2) as own, pytest.raises(AutoparError, match="rank 0: the process died"):
         own.run(jobs.failing, subject, plan, graph, batch, bad, call, str(tmp_path), timeout_s=60.0)
-    words = f"rank 1{stage}: IndexError: Target 1000000 is out of bounds."
+    words = "rank 1, pipeline stage 1: IndexError: Target 1000000 is out of bounds."
     first, again = (tmp_path / "rank1").read_text().splitlines()
     assert first == "IndexError: Target 1000000 is out of bounds. ['pipeline stage 1']"
     for text in (again, (tmp_path / "rank0").read_text()):
@@ -142,23 +136,12 @@ def test_a_failure_outside_of_a_step_ends_all(tmp_path: Path, call: str) -> None
         ), text
 
 
-@pytest.mark.parametrize(
-    ("mesh", "said"),
-    [
-        (
-            Mesh(tp=2),
-            "Ranks 1 and 0 were given different samples, but must share them (par.data_rank 0). Sample by par.data_rank",
-        ),
-        (
-            Mesh(pp=2),
-            "Ranks 1 and 0 were given different samples, but must share them (par.data_rank 0). Sample by par.data_rank",
-        ),
-        (Mesh(dp_replicate=2), "data ranks were given different global batches"),
-    ],
-    ids=str,
-)
-def test_ranks_that_share_samples_are_given_the_same_ones(pool: WorkerPool, mesh: Mesh, said: str) -> None:
+@pytest.mark.parametrize("mesh", [Mesh(tp=2), Mesh(pp=2), Mesh(dp_replicate=2)], ids=str)
+def test_ranks_that_share_samples_are_given_the_same_ones(pool: WorkerPool, mesh: Mesh) -> None:
     """Sums of different samples, or labels of others, would look like a loss."""
+    said = "Ranks 1 and 0 were given different samples, but must share them (par.data_rank 0). Sample by par.data_rank"
+    if mesh.data > 1:
+        said = "data ranks were given different global batches"
     subject, graph = traced("gpt2")
     plan = make_plan(graph, mesh, global_batch_size=16, micro_batch_size=4)
     (batch,) = batches(subject, 1)
@@ -217,7 +200,9 @@ def test_what_needs_what_other_ranks_hold_is_refused(pool: WorkerPool, layout: s
 
 def test_muon_on_split_matrices_steps_as_on_whole_ones(pool: WorkerPool) -> None:
     """Its own iteration is in bfloat16, where the order of a sum shows (3e-3 of weights): in float32 it does not."""
-    subject, plan, graph = planned("tp2 x dp2 ZeRO 3", "llama")
+    subject = HfSubject("llama", depth=1)
+    graph, mesh = graph_of(subject), Mesh(tp=2, dp_shard=2)
+    plan = make_plan(graph, mesh, global_batch_size=16, micro_batch_size=4, zero_stage=3)
     data, model = batches(subject, 2), subject.build()
     jobs.step_muon(
         [p for p in model.parameters() if p.ndim == 2], lambda batch: loss_of(model(**batch)).backward(), data
@@ -242,11 +227,9 @@ def test_a_rank_may_bring_its_own_samples(pool: WorkerPool, layout: str) -> None
         assert whole == pytest.approx(own, rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    ["dp4", "dp4 ZeRO 3", "tp2 x dp2", "pp2 x dp2 ZeRO 1", "pp2 x dp2 ZeRO 3 without shards", "pp2 x tp2"],
-)
+@pytest.mark.parametrize("layout", ["dp4 ZeRO 3", "pp2 x dp2 ZeRO 3 without shards", "pp2 x tp2"])
 def test_bf16_stays_near_fp32(pool: WorkerPool, layout: str) -> None:
+    """More layouts in half precision: ``test_half``."""
     subject = HfSubject("llama")
     data = batches(subject, 2)
     exact = loss_of(subject.build()(**data[0])).item()
@@ -260,55 +243,41 @@ def test_bf16_stays_near_fp32(pool: WorkerPool, layout: str) -> None:
 
 @pytest.mark.parametrize("layout", ["dp4 ZeRO 3", "tp2", "pp2 x dp2"])
 def test_dropout_repeats_itself_under_recompute(pool: WorkerPool, layout: str) -> None:
-    subject = HfSubject("gpt2", dropout=0.2)
-    graph = subject.trace()
-    data = batches(subject, 2)
-    mesh, options = LAYOUTS[layout]
+    data = batches(HfSubject("gpt2"), 2)
     found = {}
-    modes: tuple[Recompute, ...] = ("none", "full") if layout == "pp2 x dp2" else RECOMPUTES
-    for recompute in modes:
-        plan = make_plan(
-            graph, mesh, global_batch_size=16, micro_batch_size=micro_batch_size(mesh, 16),
-            **{**options, "recompute": recompute},
-        )  # fmt: skip
-        found[recompute] = pool.run(jobs.train, subject, plan, graph, data, None, size=mesh.world_size, timeout_s=60.0)
+    for recompute in ("none", "full") if layout == "pp2 x dp2" else RECOMPUTES:
+        subject, plan, graph = planned(layout, "gpt2", dropout=0.2, recompute=recompute)
+        size = plan.mesh.world_size
+        found[recompute] = pool.run(jobs.train, subject, plan, graph, data, None, size=size, timeout_s=60.0)
     dry = HfSubject("gpt2")
     assert found["none"][0]["losses"][0] != pytest.approx(loss_of(dry.build()(**data[0])).item(), rel=1e-4)
-    for rank in range(mesh.world_size):
-        for recompute in modes:
+    for rank in range(size):
+        for recompute in found:
             assert found[recompute][rank]["losses"] == pytest.approx(found["none"][rank]["losses"], rel=1e-6)
         assert_close(found["full"][rank]["parameters"], found["none"][0]["parameters"], 1e-5)
 
 
 @pytest.mark.parametrize("layout", ["dp4 ZeRO 3", "pp2 two virtual stages", "pp2 x dp2 ZeRO 3 made again"])
 def test_an_evaluation_drops_nothing_and_changes_nothing(pool: WorkerPool, layout: str) -> None:
-    subject, (batch,) = HfSubject("gpt2", dropout=0.2), batches(HfSubject("gpt2"), 1)
-    graph, (mesh, options) = subject.trace(), LAYOUTS[layout]
-    plan = make_plan(graph, mesh, global_batch_size=16, micro_batch_size=micro_batch_size(mesh, 16), **options)
+    subject, plan, graph = planned(layout, "gpt2", dropout=0.2)
+    (batch,) = batches(subject, 1)
     wanted = loss_of(HfSubject("gpt2").build()(**batch)).item()
-    for found in pool.run(jobs.evaluated, subject, plan, graph, batch, size=mesh.world_size, timeout_s=60.0):
+    for found in pool.run(jobs.evaluated, subject, plan, graph, batch, size=plan.mesh.world_size, timeout_s=60.0):
         assert found["losses"] == pytest.approx([wanted] * 3, rel=1e-5)
         assert abs(found["trained"][0] - wanted) > 1e-4 * wanted
         assert (len(set(found["trained"])), found["same"], found["steps"]) == (2, True, 2)
 
 
-MOVES = [
-    ("gpt2", "tp2 x dp2", "tp4"), ("gpt2", "tp2 x dp2 ZeRO 3", "dp4 ZeRO 2"), ("gpt2", "dp4", "tp2 x dp2 ZeRO 3"),
-    ("llama", "tp2 x dp2 ZeRO 3", "pp2 x tp2"), ("llama", "pp2 x dp2 ZeRO 1", "dp4 ZeRO 3"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("kind", "before", "after"), MOVES)
-def test_checkpoint_goes_on_under_another_plan(
-    pool: WorkerPool, tmp_path: Path, kind: str, before: str, after: str
-) -> None:
-    subject, plan, graph = planned(before, kind)
-    data = batches(subject, 3)
-    saved = pool.run(jobs.save_run, subject, plan, graph, data, str(tmp_path), timeout_s=60.0)
-    _, other, _ = planned(after, kind)
-    for count, losses in pool.run(jobs.load_run, subject, other, graph, data, str(tmp_path), timeout_s=60.0):
-        assert count == 1
-        assert losses == pytest.approx(saved[0], rel=1e-5)
+@pytest.mark.parametrize(
+    ("kind", "layouts"),
+    [
+        ("gpt2", ["dp4", "tp2 x dp2 ZeRO 3", "dp4 ZeRO 2", "tp2 x dp2", "tp4"]),
+        ("llama", ["pp2 x dp2 ZeRO 1", "dp4 ZeRO 3", "tp2 x dp2 ZeRO 3", "pp2 x tp2"]),
+    ],
+)
+def test_checkpoint_goes_on_under_other_plans(pool: WorkerPool, tmp_path: Path, kind: str, layouts: list[str]) -> None:
+    subject, graph = traced(kind)
+    goes_on(pool, subject, graph, batches(subject, 3), tmp_path, *(planned(name, kind)[1] for name in layouts))
 
 
 @pytest.mark.parametrize("mesh", [Mesh(pp=2), Mesh(dp_shard=2)], ids=str)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import InfeasibleError
+from autopar.graph.graph import Graph
 from autopar.models.resolve import resolve_model
 from autopar.plan.mesh import S
 from autopar.plan.plan import Plan
+from autopar.verification.reference import Subject
 from tests.support.lower.against_model import check
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*_functional_collectives.*:FutureWarning")
@@ -26,15 +28,27 @@ LLAMA = (
 THREE_HEADS = GPT.replace("n_embd=32&n_head=4", "n_embd=24&n_head=3")
 
 
-def checked(spec: str, length: int | None, pins: list[str], samples: int = 4) -> Plan:
-    """Right on as many ranks as the pins say."""
+@cache
+def traced(
+    spec: str, length: int | None, samples: int = 4, masked: bool = True
+) -> tuple[Subject, dict[str, Tensor], Graph]:
+    """A model, a batch, and the trace."""
     subject = resolve_model(spec, sequence_length=length)
+    batch = subject.make_batch(samples, seed=0, padded=True)
+    if not masked:
+        del batch["attention_mask"]
+    return subject, batch, autopar.trace(subject.build(), example_inputs=batch, global_batch_size=samples)
+
+
+def checked(spec: str, length: int | None, pins: list[str], samples: int = 4, masked: bool = True) -> Plan:
+    """Right on as many ranks as the pins say."""
+    subject, batch, graph = traced(spec, length, samples, masked)
     torch.manual_seed(0)
     ranks = 1
     for pin in pins:
         name, _, degree = pin.partition("=")
         ranks *= int(degree) if name in ("tp", "cp", "dp_shard", "dp_replicate", "pp") else 1
-    return check(subject.build(), subject.make_batch(samples, seed=0, padded=True), pins, ranks=ranks)
+    return check(subject.build(), batch, pins, ranks=ranks, graph=graph)
 
 
 def at_rest(plan: Plan, axis: str = "tp") -> dict[str, object]:
@@ -83,10 +97,7 @@ def test_what_does_not_divide_is_refused_with_a_remedy(
 @pytest.mark.parametrize("spec", [GPT, THREE_HEADS])
 def test_a_search_tries_tp_whatever_the_heads(spec: str) -> None:
     """Two ranks of a tiny model split its samples on ``tp``, and the weights at rest as far as these are large."""
-    subject = resolve_model(spec, sequence_length=16)
-    batch = subject.make_batch(4, seed=0, padded=True)
-    plan = autopar.search(subject.build(), example_inputs=batch, cluster="cpu:1x2", global_batch_size=4)
-    assert plan.mesh.tp == 2
+    assert autopar.search(traced(spec, 16)[2], cluster="cpu:1x2", global_batch_size=4).mesh.tp == 2
 
 
 SEGFORMER = (
@@ -218,16 +229,10 @@ ROUTED = LLAMA.replace("llama", "mixtral") + "&num_local_experts=4&output_router
     ],
 )
 def test_an_auxiliary_loss_with_and_without_a_mask(pins: list[str], masked: bool) -> None:
-    subject = resolve_model(ROUTED, sequence_length=7)
-    torch.manual_seed(0)
-    batch = subject.make_batch(4, seed=0, padded=True)
-    if not masked:
-        del batch["attention_mask"]
-    plan = check(subject.build(), batch, pins, ranks=4 if len(pins) == 2 and "dp_shard=2" in pins else 2)
-    assert plan.num_micro_batches == 1
+    assert checked(ROUTED, 7, pins, masked=masked).num_micro_batches == 1
 
 
 def test_an_auxiliary_loss_of_several_micro_batches_is_refused() -> None:
     said = "auxiliary losses of routers.* one micro-batch.*num_micro_batches=2.*before the first backward"
     with pytest.raises(InfeasibleError, match=said):
-        checked(ROUTED, 8, ["dp_shard=2", "num_micro_batches=2"])
+        checked(ROUTED, 7, ["dp_shard=2", "num_micro_batches=2"])

@@ -37,6 +37,7 @@ from autopar.tracing.trace import trace
 from tests.support.damage import KINDS, damage
 from tests.support.distributed.plans import make_plan
 from tests.support.parallel import on_rank
+from tests.support.said import said
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -96,6 +97,14 @@ def values(par: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, Te
         for name, value in optimizer.state.get(parameter, {}).items():
             found[f"{key} {name}"] = getattr(value, "full_tensor", lambda value=value: value)().clone()
     return found
+
+
+def loaded_values(path: Path) -> dict[str, Tensor]:
+    """Of a model of its own that loads a checkpoint."""
+    par = build()
+    optimizer = torch.optim.AdamW(par.parameters())
+    par.load(path, optimizer)
+    return values(par, optimizer)
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
@@ -227,15 +236,6 @@ def test_generators_go_on(tmp_path: Path) -> None:
     assert draw() == wanted
 
 
-def refusal(call: Callable[[], object]) -> str:
-    """What is said of a damaged checkpoint; empty where nothing is."""
-    try:
-        call()
-    except CheckpointError as error:
-        return str(error)
-    return ""
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_damage_is_refused_by_name_and_changes_nothing(tmp_path: Path, kind: str) -> None:
     par, optimizer = trained()
@@ -249,11 +249,11 @@ def test_damage_is_refused_by_name_and_changes_nothing(tmp_path: Path, kind: str
         shutil.rmtree(tmp_path / "copy", ignore_errors=True)
         shutil.copytree(tmp_path / "run", tmp_path / "copy")
         _, what = damage(tmp_path / "copy", tmp_path / "other", seed)
-        said = refusal(lambda: par.load(tmp_path / "copy", optimizer))
-        if said:
+        text = said(CheckpointError, par.load, tmp_path / "copy", optimizer)
+        if text:
             refused += 1
-            assert any(part in said for part in (*what.split(), NAME)), (what, said)
-            assert "load an earlier checkpoint" in said or "Name a folder" in said
+            assert any(part in text for part in (*what.split(), NAME)), (what, text)
+            assert "load an earlier checkpoint" in text or "Name a folder" in text
             assert same(values(par, optimizer), before)
         else:
             assert same(values(par, optimizer), wanted), what
@@ -279,8 +279,8 @@ def test_no_file_is_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         shutil.rmtree(tmp_path / "copy", ignore_errors=True)
         shutil.copytree(tmp_path / "run", tmp_path / "copy")
         (tmp_path / "copy" / forged).write_bytes(pickle.dumps(Touch(made)))
-        said = refusal(lambda: par.load(tmp_path / "copy", optimizer, allow_pickle=True))
-        assert said == "" or forged in said
+        text = said(CheckpointError, par.load, tmp_path / "copy", optimizer, allow_pickle=True)
+        assert text == "" or forged in text
         assert not made.exists()
     for reader in ("load", "loads", "Unpickler"):
         monkeypatch.setattr(pickle, reader, None)
@@ -321,11 +321,8 @@ def test_a_state_that_nobody_wrote_is_refused() -> None:
 def test_what_is_too_large_to_be_kept_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     par, optimizer = trained()
     par.save(tmp_path, optimizer)
-    loaded = build()
-    fresh = torch.optim.AdamW(loaded.parameters())
     monkeypatch.setattr("autopar.runtime.checkpoint.load._STAGED_BYTES", 100)
-    loaded.load(tmp_path, fresh)
-    assert same(values(loaded, fresh), values(par, optimizer))
+    assert same(loaded_values(tmp_path), values(par, optimizer))
 
 
 def test_an_index_is_what_was_written(tmp_path: Path) -> None:
@@ -401,20 +398,15 @@ def test_a_save_that_is_killed_leaves_what_was_there(
             try:
                 checkpoints.save(par, optimizer)
             except Killed:
-                loaded = build()
-                fresh = torch.optim.AdamW(loaded.parameters())
                 found = Checkpoints(tmp_path).latest()
                 assert found is not None
-                loaded.load(found, fresh)
+                there = loaded_values(found)
                 if found == kept and not (where == "folder._sync" and after):  # the index is in place before the last
-                    assert same(values(loaded, fresh), wanted)
+                    assert same(there, wanted)
     final = checkpoints.save(par, optimizer)
     assert {path.name for path in tmp_path.iterdir()} == {kept.name, final.name}, "nothing is left of the others"
     assert len(list(final.iterdir())) == 3
-    loaded = build()
-    fresh = torch.optim.AdamW(loaded.parameters())
-    loaded.load(final, fresh)
-    assert same(values(loaded, fresh), values(par, optimizer))
+    assert same(loaded_values(final), values(par, optimizer))
 
 
 def test_the_newest_are_kept_and_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

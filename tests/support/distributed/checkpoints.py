@@ -24,6 +24,7 @@ from autopar.runtime.parallel_model import ParallelModel
 from autopar.verification.against_one_device import adamw
 from tests.support.damage import damage
 from tests.support.distributed.jobs import build
+from tests.support.said import said
 
 Batch = Mapping[str, Tensor]
 
@@ -188,8 +189,6 @@ def loaded_positions(subject: Any, plan: Plan, graph: Graph, folder: str) -> Any
     """The data rank, its position and the scheduler's state; or what is said."""
     par = build(subject, plan, graph)
     position, scheduler = Position(None), Position(None)
-    try:
-        par.load(folder, dataloader=position, scheduler=scheduler)
-    except AutoparError as error:
-        return str(error)
+    if text := said(AutoparError, par.load, folder, dataloader=position, scheduler=scheduler):
+        return text
     return par.data_rank, position.state["seen"], position.state["order"].tolist(), scheduler.state

@@ -1,8 +1,8 @@
 """A training script of a few seconds that can be told to die: ``fit_script.py FOLDER PINS``, under a launcher.
 
-``FIT_FAULT`` is ``kind,step,rank``, once in a folder; ``FIT_STEPS`` and ``FIT_DROPOUT`` are numbers; with ``FIT_ASYNCHRONOUS``
-checkpoints are written beside training. The losses of each step and a digest of the parameters go to ``FOLDER/log.RANK``, the
-process to ``FOLDER/process.RANK``.
+``FIT_FAULTS`` are ``signal,step,rank`` each, once in a folder; ``FIT_STEPS`` and ``FIT_DROPOUT`` are numbers; with
+``FIT_ASYNCHRONOUS`` checkpoints are written beside training. The losses of each step and a digest of the parameters when training
+ends, by itself or told to, go to ``FOLDER/log.RANK``, the process to ``FOLDER/process.RANK``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import hashlib
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -46,28 +45,22 @@ def batches() -> list[dict[str, Tensor]]:
     return [{"x": x, "y": (x + 1) % 64} for x in found]
 
 
-def _fault(kind: str) -> None:
-    if kind == "hang":
-        time.sleep(3600.0)
-    os.kill(os.getpid(), getattr(signal, kind))
-
-
-def _armed(folder: Path) -> tuple[str, int, int] | None:
-    """The fault, once: whoever comes to its step has left a mark."""
-    text = os.environ.get("FIT_FAULT", "")
-    if not text or (folder / "faulted").exists():
-        return None
-    kind, step, rank = text.split(",")
-    return kind, int(step), int(rank)
+def _fault(folder: Path, step: int, rank: int) -> None:
+    """Whoever comes to one leaves a mark."""
+    for fault in os.environ.get("FIT_FAULTS", "").split():
+        kind, *place = fault.split(",")
+        mark = folder / f"faulted.{kind}"
+        if place == [str(step), str(rank)] and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), getattr(signal, kind))
 
 
 def main(folder: Path, pins: list[str]) -> None:
     torch.manual_seed(0)
     data, steps = batches(), int(os.environ.get("FIT_STEPS", "12"))
-    ranks = int(os.environ["WORLD_SIZE"])
     par = autopar.parallelize(
         Net(float(os.environ.get("FIT_DROPOUT", "0.1"))),
-        cluster=f"cpu:1x{ranks}" if pins else "cpu:1x2",
+        cluster="cpu:1x2",
         example_inputs=data[0],
         global_batch_size=8,
         pins=pins,
@@ -77,24 +70,29 @@ def main(folder: Path, pins: list[str]) -> None:
     optimizer = torch.optim.AdamW(par.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 2 * steps)
     (folder / f"process.{par.rank}").write_text(str(os.getpid()))
-    fault, log = _armed(folder), folder / f"log.{par.rank}"
+    log = folder / f"log.{par.rank}"
 
     def on_step(done: StepDone) -> None:
         with log.open("a") as file:
             file.write(f"{done.step} {done.loss!r}\n")
-        if fault is not None and (done.step, par.rank) == fault[1:]:
-            (folder / "faulted").write_text(fault[0])
-            _fault(fault[0])
+        _fault(folder, done.step, par.rank)
 
-    autopar.fit(
-        par, optimizer, data, steps=steps, scheduler=scheduler, max_norm=1.0, save_every=SAVE_EVERY, on_step=on_step,
-        checkpoints=autopar.Checkpoints(folder / "checkpoints", keep=2, asynchronous="FIT_ASYNCHRONOUS" in os.environ),
-    )  # fmt: skip
-    digest = hashlib.sha256()
-    for value in par.full_state_dict().values():
-        digest.update(value.numpy().tobytes())
-    with log.open("a") as file:
-        file.write(f"end {digest.hexdigest()}\n")
+    def on_end(how: str) -> None:
+        digest = hashlib.sha256()
+        for value in par.full_state_dict().values():
+            digest.update(value.numpy().tobytes())
+        with log.open("a") as file:
+            file.write(f"{how} {digest.hexdigest()}\n")
+
+    try:
+        autopar.fit(
+            par, optimizer, data, steps=steps, scheduler=scheduler, max_norm=1.0, save_every=SAVE_EVERY, on_step=on_step,
+            checkpoints=autopar.Checkpoints(folder / "checkpoints", keep=2, asynchronous="FIT_ASYNCHRONOUS" in os.environ),
+        )  # fmt: skip
+    except SystemExit:
+        on_end("told")
+        raise
+    on_end("end")
 
 
 if __name__ == "__main__":

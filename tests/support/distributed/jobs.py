@@ -6,7 +6,7 @@ import logging
 import resource
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,7 @@ from autopar.runtime.step.gradients import local_part
 from autopar.verification.against_one_device import adamw, loss_of
 from tests.support.distributed.subjects import HfSubject
 from tests.support.parallel import on_rank
+from tests.support.said import said
 
 Batch = Mapping[str, Tensor]
 
@@ -45,19 +46,27 @@ def _alarmed(subject: HfSubject, plan: Plan, graph: Graph, path: Path) -> Parall
 
 
 @contextmanager
-def _written(path: Path) -> Iterator[None]:
-    """What is refused inside is written there, and the rank stays until the others have said so too and ended it."""
+def _written(folder: Path) -> Iterator[None]:
+    """What is refused inside is written there, and the rank stays, as if it had caught that, until the others have said so too."""
     try:
         yield
     except AutoparError as error:
-        path.write_text(str(error))
-        time.sleep(30.0)
+        (folder / f"rank{dist.get_rank()}").write_text(str(error))
+        _stay_until_said(folder)
+
+
+def _stay_until_said(folder: Path, ranks: Collection[int] | None = None) -> None:
+    """By all ranks, or these."""
+    paths = [folder / f"rank{rank}" for rank in (range(dist.get_world_size()) if ranks is None else ranks)]
+    deadline = time.monotonic() + 30.0
+    while not all(path.exists() and path.stat().st_size > 0 for path in paths) and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def failing(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, bad: Batch, call: str, folder: str) -> None:
     """Each rank writes what it says of a step that fails on one; that one stays alive, as if its error had been caught."""
-    said, (rank, size) = Path(folder), (dist.get_rank(), dist.get_world_size())
-    parallel = _alarmed(subject, plan, graph, said / f"rank{rank}")
+    root, rank = Path(folder), dist.get_rank()
+    parallel = _alarmed(subject, plan, graph, root / f"rank{rank}")
     parallel.train_step(batch)
     texts = []
     for given in (bad, batch):
@@ -70,30 +79,27 @@ def failing(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, bad: Bat
                 getattr(parallel, call)(given)
         except Exception as error:  # noqa: BLE001  its kind is what is looked at
             texts.append(f"{type(error).__name__}: {error} {getattr(error, '__notes__', '')}")
-    (said / f"rank{rank}").write_text("\n".join(texts))
-    deadline = time.monotonic() + 30.0
-    while sum(path.stat().st_size > 0 for path in said.iterdir()) < size and time.monotonic() < deadline:
-        time.sleep(0.05)
+    (root / f"rank{rank}").write_text("\n".join(texts))
+    _stay_until_said(root)
 
 
 def in_different_calls(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, folder: str) -> None:
     """Each rank writes what it says of a call that the first makes alone: one that meets others, and one while they are in a step."""
-    said, rank = Path(folder), dist.get_rank()
-    parallel = _alarmed(subject, plan, graph, said / f"rank{rank}")
-    try:
-        parallel.evaluate(batch) if rank == 0 else parallel.full_state_dict()
-    except UsageError as error:
-        (said / f"met{rank}").write_text(str(error))
+    root, rank = Path(folder), dist.get_rank()
+    parallel = _alarmed(subject, plan, graph, root / f"rank{rank}")
+    (root / f"met{rank}").write_text(
+        said(UsageError, parallel.evaluate, batch) if rank == 0 else said(UsageError, parallel.full_state_dict)
+    )
     parallel.train_step(batch)
-    with _written(said / f"rank{rank}"):
+    with _written(root):
         parallel.evaluate(batch) if rank == 0 else parallel.train_step(batch)
 
 
 def clips_alone(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, folder: str) -> None:
     """The first rank clips gradients while the others are in a step; each writes what it says of it."""
-    said, rank = Path(folder), dist.get_rank()
-    parallel = _alarmed(subject, plan, graph, said / f"rank{rank}")
-    with _written(said / f"rank{rank}"):
+    root, rank = Path(folder), dist.get_rank()
+    parallel = _alarmed(subject, plan, graph, root / f"rank{rank}")
+    with _written(root):
         for step in range(4):
             if step == 2 and rank == 0:
                 parallel.clip_grad_norm_(1.0)
@@ -153,35 +159,24 @@ def after_a_refusal(
 
 def with_own_shuffle(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) -> tuple[list[str], float]:
     """What is said of batches whose samples each rank has in another order, and the loss of a step after it."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("autopar").addHandler(handler)
-    parallel = build(subject, plan, graph)
-    shuffled = {name: value.roll(dist.get_rank(), 0) for name, value in batch.items()}
-    for call in (parallel.train_step, parallel.evaluate):
-        try:
-            call(shuffled)
-        except UsageError as error:
-            said.append(str(error))
-    logging.getLogger("autopar").removeHandler(handler)
-    return said, parallel.train_step(batch).item()
+    with _heard() as records:
+        parallel = build(subject, plan, graph)
+        shuffled = {name: value.roll(dist.get_rank(), 0) for name, value in batch.items()}
+        refusals = [said(UsageError, call, shuffled) for call in (parallel.train_step, parallel.evaluate)]
+    texts = [*(record.getMessage() for record in records), *filter(None, refusals)]
+    return texts, parallel.train_step(batch).item()
 
 
 def with_own_shuffle_later(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) -> list[str]:
     """What is said in each of four steps, of which the second one's batch has another order on each rank."""
     parallel = build(subject, plan, graph)
     shuffled = {name: value.roll(dist.get_rank(), 0) for name, value in batch.items()}
-    said: list[str] = []
+    found: list[str] = []
     for given in (batch, shuffled, batch, batch):
-        if len(said) == 1:
+        if len(found) == 1:
             parallel._shared._calls = local_batch.EVERY
-        try:
-            parallel.train_step(given)
-            said.append("")
-        except UsageError as error:
-            said.append(str(error))
-    return said
+        found.append(said(UsageError, parallel.train_step, given))
+    return found
 
 
 def failing_build(subject: HfSubject, plan: Plan, graph: Graph, folder: str) -> None:
@@ -201,7 +196,7 @@ def failing_build(subject: HfSubject, plan: Plan, graph: Graph, folder: str) -> 
         try:
             launch(subject.build(), lambda: (plan, graph), device_type="cpu")
         except LookupError:
-            time.sleep(30.0)  # as if it had been caught; the others end before
+            _stay_until_said(Path(folder), range(size - 1))  # as if it had been caught; the others end before
 
 
 def build(subject: HfSubject, plan: Plan, graph: Graph, seed: int = 0) -> ParallelModel:
@@ -223,22 +218,12 @@ def in_another_job(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, f
     """What a model says whose process group was ended, and then another begun."""
     parallel, rank, size = build(subject, plan, graph), dist.get_rank(), dist.get_world_size()
     parallel.train_step(batch)
-    said = list[str]()
+    calls = partial(parallel.train_step, batch), partial(parallel.save, f"{folder}/saved"), parallel.full_state_dict
     dist.barrier()
     dist.destroy_process_group()
-    for is_new in (False, True):
-        if is_new:
-            dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", size), rank=rank, world_size=size)
-        for call in (
-            partial(parallel.train_step, batch),
-            partial(parallel.save, f"{folder}/saved"),
-            parallel.full_state_dict,
-        ):
-            try:
-                call()
-            except AutoparError as error:
-                said.append(str(error))
-    return said
+    ended = [said(AutoparError, call) for call in calls]
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", size), rank=rank, world_size=size)
+    return ended + [said(AutoparError, call) for call in calls]
 
 
 def train(
@@ -319,26 +304,18 @@ def local_batches(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) ->
 
 def refused(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) -> str:
     """The message with which a call is refused."""
-    parallel = build(subject, plan, graph)
-    try:
-        parallel(**batch)
-    except AutoparError as error:
-        return str(error)
-    return ""
+    return said(AutoparError, build(subject, plan, graph), **batch)
 
 
 def step_refused(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, kind: str) -> str:
     """The message with which a step of torch's optimizer of that name, or torch's clipping of gradients, is refused."""
     parallel = build(subject, plan, graph)
-    try:
-        if kind == "clipping":
-            parallel.train_step(batch)
-            torch.nn.utils.clip_grad_norm_([p for p in parallel.parameters() if p.ndim > 1], 1.0)
-        else:
-            getattr(torch.optim, kind)(parallel.parameters()).step(lambda: parallel.train_step(batch))
-    except AutoparError as error:
-        return str(error)
-    return ""
+    if kind == "clipping":
+        parallel.train_step(batch)
+        return said(AutoparError, torch.nn.utils.clip_grad_norm_, [p for p in parallel.parameters() if p.ndim > 1], 1.0)
+    return said(
+        AutoparError, lambda: getattr(torch.optim, kind)(parallel.parameters()).step(lambda: parallel.train_step(batch))
+    )
 
 
 def save_run(subject: HfSubject, plan: Plan, graph: Graph, batches: Sequence[Batch], folder: str) -> list[float]:
@@ -352,15 +329,17 @@ def save_run(subject: HfSubject, plan: Plan, graph: Graph, batches: Sequence[Bat
 
 
 def load_run(
-    subject: HfSubject, plan: Plan, graph: Graph, batches: Sequence[Batch], folder: str
+    subject: HfSubject, plan: Plan, graph: Graph, batches: Sequence[Batch], folder: str, kept: str | None = None
 ) -> tuple[int, list[float]]:
-    """Loads into other weights and goes on; the step counter and the losses."""
+    """Loads into other weights, saves that if asked to, and goes on; the step counter and the losses."""
     parallel = build(subject, plan, graph, seed=3)
     with torch.no_grad():
         for parameter in parallel.parameters():
             parameter.mul_(0.5)
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.5)
     parallel.load(Path(folder), optimizer)
+    if kept is not None:
+        parallel.save(Path(kept), optimizer)
     return parallel.step_count, _continue(parallel, optimizer, batches[1:])
 
 
@@ -381,13 +360,10 @@ def saves_that_fail(
         dist.barrier()
         if rank == full:
             resource.setrlimit(resource.RLIMIT_FSIZE, (512, hard))
-        try:
-            parallel.save(Path(folder) / f"{rank}" if name == "folders" else folder, optimizer)
-        except UsageError as error:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-            dist.barrier()
-            new = sorted(path.name for path in set(Path(folder).rglob("*")) - before if path.is_file())
-            found[name] = str(error), new
+        text = said(UsageError, parallel.save, Path(folder) / f"{rank}" if name == "folders" else folder, optimizer)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        dist.barrier()
+        found[name] = text, sorted(path.name for path in set(Path(folder).rglob("*")) - before if path.is_file())
     parallel.load(folder, optimizer)
     return found
 
@@ -417,12 +393,9 @@ def loads_that_fail(subject: HfSubject, plan: Plan, graph: Graph, folder: str) -
     for name, path, given in (
         ("nothing", Path(folder) / "none", optimizer), ("others", Path(folder) / str(rank), None), ("cut", cut, None),
     ):  # fmt: skip
-        try:
-            parallel.load(path, given)
-        except AutoparError as error:
-            after = parallel.full_state_dict()
-            same = all(torch.equal(value, after[key]) for key, value in before.items())
-            found[name] = str(error), len(optimizer.state), same
+        text, after = said(AutoparError, parallel.load, path, given), parallel.full_state_dict()
+        same = all(torch.equal(value, after[key]) for key, value in before.items())
+        found[name] = text, len(optimizer.state), same
     return found
 
 
@@ -614,30 +587,25 @@ def _bytes(tensors: list[Any]) -> int:
 def watched(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, folder: str, called: bool) -> dict[str, Any]:
     """Steps until the comparison is made; what this rank knows then."""
     before = {name: getattr(dist, name) for name in ("all_reduce", "all_gather")}
-    heard: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = heard.append  # type: ignore[method-assign]
-    logging.getLogger("autopar").addHandler(handler)
-    parallel = on_rank(subject.build(), plan, graph, log_dir=Path(folder))
-    optimizer = adamw(parallel.parameters())
-    for _ in range(WARM_UP_STEPS + MEASURED_STEPS + 1):
-        if called:
-            loss_of(parallel(**batch)).backward()
-        else:
-            parallel.train_step(batch)
-        with torch.no_grad():  # an evaluation is no step
+    with _heard() as records:
+        parallel = on_rank(subject.build(), plan, graph, log_dir=Path(folder))
+        optimizer = adamw(parallel.parameters())
+        for _ in range(WARM_UP_STEPS + MEASURED_STEPS + 1):
             if called:
-                parallel(**batch)
-        optimizer.step()
-        optimizer.zero_grad()
-    logging.getLogger("autopar").removeHandler(handler)
+                loss_of(parallel(**batch)).backward()
+                with torch.no_grad():  # an evaluation is no step
+                    parallel(**batch)
+            else:
+                parallel.train_step(batch)
+            optimizer.step()
+            optimizer.zero_grad()
     record = parallel.monitor.record
     assert record is not None
     return {
         "measured_s": record.measured_s,
         "parts": {part.name: part.measured_s for part in record.parts},
         "bytes": record.measured_bytes,
-        "warnings": [entry.getMessage() for entry in heard if entry.levelno == logging.WARNING],
+        "warnings": [entry.getMessage() for entry in records if entry.levelno == logging.WARNING],
         "active": parallel.monitor.is_active,
         "restored": all(getattr(dist, name) is function for name, function in before.items()),
     }
@@ -654,38 +622,36 @@ def crash(path: Path, times: int) -> int:
 
 def drifting(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, where: str, folder: str) -> dict[str, Any]:
     """Changes a copy on the last rank, twice, before a step that looks or a checkpoint; what was said, and all copies after it."""
-    handler = _Kept()
-    logging.getLogger("autopar").addHandler(handler)
     parallel = build(subject, plan, graph)
     held = [h for h in parallel._assembly.held if h.replicated]
     changed, was_other = "", False
-    for number in (1, 2):
-        if where != "never" and dist.get_rank() == dist.get_world_size() - 1:
-            values = local_part(held[-1].parameter).view(-1)
-            before, changed = values[-1].clone(), held[-1].key
-            values[-1] = torch.nextafter(before, before + 1)
-            was_other = bool(values[-1] != before)
-        if where == "save":
-            parallel.save(folder)
-        else:
-            parallel.step_count = number * EVERY
-            parallel.evaluate(batch)
-    logging.getLogger("autopar").removeHandler(handler)
-    said = [text for text in handler.texts if "copies of" in text]
+    with _heard() as records:
+        for number in (1, 2):
+            if where != "never" and dist.get_rank() == dist.get_world_size() - 1:
+                values = local_part(held[-1].parameter).view(-1)
+                before, changed = values[-1].clone(), held[-1].key
+                values[-1] = torch.nextafter(before, before + 1)
+                was_other = bool(values[-1] != before)
+            if where == "save":
+                parallel.save(folder)
+            else:
+                parallel.step_count = number * EVERY
+                parallel.evaluate(batch)
+    warnings = (record.getMessage() for record in records if record.levelno >= logging.WARNING)
+    texts = [text for text in warnings if "copies of" in text]
     here = parallel._world.coordinate.items()
     copies = {
         (h.key, *(place for axis, place in here if axis not in h.replicated)): local_part(h.parameter).clone()
         for h in held
     }
-    return {"said": said, "changed": changed, "was_other": was_other, "copies": copies}
+    return {"said": texts, "changed": changed, "was_other": was_other, "copies": copies}
 
 
-class _Kept(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
+@contextmanager
+def _heard() -> Iterator[list[logging.LogRecord]]:
+    """What is logged inside."""
+    handler, records = logging.Handler(), list[logging.LogRecord]()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logging.getLogger("autopar").addHandler(handler)
+    yield records
+    logging.getLogger("autopar").removeHandler(handler)

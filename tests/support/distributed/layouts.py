@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from autopar import api
 from autopar.plan.mesh import Mesh
-from autopar.plan.plan import BF16
+from autopar.plan.plan import BF16, Plan
+from autopar.tracing.trace import trace
 from autopar.verification.against_one_device import adamw, loss_of
+from autopar.verification.rank_pool import WorkerPool
+from tests.support.close import assert_close
+from tests.support.distributed import jobs
 from tests.support.distributed.plans import make_plan, micro_batch_size
-from tests.support.distributed.subjects import HfSubject
+from tests.support.distributed.subjects import HfSubject, graph_of
 
 CHEAP_MEMORY = {"memory_price": 0.01}
 """Then parameters stay whole where that saves communication, and their gradients are summed over tp."""
@@ -44,14 +52,20 @@ LAYOUTS: dict[str, tuple[Mesh, dict[str, Any]]] = {
 }
 
 
+def traced(kind: str, dropout: float = 0.0) -> tuple[HfSubject, Any]:
+    subject = HfSubject(kind, dropout=dropout)
+    return subject, graph_of(subject)
+
+
 @cache
-def traced(kind: str) -> tuple[HfSubject, Any]:
+def traced_in_half(kind: str) -> Any:
+    """For plans in float16."""
     subject = HfSubject(kind)
-    return subject, subject.trace()
+    return api.trace(subject.build(), example_inputs=subject.make_batch(2, seed=0), precision="fp16", name="half")
 
 
-def planned(layout: str, kind: str, **changes: Any) -> tuple[HfSubject, Any, Any]:
-    subject, graph = traced(kind)
+def planned(layout: str, kind: str, dropout: float = 0.0, **changes: Any) -> tuple[HfSubject, Any, Any]:
+    subject, graph = traced(kind, dropout)
     mesh, options = LAYOUTS[layout]
     plan = make_plan(
         graph, mesh, global_batch_size=16, micro_batch_size=micro_batch_size(mesh, 16), **{**options, **changes}
@@ -63,12 +77,14 @@ def batches(subject: HfSubject, count: int) -> list[dict[str, Tensor]]:
     return [subject.make_batch(16, seed=seed) for seed in range(count)]
 
 
-def clipped(subject: HfSubject, data: list[dict[str, Tensor]]) -> tuple[list[float], dict[str, Tensor]]:
-    """Norms before they are clipped to 0.1, and parameters after these steps of one device."""
+@cache
+def clipped(subject: Any, batch_size: int) -> tuple[list[float], dict[str, Tensor]]:
+    """Norms before they are clipped to 0.1, and parameters after two steps of one device."""
     model = subject.build()
     optimizer = adamw(model.parameters())
     norms = []
-    for batch in data:
+    for seed in range(2):
+        batch = subject.make_batch(batch_size, seed=seed)
         optimizer.zero_grad()
         loss_of(model(**batch)).backward()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).item())
@@ -76,15 +92,38 @@ def clipped(subject: HfSubject, data: list[dict[str, Tensor]]) -> tuple[list[flo
     return norms, dict(model.named_parameters())
 
 
+def clips_as_one_device(pool: WorkerPool, subject: Any, plan: Plan, graph: Any) -> None:
+    """Norms and parameters on every rank, over two steps."""
+    norms, parameters = clipped(subject, plan.global_batch_size)
+    data = [subject.make_batch(plan.global_batch_size, seed=seed) for seed in range(2)]
+    for rank in pool.run(jobs.train, subject, plan, graph, data, 0.1, size=plan.mesh.world_size, timeout_s=60.0):
+        assert rank["norms"] == pytest.approx(norms, rel=1e-5)
+        assert_close(rank["parameters"], parameters, 1e-4)
+
+
 LAYOUTS_OF_CASTS = {**LAYOUTS, "pp2 x dp2 ZeRO 3 without shards": (Mesh(pp=2, dp_replicate=2), {"zero_stage": 3})}
 """Where FSDP casts, it may free what it has cast though there is nothing to shard."""
 
 
-def bf16_plan(layout: str) -> tuple[Any, Any]:
-    from autopar.tracing.trace import trace
-
+@cache
+def traced_low() -> Any:
     subject = HfSubject("llama")
-    graph = trace(subject.build().bfloat16(), kwargs=subject.make_batch(2, seed=0), name="llama")
-    mesh, options = LAYOUTS_OF_CASTS[layout]
+    return trace(subject.build().bfloat16(), kwargs=subject.make_batch(2, seed=0), name="llama")
+
+
+def bf16_plan(layout: str) -> tuple[Any, Any]:
+    graph, (mesh, options) = traced_low(), LAYOUTS_OF_CASTS[layout]
     micro = micro_batch_size(mesh, 16)
     return make_plan(graph, mesh, global_batch_size=16, micro_batch_size=micro, precision=BF16, **options), graph
+
+
+def goes_on(pool: WorkerPool, subject: Any, graph: Any, data: Sequence[Any], folder: Path, *plans: Plan) -> None:
+    """A run saved under the first plan has the same losses under each other one, which loads what the one before it has saved."""
+
+    def ranks(job: Any, plan: Plan, *folders: str) -> Any:
+        return pool.run(job, subject, plan, graph, data, *folders, size=plan.mesh.world_size, timeout_s=60.0)
+
+    (losses, *_) = ranks(jobs.save_run, plans[0], str(folder / "0"))
+    for number, plan in enumerate(plans[1:]):
+        for found in ranks(jobs.load_run, plan, str(folder / f"{number}"), str(folder / f"{number + 1}")):
+            assert found == (1, pytest.approx(losses, rel=1e-5)), f"{plan.mesh} after {plans[number].mesh}"

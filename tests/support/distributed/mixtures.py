@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from autopar.graph.graph import Graph
 from autopar.nn import Experts
+from autopar.tracing.trace import trace
 
 
 class Layer(nn.Module):
@@ -66,3 +68,6 @@ class Subject:
         ids, labels = (torch.randint(0, 32, (batch_size, 5), generator=generator) for _ in range(2))
         labels[: batch_size // 3, 2:] = -100
         return {"ids": ids, "labels": labels}
+
+    def trace(self) -> Graph:
+        return trace(self.build(), (), self.make_batch(2, seed=0))

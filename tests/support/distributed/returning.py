@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from autopar.runtime.parallel_model import ParallelModel
 from autopar.verification.against_one_device import loss_of
 from tests.support.distributed.mixtures import Model as Mixture
 from tests.support.parallel import on_rank
+from tests.support.said import said
 
 VOCABULARY, LENGTH = 30, 8
 
@@ -183,9 +184,15 @@ def plain(value: Any) -> Any:
     return [plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def predicted(subject: Any, plan: Plan, graph: Graph, batch: dict[str, Tensor], own: bool) -> dict[str, Any]:
-    """What a rank finds of a batch: complete, kept split, of its own samples, and that nothing has changed by it."""
+def predicted(
+    subject: Any, plan: Plan, graph: Graph, batches: Sequence[dict[str, Tensor]], own: bool = False
+) -> list[dict[str, Any]]:
+    """What a rank finds of each batch: complete, kept split, of its own samples, and that nothing has changed by it."""
     parallel = build(subject, plan, graph)
+    return [_predicted(parallel, batch, own) for batch in batches]
+
+
+def _predicted(parallel: ParallelModel, batch: dict[str, Tensor], own: bool) -> dict[str, Any]:
     before = parallel.evaluate(batch).item()
     found = {"complete": plain(parallel.predict(batch)), "split": plain(parallel.predict(batch, gather=False))}
     if own:
@@ -213,20 +220,12 @@ def read_in_training(subject: Any, plan: Plan, graph: Graph, batch: dict[str, Te
     """What a rank is told that reads outputs of a training call, or makes one a part of its loss."""
     output = build(subject, plan, graph)(**batch)
     return {
-        "read": _said(lambda: output.more["accuracy"] + 1),
-        "stacked": _said(lambda: torch.stack([output.more["guess"]])),
+        "read": said(UsageError, lambda: output.more["accuracy"] + 1),
+        "stacked": said(UsageError, lambda: torch.stack([output.more["guess"]])),
         "shown": repr(output.more["accuracy"]),
-        "added": _said(lambda: output.logits.sum().backward()),
+        "added": said(UsageError, lambda: output.logits.sum().backward()),
         "inputs": output.more["idx"].requires_grad,
     }
-
-
-def _said(attempt: Callable[[], object]) -> str:
-    try:
-        attempt()
-    except UsageError as error:
-        return str(error)
-    return ""
 
 
 def placements(subject: Any, plan: Plan, graph: Graph, batch: dict[str, Tensor]) -> list[str]:

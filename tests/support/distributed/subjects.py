@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -64,6 +65,12 @@ class HfSubject:
         from autopar.tracing.trace import trace
 
         return trace(self.build(), kwargs=self.make_batch(2, seed=0), name=self.kind)
+
+
+@cache
+def graph_of(subject: Any) -> Any:
+    """Its trace, made once in a process, for the tests of all files."""
+    return subject.trace()
 
 
 class Unpadded(HfSubject):

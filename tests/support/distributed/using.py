@@ -79,11 +79,15 @@ def saved_by_torch(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, f
     return parallel.evaluate(batch).item()
 
 
-def loaded_by_torch(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, folder: str) -> tuple[int, float]:
-    """Steps and loss of a model of other weights that ``torch.distributed.checkpoint`` has loaded."""
+def loaded_by_torch(
+    subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, folder: str, kept: str | None = None
+) -> tuple[int, float]:
+    """Steps and loss of a model of other weights that ``torch.distributed.checkpoint`` has loaded, and saved if asked to."""
     parallel = build(subject, plan, graph)
     with torch.no_grad():
         for parameter in parallel.parameters():
             parameter.mul_(0.5)
     dcp.load({"model": parallel}, checkpoint_id=folder)
+    if kept is not None:
+        dcp.save({"model": parallel}, checkpoint_id=kept)
     return parallel.step_count, parallel.evaluate(batch).item()

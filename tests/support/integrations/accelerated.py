@@ -11,11 +11,13 @@ from accelerate.utils import DataLoaderConfiguration
 from torch import nn
 from torch.utils.data import DataLoader
 
+from autopar.errors import UsageError
 from autopar.graph.graph import Graph
 from autopar.integrations.loss import step_loss
 from autopar.plan.plan import Plan
 from tests.support.integrations.ranks import BATCH, SUBJECT, Texts
 from tests.support.parallel import on_rank
+from tests.support.said import said
 from tests.support.scripts import as_under_torchrun
 
 
@@ -92,11 +94,10 @@ def given_to_others(plan: Plan, graph: Graph) -> list[str]:
     """What is said where a parallel model is given to what would not train it."""
     import transformers
 
-    from autopar.errors import UsageError
     from autopar.integrations.accelerate import Accelerator
 
     forget()
-    model, said = SUBJECT.build(), []
+    model, found = SUBJECT.build(), []
     with as_under_torchrun():
         par = on_rank(model, plan, graph)
         arguments = transformers.TrainingArguments("unused", use_cpu=True, report_to=[])
@@ -108,14 +109,9 @@ def given_to_others(plan: Plan, graph: Graph) -> list[str]:
             lambda: Accelerator(cpu=True, mixed_precision="bf16").prepare(par),
         ):
             forget()
-            try:
-                attempt()
-            except UsageError as error:
-                said.append(str(error))
-            else:
-                said.append("")
+            found.append(said(UsageError, attempt))
     forget()
-    return said
+    return found
 
 
 def own_loader(plan: Plan, graph: Graph, options: dict[str, Any]) -> dict[str, Any]:

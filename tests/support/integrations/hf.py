@@ -9,10 +9,12 @@ import numpy as np
 import transformers
 from accelerate.state import AcceleratorState, GradientState
 
+from autopar.errors import UsageError
 from autopar.graph.graph import Graph
 from autopar.plan.plan import Plan
 from tests.support.integrations.ranks import BATCH, SUBJECT, Texts
 from tests.support.parallel import on_rank
+from tests.support.said import said
 from tests.support.scripts import as_under_torchrun
 
 NUMBERS = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_accuracy", "epoch", "step")
@@ -99,10 +101,9 @@ def parallel(plan: Plan, graph: Graph, folder: str, changes: dict[str, Any], opt
 
 def refused(plan: Plan, graph: Graph, folder: str) -> list[str]:
     """What is said where the Trainer is asked for what the plan has settled, or for what it cannot do."""
-    from autopar.errors import UsageError
     from autopar.integrations.hf import Trainer
 
-    model, said = SUBJECT.build(), []
+    model, found = SUBJECT.build(), []
     asked: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
         (model, {}, {}), (None, {"per_device_train_batch_size": 4}, {}),
         (None, {}, {"compute_loss_func": lambda *_: 0}), (None, {"bf16": True}, {}),
@@ -112,17 +113,11 @@ def refused(plan: Plan, graph: Graph, folder: str) -> list[str]:
         par = on_rank(model, plan, graph)
         for given, changes, options in asked:
             AcceleratorState._reset_state(reset_partial_state=True)
-            try:
-                args = arguments(folder, **changes)
-                Trainer(given or par, args, train_dataset=Texts(), eval_dataset=Texts(), **options)
-            except UsageError as error:
-                said.append(str(error))
+            options |= {"train_dataset": Texts(), "eval_dataset": Texts()}
+            found.append(said(UsageError, Trainer, given or par, arguments(folder, **changes), **options))
         trainer = Trainer(par, arguments(folder), train_dataset=Texts(), eval_dataset=Texts())
-        try:
-            trainer.train(resume_from_checkpoint=True)
-        except UsageError as error:
-            said.append(str(error))
-    return said
+        found.append(said(UsageError, trainer.train, resume_from_checkpoint=True))
+    return found
 
 
 def all_files(folder: Path) -> list[str]:

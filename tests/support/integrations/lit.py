@@ -13,11 +13,13 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from autopar.errors import UsageError
 from autopar.graph.graph import Graph
 from autopar.integrations.loss import step_loss
 from autopar.plan.plan import Plan
 from tests.support.integrations.ranks import BATCH, SUBJECT, Texts
 from tests.support.parallel import on_rank
+from tests.support.said import said
 from tests.support.scripts import as_under_torchrun
 
 
@@ -111,14 +113,11 @@ class WithTwoOptimizers(Lit):
 
 def refused(plan: Plan, graph: Graph, folder: str) -> list[str]:
     """What is said of modules that cannot be trained so."""
-    from autopar.errors import UsageError
     from autopar.integrations.lightning import AutoparStrategy
 
-    said = []
+    modules = Lit(), WithOthers(plan, graph), WithTwoOptimizers(plan, graph)
     with as_under_torchrun():
-        for module in (Lit(), WithOthers(plan, graph), WithTwoOptimizers(plan, graph)):
-            try:
-                trained(module, folder, strategy=AutoparStrategy(), gradient_clip_val=None)
-            except UsageError as error:
-                said.append(str(error))
-    return said
+        return [
+            said(UsageError, trained, one, folder, strategy=AutoparStrategy(), gradient_clip_val=None)
+            for one in modules
+        ]

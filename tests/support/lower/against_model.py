@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import api
-from autopar.graph.graph import Parameter
+from autopar.graph.graph import Graph, Parameter
 from autopar.graph.interpreter import part_of
 from autopar.lower.check_types import typecheck
 from autopar.lower.program import Program, lower
@@ -33,10 +33,12 @@ def check(
     ranks: int = 4,
     opaque: Sequence[str] = (),
     loss_fn: LossFunction | None = None,
+    graph: Graph | None = None,
 ) -> Plan:
-    """Plan for the batch under the pins, run it, and compare loss and every gradient with the model's."""
+    """Plan for the batch under the pins, run it, and compare loss and every gradient with the model's; ``graph``: its trace."""
     size = next(iter(batch.values())).shape[0]
-    graph = api.trace(model, example_inputs=batch, opaque=opaque, loss_fn=loss_fn, global_batch_size=size)
+    if graph is None:
+        graph = api.trace(model, example_inputs=batch, opaque=opaque, loss_fn=loss_fn, global_batch_size=size)
     plan = autopar.search(graph, cluster=f"cpu:1x{ranks}", global_batch_size=size, pins=pins, opaque=opaque)
     program = lower(plan, graph)
     before = {b.name: model.get_buffer(b.fqn).clone() for b in program.state}
