@@ -7,6 +7,7 @@ import itertools
 import pickle
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -100,12 +101,13 @@ def calls() -> Iterator[Call]:
     """All in the package."""
     for file in sorted(PACKAGE.rglob("*.py")):
         tree = ast.parse(file.read_text(encoding="utf-8"))
+        nodes = [*ast.walk(tree)]
         derived = {
             node.name
-            for node in ast.walk(tree)
+            for node in nodes
             if isinstance(node, ast.ClassDef) and {ast.unparse(base) for base in node.bases} & KINDS
         }
-        for node in ast.walk(tree):
+        for node in nodes:
             if not isinstance(node, ast.Call) or file.name == "errors.py":
                 continue
             match node.func:
@@ -117,19 +119,22 @@ def calls() -> Iterator[Call]:
                     yield Call(file, tree, node, "", helper)
 
 
-CALLS = tuple(calls())
+@cache
+def every_call() -> tuple[Call, ...]:
+    """The same once for all tests, and not where none of them runs."""
+    return tuple(calls())
 
 
 def test_they_are_found() -> None:
-    assert len(CALLS) > 300
-    assert {call.helper for call in CALLS} == {"", *HELPERS, *VALUES}
-    assert {call.kind for call in CALLS} >= KINDS - {"PlanFileError"}  # which is made of a PlanError
+    assert len(every_call()) > 300
+    assert {call.helper for call in every_call()} == {"", *HELPERS, *VALUES}
+    assert {call.kind for call in every_call()} >= KINDS - {"PlanFileError"}  # which is made of a PlanError
 
 
 def test_each_says_what_to_do() -> None:
     without = [
         call.place
-        for call in CALLS
+        for call in every_call()
         for error in call.errors()
         if not error.fix and not isinstance(error, InternalError)
     ]
@@ -139,7 +144,7 @@ def test_each_says_what_to_do() -> None:
 def test_each_begins_like_a_sentence() -> None:
     wrong = {
         f"{call.place}: {text}"
-        for call in CALLS
+        for call in every_call()
         for error in call.errors()
         for text in (error.problem, error.fix)
         if not START.match(text)
@@ -150,7 +155,7 @@ def test_each_begins_like_a_sentence() -> None:
 def test_each_has_at_most_three_sentences() -> None:
     long = {
         f"{call.place}: {error}"
-        for call in CALLS
+        for call in every_call()
         for error in call.errors()
         if len(re.findall(r"(?<!\.)[.?!](?=\s|$)", str(error))) > 3
     }
@@ -160,7 +165,7 @@ def test_each_has_at_most_three_sentences() -> None:
 def test_each_is_in_plain_words() -> None:
     private = {
         f"{call.place}: {word[0]}: {error}"
-        for call in CALLS
+        for call in every_call()
         for error in call.errors()
         for word in PRIVATE.finditer(str(error))
     }
