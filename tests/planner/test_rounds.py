@@ -29,8 +29,9 @@ from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.preferences import rules, seeds
 from autopar.planner.space.space import SamplerName, load_space
 from tests.support.cli_runner import Run, run_fixture
-from tests.support.planner.graphs import mlp, task_of
+from tests.support.planner.graphs import mlp
 from tests.support.planner.interleaved import Board, Known, View, in_turns, interleave
+from tests.support.planner.tasks import task_of
 
 run = run_fixture
 

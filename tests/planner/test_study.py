@@ -24,20 +24,19 @@ from sqlalchemy.pool import NullPool
 from autopar import api
 from autopar.errors import UsageError
 from autopar.graph.graph import Graph
-from autopar.hardware.cluster import Cluster
 from autopar.plan.plan import FP32, Plan, SearchRecord
 from autopar.planner.branch_and_bound.frontier import Result
 from autopar.planner.planner import Planner
 from autopar.planner.search import Limits
-from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space, with_sampler
 from autopar.planner.studies import workers
 from autopar.planner.studies.study import Study
 from autopar.planner.studies.workers import Job, identity, study_name
 from autopar.util import files
 from tests.support.cli_runner import Run, run_fixture
-from tests.support.planner.graphs import CLUSTER, mlp, task_of
+from tests.support.planner.graphs import mlp
 from tests.support.planner.interleaved import Turns
+from tests.support.planner.tasks import CLUSTER, task_of
 
 run = run_fixture
 
@@ -219,12 +218,12 @@ def test_the_name_of_a_study_says_all_that_its_times_depend_on(graph: Graph) -> 
     base = task_of(graph)
     others = [
         task_of(mlp(layers=3, batch=2, width=64, hidden=256)),
-        task_of(graph, cluster=Cluster.parse("cpu:1x4?memory=1e9")),
+        task_of(graph, cluster="cpu:1x4?memory=1e9"),
         task_of(graph, global_batch_size=32),
         task_of(graph, precision=replace(FP32, reduce="bfloat16")),
         task_of(graph, optimizer="sgd"),
-        task_of(graph, pins=Pins.parse(["tp=2"])),
-        task_of(graph, space=load_space("default")),
+        task_of(graph, "tp=2"),
+        task_of(graph, space="default"),
     ]
     changed = [[key for key, text in identity(base).items() if identity(other)[key] != text] for other in others]
     assert changed == [["model"], ["cluster"], ["global batch"], ["precision"], ["optimizer"], ["pins"], ["space"]]
