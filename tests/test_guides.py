@@ -16,10 +16,8 @@ import typer
 import autopar
 from autopar.cli.app import app
 from autopar.verification.rank_pool import WorkerPool
-from tests.support.cli_runner import Run, run_fixture
+from tests.support.cli_runner import Run
 from tests.support.scripts import run_script
-
-run = run_fixture
 
 ROOT = Path(__file__).resolve().parent.parent
 GUIDES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))

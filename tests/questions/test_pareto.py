@@ -18,10 +18,8 @@ from autopar.planner.search import Evaluation, peak_bytes
 from autopar.questions.comparisons import MEMORY_STEP, Point, front, parse_objectives, undominated
 from autopar.questions.sizing import Ask, sizes_of
 from tests.questions.test_sizing import ASK, KIND, alone
-from tests.support.cli_runner import Run, run_fixture
+from tests.support.cli_runner import Run
 from tests.support.example_plans import llama_plan
-
-run = run_fixture
 
 
 def point(time_s: float, head_room: float, num_devices: int) -> Point:

@@ -15,9 +15,7 @@ from autopar.planner.space.constraints import Problem
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
 from autopar.questions.comparisons import cluster_of, load_study, study_files
-from tests.support.cli_runner import Run, run_fixture
-
-run = run_fixture
+from tests.support.cli_runner import Run
 
 SMALL = """
 title = "small"
