@@ -275,6 +275,7 @@ def test_what_cannot_be_names_the_conflict(
     [
         ({"space": "defualt"}, "Did you mean 'default'"),
         ({"precision": "fp31"}, "fp32"),
+        ({"pins": ["layer.0.up=tp:S(0)"]}, "No parameter of the model matches 'layer.0.up'"),
         ({"pins": ["layer.0.up=tp:S(0)"]}, "layers.0.up"),
         ({"global_batch_size": 0}, "The global batch is 0"),
         ({"global_batch_size": 4.5}, "The global batch is 4.5"),

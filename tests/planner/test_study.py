@@ -33,12 +33,10 @@ from autopar.planner.studies import workers
 from autopar.planner.studies.study import Study
 from autopar.planner.studies.workers import Job, identity, study_name
 from autopar.util import files
-from tests.support.cli_runner import Run, run_fixture
+from tests.support.cli_runner import Run
 from tests.support.planner.graphs import mlp
 from tests.support.planner.interleaved import Turns
 from tests.support.planner.tasks import CLUSTER, task_of
-
-run = run_fixture
 
 LIMIT_S = 250
 SAMPLED = 9
@@ -152,7 +150,9 @@ def test_a_trial_of_the_dead_is_ended_where_others_have_told_of_its_candidate(pl
     assert [(t.state, t.value) for t in one.storage.get_all_trials(one.id)] == [(TrialState.COMPLETE, 0.5)] * 2
 
 
-def test_a_search_leaves_nothing_waiting_that_it_decided(graph: Graph, alone: Plan, tmp_path: Path) -> None:
+def test_a_search_goes_on_from_what_a_study_holds_and_leaves_nothing_waiting_that_it_decided(
+    graph: Graph, alone: Plan, tmp_path: Path
+) -> None:
     url = f"sqlite:///{tmp_path / 'study.db'}"
     first = search(graph, storage=url, trials=1)
     waiting = [trial for trial in trials_of(url) if trial.state == TrialState.WAITING]
@@ -164,7 +164,9 @@ def test_a_search_leaves_nothing_waiting_that_it_decided(graph: Graph, alone: Pl
         own = ended[trial.number]
         assert own.state.is_finished()
         assert own.value is None or own.value >= alone.predicted.step_time_s
-    assert len({trial.user_attrs["candidate"] for trial in ended.values()}) == len(ended)
+    assert len({trial.user_attrs["candidate"] for trial in ended.values()}) == len(ended) > 2
+    assert same(search(graph, storage=url), alone)
+    assert len(trials_of(url)) == len(ended)
 
 
 def test_an_outcome_is_kept_where_the_trial_was_ended_without_one(planner: Planner, url: str) -> None:
@@ -176,19 +178,6 @@ def test_an_outcome_is_kept_where_the_trial_was_ended_without_one(planner: Plann
     other.record(0, Result(time_s=0.5))
     one.read()
     assert one.results == {0: Result(time_s=0.5)}
-
-
-@pytest.mark.slow
-def test_a_search_goes_on_from_what_a_study_holds(graph: Graph, alone: Plan, tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path / 'study.db'}"
-    first = search(graph, storage=url, trials=2)
-    assert first.search.evaluated == 2
-    assert same(search(graph, storage=url), alone)
-    trials = trials_of(url)
-    texts = [trial.user_attrs["candidate"] for trial in trials]
-    assert len(set(texts)) == len(texts) > 2
-    assert same(search(graph, storage=url), alone)
-    assert len(trials_of(url)) == len(trials)
 
 
 @pytest.mark.slow
