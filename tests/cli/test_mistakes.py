@@ -70,7 +70,7 @@ def alone():
     return Net()
 
 
-def nested():
+def listed():
     return Net(), {"x": [torch.zeros(4, 8)]}
 """
 FILES = {
@@ -96,7 +96,7 @@ MISTAKES = (
     (2, f"search nowhere.module:make {ON}", "Cannot import module 'nowhere.module'"),
     (2, f"search MODELS:nett {ON}", "No function 'nett' in module MODELS. Did you mean net?"),
     (2, f"search MODELS:fails {ON}", "MODELS.py:54: The factory failed: ZeroDivisionError: division by zero"),
-    (2, f"search MODELS:nested {ON}", "The example input 'x' is a list, not a tensor"),
+    (2, f"search MODELS:listed {ON}", "The example input 'x' is a list, not a tensor"),
     (2, f"search MODELS:nothing {ON}", "got NoneType. Return (model, {'input_ids': ...})"),
     (2, f"search MODELS:alone {ON}", "Cannot make example inputs for Net"),
     (1, f"search MODELS:no_loss {ON}", "NoLoss: The model returns no scalar loss: outputs of shape (2, 8)"),
