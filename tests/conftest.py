@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support.cli_runner import run_fixture  # noqa: F401  for all tests
+
 # one process computes with one thread: tests stay comparable on two cores, and processes that tests start inherit it
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
-import sys
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,10 +16,8 @@ import typer
 import autopar
 from autopar.cli.app import app
 from autopar.verification.rank_pool import WorkerPool
-from tests.support.cli_runner import Run, run_fixture
+from tests.support.cli_runner import Run
 from tests.support.scripts import run_script
-
-run = run_fixture
 
 ROOT = Path(__file__).resolve().parent.parent
 GUIDES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -142,32 +138,31 @@ def test_the_tutorial_plans_trains_and_goes_on_from_its_checkpoint(
     page = ROOT / "docs" / "tutorial.md"
     model, script = blocks(page, "python")
     (tmp_path / "my_model.py").write_text(model)
-    (tmp_path / "train.py").write_text(script)
     planning = [words[1:] for words in commands(page) if words[:1] == ["autopar"] and "my_model:build" in words]
     assert [words[0] for words in planning] == ["trace", "search", "verify"]
     for words in planning:
         planned(run, *(word.replace("local", "cpu:1x2") for word in words))
     assert any(words[0] == "torchrun" for words in commands(page))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py"]
-    first = subprocess.run(launcher, check=True, timeout=240, capture_output=True, text=True).stdout.splitlines()
-    assert len(first) == 12
-    losses = [float(line.split()[3]) for line in first]
-    assert losses[-1] < losses[0]
-
     halves = tmp_path / "halves"
     halves.mkdir()
     for name in ("plan.json", "my_model.py"):
         (halves / name).write_bytes((tmp_path / name).read_bytes())
-    steps = list[str]()
     with WorkerPool(2) as pool:
-        for name, last in (("half.py", "6"), ("train.py", "STEPS")):
-            (halves / name).write_text(script.replace("par.step_count, STEPS)", f"par.step_count, {last})"))
-            said = pool.run(run_script, str(halves / name), (), None, str(halves))[0].splitlines()
-            assert len(said) == 6
-            steps += said
-    assert [line.split()[-1] for line in steps] == [line.split()[-1] for line in first]
-    assert [float(line.split()[3]) for line in steps] == pytest.approx(losses, rel=1e-4)
+
+        def steps(folder: Path, last: str = "STEPS") -> list[str]:
+            """What the script prints that ends with a step, started in a folder."""
+            path = folder / f"train{last}.py"
+            path.write_text(script.replace("par.step_count, STEPS)", f"par.step_count, {last})"))
+            return pool.run(run_script, str(path), (), None, str(folder))[0].splitlines()
+
+        first, parts = steps(tmp_path), [steps(halves, "6"), steps(halves)]
+    losses = [float(line.split()[3]) for line in first]
+    assert losses[-1] < losses[0]
+    assert [len(part) for part in (first, *parts)] == [12, 6, 6]
+    again = [*parts[0], *parts[1]]
+    assert [line.split()[-1] for line in again] == [line.split()[-1] for line in first]
+    assert [float(line.split()[3]) for line in again] == pytest.approx(losses, rel=1e-4)
 
 
 @pytest.mark.slow

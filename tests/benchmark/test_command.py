@@ -14,9 +14,7 @@ import pytest
 from autopar.benchmark.batches import Outcome, Row, score
 from autopar.benchmark.local import MAX_AGE_S, BenchmarkRequest, run_local, whether_again
 from autopar.benchmark.rank_runs import QUIET_PROFILER
-from tests.support.cli_runner import Run, run_fixture
-
-run = run_fixture
+from tests.support.cli_runner import Run
 
 
 def test_an_old_speed_of_the_machine_is_measured_again(tmp_path: Path) -> None:

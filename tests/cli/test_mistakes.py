@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cli_runner import Run, run_fixture
-
-run = run_fixture
+from tests.support.cli_runner import Run
 
 MODELS = """
 import torch
@@ -70,6 +68,10 @@ def fails():
 
 def alone():
     return Net()
+
+
+def listed():
+    return Net(), {"x": [torch.zeros(4, 8)]}
 """
 FILES = {
     "misspelt.toml": 'name = "mine"\n[[group]]\ndevise = "cpu"\nnum_nodes = 1\ndevices_per_node = 4\n',
@@ -93,7 +95,8 @@ MISTAKES = (
     (2, f"search hf:gpt22 {ON}", "Did you mean gpt2"),
     (2, f"search nowhere.module:make {ON}", "Cannot import module 'nowhere.module'"),
     (2, f"search MODELS:nett {ON}", "No function 'nett' in module MODELS. Did you mean net?"),
-    (2, f"search MODELS:fails {ON}", "The factory failed: ZeroDivisionError: division by zero"),
+    (2, f"search MODELS:fails {ON}", "MODELS.py:54: The factory failed: ZeroDivisionError: division by zero"),
+    (2, f"search MODELS:listed {ON}", "The example input 'x' is a list, not a tensor"),
     (2, f"search MODELS:nothing {ON}", "got NoneType. Return (model, {'input_ids': ...})"),
     (2, f"search MODELS:alone {ON}", "Cannot make example inputs for Net"),
     (1, f"search MODELS:no_loss {ON}", "NoLoss: The model returns no scalar loss: outputs of shape (2, 8)"),

@@ -17,13 +17,10 @@ from autopar.models.resolve import resolve_model
 from autopar.plan.file import load_plan, save_plan
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import Plan
-from autopar.util.files import data_files
 from autopar.verification.against_one_device import RankErrors, VerifyReport
 from autopar.verification.compared_models import VerifiedModel
-from tests.support.cli_runner import Run, run_fixture
+from tests.support.cli_runner import Run
 from tests.support.distributed.plans import make_plan
-
-run = run_fixture
 
 GPT = "gpt:layers=2,hidden=32,heads=4,vocab=64,seq=16"
 
@@ -61,14 +58,6 @@ def branching():
     return Branching(), batch()
 
 
-def broken():
-    return nn.Linear(torch.nowhere, 3)
-
-
-def number():
-    return 7
-
-
 def scaled():
     return Scaled(), {"x": torch.randn(4, 8)}
 
@@ -81,10 +70,6 @@ class Scaled(nn.Module):
 
     def forward(self, x):
         return (self.linear(x) * self.scale).square().mean()
-
-
-def nested():
-    return Scaled(), {"x": [torch.randn(4, 8)]}
 """
 
 
@@ -149,39 +134,6 @@ def test_model_that_cannot_be_traced_names_the_line(run: Run, user_models: str) 
     line = 1 + USER_MODELS.splitlines().index("        if loss > 1:")
     assert f"{user_models}.py:{line}" in done.error
     assert "Or move the line into a separate module" in done.error
-
-
-@pytest.mark.parametrize(
-    ("model", "expected"),
-    [
-        ("nowhere.to.be:found", "Cannot import module 'nowhere.to.be'"),
-        ("MODELS:number", "The factory returned something else than a model"),
-        ("MODELS:nets", "Did you mean net"),
-        (
-            "MODELS:broken",
-            ".py:36: The factory failed: AttributeError",
-        ),
-        (
-            "MODELS:nested",
-            "The example input 'x' is a list, not a tensor",
-        ),
-        ("just-words", "package.module:factory"),
-        ("gpt:layer=2", "Did you mean 'layers'?"),
-        ("hf:gpt22", "Did you mean gpt2"),
-        ("hf:gpt2?n_layers=3", "Did you mean n_layer"),
-        ("gpt:layers=2,hidden=30,heads=4,vocab=64", "The hidden size 30 does not divide by 4 heads"),
-        ("gpt:layers=-1", "gpt:layers is -1, which is below 1"),
-        ("gpt:seq=0", "gpt:seq is 0, which is below 1"),
-        ("hf:gpt2?n_layer=-2", "The model has -2 layers"),
-        ("llama:kv_heads=3", "3 heads of keys and values do not divide 32 attention heads"),
-        ("gpt:dropout=nan", "These settings make no model"),
-        ("hf:gpt2?n_layer=x", "Field 'n_layer' expected int, got str"),
-    ],
-)
-def test_bad_model_gives_one_message(model: str, expected: str, run: Run, user_models: str) -> None:
-    done = run("trace", model.replace("MODELS", user_models))
-    assert done.code == 2
-    assert expected in done.error
 
 
 def _save(path: Path, plan: Plan) -> Path:
@@ -289,40 +241,6 @@ def test_conflict_exits_with_3_and_is_named(cluster: str, pins: list[str], named
     assert done.code == 3
     assert all(text in done.error for text in named)
     assert "zero=0" not in done.error
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (["--cluster", "h100-sxm:1x2"], "Did you mean 'h100-sxm5-80gb'?"),
-        (["--cluster", "cluster.toml"], "cluster.toml, line 4: Unknown key 'devices_per_nodes'"),
-        (["--cluster", "torn.toml"], "torn.toml, line 1: This is not TOML"),
-        (["--cluster", "none.toml"], "Cannot read none.toml"),
-        (["--cluster", "cpu:1x2", "--pin", "tpp=2"], "Did you mean 'tp'?"),
-        (["--cluster", "cpu:1x2", "--pin", "tp"], "not of the form NAME=VALUE"),
-        (
-            ["--cluster", "cpu:1x2", "--pin", "model.layers.7.weight=tp:S(0)"],
-            "No parameter of the model matches 'model.layers.7.weight'",
-        ),
-        (["--cluster", "cpu:1x2", "--precision", "fp7"], "Unknown precision"),
-        (["--cluster", "cpu:1x2", "--optimizer", "lion"], "Unknown optimizer"),
-        (["--cluster", "cpu:1x2", "--space", "vast"], "Unknown space 'vast'"),
-        (["--cluster", "cpu:1x2", "--storage", "nowhere"], "--storage"),
-        (
-            ["--cluster", "cpu:1x2", "--space", "space.toml"],
-            "Wrong value of 'zero_stages'. Expected a list of whole numbers from 0 to 3, got [4.0]",
-        ),
-    ],
-)
-def test_bad_option_gives_one_message(options: list[str], expected: str, run: Run, tmp_path: Path) -> None:
-    lines = ["[[group]]", 'device = "cpu"', "num_nodes = 1", "devices_per_nodes = 2", "devices_per_node = 2"]
-    (tmp_path / "cluster.toml").write_text("\n".join(lines))
-    (tmp_path / "torn.toml").write_text('name = "mine')
-    space = data_files("search")["quick"].read_text().replace("zero_stages = [0, 1, 3]", "zero_stages = [4]")
-    (tmp_path / "space.toml").write_text(space)
-    done = run("search", GPT, "--global-batch", "8", *options)
-    assert done.code == 2
-    assert expected in done.error
 
 
 def test_explain_compares_with_other_pins(run: Run) -> None:

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from autopar.measure import operators as ops
-from tests.support.cli_runner import Run, run_fixture
+from tests.support.cli_runner import Run
 
-run = run_fixture
 MODEL = ("gpt:layers=1,hidden=16,heads=2,vocab=32", "--seq", "8")
 
 

@@ -16,7 +16,7 @@ import torch
 
 from tools.benchmarks.launches import PAGE, listed
 from tools.fakes.build import build, compiler
-from tools.fakes.cases import IN_THE_SUITE, LISTED, PLANS, wrong
+from tools.fakes.cases import IN_THE_SUITE, LISTED, PLANS, runs, wrong
 from tools.fakes.driver import PROBE
 
 pytestmark = [
@@ -27,13 +27,7 @@ pytestmark = [
 LIMIT_S = 1400.0
 """Of all plans, which take two minutes of one core: for one that hangs, not for one on a busy machine."""
 
-CASES = [
-    (group, name, f"{name} rank {rank}")
-    for group, cases in PLANS.items()
-    for name, case in cases.items()
-    if name in IN_THE_SUITE
-    for rank in case.run
-]
+CASES = [(group, name) for group, name, *_ in runs(IN_THE_SUITE)]
 
 Seen = Callable[[str], dict[str, Any]]
 
@@ -62,14 +56,12 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     def of(group: str) -> dict[str, Any]:
         found = outcome()
         assert not isinstance(found, str), found
-        return {name: found[name] for own, _, name in CASES if own == group} or found[group]
+        return {name: found[name] for own, name in CASES if own == group} or found[group]
 
     return of
 
 
-@pytest.mark.parametrize(
-    ("group", "name"), [(group, name) for group, _, name in CASES], ids=[name for *_, name in CASES]
-)
+@pytest.mark.parametrize(("group", "name"), CASES, ids=[name for _, name in CASES])
 def test_a_program_runs_on_a_device_alone(seen: Seen, group: str, name: str) -> None:
     assert not wrong(seen(group)[name])
 

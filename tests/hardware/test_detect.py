@@ -18,9 +18,30 @@ from autopar.util.toml import Table
 from tests.support.measured import MEASURED
 
 
+def interpreter(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """Workers are started by a shell script in place of Python."""
+    path = folder / "python"
+    path.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
+    path.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(path))
+
+
+SMALLER = """
+import runpy
+from autopar.measure import timers
+timers.SMALLEST_DIMS["cpu"], timers.OTHER_DIM["cpu"], timers.COPY_BYTES["cpu"] = (1, 16, 64), 64, 2**20
+runpy.run_module("autopar.measure.worker", run_name="__main__", alter_sys=True)
+"""
+"""All that workers measure, of small matrices and copies."""
+
+
 @pytest.mark.distributed
 @pytest.mark.timeout(180)
-def test_this_machine_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_machine_is_measured_once_and_kept(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = f"[ $2 = autopar.measure.worker ] && shift 2 && exec {sys.executable} -c '{SMALLER}' $*"
+    interpreter(tmp_path_factory.mktemp("bin"), monkeypatch, script)
     cluster = Cluster.detect(num_ranks=3, cache_dir=tmp_path)
     assert cluster.world_size == 3
     device = cluster.devices[0]
@@ -165,14 +186,11 @@ def test_a_kept_file_that_was_damaged_is_named(tmp_path: Path, monkeypatch: pyte
 
 
 def test_workers_that_fail_or_hang_end_in_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    interpreter = tmp_path / "python"
-    interpreter.write_text("#!/bin/sh\necho no torch here >&2\nexit 1\n", encoding="utf-8")
-    interpreter.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(interpreter))
+    interpreter(tmp_path, monkeypatch, "echo no torch here >&2\nexit 1")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(AutoparError, match="no torch here"):
         detect.machine_profile(cache_dir=tmp_path / "cache")
-    interpreter.write_text("#!/bin/sh\nexec sleep 60\n", encoding="utf-8")
+    interpreter(tmp_path, monkeypatch, "exec sleep 60")
     monkeypatch.setattr(detect, "TIMEOUT_S", 0.3)
     with pytest.raises(AutoparError, match="took longer than"):
         detect.machine_profile(cache_dir=tmp_path / "cache")

@@ -63,11 +63,6 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize(("reported", "gib", "name"), SHIPPED)
-def test_a_shipped_profile_is_found_by_the_reported_name(reported: str, gib: float, name: str) -> None:
-    assert shipped_profile_name(reported, round(gib * GIB)) == name
-
-
 @pytest.mark.parametrize(("reported", "gib"), OTHERS)
 def test_a_device_without_a_profile_is_not_taken_for_another(reported: str, gib: float) -> None:
     assert shipped_profile_name(reported, round(gib * GIB)) is None
@@ -75,7 +70,8 @@ def test_a_device_without_a_profile_is_not_taken_for_another(reported: str, gib:
 
 
 @pytest.mark.parametrize(("reported", "gib", "name"), SHIPPED)
-def test_parts_of_a_device_and_other_sizes_have_no_profile(reported: str, gib: float, name: str) -> None:
+def test_a_shipped_profile_is_of_the_whole_device_by_its_reported_name(reported: str, gib: float, name: str) -> None:
+    assert shipped_profile_name(reported, round(gib * GIB)) == name
     assert shipped_profile_name(f"{reported} MIG 1g.10gb", round(gib * GIB)) is None
     assert shipped_profile_name(reported, round(gib * GIB / 2)) is None
     assert shipped_profile_name(reported, round(gib * GIB * 1.2)) is None

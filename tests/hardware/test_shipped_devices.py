@@ -6,9 +6,7 @@ import json
 
 from autopar.hardware.gpus import peaks, shipped_devices
 from autopar.hardware.read import known_devices
-from tests.support.cli_runner import Run, run_fixture
-
-run = run_fixture
+from tests.support.cli_runner import Run
 
 
 def test_every_profile_is_listed_with_its_memory_and_a_peak() -> None:

@@ -11,11 +11,9 @@ from autopar.models import graph_cache as kept
 from autopar.models import graph_for_plan
 from autopar.models.graph_cache import traced
 from autopar.planner.sharding.input_axes import samples_apart
-from tests.support.cli_runner import Run, run_fixture
+from tests.support.cli_runner import Run
 
-__all__ = ["run_fixture"]
-
-MODEL = "gpt:layers=2,hidden=32,heads=2,vocab=64,seq=16"
+MODEL = "gpt:layers=1,hidden=32,heads=2,vocab=64,seq=16"
 
 
 @pytest.fixture

@@ -12,7 +12,8 @@ from autopar.planner.layouts.layout import layout_key_of
 from autopar.planner.planner import Planner
 from autopar.planner.search import Evaluation, Limits, Outcome
 from autopar.planner.space.pins import Pins
-from tests.support.planner.graphs import mlp, task_of
+from tests.support.planner.graphs import mlp
+from tests.support.planner.tasks import task_of
 
 
 @pytest.fixture(scope="module")

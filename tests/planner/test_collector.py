@@ -8,7 +8,8 @@ import pytest
 
 from autopar.planner.planner import Planner, objects_set_aside
 from autopar.planner.search import Limits
-from tests.support.planner.graphs import mlp, task_of
+from tests.support.planner.graphs import mlp
+from tests.support.planner.tasks import task_of
 
 
 def test_objects_come_back_after_a_search(monkeypatch: pytest.MonkeyPatch) -> None:

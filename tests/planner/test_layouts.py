@@ -15,10 +15,11 @@ from autopar.models.resolve import resolve_model
 from autopar.plan.plan import BF16
 from autopar.planner.layouts.catalogue import Layouts
 from autopar.planner.layouts.layout import LayoutKey, Load, layout_key_of
-from autopar.planner.planner import Planner, Task
+from autopar.planner.planner import Planner
 from autopar.planner.search import Limits
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
+from tests.support.planner.tasks import planner_of
 
 ROUNDING = 1e-9
 CLUSTER = "h100-sxm5-80gb:1x8"
@@ -33,14 +34,17 @@ MODELS = {
 }
 
 
+def graph_of(name: str) -> Graph:
+    text, length = MODELS[name]
+    source = resolve_model(text, sequence_length=length, batch_size=2)
+    return api.trace(source.model, example_inputs=source.example_inputs, precision="bf16", name=name)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_no_priced_layout_is_quicker_than_its_typing_or_the_quickest_typing(name: str) -> None:
-    text, length = MODELS[name]
-    source = resolve_model(text, sequence_length=length, batch_size=2)
-    graph = api.trace(source.model, example_inputs=source.example_inputs, precision="bf16", name=name)
     model = CostModel(Cluster.parse(CLUSTER), BF16, "adamw")
-    layouts = Layouts(graph, model, global_batch_size=64, pins=Pins.parse(()), space=load_space("default"))
+    layouts = Layouts(graph_of(name), model, global_batch_size=64, pins=Pins.parse(()), space=load_space("default"))
     share = compared = 0.0
     for size, tp, cp, ep in (
         (1, 2, 1, 1),
@@ -70,14 +74,9 @@ def test_no_priced_layout_is_quicker_than_its_typing_or_the_quickest_typing(name
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_no_block_of_a_layout_is_quicker_than_its_floors(name: str) -> None:
     """Of all layouts of a candidate, and of each before it is priced; where experts are spread their tokens travel."""
-    text, length = MODELS[name]
-    source = resolve_model(text, sequence_length=length, batch_size=2)
-    graph = api.trace(source.model, example_inputs=source.example_inputs, precision="bf16", name=name)
-    task = Task(
-        graph=graph, cluster=Cluster.parse("h100-sxm5-80gb:2x4"), space=load_space("default"), pins=Pins.parse(()),
-        precision=BF16, optimizer="adamw", global_batch_size=32,
-    )  # fmt: skip
-    planner = Planner(task)
+    planner = planner_of(
+        graph_of(name), cluster="h100-sxm5-80gb:2x4", global_batch_size=32, precision=BF16, space="default"
+    )
     maker, context = planner.evaluator.cascade.maker, planner.evaluator.context
     different = {(layout_key_of(c), c.mesh, c.zero_stage): c for c in planner.pool if c.mesh.cp * c.mesh.tp > 1}
     compared = 0
@@ -98,11 +97,7 @@ def test_what_searches_keep_with_a_graph_changes_no_plan() -> None:
     graph = resolve_model("gpt:layers=5,hidden=64,heads=8,vocab=250", sequence_length=32).trace()
 
     def planner(graph: Graph, batch: int, space: str) -> Planner:
-        task = Task(
-            graph=graph, cluster=Cluster.parse(CLUSTER), global_batch_size=batch, precision=BF16,
-            optimizer="adamw", pins=Pins.parse(()), space=load_space(space),
-        )  # fmt: skip
-        return Planner(task)
+        return planner_of(graph, cluster=CLUSTER, global_batch_size=batch, precision=BF16, space=space)
 
     new = pickle.loads(pickle.dumps(graph))
     planner(graph, 24, "default").search(limits=Limits())

@@ -14,16 +14,12 @@ from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
 from autopar.plan.plan import FP32
 from autopar.planner.bounds.cascade import LEVELS
-from autopar.planner.branch_and_bound.branch_and_bound import BranchAndBound
-from autopar.planner.evaluate.evaluator import Evaluator
-from autopar.planner.search import Evaluation, Limits
-from autopar.planner.space.candidates import candidates
-from autopar.planner.space.constraints import Problem
-from autopar.planner.space.pins import Pins
+from autopar.planner.planner import Planner
+from autopar.planner.search import Evaluation
 from autopar.planner.space.space import load_space
-from autopar.planner.space.variants import in_orders
 from tests.support.mixed_clusters import slow_group, two_kinds
 from tests.support.planner.graphs import mlp
+from tests.support.planner.tasks import ROUNDING, check_search, planner_of
 
 PINS = ["pp=2", "dp_replicate=2", "dp_shard=1", "tp=1", "zero=0", "micro_batch=2", "schedule=1F1B"]
 
@@ -36,33 +32,20 @@ def graph() -> Graph:
     return mlp(layers=6, batch=2, width=64, hidden=256)
 
 
-def outer(graph: Graph, cluster: Cluster, space_name: str = "quick") -> BranchAndBound:
-    space = load_space(space_name)
-    problem = Problem(
-        world_size=4, devices_per_node=2, global_batch_size=16, num_blocks=len(graph.blocks), heads=(), space=space
-    )
-    evaluator = Evaluator.of(graph, CostModel(cluster, FP32, "adamw"), global_batch_size=16, pins=Pins(), space=space)
-    pool = in_orders(candidates(problem, Pins()), cluster)
-    return BranchAndBound(evaluator, pool, limits=Limits())
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", [None, 400 * 2**20 + 1_500_000, 400 * 2**20 + 1_200_000])
 def test_a_mode_of_recompute_more_makes_no_candidate_slower(graph: Graph, memory: int | None) -> None:
-    spaces = [
-        replace(load_space("default"), recompute=modes) for modes in (("none", "full"), ("none", "selective", "full"))
-    ]
     cluster = two_kinds(factor=3.0, slow_memory=memory)
     some, more = (
-        Evaluator.of(graph, CostModel(cluster, FP32, "adamw"), global_batch_size=16, pins=Pins(), space=space)
-        for space in spaces
+        planner_of(graph, "data_shares=equal", cluster=cluster, space=replace(load_space("default"), recompute=modes))
+        for modes in (("none", "full"), ("none", "selective", "full"))
     )
     compared = 0
-    for candidate in outer(graph, cluster, "default").pool:
-        one, other = some.evaluate(candidate), more.evaluate(candidate)
+    for candidate in some.pool:
+        one, other = (made.evaluator.evaluate(candidate) for made in (some, more))
         if isinstance(one, Evaluation):
             assert isinstance(other, Evaluation)
-            assert other.prediction.step_time_s <= one.prediction.step_time_s * (1 + 1e-9)
+            assert other.prediction.step_time_s <= one.prediction.step_time_s * ROUNDING
             compared += candidate.virtual_stages > 1
     assert compared
 
@@ -83,29 +66,22 @@ CLUSTERS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("kinds", CLUSTERS)
 def test_the_search_finds_the_best_of_all_and_its_bounds_hold(graph: Graph, kinds: str) -> None:
-    cluster = CLUSTERS[kinds]
-    search = outer(graph, cluster)
-    found = search.run()
-    assert found.best is not None
-    alone, fresh = (outer(graph, cluster).evaluator for _ in range(2))
-    times, plans = [], []
-    assert any(c.order for c in search.pool)
-    for candidate in search.pool:
-        one = alone.evaluate(candidate)
-        if isinstance(one, Evaluation):
-            times.append(one.prediction.step_time_s)
-            plans.append(one)
-            # a time that a plan takes is never called impossible
-            assert fresh.bounds_s(LEVELS - 1, [candidate], times[-1] * (1 + 1e-6))[0] <= times[-1] * (1 + 1e-9)
-            for level in range(LEVELS):
-                assert alone.bounds_s(level, [candidate])[0] <= times[-1] * (1 + 1e-9)
-            for part in (1.0, 1.01, 1.2):  # of its time, that is aimed at
-                goal_s = part * times[-1]
-                assert alone.closest_s(candidate, goal_s)[0] <= times[-1] * (1 + 1e-9)
-                assert alone.closest_s(candidate, goal_s, whole_s=goal_s)[0] <= times[-1] * (1 + 1e-9)
-                assert alone.chained_s(candidate, goal_s) <= times[-1] * (1 + 1e-9)
-    assert found.best.prediction.step_time_s == min(times)
-    assert found.lower_bound_s <= min(alone.improved(plan).time_s for plan in plans)
+    def make() -> Planner:
+        return planner_of(graph, "data_shares=equal", cluster=CLUSTERS[kinds])
+
+    found, plans = check_search(make)
+    alone, fresh = (make().evaluator for _ in range(2))
+    assert any(candidate.order for candidate in plans)
+    for candidate, plan in plans.items():
+        time_s = plan.prediction.step_time_s
+        # a time that a plan takes is never called impossible
+        assert fresh.bounds_s(LEVELS - 1, [candidate], time_s * (1 + 1e-6))[0] <= time_s * ROUNDING
+        for part in (1.0, 1.01, 1.2):  # of its time, that is aimed at
+            goal_s = part * time_s
+            assert alone.closest_s(candidate, goal_s)[0] <= time_s * ROUNDING
+            assert alone.closest_s(candidate, goal_s, whole_s=goal_s)[0] <= time_s * ROUNDING
+            assert alone.chained_s(candidate, goal_s) <= time_s * ROUNDING
+    assert found.lower_bound_s <= min(alone.improved(plan).time_s for plan in plans.values())
 
 
 def test_a_faster_device_gets_more_layers_and_the_plan_says_which(graph: Graph) -> None:

@@ -9,9 +9,7 @@ import pytest
 
 from autopar.planner.space import pin_syntax
 from autopar.planner.space.pin_syntax import PIN_KINDS, PinKind, parse_pin
-from tests.support.cli_runner import Run, run_fixture
-
-run = run_fixture
+from tests.support.cli_runner import Run
 
 SAME = {"zero_stage", "micro_batch_size"}
 """Other names of what the table has."""

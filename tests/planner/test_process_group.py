@@ -23,8 +23,9 @@ from autopar.planner.evaluate.evaluator import Evaluator
 from autopar.planner.planner import Planner
 from autopar.planner.search import Limits
 from autopar.planner.space.space import load_space
-from tests.support.planner.graphs import mlp, task_of
+from tests.support.planner.graphs import mlp
 from tests.support.planner.interleaved import Known, candidate
+from tests.support.planner.tasks import task_of
 
 pytestmark = pytest.mark.skipif(not available(), reason="processes are copied on Linux alone")
 

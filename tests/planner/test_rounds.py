@@ -28,11 +28,10 @@ from autopar.planner.search import Evaluation, Limits
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.preferences import rules, seeds
 from autopar.planner.space.space import SamplerName, load_space
-from tests.support.cli_runner import Run, run_fixture
-from tests.support.planner.graphs import mlp, task_of
+from tests.support.cli_runner import Run
+from tests.support.planner.graphs import mlp
 from tests.support.planner.interleaved import Board, Known, View, in_turns, interleave
-
-run = run_fixture
+from tests.support.planner.tasks import task_of
 
 NEEDS_CMAES = pytest.mark.skipif(find_spec("cmaes") is None, reason="needs cmaes: pip install 'autopar[cmaes]'")
 KINDS = ["tpe", "nsga2", pytest.param("cmaes", marks=NEEDS_CMAES)]

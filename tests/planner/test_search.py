@@ -11,27 +11,18 @@ import torch
 
 import autopar
 from autopar import api
-from autopar.cost.model import CostModel
 from autopar.errors import InfeasibleError, UsageError
 from autopar.graph.graph import Graph
-from autopar.hardware.cluster import Cluster
 from autopar.models.resolve import resolve_model
 from autopar.plan.mesh import S
-from autopar.plan.plan import FP32, FP64, Plan, SearchRecord
-from autopar.planner.bounds.cascade import LEVELS
-from autopar.planner.branch_and_bound.branch_and_bound import BranchAndBound
-from autopar.planner.evaluate.evaluator import Evaluator
+from autopar.plan.plan import FP64, Plan, SearchRecord
 from autopar.planner.layouts.layout import LayoutKey
-from autopar.planner.planner import Planner
-from autopar.planner.search import Evaluation, Limits, Misfit, Task
-from autopar.planner.space.candidates import candidates
-from autopar.planner.space.constraints import Problem
-from autopar.planner.space.pins import Pins
-from autopar.planner.space.space import Space, load_space
+from autopar.planner.search import Evaluation, Limits, Misfit
+from autopar.planner.space.space import load_space
 from autopar.verification.against_one_device import in_dtype
 from tests.support.planner.graphs import llama_block, mlp
+from tests.support.planner.tasks import CLUSTER, ROUNDING, check_search, planner_of, plans_of
 
-CLUSTER = "cpu:1x4"
 RECORD = SearchRecord(wall_time_s=0.0, candidates=0, evaluated=0, lower_bound_s=0.0, gap=0.0)
 
 
@@ -41,25 +32,22 @@ def graph() -> Graph:
 
 
 @pytest.fixture(scope="module")
-def space() -> Space:
-    return load_space("quick")
+def told() -> list[tuple[str, int, int]]:
+    """What the search for ``plan`` tells of its progress."""
+    return []
 
 
-def outer(graph: Graph, space: Space, *, trials: int | None = None) -> BranchAndBound:
-    model = CostModel(Cluster.parse(CLUSTER), FP32, "adamw")
-    evaluator = Evaluator.of(graph, model, global_batch_size=16, pins=Pins(), space=space)
-    problem = Problem(
-        world_size=4, devices_per_node=4, global_batch_size=16, num_blocks=len(graph.blocks), heads=(), space=space
+@pytest.fixture(scope="module")
+def plan(graph: Graph, told: list[tuple[str, int, int]]) -> Plan:
+    return autopar.search(
+        graph, cluster=CLUSTER, global_batch_size=16, space="quick", progress=lambda *event: told.append(event)
     )
-    pool = candidates(problem, Pins())
-    return BranchAndBound(evaluator, pool, limits=Limits(trials=trials))
 
 
 def test_modes_of_recompute_stand_in_the_order_of_the_space() -> None:
     """In that of a set programs of chains have their variables in another order in each process, and other solutions."""
     graph = resolve_model("gpt:layers=2,hidden=64,heads=4,vocab=256", sequence_length=32).trace()
-    model = CostModel(Cluster.parse(CLUSTER), FP32, "adamw")
-    evaluator = Evaluator.of(graph, model, global_batch_size=16, pins=Pins(), space=load_space("default"))
+    evaluator = planner_of(graph, space="default").evaluator
     assert len(evaluator.context.modes) > 1
     assert {*evaluator.cascade.maker.floors.blocks.modes} == {evaluator.context.modes}
 
@@ -69,8 +57,7 @@ def test_modes_of_recompute_stand_in_the_order_of_the_space() -> None:
 def test_a_stage_is_longer_than_an_even_share_only_where_the_rest_takes_a_block(vocabulary: int, is_even: bool) -> None:
     """Eight layers on four stages: a head that is less than a layer is no reason for stages of three."""
     source = resolve_model(f"gpt:layers=8,hidden=64,heads=4,vocab={vocabulary}", sequence_length=32)
-    model = CostModel(Cluster.parse(CLUSTER), FP32, "adamw")
-    evaluator = Evaluator.of(source.trace(), model, global_batch_size=16, pins=Pins(), space=load_space("quick"))
+    evaluator = planner_of(source.trace()).evaluator
     most = evaluator.cascade.maker.floors.blocks.most_blocks(
         evaluator.layouts.unsplit(LayoutKey(micro_batch_size=2)), 4
     )
@@ -78,34 +65,18 @@ def test_a_stage_is_longer_than_an_even_share_only_where_the_rest_takes_a_block(
     assert most >= 2
 
 
-def test_branch_and_bound_finds_the_best_of_all(graph: Graph, space: Space) -> None:
-    search = outer(graph, space)
-    found = search.run()
-    assert found.best is not None
-    alone = Evaluator.of(graph, search.evaluator.model, global_batch_size=16, pins=Pins(), space=space)
-    times = [e.prediction.step_time_s for c in search.pool if isinstance(e := alone.evaluate(c), Evaluation)]
-    assert found.best.prediction.step_time_s == min(times)
-    assert found.lower_bound_s <= min(times)
-    assert found.finished
+def test_branch_and_bound_finds_the_best_of_all_and_bounds_hold(graph: Graph) -> None:
+    check_search(lambda: planner_of(graph))
 
 
-def test_bounds_hold(graph: Graph, space: Space) -> None:
-    search = outer(graph, space)
-    for candidate in search.pool:
-        found = search.evaluator.evaluate(candidate)
-        if isinstance(found, Evaluation):
-            for level in range(LEVELS):
-                bound_s = search.evaluator.bounds_s(level, [candidate])[0]
-                assert bound_s <= found.prediction.step_time_s * (1 + 1e-9)
-
-
-def test_the_size_of_buckets_is_the_best_of_the_space(graph: Graph, space: Space) -> None:
+def test_the_size_of_buckets_is_the_best_of_the_space(graph: Graph) -> None:
+    space = load_space("quick")
     sizes = (2**10, 2**14, 2**18, 2**25)
     for zero in (0, 3):
-        search = outer(graph, replace(space, bucket_bytes=sizes))
-        candidate = next(c for c in search.pool if c.mesh.dp_replicate * c.mesh.dp_shard == 4 and c.zero_stage == zero)
-        some = search.evaluator.evaluate(candidate)
-        each = [outer(graph, replace(space, bucket_bytes=(size,))) for size in sizes]
+        planner = planner_of(graph, space=replace(space, bucket_bytes=sizes))
+        candidate = next(c for c in planner.pool if c.mesh.dp_replicate * c.mesh.dp_shard == 4 and c.zero_stage == zero)
+        some = planner.evaluator.evaluate(candidate)
+        each = [planner_of(graph, space=replace(space, bucket_bytes=(size,))) for size in sizes]
         found = [one.evaluator.evaluate(candidate) for one in each]
         times = [one.prediction.step_time_s for one in found if isinstance(one, Evaluation)]
         assert isinstance(some, Evaluation)
@@ -113,7 +84,7 @@ def test_the_size_of_buckets_is_the_best_of_the_space(graph: Graph, space: Space
         assert (len(set(times)) > 1) == (zero == 0)
         assert some.prediction.step_time_s == min(times)
         assert times[sizes.index(some.bucket_bytes)] == min(times)
-        assert search.evaluator.closest_s(candidate, math.inf)[0] <= min(times) * (1 + 1e-9)
+        assert planner.evaluator.closest_s(candidate, math.inf)[0] <= min(times) * ROUNDING
 
 
 @pytest.mark.parametrize(("layers", "virtual_stages"), [(8, 2), (10, 3), (9, 3)])
@@ -134,24 +105,14 @@ def test_virtual_stages_are_cut_evenly_unless_stages_are_pinned(layers: int, vir
 def test_embedding_and_head_may_be_stages_of_their_own() -> None:
     """Six layers on eight stages: planned with and without pins, below no bound, and the best of all candidates is found."""
     graph = resolve_model("llama:layers=6,hidden=64,heads=4,ffn=128,vocab=4000", sequence_length=64).trace()
-    planner = Planner(
-        Task(
-            graph=graph, cluster=Cluster.parse("cpu:1x8"), global_batch_size=16, precision=FP32, optimizer="adamw",
-            pins=Pins.parse(["pp>=4"]), space=load_space("default"),
-        )
-    )  # fmt: skip
-    times = []
-    for candidate in planner.pool:
-        found = planner.evaluator.evaluate(candidate)
-        assert isinstance(found, Evaluation)
-        times.append(found.prediction.step_time_s)
-        for level in range(LEVELS):
-            assert planner.evaluator.bounds_s(level, [candidate])[0] <= times[-1] * (1 + 1e-9)
-        assert planner.evaluator.closest_s(candidate, math.inf)[0] <= times[-1] * (1 + 1e-9)
-        if candidate.mesh.pp * candidate.virtual_stages == 8:
-            assert found.stops == tuple(range(1, 9))
+    planner = planner_of(graph, "pp>=4", cluster="cpu:1x8", space="default")
+    plans = plans_of(planner.evaluator, planner.pool)
+    assert [*plans] == planner.pool
+    eight = [plan for c, plan in plans.items() if c.mesh.pp * c.virtual_stages == 8]
+    assert eight and all(plan.stops == tuple(range(1, 9)) for plan in eight)
     assert {c.mesh.pp * c.virtual_stages for c in planner.pool} >= {4, 8}
-    assert planner.search(limits=Limits()).predicted.step_time_s <= min(times) * (1 + 1e-9)
+    least_s = min(plan.prediction.step_time_s for plan in plans.values())
+    assert planner.search(limits=Limits()).predicted.step_time_s <= least_s * ROUNDING
 
 
 @pytest.mark.slow
@@ -171,16 +132,12 @@ def test_a_stage_of_an_embedding_or_a_head_alone_can_be_pinned() -> None:
 def test_bounds_read_pinned_stages(pins: list[str]) -> None:
     """Unequal stages: no bound is above a plan of them, and the tightest one is above that of stages as they are best."""
     graph = resolve_model("llama:layers=12,hidden=256,heads=4,ffn=1024,vocab=256", sequence_length=64).trace()
-    task = Task(
-        graph=graph, cluster=Cluster.parse(CLUSTER), global_batch_size=16, precision=FP32, optimizer="adamw",
-        pins=Pins.parse(["pp=4", "tp=1", *pins]), space=load_space("default"),
-    )  # fmt: skip
-    planner, free = Planner(task), Planner(replace(task, pins=Pins.parse(["pp=4", "tp=1"])))
+    planner, free = (planner_of(graph, "pp=4", "tp=1", *some, space="default") for some in (pins, ()))
     for candidate in planner.pool:
         found = planner.evaluator.evaluate(candidate)
         assert isinstance(found, Evaluation)
         bound_s = planner.evaluator.closest_s(candidate, math.inf)[0]
-        assert bound_s <= found.time_s * (1 + 1e-9)
+        assert bound_s <= found.time_s * ROUNDING
         if candidate.micro_batch_size <= 2:
             assert bound_s > 1.05 * free.evaluator.closest_s(candidate, math.inf)[0]
     assert {candidate.schedule for candidate in planner.pool if candidate.micro_batch_size <= 2} >= {"GPipe", "1F1B"}
@@ -190,20 +147,17 @@ def test_bounds_read_pinned_stages(pins: list[str]) -> None:
 def test_what_is_too_large_needs_more_than_there_is() -> None:
     """The head alone needs more in passing than an equal share of a rank that runs four stages."""
     graph = resolve_model("gpt:layers=16,hidden=64,heads=4,vocab=20000", sequence_length=64).trace()
-    planner = Planner(
-        Task(
-            graph=graph, cluster=Cluster.parse("cpu:1x2?memory=600MB"), global_batch_size=32, precision=FP32, optimizer="adamw",
-            pins=Pins.parse(["pp=2", "schedule=Interleaved1F1B"]), space=load_space("default"),
-        )
-    )  # fmt: skip
+    planner = planner_of(
+        graph, "pp=2", "schedule=Interleaved1F1B", cluster="cpu:1x2?memory=600MB", global_batch_size=32, space="default"
+    )
     found = [planner.evaluator.evaluate(candidate) for candidate in planner.pool]
     misfits = [one for one in found if isinstance(one, Misfit)]
     assert {c.virtual_stages for c in planner.pool} >= {2, 4}
     assert [m for m in misfits if not m.needs_bytes > planner.evaluator.model.fitting_bytes] == []
 
 
-def test_of_a_large_space_those_with_the_least_bounds_are_evaluated(graph: Graph, space: Space) -> None:
-    whole, part = outer(graph, space), outer(graph, space, trials=12)
+def test_of_a_large_space_those_with_the_least_bounds_are_evaluated(graph: Graph) -> None:
+    whole, part = (planner_of(graph).branch_and_bound(Limits(trials=trials)) for trials in (None, 12))
     whole.run()
     found = part.run()
     assert part.order == whole.order[:12]
@@ -223,14 +177,15 @@ def test_a_storage_records_every_trial_and_its_reason(graph: Graph, tmp_path: Pa
     trials = [trial for trial in trials if trial.state != optuna.trial.TrialState.WAITING]  # experts' choices
     assert len(trials) == plan.search.evaluated
     values = [t.value for t in trials if t.value is not None]
-    assert plan.predicted.step_time_s <= min(values) * (
-        1 + 1e-9
-    )  # the best one's stages are cut better still at the end
+    assert plan.predicted.step_time_s <= min(values) * ROUNDING  # the best one's stages are cut better still at the end
     assert all(t.user_attrs.get("reason") for t in trials if t.value is None)
 
 
-def test_the_package_is_the_verb(graph: Graph) -> None:
-    plan = autopar.search(graph, cluster=CLUSTER, global_batch_size=16, space="quick")
+def test_the_package_is_the_verb_and_tells_its_progress(
+    graph: Graph, plan: Plan, told: list[tuple[str, int, int]]
+) -> None:
+    assert told[-1][1] >= 3
+    assert any("best" in what for what, _, _ in told)
     assert isinstance(plan, Plan)
     assert plan.mesh.world_size == 4
     assert plan.predicted.peak_memory_bytes <= plan.predicted.memory_limit_bytes
@@ -240,10 +195,10 @@ def test_the_package_is_the_verb(graph: Graph) -> None:
     assert [s.start for s in plan.stages] + [len(graph.blocks)] == [0, *(s.stop for s in plan.stages)]
 
 
-def test_equal_arguments_give_equal_plans(graph: Graph) -> None:
-    first, second = (api.search(graph, cluster=CLUSTER, global_batch_size=16, space="quick") for _ in range(2))
-    assert replace(first, search=RECORD) == replace(second, search=RECORD)
-    assert first.search.reasons == second.search.reasons
+def test_equal_arguments_give_equal_plans(graph: Graph, plan: Plan) -> None:
+    again = api.search(graph, cluster=CLUSTER, global_batch_size=16, space="quick")
+    assert replace(plan, search=RECORD) == replace(again, search=RECORD)
+    assert plan.search.reasons == again.search.reasons
 
 
 @pytest.mark.parametrize(
@@ -274,15 +229,13 @@ def test_pins_of_recompute_stages_and_parameters_are_respected(graph: Graph) -> 
         assert tp.parameters[tp.parameter_names.index("up")] == S(1)
 
 
-def test_memory_is_respected_and_recompute_bought_where_it_must_be(graph: Graph) -> None:
-    pins = ["tp=1", "pp=2", "zero=1", "micro_batch=4", "schedule=1F1B"]
+def test_memory_is_respected_and_recompute_bought_where_it_must_be() -> None:
+    pins = ["micro_batch=512", "tp=1", "pp=2", "zero=1", "schedule=1F1B"]
     big = mlp(layers=12, batch=2, width=256, hidden=4096)
-    roomy = api.estimate(big, cluster=CLUSTER, global_batch_size=4096, pins=["micro_batch=512", *pins[:3], pins[4]])
+    roomy = api.estimate(big, cluster=CLUSTER, global_batch_size=4096, pins=pins)
     assert roomy.recompute == "none"
     limit = roomy.predicted.peak_memory_bytes - 20_000_000
-    tight = api.estimate(
-        big, cluster=f"{CLUSTER}?memory={limit}", global_batch_size=4096, pins=["micro_batch=512", *pins[:3], pins[4]]
-    )
+    tight = api.estimate(big, cluster=f"{CLUSTER}?memory={limit}", global_batch_size=4096, pins=pins)
     assert tight.recompute != "none"
     assert tight.predicted.peak_memory_bytes <= limit
     assert tight.predicted.step_time_s > roomy.predicted.step_time_s
@@ -322,6 +275,7 @@ def test_what_cannot_be_names_the_conflict(
     [
         ({"space": "defualt"}, "Did you mean 'default'"),
         ({"precision": "fp31"}, "fp32"),
+        ({"pins": ["layer.0.up=tp:S(0)"]}, "No parameter of the model matches 'layer.0.up'"),
         ({"pins": ["layer.0.up=tp:S(0)"]}, "layers.0.up"),
         ({"global_batch_size": 0}, "The global batch is 0"),
         ({"global_batch_size": 4.5}, "The global batch is 4.5"),
@@ -338,13 +292,6 @@ def test_limits_stop_a_search(graph: Graph) -> None:
     assert plan.search.evaluated == 3
     with pytest.raises(InfeasibleError, match="search_timeout_s"):
         api.search(graph, cluster=CLUSTER, global_batch_size=16, search_timeout_s=0.0)
-
-
-def test_progress_is_told(graph: Graph) -> None:
-    told: list[tuple[str, int, int]] = []
-    api.search(graph, cluster=CLUSTER, global_batch_size=16, space="quick", progress=lambda *event: told.append(event))
-    assert told[-1][1] >= 3
-    assert any("best" in what for what, _, _ in told)
 
 
 @pytest.mark.slow

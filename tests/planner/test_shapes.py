@@ -12,12 +12,10 @@ from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.link import OperatorTable, OperatorTime
 from autopar.models.resolve import resolve_model
-from autopar.plan.plan import FP32
-from autopar.planner.planner import Planner, Task, operator_calls
+from autopar.planner.planner import Planner, operator_calls
 from autopar.planner.search import Evaluation, Limits
-from autopar.planner.space.pins import Pins
-from autopar.planner.space.space import load_space
 from tests.support.mixed_clusters import two_kinds
+from tests.support.planner.tasks import planner_of
 
 CLUSTER = Cluster.parse("cpu:1x4")
 
@@ -29,12 +27,7 @@ def graph() -> Graph:
 
 
 def planner(graph: Graph, cluster: Cluster = CLUSTER, pins: tuple[str, ...] = ()) -> Planner:
-    return Planner(
-        Task(
-            graph=graph, cluster=cluster, global_batch_size=8, precision=FP32, optimizer="adamw",
-            pins=Pins.parse(pins), space=load_space("quick"),
-        )
-    )  # fmt: skip
+    return planner_of(graph, *pins, cluster=cluster, global_batch_size=8)
 
 
 def test_what_is_collected_is_what_planning_every_candidate_asks_for(graph: Graph) -> None:

@@ -16,17 +16,16 @@ from autopar import api
 from autopar.errors import AutoparError
 from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
-from autopar.plan.plan import FP32, Plan
+from autopar.plan.plan import Plan
 from autopar.planner.bounds.cascade import LEVELS
 from autopar.planner.planner import Planner
-from autopar.planner.search import Evaluation, Task
+from autopar.planner.search import Evaluation
 from autopar.planner.space.constraints import divisors
-from autopar.planner.space.pins import Pins
-from autopar.planner.space.space import load_space
 from autopar.planner.space.variants import nearest
 from autopar.planner.studies.study import params
 from tests.support.mixed_clusters import of_one, slow_group, two_kinds
 from tests.support.planner.graphs import mlp
+from tests.support.planner.tasks import ROUNDING, planner_of, plans_of
 
 BATCH = 12
 
@@ -65,12 +64,7 @@ def three_kinds() -> Cluster:
 
 
 def planner(graph: Graph, cluster: Cluster, *pins: str, batch: int = BATCH, space: str = "default") -> Planner:
-    return Planner(
-        Task(
-            graph=graph, cluster=cluster, global_batch_size=batch, precision=FP32, optimizer="adamw",
-            pins=Pins.parse(pins), space=load_space(space),
-        )
-    )  # fmt: skip
+    return planner_of(graph, *pins, cluster=cluster, global_batch_size=batch, space=space)
 
 
 def search(graph: Graph, cluster: Cluster, *pins: str, space: str = "default") -> Plan:
@@ -112,12 +106,10 @@ def test_unequal_shares_win_where_devices_differ_and_bounds_hold(graph: Graph) -
     assert found.predicted.step_time_s < equal.predicted.step_time_s
     made = planner(graph, cluster, "pp=1")
     assert len({tuple(params(c).values()) for c in made.pool}) == len(made.pool)
-    for candidate in made.pool:
-        one = made.evaluator.evaluate(candidate)
-        assert isinstance(one, Evaluation)
-        most_s = one.prediction.step_time_s * (1 + 1e-9)
-        for level in range(LEVELS):
-            assert made.evaluator.bounds_s(level, [candidate])[0] <= most_s
+    plans = plans_of(made.evaluator, made.pool)
+    assert [*plans] == made.pool
+    for candidate, plan in plans.items():
+        most_s = plan.prediction.step_time_s * ROUNDING
         assert made.evaluator.closest_s(candidate, most_s)[0] <= most_s
 
 

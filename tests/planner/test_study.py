@@ -24,22 +24,19 @@ from sqlalchemy.pool import NullPool
 from autopar import api
 from autopar.errors import UsageError
 from autopar.graph.graph import Graph
-from autopar.hardware.cluster import Cluster
 from autopar.plan.plan import FP32, Plan, SearchRecord
 from autopar.planner.branch_and_bound.frontier import Result
 from autopar.planner.planner import Planner
 from autopar.planner.search import Limits
-from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space, with_sampler
 from autopar.planner.studies import workers
 from autopar.planner.studies.study import Study
 from autopar.planner.studies.workers import Job, identity, study_name
 from autopar.util import files
-from tests.support.cli_runner import Run, run_fixture
-from tests.support.planner.graphs import CLUSTER, mlp, task_of
+from tests.support.cli_runner import Run
+from tests.support.planner.graphs import mlp
 from tests.support.planner.interleaved import Turns
-
-run = run_fixture
+from tests.support.planner.tasks import CLUSTER, task_of
 
 LIMIT_S = 250
 SAMPLED = 9
@@ -153,7 +150,9 @@ def test_a_trial_of_the_dead_is_ended_where_others_have_told_of_its_candidate(pl
     assert [(t.state, t.value) for t in one.storage.get_all_trials(one.id)] == [(TrialState.COMPLETE, 0.5)] * 2
 
 
-def test_a_search_leaves_nothing_waiting_that_it_decided(graph: Graph, alone: Plan, tmp_path: Path) -> None:
+def test_a_search_goes_on_from_what_a_study_holds_and_leaves_nothing_waiting_that_it_decided(
+    graph: Graph, alone: Plan, tmp_path: Path
+) -> None:
     url = f"sqlite:///{tmp_path / 'study.db'}"
     first = search(graph, storage=url, trials=1)
     waiting = [trial for trial in trials_of(url) if trial.state == TrialState.WAITING]
@@ -165,7 +164,9 @@ def test_a_search_leaves_nothing_waiting_that_it_decided(graph: Graph, alone: Pl
         own = ended[trial.number]
         assert own.state.is_finished()
         assert own.value is None or own.value >= alone.predicted.step_time_s
-    assert len({trial.user_attrs["candidate"] for trial in ended.values()}) == len(ended)
+    assert len({trial.user_attrs["candidate"] for trial in ended.values()}) == len(ended) > 2
+    assert same(search(graph, storage=url), alone)
+    assert len(trials_of(url)) == len(ended)
 
 
 def test_an_outcome_is_kept_where_the_trial_was_ended_without_one(planner: Planner, url: str) -> None:
@@ -177,19 +178,6 @@ def test_an_outcome_is_kept_where_the_trial_was_ended_without_one(planner: Plann
     other.record(0, Result(time_s=0.5))
     one.read()
     assert one.results == {0: Result(time_s=0.5)}
-
-
-@pytest.mark.slow
-def test_a_search_goes_on_from_what_a_study_holds(graph: Graph, alone: Plan, tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path / 'study.db'}"
-    first = search(graph, storage=url, trials=2)
-    assert first.search.evaluated == 2
-    assert same(search(graph, storage=url), alone)
-    trials = trials_of(url)
-    texts = [trial.user_attrs["candidate"] for trial in trials]
-    assert len(set(texts)) == len(texts) > 2
-    assert same(search(graph, storage=url), alone)
-    assert len(trials_of(url)) == len(trials)
 
 
 @pytest.mark.slow
@@ -219,12 +207,12 @@ def test_the_name_of_a_study_says_all_that_its_times_depend_on(graph: Graph) -> 
     base = task_of(graph)
     others = [
         task_of(mlp(layers=3, batch=2, width=64, hidden=256)),
-        task_of(graph, cluster=Cluster.parse("cpu:1x4?memory=1e9")),
+        task_of(graph, cluster="cpu:1x4?memory=1e9"),
         task_of(graph, global_batch_size=32),
         task_of(graph, precision=replace(FP32, reduce="bfloat16")),
         task_of(graph, optimizer="sgd"),
-        task_of(graph, pins=Pins.parse(["tp=2"])),
-        task_of(graph, space=load_space("default")),
+        task_of(graph, "tp=2"),
+        task_of(graph, space="default"),
     ]
     changed = [[key for key, text in identity(base).items() if identity(other)[key] != text] for other in others]
     assert changed == [["model"], ["cluster"], ["global batch"], ["precision"], ["optimizer"], ["pins"], ["space"]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -16,14 +17,14 @@ from autopar.graph.rewrites import vocabulary_sizes
 from autopar.hardware.cluster import Cluster
 from autopar.models.resolve import resolve_model
 from autopar.plan.file import plan_from_dict, plan_to_dict
-from autopar.plan.plan import PRECISIONS, PrecisionName
-from autopar.planner.planner import Planner
-from autopar.planner.search import Evaluation, Task
+from autopar.plan.plan import BF16, PRECISIONS, PrecisionName
+from autopar.planner.search import Evaluation
 from autopar.planner.space.candidates import candidates
 from autopar.planner.space.constraints import Problem
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
 from autopar.tracing.trace import trace
+from tests.support.planner.tasks import planner_of
 
 A100 = "a100-sxm4-80gb:1x8"
 
@@ -44,22 +45,6 @@ def mixed() -> Cluster:
 
 def _square(y: Tensor, batch: object) -> Tensor:
     return y.square().mean()
-
-
-def planner(
-    graph: Graph,
-    cluster: Cluster | str,
-    batch: int,
-    *pins: str,
-    space: str = "default",
-    precision: PrecisionName = "bf16",
-) -> Planner:
-    return Planner(
-        Task(
-            graph=graph, cluster=Cluster.parse(cluster) if isinstance(cluster, str) else cluster, global_batch_size=batch, precision=PRECISIONS[precision],
-            optimizer="adamw", pins=Pins.parse(pins), space=load_space(space),
-        )
-    )  # fmt: skip
 
 
 ODD = [
@@ -85,7 +70,7 @@ def test_no_candidate_beats_the_plan_or_lies_below_a_bound(
     plan = api.search(
         graph, cluster=where, global_batch_size=batch, precision=precision, pins=pins, space="quick", workers=1
     )
-    whole = planner(graph, where, batch, *pins, space="quick", precision=precision)
+    whole = planner_of(graph, *pins, cluster=where, global_batch_size=batch, precision=PRECISIONS[precision])
     found = 0
     for candidate, bound_s in zip(whole.pool, whole.evaluator.bounds_s(0, whole.pool), strict=True):
         evaluation = whole.evaluator.evaluate(candidate)
@@ -131,10 +116,11 @@ def test_what_unaligned_rows_cost_is_said_with_its_source() -> None:
 
 def test_spaces_without_practice_try_both() -> None:
     graph = graph_of("gpt:layers=2,hidden=512,heads=8,vocab=20011")
-    pools = {name: planner(graph, A100, 64, space=name).pool for name in ("default", "exhaustive")}
+    task: dict[str, Any] = {"global_batch_size": 64, "precision": BF16}
+    pools = {name: planner_of(graph, cluster=A100, space=name, **task).pool for name in ("default", "exhaustive")}
     assert {c.vocab_multiple for c in pools["default"]} == {64}
     assert {c.vocab_multiple for c in pools["exhaustive"]} == {1, 64, 128}
-    assert {c.vocab_multiple for c in planner(graph, "cpu:1x8", 64).pool} == {1}
+    assert {c.vocab_multiple for c in planner_of(graph, cluster="cpu:1x8", space="default", **task).pool} == {1}
 
 
 def test_a_pinned_multiple_is_kept() -> None:

@@ -18,10 +18,8 @@ from autopar.planner.search import Evaluation, peak_bytes
 from autopar.questions.comparisons import MEMORY_STEP, Point, front, parse_objectives, undominated
 from autopar.questions.sizing import Ask, sizes_of
 from tests.questions.test_sizing import ASK, KIND, alone
-from tests.support.cli_runner import Run, run_fixture
+from tests.support.cli_runner import Run
 from tests.support.example_plans import llama_plan
-
-run = run_fixture
 
 
 def point(time_s: float, head_room: float, num_devices: int) -> Point:
@@ -136,20 +134,12 @@ def test_nothing_fits() -> None:
 
 @pytest.mark.slow
 def test_the_command_prints_a_row_for_each(run: Run) -> None:
-    arguments = [
-        "pareto",
-        "gpt:layers=2,hidden=64,heads=4,vocab=96,seq=32",
-        "--cluster",
-        "cpu:1x4",
-        "--global-batch",
-        "8",
-    ]
-    result = run(*arguments, "--objectives", "time,devices", "--json")
-    data = json.loads(result.out)
+    model = "gpt:layers=2,hidden=64,heads=4,vocab=96,seq=32"
+    arguments = ["pareto", model, "--cluster", "cpu:1x4", "--global-batch", "8"]
+    data = json.loads(run(*arguments, "--objectives", "time,devices", "--json").out)
     assert data["front"][0]["plan"]
-    assert [row["num_devices"] for row in data["front"]] == sorted(
-        (row["num_devices"] for row in data["front"]), reverse=True
-    )
+    counts = [row["num_devices"] for row in data["front"]]
+    assert counts == sorted(counts, reverse=True)
     text = run(*arguments, "--objectives", "time,devices").out
     assert "memory left" in text
     assert run(*arguments, "--objectives", "time").code == 2

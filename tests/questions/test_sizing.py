@@ -15,10 +15,8 @@ from autopar.hardware.describe import scaled
 from autopar.plan.plan import Plan
 from autopar.questions.comparisons import parse_sweep, sweep
 from autopar.questions.sizing import Ask, cheapest_cluster, largest_batch, longest_sequence, sizes_of, smallest_cluster
-from tests.support.cli_runner import Run, run_fixture
+from tests.support.cli_runner import Run
 from tests.support.planner.graphs import llama_block, mlp
-
-run = run_fixture
 
 KIND = "h100-sxm5-80gb:3x4"
 MLP = mlp(layers=6, batch=2, width=4096, hidden=16384)

@@ -11,13 +11,8 @@ import pytest
 from autopar.errors import UsageError
 from autopar.plan.run_log import CATEGORIES, FILE_NAME, RankTimes, read_log, record_of, step_of, write_log
 from autopar.report.summaries import render_run
-from tests.support.cli_runner import (
-    Run,
-    run_fixture,
-)
+from tests.support.cli_runner import Run
 from tests.support.example_plans import llama_plan as example_plan
-
-run = run_fixture
 
 
 def rank(number: int, compute_s: float, waiting_s: float) -> RankTimes:

@@ -12,21 +12,18 @@ import pytest
 from autopar.cost.operators.work_record import Work
 from autopar.errors import UsageError
 from autopar.hardware.read import known_devices, load_profile
-from autopar.plan.prediction import Memory
 from autopar.validate import parameters as free
-from autopar.validate.express import predict
 from autopar.validate.practice import PLAIN, cluster_of, load_sites, site_of
 from autopar.validate.runs import Run, read_runs
 from autopar.validate.scores import evaluate
 from autopar.validate.session import Session
 from tests.support.practices import doing
+from tests.support.published import NEEDS_PUBLISHED, OWN, PUBLISHED, at_sites
 from tools.evidence import blind as blind_page
 from tools.evidence.blind import TESTS, hidden, page, read_before, read_figures
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "data"
-OWN = Path(__file__).parent / "runs.csv"
-CALIBRATION = Path(__file__).parents[3] / "shared" / "validation" / "calibration.csv"
 
 
 @cache
@@ -59,10 +56,10 @@ def test_each_table_has_new_sources_and_no_row_of_those_before(test: str, least:
     assert {_facts(run) for run in runs}.isdisjoint(_facts(run) for run in others)
 
 
-@pytest.mark.skipif(not CALIBRATION.exists(), reason="the published table of runs is not here")
+@NEEDS_PUBLISHED
 @pytest.mark.parametrize("test", TESTS)
 def test_no_blind_row_is_in_the_calibration_table(test: str) -> None:
-    known = read_runs(CALIBRATION)
+    known = read_runs(PUBLISHED)
     assert {_facts(run) for run in table(test)}.isdisjoint(_facts(run) for run in known)
     if test not in ("first", "second"):
         assert {run.publisher for run in table(test)}.isdisjoint(run.publisher for run in known)
@@ -89,13 +86,8 @@ def test_a_site_states_the_bandwidth_of_links_and_of_cards() -> None:
 
 def test_sums_of_gradients_over_the_tensor_axis_beside_products_cost_less() -> None:
     run = replace(read_runs(OWN)[0], source="x")
-    plain = replace(PLAIN, source="x")
-    session = Session([run], sites=[plain])
-    cluster = cluster_of(run, session.profiles[run.device], plain)
-    spent = [
-        predict(run, session.structures[0], cluster, site).breakdown.tensor_parallel_s
-        for site in (plain, doing(plain, overlapped_gradients=True), doing(plain, overlapped_tensor_parallel=True))
-    ]
+    ways = (doing(), doing(overlapped_gradients=True), doing(overlapped_tensor_parallel=True))
+    spent = [found.breakdown.tensor_parallel_s for found in at_sites(run, *ways)]
     assert spent[0] > spent[1] > spent[2]
 
 
@@ -104,11 +96,9 @@ def test_shards_over_context_let_long_sequences_fit() -> None:
     (run,) = (run for run in table("fifth") if run.name == "Llama-3.1-8B#39")
     site = site_of(run, load_sites())
     assert (run.cp, run.dp, run.zero, "shards_over_context" in site.practices) == (8, 1, 3, True)
-    session = Session([run], sites=[site])
-    cluster = cluster_of(run, session.profiles[run.device], site)
     held = [
-        sum(m.parameters + m.gradients + m.optimizer for m in predict(run, session.structures[0], cluster, s).memory)
-        for s in (site, doing(site, shards_over_context=False))
+        sum(m.parameters + m.gradients + m.optimizer for m in found.memory)
+        for found in at_sites(run, site, doing(site, shards_over_context=False))
     ]
     assert held[1] > 7 * held[0]
 
@@ -117,30 +107,19 @@ def test_what_a_site_keeps_in_half_precision_whole_or_to_the_last_micro_batch() 
     """A small KempnerForge: by hand, bytes of an element of the states, and products of the head."""
     run = next(run for run in table("fifth") if run.name == "Llama-7B#7")
     run = replace(run, layers=2, source="x")
-    plain = replace(PLAIN, source="x")
-    session = Session([run], sites=[plain])
-    cluster = cluster_of(run, session.profiles[run.device], plain)
-
-    def memory(**flags: bool) -> Memory:
-        return predict(run, session.structures[0], cluster, doing(plain, **flags)).memory[0]
-
-    full, half = memory(), memory(plain_storage=True)
+    found = at_sites(run, doing(), doing(plain_storage=True), doing(reduces_last=True))
+    full, half, last = (one.memory[0] for one in found)
     shard = full.parameters / 4
     assert (full.gradients / shard, full.optimizer / shard) == pytest.approx((4, 8))
     assert (half.parameters / shard, half.optimizer / shard) == pytest.approx((2, 4))
-    last = memory(reduces_last=True)
     assert last.gradients / shard == pytest.approx(4 * run.dp, rel=0.01)  # whole, in single precision
-    times = [
-        predict(run, session.structures[0], cluster, site).breakdown.data_parallel_s
-        for site in (plain, doing(plain, reduces_last=True))
-    ]
-    assert times[1] < times[0]
+    assert found[2].breakdown.data_parallel_s < found[0].breakdown.data_parallel_s
 
 
 def test_a_whole_vocabulary_has_whole_logits_and_in_pipelines_a_whole_head() -> None:
     run = next(run for run in table("fifth") if run.name == "Llama-7B#7")
     run = replace(run, layers=2, source="x")
-    plain, whole = replace(PLAIN, source="x"), doing(whole_vocabulary=True)
+    plain, whole = doing(), doing(whole_vocabulary=True)
     for sequence_parallel, factor in ((True, 1), (False, run.tp)):
         row = replace(run, sequence_parallel=sequence_parallel)
         works = [Session([row], sites=[site]).structures[0][0].works for site in (plain, whole)]
@@ -211,10 +190,9 @@ def test_nodes_of_one_link_domain_are_one() -> None:
 
 def test_megatrons_selective_recompute_makes_fused_attention_again() -> None:
     run = replace(read_runs(OWN)[3], recompute="selective", device="h100-sxm5-80gb", tp=4, zero=1, source="x")
-    plain = replace(PLAIN, source="x")
-    session = Session([run], sites=[plain])
-    again = Session([run], sites=[doing(plain, recomputes_attention=True)])
-    none = Session([replace(run, recompute="none")], sites=[plain])
+    session = Session([run], sites=[doing()])
+    again = Session([run], sites=[doing(recomputes_attention=True)])
+    none = Session([replace(run, recompute="none")], sites=[doing()])
     works = [s.structures[0][0].works for s in (none, again, session)]
     attention = [sum("attention" in w.ops[i].target for w in some for i in w.again) for some in works]
     assert attention[0] == attention[2] == 0
@@ -225,13 +203,8 @@ def test_megatrons_selective_recompute_makes_fused_attention_again() -> None:
 
 def test_late_sums_cost_time_and_gathers_in_fp8_save_it() -> None:
     run = replace(read_runs(OWN)[3], recompute="none", precision="fp8", device="h100-sxm5-80gb", zero=3, source="x")
-    plain = replace(PLAIN, source="x")
-    session = Session([run], sites=[plain])
-    cluster = cluster_of(run, session.profiles[run.device], plain)
-    times = [
-        predict(run, session.structures[0], cluster, site).step_time_s
-        for site in (plain, doing(plain, late_reductions=True), doing(plain, quantized_gathers=True))
-    ]
+    ways = (doing(), doing(late_reductions=True), doing(quantized_gathers=True))
+    times = [found.step_time_s for found in at_sites(run, *ways)]
     assert times[1] > times[0] > times[2]
 
 
@@ -300,13 +273,9 @@ def test_a_run_wholly_in_bfloat16_holds_eight_bytes_a_parameter() -> None:
     layer = 2 * h * h + 2 * h * (h // 3) + 3 * h * f + 2 * h  # 8 of 24 heads have keys
     parameters = row.layers * layer + 2 * v * h + h
     for precision, size in (("bf16_true", 2), ("bf16", 4)):
-        run = replace(row, precision=precision)
-        session = Session([run], sites=[replace(PLAIN, source="x")])
-        memory = session.predictions()[0].memory[0]
-        assert (memory.gradients, memory.optimizer) == (
-            size * parameters,
-            pytest.approx(2 * size * parameters, rel=1e-6),
-        )
+        memory = Session([replace(row, precision=precision)], sites=[doing()]).predictions()[0].memory[0]
+        assert memory.gradients == size * parameters
+        assert memory.optimizer == pytest.approx(2 * size * parameters, rel=1e-6)
 
 
 def test_the_page_is_what_its_command_writes_from_the_figures_that_are_kept() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -15,8 +14,8 @@ from autopar.validate.practice import Site, cluster_of, load_sites, site_of
 from autopar.validate.runs import Run, read_runs
 from autopar.validate.session import Session
 from tests.support.practices import doing
+from tests.support.published import OWN
 
-OWN = Path(__file__).parent / "runs.csv"
 MEGATRON = doing(fused_elementwise=True, fused_projections=True)
 ORDERED = doing(MEGATRON, deterministic=True)
 
@@ -59,12 +58,11 @@ def test_every_kernel_of_transformer_engine_fills_what_it_makes_once(run: Run) -
 
 
 def test_a_deterministic_run_is_slower_for_both_reasons(run: Run) -> None:
-    sites = (MEGATRON, ORDERED)
-    sessions = [Session([run], sites=[site]) for site in sites]
+    sessions = [Session([run], sites=[site]) for site in (MEGATRON, ORDERED)]
     cluster = cluster_of(run, load_profile(run.device), MEGATRON)
     filled = predict(run, sessions[1].structures[0], cluster, ORDERED).step_time_s
-    both = sessions[1].predictions()[0].step_time_s
-    assert sessions[0].predictions()[0].step_time_s < filled < both
+    plain, both = (session.predictions()[0].step_time_s for session in sessions)
+    assert plain < filled < both
 
 
 def test_rings_alone_are_no_faster_than_the_best(run: Run) -> None:

@@ -9,11 +9,9 @@ import pytest
 
 from autopar.errors import UsageError
 from autopar.validate.runs import FailedRow, read_rows, read_runs
-from tests.support.cli_runner import Run, run_fixture
+from tests.support.cli_runner import Run
+from tests.support.published import OWN, with_cells
 
-run = run_fixture
-
-OWN = Path(__file__).parent / "runs.csv"
 FAULTS = {
     2: {"device": "h100-sxm5-88gb"},
     3: {"layers": "four"},
@@ -23,20 +21,8 @@ FAULTS = {
 """Cells by row: a device without a profile, one without sense, products of layers and of fp8 that a device has no rate for."""
 
 
-def table(folder: Path, faults: dict[int, dict[str, str]], name: str = "runs.csv") -> Path:
-    """A table with the cells of rows changed."""
-    lines = OWN.read_text().splitlines()
-    header = lines[0].split(",")
-    for row, cells in faults.items():
-        found = dict(zip(header, lines[row - 1].split(","), strict=True)) | cells
-        lines[row - 1] = ",".join(found.values())
-    path = folder / name
-    path.write_text("\n".join(lines))
-    return path
-
-
 def test_one_bad_cell_leaves_the_other_rows(tmp_path: Path) -> None:
-    path = table(tmp_path, {3: {"layers": "four"}})
+    path = with_cells(tmp_path, {3: {"layers": "four"}})
     rows = read_rows(path)
     assert [row.line for row in rows if isinstance(row, FailedRow)] == [3]
     assert len(rows) == len(read_runs(OWN))
@@ -46,7 +32,7 @@ def test_one_bad_cell_leaves_the_other_rows(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_rows_that_fail_are_reported_beside_the_others(run: Run, tmp_path: Path) -> None:
-    path = table(tmp_path, FAULTS)
+    path = with_cells(tmp_path, FAULTS)
     page, html = tmp_path / "page.md", tmp_path / "page.html"
     done = run("validate", path, "--json", "--markdown", page, "--html", html)
     found = json.loads(done.out)
@@ -72,7 +58,7 @@ def test_rows_that_fail_are_reported_beside_the_others(run: Run, tmp_path: Path)
 
 @pytest.mark.slow
 def test_the_summary_counts_rows_that_failed(run: Run, tmp_path: Path) -> None:
-    done = run("validate", table(tmp_path, {2: FAULTS[2]}), OWN)
+    done = run("validate", with_cells(tmp_path, {2: FAULTS[2]}), OWN)
     assert done.code == 1
     assert "1 of 12 rows failed:\n- own a: " in done.out
     done = run("validate", OWN)
@@ -81,7 +67,7 @@ def test_the_summary_counts_rows_that_failed(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_table_of_which_nothing_can_be_predicted_has_no_scores(run: Run, tmp_path: Path) -> None:
-    path = table(tmp_path, {row: {"device": "h100-sxm5-88gb"} for row in range(2, 8)})
+    path = with_cells(tmp_path, {row: {"device": "h100-sxm5-88gb"} for row in range(2, 8)})
     done = run("validate", path)
     assert done.code == 1
     assert "6 of 6 rows failed" in done.out

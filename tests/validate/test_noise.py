@@ -6,16 +6,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from autopar.validate.runs import Run, read_runs
+from tests.support.published import NEEDS_PUBLISHED, OWN, PUBLISHED
 from tools.evidence.noise import bound, bounds_table
-
-OWN = Path(__file__).parent / "runs.csv"
-PUBLISHED = Path(__file__).parents[3] / "shared" / "validation" / "calibration.csv"
 
 
 def _made(spread: float, plans: int = 24, step: float = 0.03, seed: int = 1) -> tuple[list[Run], list[float]]:
@@ -79,7 +76,7 @@ def test_the_table_names_sources_with_repeats_alone() -> None:
     assert bounds_table(other) == ""
 
 
-@pytest.mark.skipif(not PUBLISHED.is_file(), reason="no ../shared/validation/calibration.csv")
+@NEEDS_PUBLISHED
 def test_noise_explains_pairs_of_bigscience_but_not_its_rank_correlation() -> None:
     runs = [run for run in read_runs(PUBLISHED) if run.source.startswith("BigScience")]
     found = bound(runs, draws=200)

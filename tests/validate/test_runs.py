@@ -9,18 +9,11 @@ import pytest
 from autopar.errors import UsageError
 from autopar.validate.express import stage_stops
 from autopar.validate.runs import COLUMNS, read_runs
+from tests.support.published import OWN, with_cells
 
-OWN = Path(__file__).parent / "runs.csv"
 
-
-def _with(tmp_path: Path, column: str, text: str, row: int = 2) -> Path:
-    lines = OWN.read_text().splitlines()
-    cells = lines[row - 1].split(",")
-    cells[lines[0].split(",").index(column)] = text
-    lines[row - 1] = ",".join(cells)
-    path = tmp_path / "bad.csv"
-    path.write_text("\n".join(lines))
-    return path
+def _with(folder: Path, column: str, text: str, row: int = 2) -> Path:
+    return with_cells(folder, {row: {column: text}})
 
 
 def test_a_row_is_read() -> None:
@@ -62,7 +55,7 @@ def test_a_row_with_a_cell_too_many_is_refused(tmp_path: Path) -> None:
     """A comma in a text would shift what follows."""
     path = _with(tmp_path, "source", "made (1), by hand")
     with pytest.raises(
-        UsageError, match=r"bad\.csv, row 2: The row has more cells than there are columns.* double quotes"
+        UsageError, match=r"changed\.csv, row 2: The row has more cells than there are columns.* double quotes"
     ):
         read_runs(path)
 
@@ -71,7 +64,7 @@ def test_a_row_with_a_cell_too_many_is_refused(tmp_path: Path) -> None:
 def test_a_quote_that_is_not_closed_is_refused(tmp_path: Path, text: str) -> None:
     """All rows after it were one cell of its row; a cell without end was called a defect."""
     path = _with(tmp_path, "source", text)
-    with pytest.raises(UsageError, match=r"bad\.csv: The file is not comma-separated values: .* Close each"):
+    with pytest.raises(UsageError, match=r"changed\.csv: The file is not comma-separated values: .* Close each"):
         read_runs(path)
 
 

@@ -20,10 +20,8 @@ from autopar.validate.report import markdown, render_html
 from autopar.validate.runs import read_runs
 from autopar.validate.scores import as_read, calibrate, evaluate, may_fit, memory_width, score, write_profile
 from autopar.validate.session import Session
+from tests.support.published import NEEDS_PUBLISHED, OWN, PUBLISHED
 from tools.evidence.accuracy import ERRATA, document, unslowed, without_errata
-
-OWN = Path(__file__).parent / "runs.csv"
-PUBLISHED = Path(__file__).parents[3] / "shared" / "validation" / "calibration.csv"
 
 
 @pytest.fixture(scope="module")
@@ -220,7 +218,7 @@ def test_a_row_printed_wrong_stays_and_is_left_out_beside(session: Session, monk
     assert f"{wrong.name} (row {wrong.line}): seconds and TFLOP/s exchanged" in page
 
 
-@pytest.mark.skipif(not PUBLISHED.exists(), reason="the published table is not beside this checkout")
+@NEEDS_PUBLISHED
 def test_the_erratum_is_the_row_before_with_columns_exchanged() -> None:
     """The misprinted row has the seconds that its twin has as TFLOP/s: 134.02 and 120.29 (see :data:`ERRATA`)."""
     runs = [run for run in read_runs(PUBLISHED) if "BigScience" in run.source]
@@ -293,7 +291,7 @@ def test_megatrons_sequence_parallelism_is_expressed_to_the_byte() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not PUBLISHED.is_file(), reason="no ../shared/validation/calibration.csv")
+@NEEDS_PUBLISHED
 def test_published_rows_are_expressed() -> None:
     """One in eight of each release; `autopar validate` is what does all of them."""
     published = read_runs(PUBLISHED)

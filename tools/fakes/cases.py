@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,9 +124,20 @@ def _plans() -> dict[str, dict[str, Case]]:
 
 PLANS = _plans()
 
+
+def runs(names: Container[str]) -> Iterator[tuple[str, str, Case, int]]:
+    """What is run of these cases: group, name with rank, case and rank; ``1F1B rank 0`` stands for one rank of a case."""
+    for group, cases in PLANS.items():
+        for name, case in cases.items():
+            for rank in case.run:
+                full = f"{name} rank {rank}"
+                if name in names or full in names:
+                    yield group, full, case, rank
+
+
 IN_THE_SUITE = frozenset((
     *("one rank", "tp", "tp x dp ZeRO 3", "dp replicated", "recompute selective", "t5 dp", "cp ring"),
-    *("1F1B", "interleaved x tp with dropout", "pp x cp"),
+    *("1F1B rank 0", "interleaved x tp with dropout", "pp x cp"),
     *("experts on one rank", "experts over data and tp, ZeRO 3 recomputed", "experts in a pipeline"),
     *("dropout ZeRO 3", "dropout cp x tp", "fp16 scaled", "offloaded activations", "offloaded optimizer"),
     *("buffers", "regions"),

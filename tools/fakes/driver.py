@@ -1,4 +1,4 @@
-"""Runs cases among fakes, and writes what it saw: ``python -m tools.fakes.driver GUARD OUTPUT NAME...``, of cases."""
+"""Runs cases among fakes, and writes what it saw: ``python -m tools.fakes.driver GUARD OUTPUT NAME...``; see :func:`runs`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tools.fakes.cases import LOADS, PLANS, Case
+from tools.fakes.cases import LOADS, Case, runs
 
 BATCH = 4
 
@@ -42,7 +42,7 @@ def run(case: Case, rank: int, record: Any) -> int:
     from autopar.runtime.world import World
     from tools.fakes.watch import Watch
 
-    key = (case.model, case.precision, case.layers, 64 if "cp=2" in case.pins else None)
+    key = (case.model, case.precision, case.layers)
     build, batch, graph = _traced(*key)
     plan = _planned(key, case.ranks, case.pins)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=case.ranks)
@@ -80,8 +80,14 @@ def run(case: Case, rank: int, record: Any) -> int:
             if case.evaluates:
                 parallel.evaluate(batch)
             parallel._shared._is_alone = case.ranks == 1
-            _look(parallel, case, batch, record, "loaded")
-            _look(parallel, case, {name: _there(value) for name, value in batch.items()}, record, "batch on the device")
+            _look(parallel, case, batch)
+            record.phase = "batch on the device"
+            batch = {name: _there(value) for name, value in batch.items()}
+            _look(parallel, case, batch)
+            if case.evaluates:
+                parallel.evaluate(batch)
+            if case.is_called:
+                parallel(**batch).loss.backward()
             record.phase = "end"
             for name, parameter in parallel.named_parameters():
                 if parameter.device.type != "cuda":
@@ -91,18 +97,13 @@ def run(case: Case, rank: int, record: Any) -> int:
     return int(plan.num_micro_batches)
 
 
-def _look(parallel: Any, case: Case, batch: Any, record: Any, phase: str) -> None:
-    """A step whose batch is compared with those of other ranks, and calls after it."""
+def _look(parallel: Any, case: Case, batch: Any) -> None:
+    """A step whose batch is compared with those of other ranks."""
     from autopar.runtime.step.local_batch import EVERY
 
-    record.phase = phase
     parallel._shared._calls = EVERY
     with parallel._calls.together("train_step"):
         parallel._train_step(batch)
-    if case.evaluates:
-        parallel.evaluate(batch)
-    if case.is_called:
-        parallel(**batch).loss.backward()
     if case.ranks > 1:
         assert parallel._shared._calls > EVERY, "a look that no rank was refused in"
 
@@ -219,7 +220,7 @@ def _load(parallel: Any, saved: tuple[set[str], dict[str, Any]], record: Any) ->
 
 
 @cache
-def _traced(model: str, precision: str, layers: int, length: int | None) -> tuple[Any, Any, Any]:
+def _traced(model: str, precision: str, layers: int) -> tuple[Any, Any, Any]:
     """How the model is made, a batch and the graph."""
     import torch
 
@@ -239,7 +240,7 @@ def _traced(model: str, precision: str, layers: int, length: int | None) -> tupl
             global_batch_size=BATCH,
         )
         return subject.build, batch, graph
-    source = resolve_model(model.format(layers=layers), sequence_length=length)
+    source = resolve_model(model.format(layers=layers))
     graph = api.trace(
         source.model,
         example_inputs=source.example_inputs,
@@ -255,7 +256,7 @@ def _traced(model: str, precision: str, layers: int, length: int | None) -> tupl
 
 
 @cache
-def _planned(key: tuple[str, str, int, int | None], ranks: int, pins: tuple[str, ...]) -> Any:
+def _planned(key: tuple[str, str, int], ranks: int, pins: tuple[str, ...]) -> Any:
     from autopar import api
 
     options: Any = {"cluster": f"h100-sxm5-80gb:1x{ranks}", "precision": key[1], "pins": pins}
@@ -329,18 +330,16 @@ def main(guard: str, output: str, *names: str) -> None:
     if PROBE in names:
         _probe(record)
         found[PROBE] = _told(record)
-    every = {name: case for cases in PLANS.values() for name, case in cases.items()}
-    for name, case in ((name, every[name]) for name in names if name != PROBE):
-        for rank in case.run:
-            record.__init__()  # type: ignore[misc]
-            error, batches = "", 0
-            try:
-                batches = run(case, rank, record)
-            except Exception as failure:  # noqa: BLE001  of whatever kind: it is what the test shows
-                import traceback
+    for _, name, case, rank in runs(names):
+        record.__init__()  # type: ignore[misc]
+        error, batches = "", 0
+        try:
+            batches = run(case, rank, record)
+        except Exception as failure:  # noqa: BLE001  of whatever kind: it is what the test shows
+            import traceback
 
-                error = f"{type(failure).__name__}: {failure}\n{traceback.format_exc(limit=-25)}"
-            found[f"{name} rank {rank}"] = {"error": error, "micro_batches": batches, **_told(record)}
+            error = f"{type(failure).__name__}: {failure}\n{traceback.format_exc(limit=-25)}"
+        found[name] = {"error": error, "micro_batches": batches, **_told(record)}
     Path(output).write_text(json.dumps(found))
 
 

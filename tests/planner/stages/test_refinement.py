@@ -12,10 +12,9 @@ import pytest
 from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
 from autopar.models.resolve import resolve_model
-from autopar.plan.plan import FP32, Recompute
+from autopar.plan.plan import Recompute
 from autopar.planner.planner import Planner
-from autopar.planner.search import Evaluation, Task
-from autopar.planner.space.pins import Pins
+from autopar.planner.search import Evaluation
 from autopar.planner.space.space import load_space
 from autopar.planner.stages.cut_problem import CutProblem, Fitting, allows, evenly, fitted
 from autopar.planner.stages.exchange import exchanged
@@ -23,6 +22,7 @@ from autopar.planner.stages.recompute import Way
 from autopar.planner.stages.refinement import RankCovers, improved, refined
 from tests.support.mixed_clusters import two_kinds
 from tests.support.planner.graphs import mlp
+from tests.support.planner.tasks import planner_of
 
 PP = 4
 TWO: tuple[Recompute, ...] = ("none", "full")
@@ -39,12 +39,8 @@ def graph() -> Graph:
 
 
 def planner(graph: Graph, cluster: Cluster, modes: tuple[Recompute, ...], batch: int, pins: list[str]) -> Planner:
-    return Planner(
-        Task(
-            graph=graph, cluster=cluster, global_batch_size=batch, precision=FP32, optimizer="adamw",
-            pins=Pins.parse(pins), space=replace(load_space("default"), recompute=modes, every=0),
-        )
-    )  # fmt: skip
+    space = replace(load_space("default"), recompute=modes, every=0)
+    return planner_of(graph, *pins, cluster=cluster, global_batch_size=batch, space=space)
 
 
 def of_equal_ranks(graph: Graph, modes: tuple[Recompute, ...], batch: int, memory: str) -> Planner:

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from autopar.graph.graph import Block, Graph, Input, Op, Parameter, Ref, TensorSpec
-from autopar.hardware.cluster import Cluster
-from autopar.plan.plan import FP32
-from autopar.planner.planner import Task
-from autopar.planner.space.pins import Pins
-from autopar.planner.space.space import load_space
 
 
 def spec(*shape: int, grad: bool = True, dtype: torch.dtype = torch.float32) -> TensorSpec:
@@ -144,14 +137,3 @@ def llama_block(
         loss=Ref("loss"),
         fingerprint="llama",
     )
-
-
-CLUSTER = "cpu:1x4"
-
-
-def task_of(graph: Graph, **changes: Any) -> Task:
-    given: dict[str, Any] = {
-        "graph": graph, "cluster": Cluster.parse(CLUSTER), "global_batch_size": 16, "precision": FP32,
-        "optimizer": "adamw", "pins": Pins.parse(()), "space": load_space("quick"),
-    }  # fmt: skip
-    return Task(**{**given, **changes})

@@ -1,0 +1,37 @@
+"""Tables of runs for tests: one made by hand, and the published one where it stands beside the checkout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from autopar.plan.prediction import Prediction
+from autopar.validate.express import predict
+from autopar.validate.practice import Site, cluster_of
+from autopar.validate.runs import Run
+from autopar.validate.session import Session
+
+_ROOT = Path(__file__).parents[2]
+OWN = _ROOT / "tests" / "validate" / "runs.csv"
+PUBLISHED = _ROOT.parent / "shared" / "validation" / "calibration.csv"
+NEEDS_PUBLISHED = pytest.mark.skipif(not PUBLISHED.is_file(), reason="no ../shared/validation/calibration.csv")
+
+
+def with_cells(folder: Path, faults: Mapping[int, Mapping[str, str]]) -> Path:
+    """The table made by hand with cells changed, by row and column."""
+    lines = OWN.read_text().splitlines()
+    header = lines[0].split(",")
+    for row, cells in faults.items():
+        lines[row - 1] = ",".join((dict(zip(header, lines[row - 1].split(","), strict=True)) | cells).values())
+    path = folder / "changed.csv"
+    path.write_text("\n".join(lines))
+    return path
+
+
+def at_sites(run: Run, *sites: Site) -> list[Prediction]:
+    """Of a run in the layout and on the cluster that it has at the first site, with the practices of each."""
+    session = Session([run], sites=sites[:1])
+    cluster = cluster_of(run, session.profiles[run.device], sites[0])
+    return [predict(run, session.structures[0], cluster, site) for site in sites]
