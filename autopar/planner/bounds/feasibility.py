@@ -226,6 +226,8 @@ class _InOrder:
     def recompute_whole(self) -> None:
         """From now on blocks recompute whole or not at all."""
         c, most = self.c, int(self.ends[-1])
+        if most <= 2:  # nothing stands between the first block and the last one
+            return
         rows, count = np.divmod(np.arange(len(c.m) * (most + 1)), most + 1)
         made = WholeRecompute(c, np.full((len(c.m), c.v), float(most)))
         every = made.least_s(rows, np.repeat(count[:, None] * 1.0, c.active.shape[1], axis=1))

@@ -48,7 +48,7 @@ def instances(draw: st.DrawFn) -> PipelineInstance:
     pp, v = draw(st.sampled_from([(1, 1), (2, 1), (3, 1), (2, 2)]))
     schedule = "none" if pp == 1 else "Interleaved1F1B" if v > 1 else draw(st.sampled_from(["1F1B", "GPipe"]))
     m = draw(st.integers(pp if schedule == "1F1B" else 1, 4)) if v == 1 else pp * draw(st.integers(1, 2))
-    kinds = [0, *draw(st.lists(st.sampled_from([1, 2]), min_size=max(pp * v - 2, 1), max_size=4)), 3]
+    kinds = [0, *draw(st.lists(st.sampled_from([1, 2]), min_size=max(pp * v - 2, 0), max_size=4)), 3]
     devices = draw(st.integers(1, 2)) if pp > 1 else 1
     blocks = [draw(floors()) for _ in range(4)]
     slower = [
