@@ -56,7 +56,7 @@ def test_experts_on_ranks_equal_one_device(pool: WorkerPool, case: str) -> None:
 def test_the_norm_counts_every_expert_once_and_clips_them_all(pool: WorkerPool) -> None:
     subject = Subject()
     for pins in (("ep=2", "dp_shard=4"), ("ep=4", "ep_data=2", "tp=2")):
-        clips_as_one_device(pool, subject, planned(subject, *pins), graph_of(subject))
+        clips_as_one_device(pool, subject, planned(subject, *pins), graph_of(subject), alone=True)
 
 
 def test_a_checkpoint_of_spread_experts_loads_under_another_plan(pool: WorkerPool, tmp_path: Path) -> None:

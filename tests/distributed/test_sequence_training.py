@@ -45,13 +45,13 @@ def test_attention_with_a_column_more_than_keys_is_split(pool: WorkerPool, kind:
     verify(subject, planned(graph, kind, *pins.split()), graph, steps=2, pool=pool, run_timeout_s=60.0).check()
 
 
-def test_bf16_stays_near_fp32(pool: WorkerPool) -> None:
-    """The other kinds in half precision: ``test_half``."""
+@pytest.mark.parametrize(("kind", "pins"), [("gather", "cp=4"), ("ulysses", "cp=2 tp=2"), ("ring", "cp=2 dp_shard=2")])
+def test_bf16_stays_near_fp32(pool: WorkerPool, kind: str, pins: str) -> None:
     subject = Unpadded("llama")
     data = batches(subject, 2)
     exact = loss_of(subject.build()(**data[0])).item()
     graph = api.trace(subject.build(), example_inputs=data[0], precision="bf16", name="llama")
-    plan = planned(graph, "gather", "cp=4", precision="bf16")
+    plan = planned(graph, kind, *pins.split(), precision="bf16")
     found = pool.run(jobs.train, subject, plan, graph, data, None, timeout_s=60.0)
     for rank in found:
         assert rank["losses"] == found[0]["losses"]

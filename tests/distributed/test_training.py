@@ -227,9 +227,11 @@ def test_a_rank_may_bring_its_own_samples(pool: WorkerPool, layout: str) -> None
         assert whole == pytest.approx(own, rel=1e-6)
 
 
-@pytest.mark.parametrize("layout", ["dp4 ZeRO 3", "pp2 x dp2 ZeRO 3 without shards", "pp2 x tp2"])
+@pytest.mark.parametrize(
+    "layout",
+    ["dp4", "dp4 ZeRO 3", "tp2 x dp2", "pp2 x dp2 ZeRO 1", "pp2 x dp2 ZeRO 3 without shards", "pp2 x tp2"],
+)
 def test_bf16_stays_near_fp32(pool: WorkerPool, layout: str) -> None:
-    """More layouts in half precision: ``test_half``."""
     subject = HfSubject("llama")
     data = batches(subject, 2)
     exact = loss_of(subject.build()(**data[0])).item()
