@@ -12,6 +12,7 @@ model's own code multiplies by, forward passes at both sizes tell it too, in a f
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -191,7 +192,7 @@ def _as_exporting(mode: FakeTensorMode) -> Iterator[None]:
 def _random_state() -> tuple[object, ...]:
     """Of the generators that Python and numpy, where it is there, share among all callers."""
     numpy = sys.modules.get("numpy")
-    return random.getstate(), None if numpy is None else repr(numpy.random.get_state(legacy=False))
+    return random.getstate(), None if numpy is None else pickle.dumps(numpy.random.get_state(legacy=False))
 
 
 def _counting(model: torch.nn.Module, seen: list[memory.State]) -> tuple[str, ...]:
