@@ -11,6 +11,7 @@ single there takes the parameters' dtype, as under ``torch.autocast``. What prom
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -24,6 +25,10 @@ from torch.utils import _pytree as pytree
 from autopar.errors import TraceError
 
 _REGION = "wrap_with_set_grad_enabled"
+_DROPOUTS = tuple(
+    getattr(torch.ops.aten, name).default
+    for name in ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
+)
 
 
 def cut_off(program: torch.export.ExportedProgram, place_of: Callable[[fx.Node], str]) -> None:
@@ -102,11 +107,106 @@ def writes(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
+def returned(program: torch.export.ExportedProgram, place_of: Callable[[fx.Node], str]) -> None:
+    """Calls that write in place to what a call before them has made return it instead; changes ``program``.
+
+    ``torch.tensor(0.0)`` has such a write (``detach_``), and a program with writes is decomposed, which traces it once more.
+    Left to that are writes to inputs and through views, those that draw random numbers and those that change the dtype.
+
+    Args:
+        place_of: the user's line of a node, for messages.
+
+    Raises:
+        TraceError: what a write changes is read by another name that torch's decompositions do not know of.
+    """
+    graph = program.graph_module.graph
+    for node in list(graph.nodes):
+        # one that drops nothing returns its argument; torch's decomposition returns a copy
+        if node.target in _DROPOUTS and not (node.args[1] and node.args[2]):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    sharing: dict[int, list[fx.Node]] = {}
+    for node in order:
+        lifted = {user.target for user in node.users} == {torch.ops.aten.lift_fresh_copy.default}  # a constant, copied
+        if not lifted and (memory := _memory(node)) is not None:
+            sharing.setdefault(memory, []).append(node)
+    for node, place in list(order.items()):
+        made = node.args[0] if node.op == "call_function" and writes(node) and node.args else None
+        if not isinstance(made, fx.Node) or (memory := _memory(made)) is None:
+            continue
+        others = sharing[memory]
+        read = [n for n in others if n.op != "call_function" or any(order[user] > place for user in n.users)]
+        read = [n for n in read if n is not made]
+        _check_names(node, read, order, place_of)
+        call = None if any(order[n] < place for n in read) else _returning(node)
+        if call is None or any(user.op == "output" for user in (*made.users, *node.users)):
+            continue
+        later = [user for user in made.users if order[user] > place]
+        with graph.inserting_before(node):
+            result = graph.call_function(call, node.args, node.kwargs)
+        result.meta, order[result] = dict(node.meta), place
+        for user in later:
+            user.replace_input_with(made, result)
+        node.replace_all_uses_with(result)
+        others[:] = [*(n for n in others if n is not node), result]
+        graph.erase_node(node)
+
+
+def _memory(node: fx.Node) -> int | None:
+    """Which memory a tensor has, the same for its views; that of fake tensors is held by the nodes' ``meta``."""
+    value = node.meta.get("val")
+    return value.untyped_storage()._cdata if isinstance(value, Tensor) and value.layout is torch.strided else None
+
+
+def _check_names(
+    node: fx.Node, read: Sequence[fx.Node], order: Mapping[fx.Node, int], place_of: Callable[[fx.Node], str]
+) -> None:
+    """Composites (``einsum`` of one tensor) may return their argument without a word in their schema; decompositions copy it."""
+    written = _root(node.args[0])[0]
+    for other in read:
+        if _root(other)[0] is not written:
+            one, two = sorted((written, other), key=lambda n: order[n])
+            raise TraceError(
+                f"{node.target} writes in place to what {two.target} returns, which is the memory of {one.name}, read later",
+                where=place_of(node) or node.name,
+                fix="Write x = x + y instead of x += y there, or clone before it",
+            )
+
+
+def _returning(node: fx.Node) -> Any:
+    """The operator that returns what ``node`` writes to what a call has made; None where there is none."""
+    target: Any = node.target
+    made: Any = node.args[0]
+    if made.op != "call_function" or torch.Tag.nondeterministic_seeded in target.tags:
+        return None
+    packet = getattr(torch.ops.aten, str(target._schema.name)[len("aten::") : -1], None)
+    call = getattr(packet, target._overloadname, None)
+    if call is None:
+        return None
+    args: Any = fx.node.map_arg(node.args, lambda n: n.meta["val"])
+    kwargs: Any = fx.node.map_arg(node.kwargs, lambda n: n.meta["val"])
+    with torch.no_grad():
+        value = call(*args, **kwargs)
+    return call if value.dtype == made.meta["val"].dtype else None  # comparisons and logic return booleans
+
+
+def is_composite(target: torch._ops.OpOverload) -> bool:
+    """Whether torch computes an operator by calling others."""
+    name = target.name()  # type: ignore[no-untyped-call]
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"))
+
+
 def _root(argument: object) -> tuple[fx.Node, bool]:
     """Whose memory a tensor is, views and detach looked through; whether a detach was."""
     assert isinstance(argument, fx.Node)
     node, detached = argument, False
-    while node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+    while node.op == "call_function":
+        if node.target is operator.getitem and isinstance(node.args[0], fx.Node):  # one of several views
+            node = node.args[0]
+            continue
+        if not isinstance(node.target, torch._ops.OpOverload):
+            break
         schema = node.target._schema
         aliases = any(r.alias_info is not None for r in schema.returns) and bool(node.args)
         if not aliases or not isinstance(node.args[0], fx.Node):

@@ -69,6 +69,52 @@ def _written_through_a_view(module: nn.Module, y: Tensor) -> Tensor:
     return y
 
 
+def _read_before_and_after(module: nn.Module, y: Tensor) -> Tensor:
+    made = y * 2.0
+    before = made + 1.0
+    made.add_(before).div_(torch.tensor(4.0))
+    return torch.cat([made, before, made.detach()])
+
+
+def _one_of_two_results(module: nn.Module, y: Tensor) -> Tensor:
+    weights, _ = torch.topk(torch.sigmoid(y), 3)
+    weights /= weights.sum(dim=-1, keepdim=True)
+    return weights
+
+
+def _seen_through_an_earlier_view(module: nn.Module, y: Tensor) -> Tensor:
+    made = y * 2.0
+    view = made[:, 1:4]
+    made.add_(1.0)
+    return made.sum() * view
+
+
+def _of_shared_memory(module: nn.Module, y: Tensor) -> Tensor:
+    made = y * 2.0
+    same, _ = torch.broadcast_tensors(made, made[:1])
+    same.add_(1.0)
+    kept = nn.functional.dropout(made, 0.0)
+    kept.mul_(3.0)
+    other = nn.functional.dropout(y, training=False)
+    other.add_(1.0)
+    return made * same + y
+
+
+def _of_parts(module: nn.Module, y: Tensor) -> Tensor:
+    made = y.detach() * 2.0
+    left, right = made.split(3, dim=1)
+    left.add_(1.0)
+    right.mul_(left)
+    start, _ = module.kept.split(3)
+    start.mul_(1.5)
+    return y * made * left.sum() + module.kept
+
+
+def _of_another_dtype(module: nn.Module, y: Tensor) -> Tensor:
+    flags = y.detach() * 1.0
+    return y * (flags.gt_(0.1) + 0.5)
+
+
 def _without_gradient(module: nn.Module, y: Tensor) -> Tensor:
     with torch.no_grad():
         scale = y.abs().mean(dim=-1, keepdim=True)
@@ -115,13 +161,25 @@ def _teacher(module: nn.Module, y: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "write",
     [
-        _relu, _filled, _written_through_a_view, _without_gradient, _target, _in_inference_mode, _read_through_data,
-        _averaged, _replaced, _teacher,
+        _relu, _filled, _written_through_a_view, _read_before_and_after, _one_of_two_results, _seen_through_an_earlier_view,
+        _of_shared_memory, _of_parts, _of_another_dtype, _without_gradient, _target, _in_inference_mode, _read_through_data, _averaged,
+        _replaced, _teacher,
     ],
     ids=lambda write: write.__name__.strip("_"),
 )  # fmt: skip
 def test_in_place_operators_mean_what_they_mean_on_one_device(write: Write) -> None:
     same_as_the_model(Writing(write), {"x": torch.randn(6, 4, dtype=torch.float64)})
+
+
+@pytest.mark.parametrize(
+    "write", [_read_before_and_after, _one_of_two_results], ids=["before and after", "of two results"]
+)
+def test_what_the_program_itself_has_made_is_written_without_a_second_trace(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.export.ExportedProgram, "run_decompositions", lambda *_: pytest.fail("traced once more"))
+    graph = trace(Writing(write), (torch.randn(2, 4),))
+    assert not [op.target for op in graph.ops if op.target.split(".")[1].endswith("_")]
 
 
 class OnItsInput(nn.Module):
@@ -157,6 +215,17 @@ def _through_detach(module: nn.Module, y: Tensor) -> Tensor:
     return y
 
 
+def _through_einsum(module: nn.Module, y: Tensor) -> Tensor:
+    made = y * 2.0
+    torch.einsum("ij->ji", made).add_(1.0)
+    return made
+
+
+def _through_einsum_of_a_buffer(module: nn.Module, y: Tensor) -> Tensor:
+    torch.einsum("i->i", module.kept).mul_(1.5)
+    return y
+
+
 def _seen(module: nn.Module, y: Tensor) -> Tensor:
     module.kept.add_(y.shape[0])
     return y * module.kept
@@ -168,9 +237,17 @@ def _seen(module: nn.Module, y: Tensor) -> Tensor:
         (_clamped, "p_model_linear_weight is written to in forward"),
         (_silently, "writes in place to mul, which has a gradient"),
         (_through_detach, "writes in place to mul, which has a gradient"),
+        (
+            _through_einsum,
+            "writes in place to what aten.einsum.default returns, which is the memory of mul, read later",
+        ),
+        (
+            _through_einsum_of_a_buffer,
+            "writes in place to what aten.einsum.default returns, which is the memory of b_model_kept",
+        ),
         (_seen, "A number in a loss or buffer depends on the batch size"),
     ],
-    ids=["parameter", "no_grad", "detach", "samples"],
+    ids=["parameter", "no_grad", "detach", "einsum", "buffer", "samples"],
 )
 def test_what_would_train_otherwise_than_on_one_device_is_refused(write: Write, message: str) -> None:
     with pytest.raises(TraceError, match=message) as caught:
