@@ -503,7 +503,7 @@ def muon_steps(subject: HfSubject, plan: Plan, graph: Graph, batches: Sequence[B
 
 def step_muon(matrices: list[Tensor], run: Callable[[Batch], object], batches: Sequence[Batch]) -> None:
     """Gradients by ``run``, and a step after each."""
-    optimizer = torch.optim.Muon(matrices, lr=0.01)
+    optimizer = torch.optim.Muon(matrices, lr=0.01, ns_steps=2)
     for batch in batches:
         optimizer.zero_grad()
         run(batch)
