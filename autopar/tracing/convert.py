@@ -77,7 +77,13 @@ class Converter:
             return None
         if target is operator.getitem:
             values, index = _argument(node.args[0], env), node.args[1]
-            assert isinstance(values, tuple) and isinstance(index, int)
+            if not isinstance(values, tuple):
+                raise TraceError(
+                    f"{getattr(node.args[0], 'target', '')} returns a list of one tensor, which cannot be traced",
+                    where=source_of(node),
+                    fix="Call the form that takes and returns a tensor",
+                )
+            assert isinstance(index, int)
             return values[index]
         if isinstance(target, torch._ops.HigherOrderOperator):
             return self._region(node, target, owner, env, grad)

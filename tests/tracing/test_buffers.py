@@ -226,6 +226,11 @@ def _through_einsum_of_a_buffer(module: nn.Module, y: Tensor) -> Tensor:
     return y
 
 
+def _list_of_one(module: nn.Module, y: Tensor) -> Tensor:
+    (made,) = torch.meshgrid(y[:, 0], indexing="ij")
+    return made
+
+
 def _seen(module: nn.Module, y: Tensor) -> Tensor:
     module.kept.add_(y.shape[0])
     return y * module.kept
@@ -245,9 +250,10 @@ def _seen(module: nn.Module, y: Tensor) -> Tensor:
             _through_einsum_of_a_buffer,
             "writes in place to what aten.einsum.default returns, which is the memory of b_model_kept",
         ),
+        (_list_of_one, "aten.meshgrid.indexing returns a list of one tensor"),
         (_seen, "A number in a loss or buffer depends on the batch size"),
     ],
-    ids=["parameter", "no_grad", "detach", "einsum", "buffer", "samples"],
+    ids=["parameter", "no_grad", "detach", "einsum", "buffer", "list of one", "samples"],
 )
 def test_what_would_train_otherwise_than_on_one_device_is_refused(write: Write, message: str) -> None:
     with pytest.raises(TraceError, match=message) as caught:
