@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import threading
+from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -214,6 +216,14 @@ def test_decomposing_first_changes_nothing(kind: str, monkeypatch: pytest.Monkey
     long = trace(model, (), batch)
     assert [op.target for op in short.ops] == [op.target for op in long.ops]
     assert [b.hash for b in short.blocks] == [b.hash for b in long.blocks]
+
+
+def test_a_square_is_that_of_a_decomposed_program_without_decomposing_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = partial(trace, nn.Linear(4, 4), (torch.ones(2, 4),), loss_fn=lambda output, _: output.square().mean())
+    with mock.patch.object(torch.export.ExportedProgram, "run_decompositions", side_effect=AssertionError):
+        short = make()
+    monkeypatch.setattr(sys.modules["autopar.tracing.trace"], "needs_decomposition", lambda *_: True)
+    assert short.ops == make().ops
 
 
 def test_dropout_is_one_operator_with_a_salt_of_its_own() -> None:
