@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 
 from autopar import api
 from autopar.errors import RuntimeMismatchError, UsageError
+from autopar.graph.graph import Graph
 from autopar.plan.file import plan_from_dict, plan_to_dict
-from autopar.plan.plan import FP8, Plan
+from autopar.plan.plan import FP8, Plan, PrecisionName
 from autopar.runtime.checks import check_can_run
 
 MODEL = torch.nn.Sequential(*(torch.nn.Linear(4096, 4096, device="meta") for _ in range(4)))
@@ -18,20 +21,25 @@ def loss(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return output.float().square().mean()
 
 
-def planned(precision: str, cluster: str = "h100-sxm5-80gb:1x1") -> Plan:
+@cache
+def graph_of(precision: PrecisionName) -> Graph:
+    example = {"input": torch.zeros(2, 4096, device="meta", dtype=torch.float32)}
+    return api.trace(MODEL, example_inputs=example, loss_fn=loss, precision=precision)
+
+
+def planned(precision: PrecisionName, cluster: str = "h100-sxm5-80gb:1x1") -> Plan:
     return api.estimate(
-        MODEL,
+        graph_of(precision),
         cluster=cluster,
-        example_inputs={"input": torch.zeros(2, 4096, device="meta", dtype=torch.float32)},
-        loss_fn=loss,
         global_batch_size=16384,
         pins=["micro_batch=16384"],
-        precision=precision,  # type: ignore[arg-type]
+        precision=precision,
     )
 
 
 def test_lower_precisions_are_priced_at_their_rates() -> None:
-    seconds = {name: planned(name).predicted.breakdown.compute_s for name in ("fp32", "bf16", "fp16", "fp8")}
+    names: tuple[PrecisionName, ...] = ("fp32", "bf16", "fp16", "fp8")
+    seconds = {name: planned(name).predicted.breakdown.compute_s for name in names}
     assert seconds["fp16"] == pytest.approx(seconds["bf16"], rel=0.1)
     assert seconds["fp8"] < 0.75 * seconds["bf16"] < 0.3 * seconds["fp32"]
 

@@ -16,10 +16,11 @@ from autopar.hardware.gpus import multiplies_in_tf32
 from autopar.hardware.machine import _check_alike, fingerprint, identity
 from autopar.hardware.read import load_profile
 from autopar.plan.file import plan_from_dict, plan_to_dict
+from autopar.plan.mesh import Mesh
 from autopar.plan.plan import FP32, TF32, Plan
 from autopar.runtime.checks import check_can_run, check_modes
 from tests.support.distributed.plans import make_plan
-from tests.support.distributed.subjects import HfSubject
+from tests.support.distributed.subjects import HfSubject, graph_of
 
 CUDA = torch.device("cuda", 0)
 
@@ -29,11 +30,8 @@ def device(name: str) -> Device:
 
 
 def estimated(cluster: str, precision: Any) -> Plan:
-    subject = HfSubject("llama")
-    batch = subject.make_batch(2, seed=0)
-    return api.estimate(
-        subject.build(), example_inputs=batch, cluster=cluster, global_batch_size=8, precision=precision, pins=["tp=2"]
-    )
+    graph = graph_of(HfSubject("llama"))
+    return api.estimate(graph, cluster=cluster, global_batch_size=8, precision=precision, pins=["tp=2"])
 
 
 def test_a_device_multiplies_as_fast_as_its_profile_says_of_tf32() -> None:
@@ -69,8 +67,8 @@ def test_a_plan_keeps_its_products_and_takes_no_longer_than_that_of_float32() ->
 @pytest.mark.parametrize("mode", ["highest", "high", "medium"])
 @pytest.mark.parametrize("precision", [FP32, TF32], ids=["fp32", "tf32"])
 def test_steps_on_a_gpu_multiply_as_the_plan_says(mode: str, precision: Any) -> None:
-    subject = HfSubject("llama")
-    plan = make_plan(subject.trace(), api_mesh(), global_batch_size=8, micro_batch_size=4, precision=precision)
+    graph = graph_of(HfSubject("llama"))
+    plan = make_plan(graph, Mesh(), global_batch_size=8, micro_batch_size=4, precision=precision)
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(mode)
     try:
@@ -85,12 +83,6 @@ def test_steps_on_a_gpu_multiply_as_the_plan_says(mode: str, precision: Any) -> 
             check_modes(replace(plan, precision=api.PRECISIONS["bf16"]), CUDA, learns=True)
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-def api_mesh() -> Any:
-    from autopar.plan.mesh import Mesh
-
-    return Mesh()
 
 
 def test_measurements_belong_to_a_mode() -> None:

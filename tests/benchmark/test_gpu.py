@@ -18,7 +18,7 @@ from tools.gpu import __main__ as gpu
 from tools.gpu.one_device import Comparison, Setting, cluster_of, compare, false_fits
 
 LLAMA = (
-    "hf:llama?hidden_size=32&intermediate_size=64&num_hidden_layers=2&num_attention_heads=4&num_key_value_heads=2"
+    "hf:llama?hidden_size=32&intermediate_size=64&num_hidden_layers=1&num_attention_heads=4&num_key_value_heads=2"
     "&vocab_size=64&max_position_embeddings=64"
 )
 SMALL = Setting(model=LLAMA, sequence=16, precision="fp32", global_batch_size=2, rounds=1, steps=2)

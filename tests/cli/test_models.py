@@ -7,12 +7,14 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from functools import cache
 from math import prod
 from pathlib import Path
 
 import pytest
 import torch
 
+from autopar.graph.graph import Graph
 from autopar.models.resolve import resolve_model
 from autopar.plan.file import load_plan, save_plan
 from autopar.plan.mesh import Mesh
@@ -23,6 +25,7 @@ from tests.support.cli_runner import Run
 from tests.support.distributed.plans import make_plan
 
 GPT = "gpt:layers=2,hidden=32,heads=4,vocab=64,seq=16"
+ONE_LAYER = GPT.replace("layers=2", "layers=1")
 
 USER_MODELS = """
 import torch
@@ -105,7 +108,7 @@ def test_trace_prints_a_summary(run: Run) -> None:
 
 def test_trace_names_operators_without_a_rule(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autopar.report.traced_model.has_rule", lambda target: target != "aten.layer_norm.default")
-    done = run("trace", GPT)
+    done = run("trace", ONE_LAYER)
     assert "Operators without a rule" in done.out
     assert "\n  aten.layer_norm.default" in done.out.split("Operators without a rule")[1]
 
@@ -141,8 +144,13 @@ def _save(path: Path, plan: Plan) -> Path:
     return path
 
 
+@cache
+def _graph_of(model: str) -> Graph:
+    return resolve_model(model).trace()
+
+
 def _plan_of(model: str, mesh: Mesh) -> Plan:
-    plan = make_plan(resolve_model(model).trace(), mesh, global_batch_size=32, micro_batch_size=2)
+    plan = make_plan(_graph_of(model), mesh, global_batch_size=32, micro_batch_size=2)
     return replace(plan, model=replace(plan.model, tokens_per_sample=16))
 
 
@@ -158,7 +166,7 @@ def test_verify_compares_every_rank_of_a_plan_file(run: Run, tmp_path: Path) -> 
 
 
 def test_verify_fails_when_a_rank_differs(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = _save(tmp_path / "plan.json", _plan_of(GPT, Mesh(tp=2)))
+    path = _save(tmp_path / "plan.json", _plan_of(ONE_LAYER, Mesh(tp=2)))
     rows = tuple(
         RankErrors(
             rank=rank, losses=(1.0,), loss=1e-7, gradient=gradient, gradient_name="lm_head.weight", parameter=0.0,
@@ -176,15 +184,15 @@ def test_verify_fails_when_a_rank_differs(run: Run, tmp_path: Path, monkeypatch:
 
 
 def test_plan_for_another_model_is_refused(run: Run, tmp_path: Path) -> None:
-    path = _save(tmp_path / "plan.json", _plan_of(GPT, Mesh(tp=2)))
-    done = run("verify", path, "--model", GPT.replace("hidden=32", "hidden=64"))
+    path = _save(tmp_path / "plan.json", _plan_of(ONE_LAYER, Mesh(tp=2)))
+    done = run("verify", path, "--model", ONE_LAYER.replace("hidden=32", "hidden=64"))
     assert done.code == 1
     assert "This plan was made for model" in done.error
-    assert f"made for model '{GPT}'" in done.error
+    assert f"made for model '{ONE_LAYER}'" in done.error
 
 
 def test_verify_of_a_large_plan_says_how_many_ranks_it_takes(run: Run, tmp_path: Path) -> None:
-    path = _save(tmp_path / "plan.json", _plan_of(GPT, Mesh(tp=4, dp_replicate=16)))
+    path = _save(tmp_path / "plan.json", _plan_of(ONE_LAYER, Mesh(tp=4, dp_replicate=16)))
     done = run("verify", path)
     assert done.code == 2
     assert "has 64 ranks, and verify starts at most 32" in done.error

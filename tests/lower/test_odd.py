@@ -184,6 +184,11 @@ def images(samples: int = 8) -> dict[str, Tensor]:
     }
 
 
+@cache
+def convolved(norm: partial[nn.Module], groups: int) -> Graph:
+    return autopar.trace(Convolved(norm, groups), example_inputs=images(), global_batch_size=8)
+
+
 GROUPS, BATCH = partial(nn.GroupNorm, 4, 8), partial(nn.BatchNorm2d, 8)
 CHANNELS = {"first.weight": S(0), "norm.weight": S(0), "norm.bias": S(0), "second.weight": S(1)}
 
@@ -205,7 +210,7 @@ def test_convolutions_by_channels_and_norms(
     norm: partial[nn.Module], groups: int, pinned: dict[str, object], data: int
 ) -> None:
     pins = ["tp=2", f"dp_shard={data}", *(f"{name}=tp:{kind}" for name, kind in pinned.items())]
-    plan = check(Convolved(norm, groups), images(), pins, ranks=2 * data)
+    plan = check(Convolved(norm, groups), images(), pins, ranks=2 * data, graph=convolved(norm, groups))
     assert at_rest(plan).items() >= pinned.items()
     assert norm is not BATCH or any("statistics over the global batch" in note for note in plan.notes)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -34,6 +35,7 @@ MODELS = {
 }
 
 
+@cache
 def graph_of(name: str) -> Graph:
     text, length = MODELS[name]
     source = resolve_model(text, sequence_length=length, batch_size=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
+from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.describe import with_free_links
 from autopar.planner.space.space import load_space
@@ -24,6 +26,12 @@ def _power(y: Tensor, batch: object) -> Tensor:
     return y.pow(2).mean()
 
 
+@cache
+def graph_of(loss_fn: Any, precision: Any) -> Graph:
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
+    return autopar.trace(model, example_inputs=[torch.randn(4, 8)], loss_fn=loss_fn, precision=precision)
+
+
 def notes(
     cluster: Cluster,
     *,
@@ -33,11 +41,8 @@ def notes(
     precision: Any = "fp32",
     loss_fn: Any = _square,
 ) -> tuple[str, ...]:
-    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
-    plan = autopar.search(
-        model, example_inputs=[torch.randn(4, 8)], loss_fn=loss_fn, cluster=cluster, global_batch_size=4, pins=pins,
-        space=space, precision=precision,
-    )  # fmt: skip
+    graph = graph_of(loss_fn, precision)
+    plan = autopar.search(graph, cluster=cluster, global_batch_size=4, pins=pins, space=space, precision=precision)
     return tuple(note for note in plan.notes if about in note)
 
 

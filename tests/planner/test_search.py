@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,11 @@ from tests.support.planner.tasks import CLUSTER, ROUNDING, check_search, planner
 RECORD = SearchRecord(wall_time_s=0.0, candidates=0, evaluated=0, lower_bound_s=0.0, gap=0.0)
 
 
+@cache
+def family(spec: str, length: int) -> Graph:
+    return resolve_model(spec, sequence_length=length).trace()
+
+
 @pytest.fixture(scope="module")
 def graph() -> Graph:
     return mlp(layers=6, batch=2, width=64, hidden=256)
@@ -46,7 +52,7 @@ def plan(graph: Graph, told: list[tuple[str, int, int]]) -> Plan:
 
 def test_modes_of_recompute_stand_in_the_order_of_the_space() -> None:
     """In that of a set programs of chains have their variables in another order in each process, and other solutions."""
-    graph = resolve_model("gpt:layers=2,hidden=64,heads=4,vocab=256", sequence_length=32).trace()
+    graph = family("gpt:layers=2,hidden=64,heads=4,vocab=256", 32)
     evaluator = planner_of(graph, space="default").evaluator
     assert len(evaluator.context.modes) > 1
     assert {*evaluator.cascade.maker.floors.blocks.modes} == {evaluator.context.modes}
@@ -56,8 +62,7 @@ def test_modes_of_recompute_stand_in_the_order_of_the_space() -> None:
 @pytest.mark.parametrize(("vocabulary", "is_even"), [(256, True), (200_000, False)])
 def test_a_stage_is_longer_than_an_even_share_only_where_the_rest_takes_a_block(vocabulary: int, is_even: bool) -> None:
     """Eight layers on four stages: a head that is less than a layer is no reason for stages of three."""
-    source = resolve_model(f"gpt:layers=8,hidden=64,heads=4,vocab={vocabulary}", sequence_length=32)
-    evaluator = planner_of(source.trace()).evaluator
+    evaluator = planner_of(family(f"gpt:layers=8,hidden=64,heads=4,vocab={vocabulary}", 32)).evaluator
     most = evaluator.cascade.maker.floors.blocks.most_blocks(
         evaluator.layouts.unsplit(LayoutKey(micro_batch_size=2)), 4
     )
@@ -104,7 +109,7 @@ def test_virtual_stages_are_cut_evenly_unless_stages_are_pinned(layers: int, vir
 @pytest.mark.slow
 def test_embedding_and_head_may_be_stages_of_their_own() -> None:
     """Six layers on eight stages: planned with and without pins, below no bound, and the best of all candidates is found."""
-    graph = resolve_model("llama:layers=6,hidden=64,heads=4,ffn=128,vocab=4000", sequence_length=64).trace()
+    graph = family("llama:layers=6,hidden=64,heads=4,ffn=128,vocab=4000", 64)
     planner = planner_of(graph, "pp>=4", cluster="cpu:1x8", space="default")
     plans = plans_of(planner.evaluator, planner.pool)
     assert [*plans] == planner.pool
@@ -117,7 +122,7 @@ def test_embedding_and_head_may_be_stages_of_their_own() -> None:
 
 @pytest.mark.slow
 def test_a_stage_of_an_embedding_or_a_head_alone_can_be_pinned() -> None:
-    graph = resolve_model("llama:layers=6,hidden=64,heads=4,ffn=128,vocab=500", sequence_length=32).trace()
+    graph = family("llama:layers=6,hidden=64,heads=4,ffn=128,vocab=4000", 64)
     pins = ["pp=4", "stage@layers.0=1", "stage@layers.5=2", "stage@lm_head=3"]
     plan = api.estimate(graph, cluster=CLUSTER, global_batch_size=16, pins=pins)
     assert [(stage.start, stage.stop) for stage in plan.stages][::3] == [(0, 1), (7, 8)]
@@ -131,7 +136,7 @@ def test_a_stage_of_an_embedding_or_a_head_alone_can_be_pinned() -> None:
 )
 def test_bounds_read_pinned_stages(pins: list[str]) -> None:
     """Unequal stages: no bound is above a plan of them, and the tightest one is above that of stages as they are best."""
-    graph = resolve_model("llama:layers=12,hidden=256,heads=4,ffn=1024,vocab=256", sequence_length=64).trace()
+    graph = family("llama:layers=12,hidden=256,heads=4,ffn=1024,vocab=256", 64)
     planner, free = (planner_of(graph, "pp=4", "tp=1", *some, space="default") for some in (pins, ()))
     for candidate in planner.pool:
         found = planner.evaluator.evaluate(candidate)
@@ -146,7 +151,7 @@ def test_bounds_read_pinned_stages(pins: list[str]) -> None:
 @pytest.mark.slow
 def test_what_is_too_large_needs_more_than_there_is() -> None:
     """The head alone needs more in passing than an equal share of a rank that runs four stages."""
-    graph = resolve_model("gpt:layers=16,hidden=64,heads=4,vocab=20000", sequence_length=64).trace()
+    graph = family("gpt:layers=16,hidden=64,heads=4,vocab=20000", 64)
     planner = planner_of(
         graph, "pp=2", "schedule=Interleaved1F1B", cluster="cpu:1x2?memory=600MB", global_batch_size=32, space="default"
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 
 import pytest
 import torch
@@ -11,26 +10,22 @@ import torch
 from autopar import api
 from autopar.cost.operators.work import work
 from autopar.errors import InfeasibleError
-from autopar.graph.graph import Graph, Op, Ref, TensorSpec
+from autopar.graph.graph import Op, Ref, TensorSpec
 from autopar.plan.plan import Plan
 from autopar.planner.space.candidates import candidates, conflict
 from autopar.planner.space.pins import Pins
 from tests.planner.test_candidates import PROBLEM
-from tests.support.distributed.subjects import HfSubject
+from tests.support.distributed.subjects import HfSubject, graph_of
 
 SMALL = replace(PROBLEM, world_size=16, global_batch_size=32)
 LONG = replace(SMALL, sequences=(32768,), key_heads=(8,))
 
 
-@cache
-def traced(kind: str) -> Graph:
-    graph: Graph = HfSubject(kind).trace()
-    return graph
-
-
 def planned(kind: str, *pins: str, subject: str = "llama", ranks: int = 2, world: int = 0) -> Plan:
     wanted = [f"cp={ranks}", f"cp_attention={kind}", "micro_batch=2", *pins]
-    return api.estimate(traced(subject), cluster=f"cpu:1x{world or ranks}", global_batch_size=4, pins=wanted)
+    return api.estimate(
+        graph_of(HfSubject(subject)), cluster=f"cpu:1x{world or ranks}", global_batch_size=4, pins=wanted
+    )
 
 
 def test_a_long_sequence_is_split_without_being_asked() -> None:

@@ -101,9 +101,10 @@ def test_rows_are_aligned_where_the_device_loses_by_it(pins: tuple[str, ...]) ->
 def test_what_unaligned_rows_cost_is_said_with_its_source() -> None:
     spec = "gpt:layers=2,hidden=512,heads=8,vocab=20011"
     notes = {}
+    graphs = {"bf16": graph_of(spec), "fp16": graph_of(spec, 64, "fp16")}
     for device, precision in (("a100-sxm4-80gb", "bf16"), ("v100-sxm2-32gb", "fp16")):
         plan = api.estimate(
-            graph_of(spec, 64, precision), cluster=f"{device}:1x8", global_batch_size=64, precision=precision,
+            graphs[precision], cluster=f"{device}:1x8", global_batch_size=64, precision=precision,
             pins=["vocab_multiple=1"],
         )  # fmt: skip
         notes[device] = [note for note in plan.notes if "16 bytes" in note]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from autopar.graph.graph import Graph
 from autopar.models.resolve import resolve_model
 from autopar.plan.mesh import Mesh
 from autopar.runtime.job import stop
@@ -36,8 +38,13 @@ def one_rank() -> Iterator[None]:
     stop()
 
 
+@cache
+def graph_of(subject: Any) -> Graph:
+    return trace(subject.build(), kwargs=subject.make_batch(2, seed=0))
+
+
 def parallel_of(subject: Any, device: str, **options: Any) -> ParallelModel:
-    graph = trace(subject.build(), kwargs=subject.make_batch(2, seed=0))
+    graph = graph_of(subject)
     plan = make_plan(graph, Mesh(), global_batch_size=8, micro_batch_size=4)
     return launch(subject.build(), lambda: (replace(plan, **options), graph), device_type=device)
 

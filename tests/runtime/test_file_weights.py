@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from torch.nn import functional
 
 import autopar
 from autopar.errors import UsageError
-from autopar.graph.graph import Parameter, TensorSpec
+from autopar.graph.graph import Graph, Parameter, TensorSpec
+from autopar.plan.plan import Plan
+from autopar.runtime.launch import launch
 from autopar.runtime.parallel_model import ParallelModel
 from autopar.runtime.weights import FileWeights, ModelWeights
 from tests.support.close import assert_close
@@ -59,13 +62,20 @@ def saved(folder: Path, **changes: Tensor | None) -> Net:
     return model
 
 
+@cache
+def planned() -> tuple[Plan, Graph]:
+    graph = autopar.trace(Net(), example_inputs=BATCH, global_batch_size=8)
+    return autopar.search(graph, cluster="cpu:1x1", global_batch_size=8), graph
+
+
 def parallel(model: nn.Module, weights: Path) -> ParallelModel:
-    return autopar.parallelize(model, weights=weights, cluster="cpu:1x1", example_inputs=BATCH, global_batch_size=8)
+    return launch(model, planned, device_type="cpu", weights=weights)
 
 
 def test_buffers_of_a_state_dict_come_from_the_files(tmp_path: Path) -> None:
     expected = saved(tmp_path)
-    model = parallel(Net(), tmp_path)
+    given = {"cluster": "cpu:1x1", "example_inputs": BATCH, "global_batch_size": 8}
+    model = autopar.parallelize(Net(), weights=tmp_path, **given)
     assert model.train_step(BATCH).item() == pytest.approx(expected(**BATCH).item(), rel=1e-6)
     found = model.full_state_dict()
     assert_close(found["head.norm.running_mean"], expected.head.norm.running_mean)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from autopar import api
 from autopar.errors import UsageError
 from autopar.runtime.parallel_model import ParallelModel
 from autopar.verification.against_one_device import adamw, loss_of
-from tests.support.distributed.subjects import HfSubject
+from tests.support.distributed.subjects import HfSubject, graph_of
 from tests.support.parallel import alone
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -29,9 +28,8 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 SUBJECT = HfSubject("gpt2", depth=1)
 
 
-@cache
 def graph() -> Any:
-    return SUBJECT.trace()
+    return graph_of(SUBJECT)
 
 
 def build(model: nn.Module | None = None, **options: Any) -> ParallelModel:

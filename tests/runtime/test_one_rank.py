@@ -9,7 +9,7 @@ import re
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from autopar.tracing.trace import trace
 from autopar.verification.against_one_device import adamw, loss_of
 from tests.support.close import assert_close
 from tests.support.distributed.plans import make_plan
-from tests.support.distributed.subjects import HfSubject
+from tests.support.distributed.subjects import HfSubject, graph_of
 from tests.support.parallel import alone
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -41,9 +41,8 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 SUBJECT = HfSubject("gpt2", depth=1)
 
 
-@cache
 def graph() -> Any:
-    return SUBJECT.trace()
+    return graph_of(SUBJECT)
 
 
 def build(model: nn.Module | None = None, **options: Any) -> ParallelModel:

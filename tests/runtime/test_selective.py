@@ -27,8 +27,8 @@ from autopar.runtime.job import start, stop
 from autopar.runtime.step.stage import BlockModule
 from autopar.runtime.world import World
 from autopar.tracing.trace import trace
+from tests.support.distributed import subjects
 from tests.support.distributed.plans import make_plan
-from tests.support.distributed.subjects import HfSubject
 
 B, S, H, HEADS = 2, 16, 32, 8
 
@@ -95,7 +95,7 @@ def meshes() -> Iterator[Any]:
 GRAPHS: dict[str, Callable[[], Graph]] = {
     "written out": lambda: trace(Stack(Layer), (torch.zeros(B, S, H, requires_grad=True),)),
     "gated": lambda: trace(Stack(Gated), (torch.zeros(B, S, H, requires_grad=True),)),
-    "gpt2": lambda: HfSubject("gpt2", depth=1).trace(),
+    "gpt2": lambda: subjects.graph_of(subjects.HfSubject("gpt2", depth=1)),
 }
 
 

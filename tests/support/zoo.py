@@ -14,19 +14,25 @@ from autopar.graph.graph import Graph
 from autopar.models.resolve import resolve_model
 from autopar.tracing.trace import trace
 
-SMALL = "num_hidden_layers=3&hidden_size=32&num_attention_heads=4&vocab_size=96&intermediate_size=64"
+SMALL = "hidden_size=32&num_attention_heads=4&vocab_size=96&intermediate_size=64"
 HUGGING_FACE = {
-    "gpt2": "hf:gpt2?n_layer=3&n_embd=32&n_head=4&vocab_size=96",
+    "gpt2": "hf:gpt2?n_embd=32&n_head=4&vocab_size=96",
     "llama": f"hf:llama?{SMALL}&num_key_value_heads=2",
     "llama_tied": f"hf:llama?{SMALL}&num_key_value_heads=2&tie_word_embeddings=true",
     "mistral": f"hf:mistral?{SMALL}&num_key_value_heads=2",
     "qwen3": f"hf:qwen3?{SMALL}&num_key_value_heads=2&head_dim=8",
     "phi3": f"hf:phi3?{SMALL}&num_key_value_heads=2&pad_token_id=0",
     "bert": f"hf:bert?{SMALL}",
-    "vit": "hf:vit?num_hidden_layers=3&hidden_size=32&num_attention_heads=4&intermediate_size=64&image_size=16&patch_size=4",
-    "t5": "hf:t5?num_layers=3&d_model=32&num_heads=4&d_kv=8&d_ff=64&vocab_size=96",
+    "vit": "hf:vit?hidden_size=32&num_attention_heads=4&intermediate_size=64&image_size=16&patch_size=4",
+    "t5": "hf:t5?d_model=32&num_heads=4&d_kv=8&d_ff=64&vocab_size=96",
 }
 LENGTH = 16
+
+
+def description(kind: str, layers: int = 2) -> str:
+    """MODEL, of a Hugging Face model with so many layers."""
+    key = {"gpt2": "n_layer", "t5": "num_layers"}.get(kind, "num_hidden_layers")
+    return f"{HUGGING_FACE[kind]}&{key}={layers}"
 
 
 class Mlp(nn.Module):
@@ -48,11 +54,11 @@ class Mlp(nn.Module):
 class Encoder(nn.Module):
     """PyTorch's own layers, whose attention projects in one product."""
 
-    def __init__(self) -> None:
+    def __init__(self, depth: int) -> None:
         super().__init__()
         self.table = nn.Embedding(96, 32)
         self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True) for _ in range(3)
+            nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True) for _ in range(depth)
         )
         self.out = nn.Linear(32, 96)
 
@@ -67,7 +73,7 @@ class Encoder(nn.Module):
 class Handwritten(nn.Module):
     """nanoGPT's way: a buffer of masks, scores computed in the open, a tied head."""
 
-    def __init__(self, depth: int = 3, width: int = 32, heads: int = 4) -> None:
+    def __init__(self, depth: int, width: int = 32, heads: int = 4) -> None:
         super().__init__()
         self.heads = heads
         self.tokens, self.places = nn.Embedding(96, width), nn.Embedding(LENGTH, width)
@@ -98,32 +104,32 @@ def tokens(seed: int = 0) -> dict[str, Tensor]:
     return {"x": draw(), "y": draw()}
 
 
-def subject(kind: str, *, padded: bool = False) -> tuple[nn.Module, dict[str, Tensor]]:
+def subject(kind: str, *, padded: bool = False, layers: int = 2) -> tuple[nn.Module, dict[str, Tensor]]:
     """A model on CPU with random weights, and a batch of two."""
     if kind in HUGGING_FACE:
-        source = resolve_model(HUGGING_FACE[kind], sequence_length=None if kind == "vit" else LENGTH)
+        source = resolve_model(description(kind, layers), sequence_length=None if kind == "vit" else LENGTH)
         return source.build(seed=1), source.make_batch(2, seed=2, padded=padded)
     torch.manual_seed(1)
     if kind == "mlp":
         return Mlp(), {"x": torch.randn(2, 6), "y": torch.tensor([0, 4])}
-    return {"encoder": Encoder, "handwritten": Handwritten}[kind](), tokens()
+    return {"encoder": Encoder, "handwritten": Handwritten}[kind](layers), tokens()
 
 
 @cache
-def _traced(kind: str, padded: bool) -> Graph:
-    model, batch = subject(kind, padded=padded)
+def _traced(kind: str, padded: bool, layers: int) -> Graph:
+    model, batch = subject(kind, padded=padded, layers=layers)
     return trace(model, (), batch)
 
 
-def traced(kind: str, padded: bool = False) -> Graph:
+def traced(kind: str, padded: bool = False, layers: int = 2) -> Graph:
     """The graph of :func:`subject`, which whoever asks for it only reads."""
-    return _traced(kind, padded)
+    return _traced(kind, padded, layers)
 
 
 @cache
 def traced_on_meta(kind: str) -> Graph:
     """The graph of a Hugging Face model without weights, likewise."""
-    return resolve_model(HUGGING_FACE[kind], sequence_length=LENGTH).trace()
+    return resolve_model(description(kind), sequence_length=LENGTH).trace()
 
 
 def loss_of(output: Any) -> Tensor:

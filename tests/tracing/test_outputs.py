@@ -60,13 +60,13 @@ def test_the_graph_is_what_it_is_without_outputs(kind: str, monkeypatch: pytest.
 
     def traced() -> Graph:
         if kind in KINDS:
-            model, batch = zoo.subject(kind)
+            model, batch = zoo.subject(kind, layers=1)
             return trace(model, (), batch)
         if kind in OWN:
             return trace(OWN[kind].build(), kwargs=OWN[kind].make_batch(2))
         return trace(Statistics(), kwargs=Statistics().make_batch(4))
 
-    found = zoo.traced(kind) if kind in KINDS else traced()
+    found = traced()
     with monkeypatch.context() as patched:
         patched.setattr(Kept, "take", lambda self, output, loss: [])
         without = traced()
@@ -117,26 +117,29 @@ class Odd(nn.Module):
         }
 
 
-def test_what_is_kept_of_a_structure() -> None:
-    found = outputs_of(Odd(), x=torch.randn(2, 4), y=torch.randn(2, 4))
-    places = dict(zip(found.structure.names, found.structure.items, strict=True))
+@pytest.fixture(scope="module")
+def odd() -> Outputs:
+    return outputs_of(Odd(), x=torch.randn(2, 4), y=torch.randn(2, 4))
+
+
+def test_what_is_kept_of_a_structure(odd: Outputs) -> None:
+    places = dict(zip(odd.structure.names, odd.structure.items, strict=True))
     assert places["loss"].kind == "loss"
     assert places["same"].index == places["h"].index
     assert places["point"].type == (Point.__module__, "Point")
     assert [(places[name].value, places[name].twice) for name in ("count", "half")] == [(2, 4), (1.0, 2.0)]
     assert (places["name"].value, places["object"].value, places["past_key_values"].kind) == ("odd", None, "value")
-    leaves = {leaf.name: leaf for leaf in found.leaves}
+    leaves = {leaf.name: leaf for leaf in odd.leaves}
     assert leaves["given"] == Leaf(name="given", ref=Ref("x"), reads=("x",))
     assert leaves["error"].reads == ("x", "y")
     assert leaves["h"].reads == ("x",)
     assert leaves["noise"].ref is None
     assert "draws random numbers" in leaves["noise"].reason
-    assert {p.fqn for p in found.parameters} == {"unused.weight", "unused.bias"}
+    assert {p.fqn for p in odd.parameters} == {"unused.weight", "unused.bias"}
 
 
-def test_numbers_that_count_samples_follow_the_batch() -> None:
-    found = outputs_of(Odd(), x=torch.randn(2, 4), y=torch.randn(2, 4))
-    divided = {at: [op.args[1] for op in found.ops_at(at) if op.target == "aten.div.Tensor"] for at in (2, 5, 8)}
+def test_numbers_that_count_samples_follow_the_batch(odd: Outputs) -> None:
+    divided = {at: [op.args[1] for op in odd.ops_at(at) if op.target == "aten.div.Tensor"] for at in (2, 5, 8)}
     assert divided == {2: [2], 5: [5], 8: [8]}
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import threading
+from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from autopar.models.resolve import resolve_model
 from autopar.rules.by_execution import verify_rule
 from autopar.tracing.trace import trace
 from tests.support.close import assert_close
-from tests.support.zoo import HUGGING_FACE, LENGTH, loss_of, subject, traced, traced_on_meta
+from tests.support.zoo import LENGTH, description, loss_of, subject, traced, traced_on_meta
 
 CASES = [
     ("gpt2", False), ("gpt2", True), ("llama", False), ("llama", True), ("llama_tied", True), ("mistral", True),
@@ -96,7 +98,7 @@ def attention(graph: Graph) -> list[Op]:
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "mistral", "qwen3"])
 def test_a_causal_mask_is_recognised_and_a_padding_mask_is_kept(kind: str) -> None:
     plain, padded = traced_on_meta(kind), traced(kind, True)
-    assert len(attention(plain)) == 3
+    assert len(attention(plain)) == 2
     assert all(op.args[3] is None and op.args[5] is True for op in attention(plain))
     assert not any(buffer.spec.dtype == torch.bool for buffer in plain.buffers), "the mask is dropped"
 
@@ -171,7 +173,7 @@ def test_large_masks_are_told_without_holding_them(length: int, offset: int, win
 def test_gelu_written_out_is_one_operator() -> None:
     graph = traced_on_meta("gpt2")
     gelus = [op for op in graph.ops if op.target == "aten.gelu.default"]
-    assert len(gelus) == 3
+    assert len(gelus) == 2
     assert all(op.kwargs == (("approximate", "tanh"),) for op in gelus)
     assert not any(op.target == "aten.tanh.default" for op in graph.ops)
 
@@ -183,7 +185,7 @@ def test_fused_projections_become_linears_over_parts() -> None:
     assert [p.key.rsplit(".", 1)[-1] for p in parts] == ["weight[0:32]", "weight[32:64]", "weight[64:96]"]
     assert not any(op.target == "aten.slice.Tensor" for op in graph.ops)
     encoder = traced("encoder")
-    assert sum(p.fqn.endswith("in_proj_weight") and p.part is not None for p in encoder.parameters) == 9
+    assert sum(p.fqn.endswith("in_proj_weight") and p.part is not None for p in encoder.parameters) == 6
     assert not any(op.target == "aten.select.int" for op in encoder.ops)
 
 
@@ -197,7 +199,7 @@ def test_tied_weights_are_one_parameter_with_aliases() -> None:
 
 
 def test_meta_and_real_models_give_the_same_graph() -> None:
-    source = resolve_model(HUGGING_FACE["llama"], sequence_length=LENGTH)
+    source = resolve_model(description("llama"), sequence_length=LENGTH)
     meta, real = traced_on_meta("llama"), trace(source.build(), (), source.make_batch(3))
     assert meta.fingerprint == real.fingerprint
     assert [op.target for op in meta.ops] == [op.target for op in real.ops]
@@ -214,6 +216,14 @@ def test_decomposing_first_changes_nothing(kind: str, monkeypatch: pytest.Monkey
     long = trace(model, (), batch)
     assert [op.target for op in short.ops] == [op.target for op in long.ops]
     assert [b.hash for b in short.blocks] == [b.hash for b in long.blocks]
+
+
+def test_a_square_is_that_of_a_decomposed_program_without_decomposing_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = partial(trace, nn.Linear(4, 4), (torch.ones(2, 4),), loss_fn=lambda output, _: output.square().mean())
+    with mock.patch.object(torch.export.ExportedProgram, "run_decompositions", side_effect=AssertionError):
+        short = make()
+    monkeypatch.setattr(sys.modules["autopar.tracing.trace"], "needs_decomposition", lambda *_: True)
+    assert short.ops == make().ops
 
 
 def test_dropout_is_one_operator_with_a_salt_of_its_own() -> None:
@@ -238,7 +248,7 @@ def test_the_mean_of_the_loss_is_a_sum_over_a_count_of_the_prelude() -> None:
 
 
 def test_dtype_and_frozen_parameters_stay_as_the_model_has_them() -> None:
-    source = resolve_model(HUGGING_FACE["llama"], sequence_length=LENGTH, dtype=torch.bfloat16)
+    source = resolve_model(description("llama"), sequence_length=LENGTH, dtype=torch.bfloat16)
     source.model.get_parameter("model.embed_tokens.weight").requires_grad_(False)
     graph = source.trace()
     assert {p.spec.dtype for p in graph.parameters} == {torch.bfloat16}

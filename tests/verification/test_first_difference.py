@@ -20,7 +20,7 @@ from autopar.verification.record import PRELUDE, OneDevice, Tape, Watch, attach
 from autopar.verification.slices import Split, gradient_layout
 from autopar.verification.walk import Trail
 from tests.support.distributed.plans import make_plan
-from tests.support.distributed.subjects import HfSubject
+from tests.support.distributed.subjects import HfSubject, graph_of
 from tests.support.parallel import on_rank
 
 SUBJECT = HfSubject("gpt2", depth=1)
@@ -28,7 +28,7 @@ SUBJECT = HfSubject("gpt2", depth=1)
 
 @cache
 def traced() -> Graph:
-    return in_dtype(SUBJECT.trace(), torch.float32, torch.float64)
+    return in_dtype(graph_of(SUBJECT), torch.float32, torch.float64)
 
 
 @pytest.fixture(scope="module")

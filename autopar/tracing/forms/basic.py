@@ -337,6 +337,11 @@ def _repeat_interleave(builder: Builder, call: Call) -> Value:
     return generic(builder, replace(call, kwargs=kwargs))
 
 
+def _square(builder: Builder, call: Call) -> Value:
+    """As a decomposed program has it; for losses that end in a square the whole program would be traced once more."""
+    return builder.emit(call, "aten.pow.Tensor_Scalar", (call.args[0], 2))
+
+
 HANDLERS: dict[str, Handler] = {
     "aten.repeat_interleave.self_int": _repeat_interleave,
     "aten.view.default": _view,
@@ -379,6 +384,7 @@ HANDLERS: dict[str, Handler] = {
     "aten.copy.default": _copy,
     "aten.native_dropout.default": _dropout,
     "aten.dropout.default": _dropout,
+    "aten.square.default": _square,
     "aten.scaled_dot_product_attention.default": _attention,
 }
 """By target as traced; whatever is not here passes through :func:`generic`."""
