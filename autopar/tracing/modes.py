@@ -1,7 +1,11 @@
-"""Modes of a user's code: stretches without gradient, operands of a product in one dtype, and all of it in float64.
+"""Modes of a user's code: stretches without gradient, writes in place, operands of a product in one dtype, and all of it in float64.
 
 A graph is one list of operators, and ``run_decompositions`` too forgets where gradients were off: what was computed there
 would get one. So every tensor that enters such a stretch is cut off by ``detach``, which stays.
+
+In place it goes by schemas, which do not say of every operator that it may return its argument. What shares memory is told by the
+storages of an export's fake tensors: a write to what nothing else reads becomes a call that returns, other writes are left to
+``run_decompositions``, and those that it would get wrong are refused.
 
 Buffers in single precision stay so (``tracing.on_meta``), and code makes tensors in it (``torch.zeros(n, h)``), so that positions
 that are added to an input make all that follows single. The kernels of products take one dtype and promote nothing; so what is
