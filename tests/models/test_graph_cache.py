@@ -13,7 +13,7 @@ from autopar.models.graph_cache import traced
 from autopar.planner.sharding.input_axes import samples_apart
 from tests.support.cli_runner import Run
 
-MODEL = "mpt:layers=1,hidden=32,heads=2,vocab=64,seq=16"
+MODEL = "gpt:layers=1,hidden=32,heads=2,vocab=64,seq=16"
 
 
 @pytest.fixture
