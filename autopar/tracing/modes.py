@@ -182,7 +182,7 @@ def _returning(node: fx.Node) -> Any:
     """The operator that returns what ``node`` writes to what a call has made; None where there is none."""
     target: Any = node.target
     made: Any = node.args[0]
-    if made.op != "call_function" or torch.Tag.nondeterministic_seeded in target.tags:
+    if made.op != "call_function" or target.namespace != "aten" or torch.Tag.nondeterministic_seeded in target.tags:
         return None
     packet = getattr(torch.ops.aten, str(target._schema.name)[len("aten::") : -1], None)
     call = getattr(packet, target._overloadname, None)
