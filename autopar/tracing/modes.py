@@ -166,11 +166,14 @@ def _memory(node: fx.Node) -> int | None:
 def _check_names(
     node: fx.Node, read: Sequence[fx.Node], order: Mapping[fx.Node, int], place_of: Callable[[fx.Node], str]
 ) -> None:
-    """Composites (``einsum`` of one tensor) may return their argument without a word in their schema; decompositions copy it."""
+    """Composites (``einsum`` of one tensor) may return their argument without a word in their schema; decompositions copy it.
+
+    What a region without gradient returns they follow.
+    """
     written = _root(node.args[0])[0]
     for other in read:
-        if _root(other)[0] is not written:
-            one, two = sorted((written, other), key=lambda n: order[n])
+        one, two = sorted((written, _root(other)[0]), key=lambda n: order[n])
+        if one is not two and isinstance(two.target, torch._ops.OpOverload):
             raise TraceError(
                 f"{node.target} writes in place to what {two.target} returns, which is the memory of {one.name}, read later",
                 where=place_of(node) or node.name,

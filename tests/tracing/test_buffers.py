@@ -110,6 +110,14 @@ def _of_parts(module: nn.Module, y: Tensor) -> Tensor:
     return y * made * left.sum() + module.kept
 
 
+def _of_a_view_made_without_gradient(module: nn.Module, y: Tensor) -> Tensor:
+    made = y.detach() * 2.0
+    with torch.no_grad():
+        view = made.view(-1)
+    view.add_(1.0)
+    return y * made
+
+
 def _of_another_dtype(module: nn.Module, y: Tensor) -> Tensor:
     flags = y.detach() * 1.0
     return y * (flags.gt_(0.1) + 0.5)
@@ -162,7 +170,7 @@ def _teacher(module: nn.Module, y: Tensor) -> Tensor:
     "write",
     [
         _relu, _filled, _written_through_a_view, _read_before_and_after, _one_of_two_results, _seen_through_an_earlier_view,
-        _of_shared_memory, _of_parts, _of_another_dtype, _without_gradient, _target, _in_inference_mode, _read_through_data, _averaged,
+        _of_shared_memory, _of_parts, _of_a_view_made_without_gradient, _of_another_dtype, _without_gradient, _target, _in_inference_mode, _read_through_data, _averaged,
         _replaced, _teacher,
     ],
     ids=lambda write: write.__name__.strip("_"),
