@@ -19,7 +19,6 @@ from autopar.tracing.failures import FAILURES, NO_VALUES
 from autopar.tracing.forms.basic import COMPOSITES, HANDLERS, generic
 from autopar.tracing.forms.layers import INDEXING, LAYERS, NORMS, PRODUCTS, experts_of, random_call
 from autopar.tracing.forms.losses import LOSSES, SHIFTS, SUMS
-from autopar.tracing.modes import is_composite
 from autopar.tracing.opaque_regions import opaque_of
 
 _ALL_HANDLERS = (
@@ -192,8 +191,10 @@ def needs_decomposition(module: fx.GraphModule, needed: Collection[str]) -> bool
         for target in {n.target for n in nodes if n.op == "call_function"}:
             if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
                 continue
+            name = target.name()  # type: ignore[no-untyped-call]
+            composite = torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
             known = str(target) in _ALL_HANDLERS or str(target) in COMPOSITES or _is_dropped(target)
-            if target._schema.is_mutable or (is_composite(target) and not known):
+            if target._schema.is_mutable or (composite and not known):
                 return True
     return False
 

@@ -111,7 +111,7 @@ def writes(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
-def returned(program: torch.export.ExportedProgram, place_of: Callable[[fx.Node], str]) -> None:
+def return_writes(program: torch.export.ExportedProgram, place_of: Callable[[fx.Node], str]) -> None:
     """Calls that write in place to what a call before them has made return it instead; changes ``program``.
 
     ``torch.tensor(0.0)`` has such a write (``detach_``), and a program with writes is decomposed, which traces it once more.
@@ -123,7 +123,14 @@ def returned(program: torch.export.ExportedProgram, place_of: Callable[[fx.Node]
     Raises:
         TraceError: what a write changes is read by another name that torch's decompositions do not know of.
     """
-    graph = program.graph_module.graph
+    for module in program.graph_module.modules():
+        if isinstance(module, fx.GraphModule):
+            _return_in(module.graph, place_of)
+            if module is not program.graph_module:  # a region without gradient, which is called as it is compiled
+                module.recompile()
+
+
+def _return_in(graph: fx.Graph, place_of: Callable[[fx.Node], str]) -> None:
     for node in list(graph.nodes):
         # one that drops nothing returns its argument; torch's decomposition returns a copy
         if node.target in _DROPOUTS and not (node.args[1] and node.args[2]):
@@ -140,8 +147,11 @@ def returned(program: torch.export.ExportedProgram, place_of: Callable[[fx.Node]
         if not isinstance(made, fx.Node) or (memory := _memory(made)) is None:
             continue
         others = sharing[memory]
-        read = [n for n in others if n.op != "call_function" or any(order[user] > place for user in n.users)]
-        read = [n for n in read if n is not made]
+        read = [
+            n
+            for n in others
+            if n is not made and (n.op != "call_function" or any(order[user] > place for user in n.users))
+        ]
         _check_names(node, read, order, place_of)
         call = None if any(order[n] < place for n in read) else _returning(node)
         if call is None or any(user.op == "output" for user in (*made.users, *node.users)):
@@ -196,12 +206,6 @@ def _returning(node: fx.Node) -> Any:
     with torch.no_grad():
         value = call(*args, **kwargs)
     return call if value.dtype == made.meta["val"].dtype else None  # comparisons and logic return booleans
-
-
-def is_composite(target: torch._ops.OpOverload) -> bool:
-    """Whether torch computes an operator by calling others."""
-    name = target.name()  # type: ignore[no-untyped-call]
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"))
 
 
 def _root(argument: object) -> tuple[fx.Node, bool]:

@@ -130,6 +130,15 @@ def _without_gradient(module: nn.Module, y: Tensor) -> Tensor:
     return y / scale
 
 
+def _of_shared_memory_without_gradient(module: nn.Module, y: Tensor) -> Tensor:
+    with torch.no_grad():
+        made = torch.ones_like(y)
+        kept = nn.functional.dropout(made, 0.0)
+        kept.add_(1.0)
+        scale = made * 2.0
+    return y * scale
+
+
 def _target(module: nn.Module, y: Tensor) -> Tensor:
     """Nothing is written in place: such a program needs no decomposition."""
     with torch.no_grad():
@@ -170,8 +179,8 @@ def _teacher(module: nn.Module, y: Tensor) -> Tensor:
     "write",
     [
         _relu, _filled, _written_through_a_view, _read_before_and_after, _one_of_two_results, _seen_through_an_earlier_view,
-        _of_shared_memory, _of_parts, _of_a_view_made_without_gradient, _of_another_dtype, _without_gradient, _target, _in_inference_mode, _read_through_data, _averaged,
-        _replaced, _teacher,
+        _of_shared_memory, _of_parts, _of_a_view_made_without_gradient, _of_another_dtype, _without_gradient,
+        _of_shared_memory_without_gradient, _target, _in_inference_mode, _read_through_data, _averaged, _replaced, _teacher,
     ],
     ids=lambda write: write.__name__.strip("_"),
 )  # fmt: skip
@@ -234,6 +243,14 @@ def _through_einsum_of_a_buffer(module: nn.Module, y: Tensor) -> Tensor:
     return y
 
 
+def _through_einsum_without_gradient(module: nn.Module, y: Tensor) -> Tensor:
+    with torch.no_grad():
+        made = torch.ones_like(y)
+        torch.einsum("ij->ji", made).add_(1.0)
+        scale = made * 2.0
+    return y * scale
+
+
 def _list_of_one(module: nn.Module, y: Tensor) -> Tensor:
     (made,) = torch.meshgrid(y[:, 0], indexing="ij")
     return made
@@ -258,10 +275,11 @@ def _seen(module: nn.Module, y: Tensor) -> Tensor:
             _through_einsum_of_a_buffer,
             "writes in place to what aten.einsum.default returns, which is the memory of b_model_kept",
         ),
+        (_through_einsum_without_gradient, "writes in place to what aten.einsum.default returns"),
         (_list_of_one, "aten.meshgrid.indexing returns a list of one tensor"),
         (_seen, "A number in a loss or buffer depends on the batch size"),
     ],
-    ids=["parameter", "no_grad", "detach", "einsum", "buffer", "list of one", "samples"],
+    ids=["parameter", "no_grad", "detach", "einsum", "buffer", "einsum no_grad", "list of one", "samples"],
 )
 def test_what_would_train_otherwise_than_on_one_device_is_refused(write: Write, message: str) -> None:
     with pytest.raises(TraceError, match=message) as caught:
