@@ -49,6 +49,12 @@ def cut_off(program: torch.export.ExportedProgram, place_of: Callable[[fx.Node],
         for spec in program.graph_signature.input_specs
         if spec.kind == InputKind.PARAMETER
     }
+    for module in program.graph_module.modules():
+        for node in list(module.graph.nodes) if isinstance(module, fx.GraphModule) else ():
+            # a dropout of nothing returns its argument, with its gradient; torch's decomposition returns a copy
+            if node.target in _DROPOUTS and not (node.args[1] and node.args[2]):
+                node.replace_all_uses_with(node.args[0])
+                module.graph.erase_node(node)
     marker = _Marker(place_of)
     marker.parameters |= trained
     marker.walk(program.graph_module, trained, off=False)
@@ -131,11 +137,6 @@ def return_writes(program: torch.export.ExportedProgram, place_of: Callable[[fx.
 
 
 def _return_in(graph: fx.Graph, place_of: Callable[[fx.Node], str]) -> None:
-    for node in list(graph.nodes):
-        # one that drops nothing returns its argument; torch's decomposition returns a copy
-        if node.target in _DROPOUTS and not (node.args[1] and node.args[2]):
-            node.replace_all_uses_with(node.args[0])
-            graph.erase_node(node)
     order = {node: i for i, node in enumerate(graph.nodes)}
     sharing: dict[int, list[fx.Node]] = {}
     for node in order:
@@ -241,7 +242,7 @@ def _region_of(node: fx.Node, module: fx.GraphModule) -> tuple[fx.GraphModule, b
 
 def _detach(inner: fx.GraphModule, places: list[fx.Node]) -> None:
     for place in _tensors(places):
-        users = list(place.users)
+        users = [user for user in place.users if user.op != "output"]
         with inner.graph.inserting_after(places[-1]):
             made = inner.graph.call_function(torch.ops.aten.detach.default, (place,))
         made.meta = dict(place.meta)

@@ -139,6 +139,14 @@ def _of_shared_memory_without_gradient(module: nn.Module, y: Tensor) -> Tensor:
     return y * scale
 
 
+def _itself_through_a_dropout_of_nothing(module: nn.Module, y: Tensor) -> Tensor:
+    """Gradients flow through what a region returns of its inputs."""
+    with torch.no_grad():
+        same = nn.functional.dropout(y, training=False)
+        twice = same * 2.0
+    return y * same + twice
+
+
 def _target(module: nn.Module, y: Tensor) -> Tensor:
     """Nothing is written in place: such a program needs no decomposition."""
     with torch.no_grad():
@@ -180,7 +188,8 @@ def _teacher(module: nn.Module, y: Tensor) -> Tensor:
     [
         _relu, _filled, _written_through_a_view, _read_before_and_after, _one_of_two_results, _seen_through_an_earlier_view,
         _of_shared_memory, _of_parts, _of_a_view_made_without_gradient, _of_another_dtype, _without_gradient,
-        _of_shared_memory_without_gradient, _target, _in_inference_mode, _read_through_data, _averaged, _replaced, _teacher,
+        _of_shared_memory_without_gradient, _itself_through_a_dropout_of_nothing, _target, _in_inference_mode,
+        _read_through_data, _averaged, _replaced, _teacher,
     ],
     ids=lambda write: write.__name__.strip("_"),
 )  # fmt: skip
