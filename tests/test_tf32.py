@@ -11,8 +11,8 @@ import torch
 
 from autopar import api
 from autopar.errors import UsageError
+from autopar.hardware.describe import multiplies_in_tf32
 from autopar.hardware.device import Device
-from autopar.hardware.gpus import multiplies_in_tf32
 from autopar.hardware.machine import _check_alike, fingerprint, identity
 from autopar.hardware.read import load_profile
 from autopar.plan.file import plan_from_dict, plan_to_dict

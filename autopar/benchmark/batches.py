@@ -11,14 +11,42 @@ from statistics import fmean, median, quantiles
 from typing import Any
 
 from autopar.benchmark import rank_runs as ranks
-from autopar.benchmark.chosen_plans import Advance, Choice, Entry
 from autopar.benchmark.rank_links import LinkTask
 from autopar.benchmark.rank_runs import Job
 from autopar.errors import AutoparError, UsageError
+from autopar.plan.plan import Plan
 from autopar.plan.run_log import COMPUTE, OPTIMIZER, predicted_parts
 from autopar.util.files import write_text
 from autopar.util.formatting import num_bytes, plain_table, seconds
 from autopar.verification.rank_pool import WorkerPool
+
+Advance = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One plan to run; ``key`` is equal for plans that run the same program, ``name`` is for people."""
+
+    key: str
+    name: str
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """Plans of a space.
+
+    Attributes:
+        entries: to run, the picked one among them, in a shuffled order.
+        picked: key of the plan that the search picks.
+        num_candidates: in the space.
+        misfits: names of those sampled that do not fit or are too slow to run, and why.
+    """
+
+    entries: tuple[Entry, ...]
+    picked: str
+    num_candidates: int
+    misfits: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,24 +1,32 @@
-"""``autopar benchmark local`` apart from its options."""
+"""``autopar benchmark local`` apart from its options: which plans are run, all of a space or a sample of them, and how."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import random
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
 import torch
 
-from autopar.benchmark.batches import Launch, Outcome, benchmark, local_ranks
-from autopar.benchmark.chosen_plans import Advance, Choice, choose, variants
+from autopar.benchmark.batches import Advance, Choice, Entry, Launch, Outcome, benchmark, local_ranks
 from autopar.benchmark.rank_links import measured_cluster
 from autopar.benchmark.rank_runs import Job
-from autopar.errors import UsageError
+from autopar.errors import InfeasibleError, UsageError
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.machine import default_cache_dir, fingerprint, machine_profile, profile_path
 from autopar.models.resolve import ModelSource, resolve_model
-from autopar.planner.search import Task
+from autopar.plan.file import plan_to_dict
+from autopar.plan.plan import Plan
+from autopar.plan.text import micro_batch_text
+from autopar.planner.planner import Planner
+from autopar.planner.search import Limits, Task
 from autopar.planner.search import task_of as planned
+from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import Space
 from autopar.request import Request
 from autopar.verification.reference import trained_alone
@@ -234,3 +242,87 @@ def _measured(  # noqa: PLR0913  what the two ways to get here differ in
     )
     title = f"{request.title}, {where}"
     return benchmark(job, choice, launch, title=title, results=results, advance=advance)
+
+
+# --- which plans are run
+
+
+def choose(
+    task: Task, *, sample: int | None, seed: int, slowest: float | None = None, advance: Advance | None = None
+) -> Choice:
+    """The best plan of each candidate of the task's space, or of ``sample`` candidates drawn by ``seed``.
+
+    Args:
+        slowest: plans that are predicted to take more than so many times the picked one's step are not run.
+
+    Raises:
+        InfeasibleError: no plan fits.
+    """
+    planner = Planner(task)
+    pool = list(planner.pool)
+    picked = entry_of(planner.search(limits=Limits()))
+    drawn = pool if sample is None or sample >= len(pool) else random.Random(seed).sample(pool, sample)
+    found, misfits = {picked.key: picked}, []
+    for i, candidate in enumerate(drawn):
+        if advance is not None:
+            advance("planning", i, len(drawn))
+        planner.pool = [candidate]  # a search among one is the best plan of this candidate
+        try:
+            made = entry_of(planner.search(limits=Limits()))
+        except InfeasibleError as error:
+            misfits.append((str(candidate), str(error)))
+            continue
+        ratio = made.plan.predicted.step_time_s / picked.plan.predicted.step_time_s
+        if slowest is not None and ratio > slowest:
+            misfits.append((made.name, f"predicted {ratio:.3g} times as slow as the picked one: not run"))
+            continue
+        found.setdefault(made.key, made)
+    entries = list(found.values())
+    random.Random(seed).shuffle(entries)
+    return Choice(entries=tuple(entries), picked=picked.key, num_candidates=len(pool), misfits=tuple(misfits))
+
+
+def variants(tasks: Sequence[Task], pin_sets: Sequence[Sequence[str]]) -> Choice:
+    """On one device: a plan for each task (a precision each) and set of pins (micro-batch, recompute).
+
+    The picked one is the fastest by prediction: precisions are not one search.
+
+    Raises:
+        InfeasibleError: no plan fits.
+    """
+    found: dict[str, Entry] = {}
+    misfits = []
+    for task in tasks:
+        for pins in pin_sets:
+            try:
+                made = entry_of(Planner(replace(task, pins=Pins.parse(pins))).estimate())
+            except InfeasibleError as error:
+                misfits.append((f"{task.precision.name} {' '.join(pins)}", str(error)))
+                continue
+            found.setdefault(made.key, made)
+    if not found:
+        raise InfeasibleError(
+            "No plan fits this device",
+            got="; ".join(reason for _, reason in misfits[:2]) or None,
+            fix="Take a smaller model or batch, or other pins",
+        )
+    best = min(found.values(), key=lambda entry: entry.plan.predicted.step_time_s)
+    return Choice(
+        entries=tuple(found.values()), picked=best.key, num_candidates=len(found) + len(misfits), misfits=tuple(misfits)
+    )
+
+
+def entry_of(plan: Plan) -> Entry:
+    """Names a plan by what it does; what was predicted, searched and noted does not count."""
+    data = plan_to_dict(plan)
+    for key in ("predicted", "search", "notes", "pins", "cluster"):
+        data.pop(key, None)
+    digest = hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:12]
+    parts = [str(plan.mesh), f"zero={plan.zero_stage}", f"micro_batch={micro_batch_text(plan)}"]
+    if plan.mesh.pp > 1:
+        parts.append(plan.schedule + (f" v={plan.virtual_stages}" if plan.virtual_stages > 1 else ""))
+    if plan.recompute != "none":
+        parts.append(f"recompute={plan.recompute}")
+    if plan.precision.name != "fp32":
+        parts.append(plan.precision.name)
+    return Entry(key=digest, name=" ".join(parts), plan=plan)

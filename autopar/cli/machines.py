@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 def devices(as_json: Json = False) -> None:
     """List the devices that --cluster knows: memory, and the peak of products in each precision."""
-    from autopar.hardware.gpus import devices_summary, render_devices, shipped_devices
+    from autopar.hardware.describe import devices_summary, render_devices, shipped_devices
 
     found = shipped_devices()
     if as_json:

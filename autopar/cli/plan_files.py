@@ -181,7 +181,7 @@ def trace(
     """Trace a model: parameters, FLOPs, repeated blocks, operators, and what has no rule."""
     with progress("tracing the model"):
         from autopar.models.resolve import resolve_model
-        from autopar.report.traced_model import graph_summary, render_graph
+        from autopar.report.summaries import graph_summary, render_graph
 
         graph = resolve_model(model, batch_size=batch, sequence_length=seq).trace(opaque or ())
     if as_json:

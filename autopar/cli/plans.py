@@ -40,7 +40,7 @@ def make_plan(verb: Literal["search", "estimate"], asked: Asked, **options: Any)
     found, pins, opaque = parse_cluster(asked.cluster), asked.pins, asked.opaque or []
     with progress("reading the model") as advance:
         from autopar import api
-        from autopar.models.graph_cache import traced
+        from autopar.models.graph_for_plan import traced
         from autopar.planner.sharding.input_axes import samples_apart
         from autopar.planner.space.pins import Pins
 
@@ -193,7 +193,7 @@ def explain(
         else:
             print_text("\n".join(plan.search.reasons) or "the plan records no reasons")
         return
-    from autopar.models.graph_cache import model_of, sequence_of
+    from autopar.models.graph_for_plan import model_of, sequence_of
     from autopar.planner.space.pins import replaced
 
     pins = split_pins(why_not)
@@ -265,7 +265,7 @@ def cheapest_cluster(asked: Asked, price: Price = None, or_cluster: OrCluster = 
 @asks(without=("seq",))
 def longest_sequence(asked: Asked, step: Step = 1024) -> None:
     """Find the longest sequence with a plan, in multiples of --step tokens."""
-    from autopar.models.graph_cache import is_factory
+    from autopar.models.graph_for_plan import is_factory
     from autopar.questions.sizing import longest_sequence as longest
 
     if is_factory(asked.model):

@@ -19,7 +19,7 @@ import torch
 
 from autopar.errors import AutoparError, UsageError
 from autopar.hardware.cluster import Cluster
-from autopar.hardware.gpus import convolves_in_tf32, multiplies_in_tf32, shipped_profile_name
+from autopar.hardware.describe import convolves_in_tf32, multiplies_in_tf32, shipped_profile_name
 from autopar.hardware.read import MachineProfile, load_library, load_profile, profile_from_table
 from autopar.util.files import write_toml
 from autopar.util.toml import Table

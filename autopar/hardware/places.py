@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from autopar.errors import RuntimeMismatchError
 from autopar.hardware.cluster import Cluster, NodeGroup
-from autopar.hardware.gpus import has_memory, shipped_profile_name
+from autopar.hardware.describe import has_memory, shipped_profile_name
 from autopar.hardware.machine import device_bytes, device_name, machine_profile
 from autopar.hardware.read import MachineProfile, load_library, load_profile
 

@@ -16,7 +16,7 @@ from typing import Literal
 from autopar.errors import InfeasibleError, UsageError
 from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
-from autopar.models.graph_cache import traced
+from autopar.models.graph_for_plan import traced
 from autopar.plan.plan import Plan
 from autopar.planner.layouts.layout import LayoutKey
 from autopar.planner.planner import Planner

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from autopar.errors import OutOfMemoryError, RuntimeMismatchError, UsageError
-from autopar.hardware.gpus import multiplies_in_tf32
+from autopar.hardware.describe import multiplies_in_tf32
 from autopar.lower.emit import ancestors, is_random
 from autopar.lower.program import Program
 from autopar.plan.plan import TF32_PRODUCTS, Plan, Precision

@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from autopar.errors import RankFailedError, RuntimeMismatchError, UsageError
-from autopar.hardware.gpus import shipped_profile_name
+from autopar.hardware.describe import shipped_profile_name
 from autopar.plan.plan import Plan, RankGroup
 
 _POLL_S = 0.02

@@ -22,8 +22,17 @@ from autopar.graph.graph import TensorSpec
 from autopar.ops.kernels import Region
 from autopar.ops.opaque import run, tensors_of
 from autopar.tracing.failures import FAILURES
-from autopar.tracing.opaque_samples import DRAWS, Samples, samples_apart
-from autopar.tracing.opaque_trials import Call, Subject, Unclear, draw, gradients_of, is_integer
+from autopar.tracing.opaque_trials import (
+    DRAWS,
+    Call,
+    Samples,
+    Subject,
+    Unclear,
+    draw,
+    gradients_of,
+    is_integer,
+    samples_apart,
+)
 
 MAX_BYTES = 2**32
 """Of parameters: larger regions are not run while tracing."""

@@ -28,7 +28,7 @@ from autopar.ops.opaque import load_function, of_function, stateless
 from autopar.tracing import opaque_probe, opaque_trials
 from autopar.tracing.builder import Builder, Call, Value
 from autopar.tracing.failures import FAILURES
-from autopar.tracing.opaque_samples import Samples
+from autopar.tracing.opaque_trials import Samples
 from autopar.tracing.side_effects import changed, state_of
 
 TARGET = "autopar.opaque"

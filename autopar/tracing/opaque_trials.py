@@ -1,19 +1,29 @@
-"""Runs of a region of unknown code on small random inputs: what they give, and whether its own backward is autograd's."""
+"""Runs of a region of unknown code on small random inputs: what they give, and whether it treats samples apart.
+
+Samples are apart when halves of a batch give the halves of the outputs and of every input's gradient, and parameters'
+gradients add up. The two halves are drawn from distributions far apart in mean and scale, so that a branch on a
+statistic of the batch (its mean, its largest value) goes another way for a half than for the whole. A backward of the
+region's own is told from autograd's by the same runs.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice, product
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from autopar.errors import first_line
 from autopar.graph.graph import TensorSpec
 from autopar.ops.kernels import Region
 from autopar.ops.opaque import run
 from autopar.tracing.failures import FAILURES
+from autopar.tracing.modes import in_double
+from autopar.tracing.side_effects import state_of
 
 _TOLERANCE = {torch.float64: 1e-9}
 _COARSE = 1e-4
@@ -187,3 +197,206 @@ def is_plain(function: type[torch.autograd.Function], subject: Subject) -> bool:
         if not (are_same(own[0], plain[0]) and are_same(own[1], plain[1])):
             return False
     return True
+
+
+DRAWS = 8
+"""Batches on which samples must be apart."""
+
+MAX_CHOICES = 8
+
+
+Samples = tuple[tuple[tuple[int | None, ...], tuple[int, ...]] | None, str, bool]
+"""Dims along which samples lie, or why they are not apart; and whether backward is linear."""
+
+
+def samples_apart(subject: Subject, batch_size: int, alike: dict[object, Samples]) -> Samples:
+    """What a region does to samples.
+
+    Args:
+        alike: what was found before, by :func:`_likeness`; grows.
+    """
+    try:
+        with in_double():
+            return _known_or_found(subject.wide(), batch_size, alike)
+    except (Unclear, *FAILURES) as error:
+        wide = first_line(error)
+    try:
+        return _known_or_found(subject, batch_size, alike)
+    except (Unclear, *FAILURES):
+        return None, wide, False
+
+
+def _known_or_found(precision: Subject, batch_size: int, alike: dict[object, Samples]) -> Samples:
+    """In one dtype; layers of a model that are built alike are tried once.
+
+    Raises:
+        Unclear, FAILURES: it does not run in it.
+    """
+    trial, one, first = _within_its_domain(precision)
+    seen = _Seen(one=first)
+    try:
+        for dims in islice(choices(trial.inputs, batch_size), 1):
+            seen.dims, seen.whole = dims, outcomes(trial, _two_batches(trial, dims, _SEEN), seed=3)
+        key = _likeness(trial, seen, batch_size)
+    except (Unclear, *FAILURES):
+        key = None
+    if key is None:
+        return _samples(trial, one, seen, batch_size)
+    if key not in alike:
+        alike[key] = _samples(trial, one, seen, batch_size)
+    return alike[key]
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What a region gave.
+
+    Attributes:
+        one: for a batch, under seed 1.
+        whole: for two batches that lie along ``dims``, draw ``_SEEN``, under seed 3; None where it was not run.
+    """
+
+    one: Gradients
+    dims: tuple[int | None, ...] = ()
+    whole: Gradients | None = None
+
+
+_SEEN = 2
+"""The draw of two batches, far apart and from zero, by which modules are known to be alike."""
+
+
+def _likeness(trial: Subject, seen: _Seen, batch_size: int) -> object:
+    """What a module is made of, and all that it gave for a batch, and for two that lie far apart; None where it is a function.
+
+    Of two modules with the same likeness one stands for the other: they are of the same classes, do the same to the last bit,
+    and have the same parameters, buffers and attributes, on all of which branches may depend. Only whole numbers among the
+    attributes may differ: layers are numbered.
+    """
+    module = getattr(trial.call, "module", None)
+    if module is None:
+        return None
+    inner = tuple(module.modules())
+    attributes = {name: value for name, value in state_of(module).items() if type(value) is not int}
+    constants = [value for part in inner for value in vars(part).values() if isinstance(value, Tensor)]
+    gave = (*seen.one, *(seen.whole or ()))
+    digests = tuple(map(digest_of, (constants, trial.parameters, trial.buffers, *gave)))
+    region = replace(trial.region, name="").dumps()
+    return tuple(map(type, inner)), repr(attributes), region, trial.inputs, batch_size, trial.span, digests
+
+
+def _samples(trial: Subject, one: Sequence[Tensor], seen: _Seen, batch_size: int) -> Samples:
+    """By trying; ``one``: the batch of ``seen.one``.
+
+    Raises:
+        Unclear, FAILURES: it does not run.
+    """
+    first, second = seen.one, outcomes(trial, one, seed=2)
+    if not are_same(first[0], second[0]):
+        again = outcomes(trial, one, seed=1)
+        drawn = "it draws random numbers of its own" if are_same(first[0], again[0]) else ""
+        return None, drawn or "it gives other results on the same inputs", False
+    linear, why = (
+        _is_linear(trial, one, [*first[1], *first[2]]),
+        "",
+    )  # why not: the first reason is that of samples in dim 0 of every input
+    for dims in choices(trial.inputs, batch_size):
+        try:
+            return (dims, _apart(trial, dims, seen)), "", linear
+        except (Unclear, *FAILURES) as error:
+            why = why or first_line(error)
+    return None, why or _NO_BATCH, linear
+
+
+def _within_its_domain(subject: Subject) -> tuple[Subject, list[Tensor], Gradients]:
+    """The subject with a span in which what it returns is finite, inputs in it, and what they give under seed 1.
+
+    Raises:
+        Unclear: no span is known.
+    """
+    for span in _SPANS:
+        found = replace(subject, span=span)
+        inputs = draw(found.inputs, (None,) * len(found.inputs), 1, span=span, least=found.least)
+        given = outcomes(found, inputs, seed=1)
+        if all(y.isfinite().all() for y in given[0] if y.is_floating_point()):
+            return found, inputs, given
+    raise Unclear("random inputs give values that are not finite")
+
+
+_SPANS = (None, 1.0, 0.01)
+_NO_BATCH = "no input has a batch dim"
+
+
+def choices(inputs: Sequence[TensorSpec], batch_size: int) -> Iterator[tuple[int | None, ...]]:
+    """Where samples may lie: in dim 0 of all inputs that it fits, or of some; then in dim 1."""
+
+    def fits(spec: TensorSpec, dim: int) -> bool:
+        return len(spec.shape) > dim and spec.shape[dim] > 0 and spec.shape[dim] % batch_size == 0
+
+    count = 0
+    for dim in (0, 1):
+        options: list[tuple[int | None, ...]] = [(dim, None) if fits(spec, dim) else (None,) for spec in inputs]
+        for chosen in product(*options):
+            if any(d is not None for d in chosen) and count < MAX_CHOICES:
+                count += 1
+                yield chosen
+
+
+def _two_batches(subject: Subject, dims: Sequence[int | None], number: int) -> list[Tensor]:
+    return draw(subject.inputs, dims, number, span=subject.span, least=subject.least)
+
+
+def _apart(subject: Subject, dims: tuple[int | None, ...], seen: _Seen) -> tuple[int, ...]:
+    """Dims of the outputs along which the samples of two batches lie side by side.
+
+    Raises:
+        Unclear: they do not.
+    """
+    found: tuple[int, ...] | None = None
+    for number in range(DRAWS):
+        whole = _two_batches(subject, dims, number)
+        parts = [
+            [x if d is None else x.narrow(d, half * x.shape[d] // 2, x.shape[d] // 2).detach() for x, d in zip(whole, dims, strict=True)]
+            for half in (0, 1)
+        ]  # fmt: skip
+        known = seen.whole if (number, dims) == (_SEEN, seen.dims) else None
+        outputs, of_inputs, of_parameters = known or outcomes(subject, whole, seed=3)
+        halves = [outcomes(subject, part, seed=3) for part in parts]
+        found = tuple(
+            _dim(y, a, b, i) for i, (y, a, b) in enumerate(zip(outputs, *(h[0] for h in halves), strict=True))
+        )
+        _demand(outputs, halves[0][0], halves[1][0], found, "outputs")
+        _demand(of_inputs, halves[0][1], halves[1][1], dims, "gradients of inputs")
+        _demand(of_parameters, halves[0][2], halves[1][2], (None,) * len(of_parameters), "gradients of parameters")
+    assert found is not None
+    return found
+
+
+def _dim(whole: Tensor, first: Tensor, second: Tensor, index: int) -> int:
+    """The dim along which ``whole`` is twice as long as each of two equal halves."""
+    if first.shape == second.shape and whole.dim() == first.dim():
+        longer = [d for d, (n, m) in enumerate(zip(whole.shape, first.shape, strict=True)) if n != m]
+        if len(longer) == 1 and whole.shape[longer[0]] == 2 * first.shape[longer[0]]:
+            return longer[0]
+    raise Unclear(
+        f"output {index} of a batch of two halves has shape {tuple(whole.shape)}, of a half {tuple(first.shape)}"
+    )
+
+
+def _demand(
+    whole: Sequence[Tensor], first: Sequence[Tensor], second: Sequence[Tensor], dims: Sequence[int | None], what: str
+) -> None:
+    joined = [a + b if d is None else torch.cat([a, b], d) for a, b, d in zip(first, second, dims, strict=True)]
+    if not all(x.isfinite().all() for x in whole if x.is_floating_point()):
+        raise Unclear("random inputs give values that are not finite")
+    if not are_same(joined, whole):
+        raise Unclear(f"the {what} of a batch are not those of its halves")
+
+
+def _is_linear(subject: Subject, inputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> bool:
+    """Whether a multiple of the gradient gives the multiple of every one of ``gradients``."""
+    taken = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
+    results = {}
+    for factor in (-3.0, 1e4):
+        outputs = run(subject.region, subject.call, taken, subject.parameters, [b.clone() for b in subject.buffers])
+        results[factor] = gradients_of(outputs, (*taken, *subject.parameters), factor)
+    return all(are_same([factor * g for g in gradients], made) for factor, made in results.items())

@@ -21,20 +21,20 @@ from autopar.graph.graph import Graph
 from autopar.ops.opaque import as_trained
 from autopar.ops.opaque import notes_of as notes_of_modes
 from autopar.pins.on_modules import pins_of
-from autopar.tracing import raise_only_branches as checks
 from autopar.tracing import repeated_steps
 from autopar.tracing import side_effects as memory
+from autopar.tracing import value_branches as checks
 from autopar.tracing.batch import arguments, fake_batch, inputs_of, named_batch
 from autopar.tracing.builder import Builder
 from autopar.tracing.convert import Converter, needs_decomposition, source_of
 from autopar.tracing.failures import EXPORTS, FAILURES, NO_VALUES, explained, module_of_failure, not_copied
 from autopar.tracing.finish import finish
 from autopar.tracing.forms.layers import swap_experts, swap_norms
-from autopar.tracing.guarded_clamps import GuardedClamps, limit_each_sample
 from autopar.tracing.modes import cut_off, for_products, return_writes
 from autopar.tracing.opaque_regions import Found, RegionError, Regions, around, notes_of, outermost, paths_of
 from autopar.tracing.outputs import Calls, calls_of, counts_samples, cut, kept, needed_nodes, with_counts
 from autopar.tracing.program_ends import Kept, declare, loss_output, mutations_of, with_twice, written_back
+from autopar.tracing.value_branches import GuardedClamps, limit_each_sample
 
 LossFunction = Callable[[Any, dict[str, Any]], torch.Tensor]
 

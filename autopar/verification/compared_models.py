@@ -18,8 +18,7 @@ from autopar.errors import InternalError, UsageError, reason
 from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.describe import with_free_links
-from autopar.models.graph_cache import is_factory, model_of, sequence_of
-from autopar.models.graph_for_plan import samples_of
+from autopar.models.graph_for_plan import is_factory, model_of, samples_of, sequence_of
 from autopar.models.resolve import random_example_for, resolve_model, without_dropout
 from autopar.plan.check import check_model
 from autopar.plan.plan import Plan

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.benchmark.batches import Outcome, Row, measured, rank_correlation, render, score
-from autopar.benchmark.chosen_plans import Choice
+from autopar.benchmark.batches import Choice, Outcome, Row, measured, rank_correlation, render, score
 
 
 def row(key: str, predicted_s: float, measured_s: float | None, **others: object) -> Row:

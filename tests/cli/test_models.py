@@ -107,7 +107,7 @@ def test_trace_prints_a_summary(run: Run) -> None:
 
 
 def test_trace_names_operators_without_a_rule(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autopar.report.traced_model.has_rule", lambda target: target != "aten.layer_norm.default")
+    monkeypatch.setattr("autopar.report.summaries.has_rule", lambda target: target != "aten.layer_norm.default")
     done = run("trace", ONE_LAYER)
     assert "Operators without a rule" in done.out
     assert "\n  aten.layer_norm.default" in done.out.split("Operators without a rule")[1]

@@ -13,9 +13,16 @@ import pytest
 
 from autopar import api
 from autopar.benchmark import rank_runs as ranks
-from autopar.benchmark.batches import benchmark
-from autopar.benchmark.chosen_plans import Choice, entry_of, variants
-from autopar.benchmark.local import BenchmarkRequest, on_cluster, one_device_pins, run_local, task_of
+from autopar.benchmark.batches import Choice, benchmark
+from autopar.benchmark.local import (
+    BenchmarkRequest,
+    entry_of,
+    on_cluster,
+    one_device_pins,
+    run_local,
+    task_of,
+    variants,
+)
 from autopar.benchmark.rank_links import KINDS, LinkTask
 from autopar.benchmark.rank_runs import Job
 from autopar.errors import UsageError

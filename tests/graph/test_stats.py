@@ -13,7 +13,7 @@ from autopar.graph.aliasing import contiguous, storage_roots
 from autopar.graph.graph import Graph, Ref
 from autopar.graph.interpreter import evaluate
 from autopar.models.resolve import resolve_model
-from autopar.report.traced_model import backward_flops, op_flops
+from autopar.report.summaries import backward_flops, op_flops
 from tests.support.zoo import loss_of, subject, traced
 
 

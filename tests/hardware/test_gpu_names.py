@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.hardware.gpus import shipped_profile_name
+from autopar.hardware.describe import shipped_profile_name
 from autopar.hardware.read import known_devices, load_profile
 
 GIB = 2**30

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from autopar.hardware.gpus import peaks, shipped_devices
+from autopar.hardware.describe import peaks, shipped_devices
 from autopar.hardware.read import known_devices
 from tests.support.cli_runner import Run
 

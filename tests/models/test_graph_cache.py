@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from autopar.models import graph_cache as kept
 from autopar.models import graph_for_plan
-from autopar.models.graph_cache import traced
+from autopar.models import graph_for_plan as kept
+from autopar.models.graph_for_plan import traced
 from autopar.planner.sharding.input_axes import samples_apart
 from tests.support.cli_runner import Run
 

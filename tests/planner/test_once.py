@@ -15,7 +15,7 @@ from autopar.cost.step.step import StageCost
 from autopar.hardware.cluster import Cluster
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import BF16
-from autopar.planner.bounds.gradient_sums import are_inside, at_both_ends, least_sums_s, tie_s
+from autopar.planner.bounds.instance import are_inside, at_both_ends, least_sums_s, tie_s
 
 MODEL = CostModel(Cluster.parse("h100-sxm5-80gb:2x8"), BF16, "adamw")
 

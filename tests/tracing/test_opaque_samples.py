@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autopar.graph.graph import Graph
 from autopar.ops.kernels import Region, region_of
-from autopar.tracing import opaque_probe, opaque_samples
+from autopar.tracing import opaque_probe, opaque_trials
 from autopar.tracing.trace import trace
 from tests.support.lower import unusual as u
 
@@ -20,13 +20,13 @@ from tests.support.lower import unusual as u
 def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the regions whose samples are tried."""
     names: list[str] = []
-    usual = opaque_samples._samples
+    usual = opaque_trials._samples
 
     def noted(trial: Any, *args: Any) -> Any:
         names.append(trial.region.name)
         return usual(trial, *args)
 
-    monkeypatch.setattr(opaque_samples, "_samples", noted)
+    monkeypatch.setattr(opaque_trials, "_samples", noted)
     return names
 
 

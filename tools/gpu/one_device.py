@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from autopar.benchmark.batches import Launch, Outcome, Row, benchmark
-from autopar.benchmark.chosen_plans import Advance, variants
-from autopar.benchmark.local import BenchmarkRequest, one_device_pins, task_of
+from autopar.benchmark.batches import Advance, Launch, Outcome, Row, benchmark
+from autopar.benchmark.local import BenchmarkRequest, one_device_pins, task_of, variants
 from autopar.benchmark.rank_runs import Job
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.machine import identity, measured_host

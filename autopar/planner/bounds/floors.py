@@ -17,8 +17,7 @@ from autopar.cost.model import BlockCost, CostModel, Step
 from autopar.cost.step.step_model import Beside
 from autopar.plan.mesh import EXPERT_AXIS
 from autopar.plan.plan import Recompute
-from autopar.planner.bounds.gradient_sums import are_inside, at_both_ends, least_sums_s
-from autopar.planner.bounds.instance import BlockFloor, FloorTable, ModeFloor
+from autopar.planner.bounds.instance import BlockFloor, FloorTable, ModeFloor, are_inside, at_both_ends, least_sums_s
 from autopar.planner.layouts.layout import LayoutKey, PricedLayout
 from autopar.planner.stages.cut_problem import EqualBlocks
 from autopar.rules.local_graphs import AXIS as EXPERTS_OVER_DATA

@@ -9,8 +9,7 @@ from dataclasses import replace
 from autopar.cost.model import CostModel, StageCost, Step
 from autopar.plan.plan import Recompute
 from autopar.planner.bounds.floors import BlockFloors, PricedFloors
-from autopar.planner.bounds.gradient_sums import tie_s
-from autopar.planner.bounds.instance import FloorTable, PipelineInstance, runs_of
+from autopar.planner.bounds.instance import FloorTable, PipelineInstance, runs_of, tie_s
 from autopar.planner.layouts.layout import PricedLayout, TypedLayout
 from autopar.planner.search import SearchContext
 from autopar.planner.space.candidates import Candidate
