@@ -58,6 +58,11 @@ def apart_from_trace(function: Callable[[], Any], modes: Sequence[TorchFunctionM
         return pool.submit(under_modes).result()
 
 
+def runs(parameters: Sequence[Tensor]) -> bool:
+    """Whether a region of these parameters is run on random inputs."""
+    return sum(p.numel() * p.itemsize for p in parameters) <= MAX_BYTES
+
+
 def examine(subject: Subject, batch_size: int, alike: dict[object, Samples]) -> tuple[Region, Any]:
     """The region with what its code was seen to do, and an example of what it returns: its structure, with tensors of no elements.
 
@@ -67,7 +72,7 @@ def examine(subject: Subject, batch_size: int, alike: dict[object, Samples]) -> 
     Raises:
         Unclear: it runs neither on random nor on fake tensors, or changes its inputs.
     """
-    if sum(p.numel() * p.itemsize for p in subject.parameters) > MAX_BYTES:
+    if not runs(subject.parameters):
         return _on_fake(subject, f"its parameters are more than {MAX_BYTES >> 30} GiB, so that it was not run")
     try:
         with _kernels_of_halves(subject):

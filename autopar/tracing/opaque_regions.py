@@ -188,12 +188,16 @@ def _examined(
         torch.manual_seed(0)
         call = stateless(_without_dropout(original), model)
         before = state_of(call.module)
+        runs = opaque_probe.runs(tuple(original.parameters()))
+        value = (
+            _value if runs else torch.Tensor.detach
+        )  # what does not run needs no values, which may be all of a large model
         subject = opaque_trials.Subject(
             region=draft,
             call=call,
             inputs=inputs,
-            parameters=tuple(_value(p).requires_grad_(p.requires_grad) for p in original.parameters()),
-            buffers=tuple(map(_value, original.buffers())),
+            parameters=tuple(value(p).requires_grad_(p.requires_grad) for p in original.parameters()),
+            buffers=tuple(map(value, original.buffers())),
         )
         found = opaque_probe.examine(subject, batch_size, alike)
     left = changed(before, state_of(call.module))

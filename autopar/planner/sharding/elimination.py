@@ -36,9 +36,6 @@ MAX_TABLE_ENTRIES = 1 << 23
 MAX_SIDE_BY_SIDE = 1 << 20
 """Entries of the tables of several energies that are eliminated at once (8 MiB of float64)."""
 
-MAX_KEPT = 1 << 16
-"""Entries of a table that is kept until it is known which of its minima are asked for (512 KiB)."""
-
 _NOTHING: Table = np.zeros(0)
 
 
@@ -196,15 +193,21 @@ def prepare(
 # --- eliminating
 
 
-def _sum(step: EliminationStep, tables: Sequence[Table]) -> Table:
-    """The sum of the tables of a step, the energies side by side in front."""
-    full = (max([len(tables[k]) for k, _, _ in step.parts], default=1), *step.shape)
-    total: Table | None = None
-    is_view = True
+def _parts(step: EliminationStep, tables: Sequence[Table]) -> list[Table]:
+    """The tables of a step, each with the energies in front and dims for the step's variable and context, of 1 where it has none."""
+    parts = []
     for k, axes, shape in step.parts:
         part = tables[k] if axes is None else tables[k].transpose(axes)
-        if shape is not None:
-            part = part.reshape((len(part), *shape))
+        parts.append(part if shape is None else part.reshape((len(part), *shape)))
+    return parts
+
+
+def _sum(step: EliminationStep, parts: Sequence[Table]) -> Table:
+    """The sum of the parts of a step, the energies side by side in front."""
+    full = (max([len(part) for part in parts], default=1), *step.shape)
+    total: Table | None = None
+    is_view = True
+    for part in parts:
         if total is None:
             total = part
         elif not is_view and total.shape == full:
@@ -218,17 +221,16 @@ def _sum(step: EliminationStep, tables: Sequence[Table]) -> Table:
 
 @dataclass(frozen=True, slots=True)
 class _Minima:
-    """Of a step the sum over its variable, in front, and context; or where its minima are, of a sum too large to be kept."""
+    """Of a step its variable, its context, and the parts whose sum has a minimum for each of the context's states."""
 
     variable: int
     scope: tuple[int, ...]
-    total: Table
-    best: States | None
+    parts: tuple[Table, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _Backwards:
-    """Decodes an elimination: variables take their best states in the reverse order."""
+    """Decodes an elimination: variables take their best states in the reverse order, of sums worked out again where they are asked for."""
 
     keep: tuple[int, ...]
     num_variables: int
@@ -236,18 +238,20 @@ class _Backwards:
 
     def __call__(self, entries: Sequence[Entry]) -> States:
         energies = np.array([entry.energy for entry in entries], dtype=np.intp)
-        same = np.zeros_like(energies)  # of a table that is that of all energies
+        same = np.zeros_like(energies)  # of a dim of 1
         indices = np.array([entry.index for entry in entries], dtype=np.intp).reshape(len(entries), len(self.keep))
         assignments = np.zeros((len(entries), self.num_variables), dtype=np.intp)
         assignments[:, self.keep] = indices
         for step in reversed(self.minima):
-            context = [assignments[:, u] for u in step.scope]
-            if step.best is not None:
-                assignments[:, step.variable] = step.best[(energies if len(step.best) > 1 else same, *context)]
-            else:
-                row = energies if len(step.total) > 1 else same
-                index: tuple[Any, ...] = (row, slice(None), *context)
-                assignments[:, step.variable] = step.total[index].argmin(axis=1)
+            context = [energies, *(assignments[:, u] for u in step.scope)]
+            total: Table | float = 0.0
+            for part in step.parts:
+                row, *others = [
+                    c if n > 1 else same for c, n in zip(context, part.shape[:1] + part.shape[2:], strict=True)
+                ]
+                index: tuple[Any, ...] = (row, slice(None), *others)
+                total = total + part[index]
+            assignments[:, step.variable] = np.argmin(total, axis=-1)
         return assignments
 
 
@@ -258,14 +262,12 @@ def _eliminate(
     alive = list(tables)
     minima = []
     for step in steps[:-1]:
-        total = _sum(step, alive)
-        is_small = total.size <= MAX_KEPT  # of small tables minima are looked for when they are asked for: few are
-        best = None if is_small else total.argmin(axis=1)
-        minima.append(_Minima(step.variable, step.scope, total if is_small else _NOTHING, best))
-        alive.append(np.minimum.reduce(total, axis=1))
+        parts = _parts(step, alive)
+        minima.append(_Minima(step.variable, step.scope, tuple(parts)))
+        alive.append(np.minimum.reduce(_sum(step, parts), axis=1))
         for k, _, _ in step.parts:
             alive[k] = _NOTHING  # nobody asks for it again
-    return _sum(steps[-1], alive), _Backwards(keep, num_variables, tuple(minima))
+    return _sum(steps[-1], _parts(steps[-1], alive)), _Backwards(keep, num_variables, tuple(minima))
 
 
 # --- the integer program

@@ -35,6 +35,9 @@ from autopar.rules.strategy import Strategy
 MAX_EXTRAS = 2
 """Further types that one value may be changed to inside a block; one in blocks that are too wide for more."""
 
+WIDE_ENTRIES = 1 << 20
+"""Entries of the largest table (8 MiB of float64) from which on a problem is wide."""
+
 
 class Costs(Protocol):
     """What a problem must know of choices and prices; a cost of None where something is not allowed.
@@ -175,8 +178,8 @@ class Problem:
         return prepared.solve_all([factor.weighted(weights) for factor in self._left], len(weights))
 
     def is_wide(self, keep: tuple[int, ...]) -> bool:
-        """Whether elimination would need tables that are too large, so that an integer program has to do."""
-        return self._ready(keep).steps is None
+        """Whether elimination takes tables so large that a problem of fewer choices is to be preferred."""
+        return self._ready(keep).largest > WIDE_ENTRIES
 
     def _ready(self, keep: tuple[int, ...]) -> Prepared:
         if self._prepared is None or self._prepared.keep != keep:
