@@ -33,6 +33,7 @@ from autopar.planner.sharding.block_table import (
     BlockProblem,
     boundary_of,
     crossing_types,
+    narrow_boundaries,
 )
 from autopar.planner.sharding.elimination import Entry, Marginals, Prepared, marginalise, prepare
 from autopar.planner.sharding.energy import Energy, Factor, Table, Weights
@@ -95,6 +96,7 @@ class AxisSolver:
         self.boundaries = [boundary_of(graph, block, costs.owners) for block in graph.blocks]
         self.types = crossing_types(graph, self.boundaries, costs.size)
         self.twins = self._untie()
+        narrow_boundaries(costs, self.boundaries, self.types)
         self.problems: dict[Hashable, BlockProblem] = {}
         self.keys = [self._key(i) for i in range(len(graph.blocks))]
         for block, key, boundary in zip(graph.blocks, self.keys, self.boundaries, strict=True):

@@ -24,6 +24,7 @@ from autopar.hardware.device import Device
 from autopar.plan.mesh import I, Mesh, P, R, Type
 from autopar.planner.sharding.elimination import Marginals
 from autopar.planner.sharding.energy import FREE, Cost, Table, Weights
+from autopar.planner.sharding.input_axes import BATCH
 from autopar.planner.sharding.resharding import Structures
 from autopar.planner.sharding.strategy_energy import MAX_EXTRAS, Problem, rests_of, types_of
 from autopar.rules import table as rules
@@ -335,8 +336,6 @@ class BlockProblem:
         self.block, self.costs, self.boundary, self.structures = block, costs, boundary, structures
         self.problem, self.keep = self._problem(types, MAX_EXTRAS)
         if self.problem.is_wide(self.keep):
-            self.problem, self.keep = self._problem(types, 1)
-        if self.problem.is_wide(self.keep):
             self.problem, self.keep = self._problem(types, 1, repeated(costs.graph, block))
 
     def _problem(
@@ -411,3 +410,42 @@ def crossing_types(graph: Graph, boundaries: Iterable[Boundary], size: int) -> d
         ref: tuple(t for t in types if t != P and (t != R or I not in types)) if ref in narrow else types
         for ref, types in every.items()
     }
+
+
+def narrow_boundaries(costs: AxisCosts, boundaries: Iterable[Boundary], types: dict[Ref, tuple[Type, ...]]) -> None:
+    """Takes types from what crosses boundaries whose tables would still be too large, in ``types`` and in ``costs.rests``.
+
+    A block that reads what several others made, beside parameters that they read as well, has a table over all of them. First
+    parameters are whole at rest, the smallest first; then values are whole or split along their first dim after the samples;
+    then values are whole: each until the table is small enough.
+    """
+    graph, rests = costs.graph, dict(costs.rests)
+
+    def bytes_of(key: Ref | str) -> int:
+        return graph.spec(key).num_bytes if isinstance(key, Ref) else graph.parameter(key).spec.num_bytes
+
+    def offered(key: Ref | str) -> Sequence[Type]:
+        return types[key] if isinstance(key, Ref) else rests.get(key) or rests_of(graph.parameter(key).spec, costs.size)
+
+    for boundary in boundaries:
+        values = sorted((*boundary.inputs, *boundary.outputs), key=bytes_of)
+        fewer: list[tuple[Ref | str, tuple[Type, ...]]] = [
+            (name, (I,)) for name in sorted(boundary.shared, key=bytes_of) if name not in costs.rests
+        ]
+        fewer += [(ref, _whole_or_split(graph, ref, types[ref])) for ref in values]
+        fewer += [(ref, types[ref][:1]) for ref in values]
+        for key, left in fewer:
+            if prod(len(offered(each)) for each in boundary.keys) <= MAX_BOUNDARY_STATES:
+                break
+            if isinstance(key, Ref):
+                types[key] = left
+            else:
+                rests[key] = left
+    costs.rests = rests
+
+
+def _whole_or_split(graph: Graph, ref: Ref, types: Sequence[Type]) -> tuple[Type, ...]:
+    """Of the types of a value the first, which is whole, and a split along its first dim after that of the samples."""
+    producer = graph.producer(ref)
+    samples = dict(producer.layouts[ref.index]).get(BATCH) if producer is not None and producer.layouts else None
+    return (*types[:1], *[t for t in types[1:] if t.is_split and t != samples][:1])
