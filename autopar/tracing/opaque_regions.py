@@ -188,10 +188,8 @@ def _examined(
         torch.manual_seed(0)
         call = stateless(_without_dropout(original), model)
         before = state_of(call.module)
-        runs = opaque_probe.runs(tuple(original.parameters()))
-        value = (
-            _value if runs else torch.Tensor.detach
-        )  # what does not run needs no values, which may be all of a large model
+        # What does not run needs no values, which may be all of a large model.
+        value = _value if opaque_probe.runs(tuple(original.parameters())) else torch.Tensor.detach
         subject = opaque_trials.Subject(
             region=draft,
             call=call,

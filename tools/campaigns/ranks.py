@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from autopar.graph.graph import Buffer, Graph, Op, Parameter, Ref
 from autopar.graph.operator_kinds import draws_random
 from autopar.lower.program import Program, StageProgram
-from autopar.ops import plain
+from autopar.ops import seeded
 from autopar.plan.mesh import DATA_AXES, Type
 from autopar.rules.apply import BATCH
 from autopar.rules.local_graphs import AXIS as SPREAD
@@ -181,7 +181,7 @@ def _draws(stages: Sequence[StageProgram], count: int) -> Draws:
     for stage in stages:
         for block in stage.blocks:
             for node in block.module.graph.nodes:
-                if node.target in (plain.dropout, plain.draw):
+                if node.target in (seeded.dropout, seeded.draw):
                     for number in range(count):
                         found[node.name, number] = _drawn(node, STEP * (count + 1) + number)
     return found
@@ -192,7 +192,7 @@ def _drawn(node: fx.Node, seed: int) -> Tensor:
     source = kwargs["seed"]
     kwargs["seed"] = seed // source.args[1] if source.target is operator.floordiv else seed
     args = [torch.ones(x.meta["spec"].shape, dtype=torch.float64) if isinstance(x, fx.Node) else x for x in node.args]
-    if node.target is plain.dropout and not isinstance(node.args[0], fx.Node):
+    if node.target is seeded.dropout and not isinstance(node.args[0], fx.Node):
         raise AssertionError(node)
     made = node.target(*args, **kwargs)  # type: ignore[operator]
     assert isinstance(made, Tensor)

@@ -3,8 +3,8 @@
 Every cost has four parts, so that one problem serves a whole sweep of memory prices: seconds a micro-batch, seconds a step (gradient sums),
 bytes of saved activations, bytes of state.
 
-The order decides how large the tables on the way become. Finding the best order is NP-hard; greedy orders by the size of the new table, or
-by the fill edges that eliminating a variable adds to the graph of variables with a common table, come close (Kjaerulff, 1990).
+The order decides how large the tables on the way become. Finding the best order is NP-hard; a greedy order by the fill edges that eliminating a
+variable adds to the graph of variables with a common table comes close (Kjaerulff, 1990).
 """
 
 from __future__ import annotations
