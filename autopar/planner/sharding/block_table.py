@@ -336,7 +336,10 @@ class BlockProblem:
         self.block, self.costs, self.boundary, self.structures = block, costs, boundary, structures
         self.problem, self.keep = self._problem(types, MAX_EXTRAS)
         if self.problem.is_wide(self.keep):
-            self.problem, self.keep = self._problem(types, 1, repeated(costs.graph, block))
+            alike = repeated(costs.graph, block)
+            self.problem, self.keep = self._problem(types, 1, alike)
+            if not self.problem.is_eliminated(self.keep):
+                self.problem, self.keep = self._problem(types, 0, alike)
 
     def _problem(
         self, types: Mapping[Ref, Sequence[Type]], max_extras: int, alike: Mapping[str, object] | None = None

@@ -33,7 +33,7 @@ from autopar.planner.sharding.resharding import Flow, Made, Structures, Wanted, 
 from autopar.rules.strategy import Strategy
 
 MAX_EXTRAS = 2
-"""Further types that one value may be changed to inside a block; one in blocks that are too wide for more."""
+"""Further types that one value with several readers may be changed to inside a block; one in wide blocks, none where those are too wide still."""
 
 WIDE_ENTRIES = 1 << 20
 """Entries of the largest table (8 MiB of float64) from which on a problem is wide."""
@@ -180,6 +180,10 @@ class Problem:
     def is_wide(self, keep: tuple[int, ...]) -> bool:
         """Whether elimination takes tables so large that a problem of fewer choices is to be preferred."""
         return self._ready(keep).largest > WIDE_ENTRIES
+
+    def is_eliminated(self, keep: tuple[int, ...]) -> bool:
+        """Whether the tables of its elimination are small enough; else each entry over ``keep`` takes an integer program."""
+        return self._ready(keep).steps is not None
 
     def _ready(self, keep: tuple[int, ...]) -> Prepared:
         if self._prepared is None or self._prepared.keep != keep:
