@@ -102,7 +102,7 @@ class AxisCosts:
     Attributes:
         graph: before the axis is applied.
         owners: how many blocks read a parameter; each pays its share of what is paid once.
-        rests: allowed types at rest by parameter name, where pins restrict them.
+        rests: allowed types at rest by parameter name, where pins or :func:`narrow_boundaries` restrict them.
         narrow: keeps those of an operator's strategies that it may take; None: all.
         changes: costs of changes of type by what they are of; may be those of other graphs at the same prices.
         saved: what operators keep for backward, by name; may be those of other prices of the same graph and kind of device.
@@ -287,7 +287,7 @@ def _local_class(strategy: Strategy, by_bytes: bool) -> Hashable:
 
 
 MAX_BOUNDARY_STATES = 1 << 14
-"""Entries of a block's boundary table; past it, what crosses a boundary is never partial or replicated."""
+"""Entries of a block's boundary table; past it, what crosses the boundary is never partial or replicated, and has fewer types still."""
 
 REFINEMENTS = 2
 """How many operators back two operators of one line of code must be the same to count as one that is repeated."""
