@@ -192,6 +192,7 @@ class _Assembler:
         self.is_fsdp = uses_fsdp(self.plan)
         self.storage: torch.dtype = getattr(torch, self.plan.precision.storage)
         self.degrees: Mapping[str, int] = {axis: getattr(self.plan.mesh, axis) for axis in MESH_AXES}
+        self.dense_mesh = world.device_mesh["tp" if self.plan.mesh.tp > 1 else "dp_replicate"]
         self.parameters = {p.name: p for p in program.graph.parameters}
         self.buffers: dict[str, Buffer] = {b.name: b for b in program.graph.buffers}
         self.visible: dict[tuple[int, str], nn.Parameter] = {}
@@ -246,10 +247,9 @@ class _Assembler:
         if self._is_fsdps(ir) and self.plan.mesh.tp == 1:
             parameter = nn.Parameter(local, ir.spec.requires_grad)
         else:
-            axis = "tp" if self.plan.mesh.tp > 1 else "dp_replicate"
-            kind = dict(ir.layout).get("tp")
-            placement = Shard(kind.dim) if axis == "tp" and kind is not None and kind.is_split else Replicate()
-            on_mesh = DTensor.from_local(local, self.world.device_mesh[axis], [placement], run_check=False)
+            kind = dict(ir.layout).get("tp") if self.plan.mesh.tp > 1 else None
+            placement = Shard(kind.dim) if kind is not None and kind.is_split else Replicate()
+            on_mesh = DTensor.from_local(local, self.dense_mesh, [placement], run_check=False)
             parameter = nn.Parameter(on_mesh, ir.spec.requires_grad)
         if self._is_fsdps(ir):
             holder.register_parameter(name, parameter)

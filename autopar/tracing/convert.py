@@ -177,7 +177,7 @@ def _inner(owner: torch.nn.Module, head: object) -> fx.GraphModule:
 
 
 def needs_decomposition(module: fx.GraphModule, needed: Collection[str]) -> bool:
-    """True when the exported calls mutate tensors or are composites without a form here.
+    """True when the exported calls mutate tensors, or are composites without a form here that ``run_decompositions({})`` divides.
 
     Decomposing traces everything once more, which a model of many layers need not pay for.
 
@@ -191,12 +191,18 @@ def needs_decomposition(module: fx.GraphModule, needed: Collection[str]) -> bool
         for target in {n.target for n in nodes if n.op == "call_function"}:
             if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
                 continue
-            name = target.name()  # type: ignore[no-untyped-call]
-            composite = torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
             known = str(target) in _ALL_HANDLERS or str(target) in COMPOSITES or _is_dropped(target)
-            if target._schema.is_mutable or (composite and not known):
+            if target._schema.is_mutable or (not known and _is_divided(target)):
                 return True
     return False
+
+
+def _is_divided(target: torch._ops.OpOverload) -> bool:
+    """Of a composite whose result may be its argument; those that always make a new tensor are left as they are."""
+    name = target.name()  # type: ignore[no-untyped-call]
+    composite = torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
+    may_alias = any(argument.alias_info is not None for argument in target._schema.arguments)
+    return composite and (may_alias or torch.Tag.maybe_aliasing_or_mutating in target.tags)
 
 
 def _is_dropped(target: torch._ops.OpOverload) -> bool:

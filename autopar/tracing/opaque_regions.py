@@ -185,7 +185,7 @@ def _examined(
 ) -> tuple[Region, Any]:
     """What the user's module, one of ``model``, does; nothing of this may run under the tracer's modes."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         call = stateless(_without_dropout(original), model)
         before = state_of(call.module)
         # What does not run needs no values, which may be all of a large model.

@@ -75,7 +75,7 @@ class Subject:
 def outcomes(subject: Subject, inputs: Sequence[Tensor], *, seed: int) -> Gradients:
     """Outputs, and gradients of inputs and parameters under :func:`_direction`."""
     taken = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)  # of the CPU, where trials run: those of devices are the user's
     outputs = run(subject.region, subject.call, taken, subject.parameters, [b.clone() for b in subject.buffers])
     gradients = gradients_of(outputs, (*taken, *subject.parameters))
     return tuple(y.detach() for y in outputs), gradients[: len(taken)], gradients[len(taken) :]

@@ -341,7 +341,7 @@ def limit_each_sample(program: torch.export.ExportedProgram, batch_size: int, pl
             if limits and dim is not None and asked.meta["val"].dim() > 1:
                 places[source_of(node)] = None
                 _split(node, asked, dim, limits)
-        module.recompile()
+                module.recompile()
 
 
 _KINDS = frozenset((_aten.isfinite.default, _aten.isinf.default, _aten.isnan.default))

@@ -83,7 +83,7 @@ class Builder:
         op = Op(name=name, target=target, args=args, kwargs=tuple(kwargs.items()), outputs=())
         try:
             with torch.random.fork_rng(devices=[], enabled=draws_random(target)):
-                torch.manual_seed(self.count)
+                torch.default_generator.manual_seed(self.count)
                 run([op], self.env)
         except (RuntimeError, IndexError, ValueError) as error:
             raise UnfitError(f"{target}: {error}") from error

@@ -45,14 +45,15 @@ class Case:
 
 def _plans() -> dict[str, dict[str, Case]]:
     cp = {
-        way: Case(model=LLAMA, ranks=2, pins=("cp=2", f"cp_attention={way}")) for way in ("gather", "ulysses", "ring")
+        way: Case(model=LLAMA, ranks=2, pins=("cp=2", f"cp_attention={way}", "micro_batch=2"))
+        for way in ("gather", "ulysses", "ring")
     }
     dense = {
-        "one rank": Case(model=LLAMA, ranks=1, is_called=True),
-        "one rank fp32": Case(model=LLAMA, ranks=1, precision="fp32", is_called=True),
-        "tp": Case(model=LLAMA, ranks=2, pins=("tp=2",), is_called=True),
-        "tp fp32": Case(model=QUIET, ranks=2, pins=("tp=2",), precision="fp32"),
-        "tp padded": Case(model=ODD, ranks=2, pins=("tp=2",)),
+        "one rank": Case(model=LLAMA, ranks=1, pins=("micro_batch=2",), is_called=True),
+        "one rank fp32": Case(model=LLAMA, ranks=1, pins=("micro_batch=2",), precision="fp32", is_called=True),
+        "tp": Case(model=LLAMA, ranks=2, pins=("tp=2", "micro_batch=2"), is_called=True),
+        "tp fp32": Case(model=QUIET, ranks=2, pins=("tp=2", "micro_batch=2"), precision="fp32"),
+        "tp padded": Case(model=ODD, ranks=2, pins=("tp=2", "micro_batch=2")),
         "tp x dp ZeRO 3": Case(model=LLAMA, ranks=4, pins=("tp=2", "dp_shard=2", "zero=3", "micro_batch=1"), run=(3,)),
         "dp replicated": Case(model=LLAMA, ranks=2, pins=("dp_replicate=2",), precision="fp32", is_called=True),
         "ZeRO 1": Case(model=LLAMA, ranks=2, pins=("dp_shard=2", "zero=1", "micro_batch=1")),
@@ -61,7 +62,7 @@ def _plans() -> dict[str, dict[str, Case]]:
         "recompute full": Case(model=LLAMA, ranks=2, pins=("dp_shard=2", "recompute=full", "micro_batch=1")),
         "recompute selective": Case(model=QUIET, ranks=2, pins=("dp_shard=2", "zero=2", "recompute=selective")),
         "fused optimizer": Case(model=LLAMA, ranks=2, pins=("dp_shard=2",), options={"fused": True}),
-        "bert tp": Case(model=BERT, ranks=2, pins=("tp=2",)),
+        "bert tp": Case(model=BERT, ranks=2, pins=("tp=2", "micro_batch=2")),
         "t5 dp": Case(model=T5, ranks=2, pins=("dp_shard=2",)),
     } | {f"cp {way}": case for way, case in cp.items()}
     pipelines = {
@@ -84,9 +85,9 @@ def _plans() -> dict[str, dict[str, Case]]:
         "pp recomputed": Case(model=LLAMA, ranks=2, pins=("pp=2", "micro_batch=1", "recompute=full"), run=(0,)),
     }
     experts = {
-        "experts on one rank": Case(model=MIXTRAL, ranks=1),
-        "experts fp32": Case(model=MIXTRAL, ranks=1, precision="fp32"),
-        "experts on tp": Case(model=MIXTRAL, ranks=2, pins=("tp=2", "ep=2", "ep_data=1")),
+        "experts on one rank": Case(model=MIXTRAL, ranks=1, pins=("micro_batch=2",)),
+        "experts fp32": Case(model=MIXTRAL, ranks=1, pins=("micro_batch=2",), precision="fp32"),
+        "experts on tp": Case(model=MIXTRAL, ranks=2, pins=("tp=2", "ep=2", "ep_data=1", "micro_batch=2")),
         "experts over data": Case(model=MIXTRAL, ranks=2, pins=("ep=2", "dp_shard=2")),
         "experts over data and tp": Case(
             model=MIXTRAL, ranks=4, pins=("ep=4", "ep_data=2", "dp_shard=2", "tp=2"), run=(3,)
@@ -100,14 +101,16 @@ def _plans() -> dict[str, dict[str, Case]]:
         "experts in a pipeline": Case(model=MIXTRAL, ranks=2, pins=("pp=2", "micro_batch=1"), run=(1,)),
     }
     others = {
-        "dropout": Case(model=GPT2, ranks=1, is_called=True),
-        "dropout tp": Case(model=GPT2, ranks=2, pins=("tp=2",)),
+        "dropout": Case(model=GPT2, ranks=1, pins=("micro_batch=2",), is_called=True),
+        "dropout tp": Case(model=GPT2, ranks=2, pins=("tp=2", "micro_batch=2")),
         "dropout recomputed": Case(model=GPT2, ranks=2, pins=("dp_shard=2", "recompute=full")),
         "dropout ZeRO 3": Case(
             model=GPT2, ranks=2, pins=("dp_shard=2", "zero=3", "recompute=full", "micro_batch=1"), run=(1,)
         ),
-        "dropout cp x tp": Case(model=GPT2, ranks=4, pins=("cp=2", "cp_attention=ulysses", "tp=2"), run=(3,)),
-        "dropout cp gather": Case(model=GPT2, ranks=2, pins=("cp=2", "cp_attention=gather"), run=(1,)),
+        "dropout cp x tp": Case(
+            model=GPT2, ranks=4, pins=("cp=2", "cp_attention=ulysses", "tp=2", "micro_batch=2"), run=(3,)
+        ),
+        "dropout cp gather": Case(model=GPT2, ranks=2, pins=("cp=2", "cp_attention=gather", "micro_batch=2"), run=(1,)),
         "dropout selective": Case(model=GPT2, ranks=2, pins=("dp_shard=2", "recompute=selective")),
         "fp16 unscaled": Case(model=QUIET, ranks=2, pins=("dp_shard=2",), precision="fp16"),
         "fp16 scaled": Case(model=QUIET, ranks=2, pins=("dp_shard=2",), precision="fp16", scales=True),
@@ -115,7 +118,9 @@ def _plans() -> dict[str, dict[str, Case]]:
             model=LLAMA, ranks=2, pins=("dp_shard=2", "offload=activations", "recompute=none")
         ),
         "offloaded optimizer": Case(model=LLAMA, ranks=2, pins=("dp_shard=2", "offload=optimizer")),
-        "offloaded with dropout": Case(model=GPT2, ranks=1, pins=("offload=activations", "recompute=none")),
+        "offloaded with dropout": Case(
+            model=GPT2, ranks=1, pins=("offload=activations", "recompute=none", "micro_batch=2")
+        ),
         "buffers": Case(model="remembering", ranks=2, pins=("dp_shard=2",), precision="fp32", evaluates=False),
         "regions": Case(model="unusual", ranks=2, pins=("dp_replicate=2",), precision="fp32", evaluates=False),
     }
