@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import threading
+import warnings
+from collections.abc import Callable
 from functools import partial
 from unittest import mock
 
@@ -433,6 +435,56 @@ def test_a_cast_to_the_dtype_that_a_module_has_is_nothing() -> None:
     assert not graph.notes
     assert [op.target for op in graph.ops].count("aten.linear.default") == 1
     assert nn.Module.to is usual
+
+
+class Turned(nn.Module):
+    """A product whose weight is turned by ``turn``."""
+
+    def __init__(self, turn: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 4, dtype=torch.float64))
+        self.turn = turn
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.turn(self.weight)).square().sum()
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        lambda w: w.T, lambda w: w.t(), lambda w: w.mT, lambda w: w.permute(1, 0), lambda w: w.permute(-1, -2),
+        lambda w: w.transpose(-1, -2), lambda w: w.swapaxes(0, 1), lambda w: w.mH, lambda w: w.movedim(0, 1),
+    ],
+)  # fmt: skip
+def test_a_product_with_a_turned_weight_is_linear_however_it_is_written(turn: Callable[[Tensor], Tensor]) -> None:
+    model, x = Turned(turn), torch.randn(3, 4, dtype=torch.float64)
+    graph = trace(model, (x,))
+    assert graph.ops[0].target == "aten.linear.default"
+    assert not any("permute" in op.target or "transpose" in op.target for op in graph.ops)
+    loss = evaluate(graph, {"x": x}, dict(model.named_parameters()))
+    assert_close(loss, model(x))
+    assert_close(torch.autograd.grad(loss, model.weight), torch.autograd.grad(model(x), model.weight))
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 5), (3, 5, 2)])
+def test_tensors_are_turned_as_torch_turns_them(shape: tuple[int, ...]) -> None:
+    class Turns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(*shape, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            w = self.weight
+            turned = w.T.exp() if len(shape) < 3 else w.mT.exp() + w.permute(0, -1, 1)
+            waves = torch.arange(turned.numel(), dtype=x.dtype).reshape(turned.shape).sin()
+            return (turned * waves).sum() * x.sum()
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*is deprecated", UserWarning)
+        model, x = Turns(), torch.randn(2, dtype=torch.float64)
+        loss = evaluate(trace(model, (x,)), {"x": x}, dict(model.named_parameters()))
+        assert_close(loss, model(x))
+        assert_close(torch.autograd.grad(loss, model.weight), torch.autograd.grad(model(x), model.weight))
 
 
 def test_an_error_of_the_model_itself_asks_for_other_inputs() -> None:

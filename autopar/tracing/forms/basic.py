@@ -274,9 +274,26 @@ def _cat(builder: Builder, call: Call) -> Value:
 
 
 def _t(builder: Builder, call: Call) -> Value:
-    if len(call.spec.shape) < 2:
+    """``x.t()`` and ``x.T``: all dims in reversed order."""
+    rank = len(call.spec.shape)
+    if rank < 2:
         return call.args[0]
+    if rank > 2:
+        return builder.emit(call, "aten.permute.default", (call.args[0], tuple(reversed(range(rank)))))
     return builder.emit(call, "aten.transpose.int", (call.args[0], 0, 1))
+
+
+def _last_two(builder: Builder, call: Call) -> Value:
+    """``x.mT``."""
+    rank = len(call.spec.shape)
+    return builder.emit(call, "aten.transpose.int", (call.args[0], rank - 2, rank - 1))
+
+
+def _permute(builder: Builder, call: Call) -> Value:
+    """That of a matrix is its transpose, whichever way it is written."""
+    _, dims = call.args
+    assert isinstance(dims, tuple)
+    return _t(builder, call) if dims in ((1, 0), (-1, 0), (1, -2), (-1, -2)) else generic(builder, call)
 
 
 # --- values ---------------------------------------------------------------------------------------
@@ -379,6 +396,9 @@ HANDLERS: dict[str, Handler] = {
     "aten.unbind.int": _unbind,
     "aten.cat.default": _cat,
     "aten.t.default": _t,
+    "aten.numpy_T.default": _t,
+    "aten.mT.default": _last_two,
+    "aten.permute.default": _permute,
     "aten._to_copy.default": _to_copy,
     "aten.to.dtype": _to_copy,
     "aten.copy.default": _copy,
