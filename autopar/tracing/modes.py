@@ -1,11 +1,7 @@
-"""Modes of a user's code: stretches without gradient, writes in place, operands of a product in one dtype, and all of it in float64.
+"""Modes of a user's code: stretches without gradient, operands of a product in one dtype, and all of it in float64.
 
 A graph is one list of operators, and ``run_decompositions`` too forgets where gradients were off: what was computed there
 would get one. So every tensor that enters such a stretch is cut off by ``detach``, which stays.
-
-In place it goes by schemas, which do not say of every operator that it may return its argument. What shares memory is told by the
-storages of an export's fake tensors: a write to what nothing else reads becomes a call that returns, other writes are left to
-``run_decompositions``, and those that it would get wrong are refused.
 
 Buffers in single precision stay so (``tracing.on_meta``), and code makes tensors in it (``torch.zeros(n, h)``), so that positions
 that are added to an input make all that follows single. The kernels of products take one dtype and promote nothing; so what is
@@ -15,7 +11,6 @@ single there takes the parameters' dtype, as under ``torch.autocast``. What prom
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -27,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autopar.errors import TraceError
+from autopar.tracing.side_effects import root_of, writes
 
 _REGION = "wrap_with_set_grad_enabled"
 _DROPOUTS = tuple(
@@ -101,7 +97,7 @@ class _Marker:
                 with_gradient.add(node.name)
 
     def _check(self, node: fx.Node, with_gradient: set[str], off: bool) -> None:
-        written, detached = _root(node.args[0])
+        written, detached = root_of(node.args[0])
         if written.op == "placeholder" and written.name in self.parameters:
             raise written_parameter(written.name, self.place_of(node))
         if written.name in with_gradient and (off or detached):
@@ -110,122 +106,6 @@ class _Marker:
                 where=self.place_of(node) or node.name,
                 fix="Write x = x.masked_fill(...) or the like, with gradients on, or detach a copy",
             )
-
-
-def writes(node: fx.Node) -> bool:
-    """Whether a call changes one of its arguments."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-
-
-def return_writes(program: torch.export.ExportedProgram, place_of: Callable[[fx.Node], str]) -> None:
-    """Calls that write in place to what a call before them has made return it instead; changes ``program``.
-
-    ``torch.tensor(0.0)`` has such a write (``detach_``), and a program with writes is decomposed, which traces it once more.
-    Left to that are writes to inputs and through views, those that draw random numbers and those that change the dtype.
-
-    Args:
-        place_of: the user's line of a node, for messages.
-
-    Raises:
-        TraceError: what a write changes is read by another name that torch's decompositions do not know of.
-    """
-    for module in program.graph_module.modules():
-        if isinstance(module, fx.GraphModule):
-            _return_in(module.graph, place_of)
-            if module is not program.graph_module:  # a region without gradient, which is called as it is compiled
-                module.recompile()
-
-
-def _return_in(graph: fx.Graph, place_of: Callable[[fx.Node], str]) -> None:
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    sharing: dict[int, list[fx.Node]] = {}
-    for node in order:
-        lifted = {user.target for user in node.users} == {torch.ops.aten.lift_fresh_copy.default}  # a constant, copied
-        if not lifted and (memory := _memory(node)) is not None:
-            sharing.setdefault(memory, []).append(node)
-    for node, place in list(order.items()):
-        made = node.args[0] if node.op == "call_function" and writes(node) and node.args else None
-        if not isinstance(made, fx.Node) or (memory := _memory(made)) is None:
-            continue
-        others = sharing[memory]
-        read = [
-            n
-            for n in others
-            if n is not made and (n.op != "call_function" or any(order[user] > place for user in n.users))
-        ]
-        _check_names(node, read, order, place_of)
-        call = None if any(order[n] < place for n in read) else _returning(node)
-        if call is None or any(user.op == "output" for user in (*made.users, *node.users)):
-            continue
-        later = [user for user in made.users if order[user] > place]
-        with graph.inserting_before(node):
-            result = graph.call_function(call, node.args, node.kwargs)
-        result.meta, order[result] = dict(node.meta), place
-        for user in later:
-            user.replace_input_with(made, result)
-        node.replace_all_uses_with(result)
-        others[:] = [*(n for n in others if n is not node), result]
-        graph.erase_node(node)
-
-
-def _memory(node: fx.Node) -> int | None:
-    """Which memory a tensor has, the same for its views; that of fake tensors is held by the nodes' ``meta``."""
-    value = node.meta.get("val")
-    return value.untyped_storage()._cdata if isinstance(value, Tensor) and value.layout is torch.strided else None
-
-
-def _check_names(
-    node: fx.Node, read: Sequence[fx.Node], order: Mapping[fx.Node, int], place_of: Callable[[fx.Node], str]
-) -> None:
-    """Composites (``einsum`` of one tensor) may return their argument without a word in their schema; decompositions copy it.
-
-    What a region without gradient returns they follow.
-    """
-    written = _root(node.args[0])[0]
-    for other in read:
-        one, two = sorted((written, _root(other)[0]), key=lambda n: order[n])
-        if one is not two and isinstance(two.target, torch._ops.OpOverload):
-            raise TraceError(
-                f"{node.target} writes in place to what {two.target} returns, which is the memory of {one.name}, read later",
-                where=place_of(node) or node.name,
-                fix="Write x = x + y instead of x += y there, or clone before it",
-            )
-
-
-def _returning(node: fx.Node) -> Any:
-    """The operator that returns what ``node`` writes to what a call has made; None where there is none."""
-    target: Any = node.target
-    made: Any = node.args[0]
-    if made.op != "call_function" or target.namespace != "aten" or torch.Tag.nondeterministic_seeded in target.tags:
-        return None
-    packet = getattr(torch.ops.aten, str(target._schema.name)[len("aten::") : -1], None)
-    call = getattr(packet, target._overloadname, None)
-    if call is None:
-        return None
-    args: Any = fx.node.map_arg(node.args, lambda n: n.meta["val"])
-    kwargs: Any = fx.node.map_arg(node.kwargs, lambda n: n.meta["val"])
-    with torch.no_grad():
-        value = call(*args, **kwargs)
-    return call if value.dtype == made.meta["val"].dtype else None  # comparisons and logic return booleans
-
-
-def _root(argument: object) -> tuple[fx.Node, bool]:
-    """Whose memory a tensor is, views and detach looked through; whether a detach was."""
-    assert isinstance(argument, fx.Node)
-    node, detached = argument, False
-    while node.op == "call_function":
-        if node.target is operator.getitem and isinstance(node.args[0], fx.Node):  # one of several views
-            node = node.args[0]
-            continue
-        if not isinstance(node.target, torch._ops.OpOverload):
-            break
-        schema = node.target._schema
-        aliases = any(r.alias_info is not None for r in schema.returns) and bool(node.args)
-        if not aliases or not isinstance(node.args[0], fx.Node):
-            break
-        detached = detached or node.target in (torch.ops.aten.detach.default, torch.ops.aten.detach_.default)
-        node = node.args[0]
-    return node, detached
 
 
 def _region_of(node: fx.Node, module: fx.GraphModule) -> tuple[fx.GraphModule, bool] | None:

@@ -19,8 +19,8 @@ from autopar.graph.elements import Leaf, Outputs, same_calls
 from autopar.graph.graph import Argument, Buffer, Graph, Op, Parameter, Ref, TensorSpec, map_refs
 from autopar.graph.operator_kinds import draws_random
 from autopar.tracing.builder import Builder, Value
-from autopar.tracing.modes import writes
 from autopar.tracing.program_ends import Kept
+from autopar.tracing.side_effects import writes
 
 _REGION = "wrap_with_set_grad_enabled"
 

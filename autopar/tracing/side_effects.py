@@ -1,18 +1,24 @@
-"""What a forward pass leaves behind or hides outside of its result: attributes it sets, hooks on gradients.
+"""What a forward pass leaves behind or hides outside of its result: attributes it sets, hooks on gradients, writes in place.
 
-A graph has neither. Where a model's numbers depend on them, that is said instead of lost.
+A graph has none of them. Where a model's numbers depend on attributes or hooks, that is said instead of lost.
+
+In place it goes by schemas, which do not say of every operator that it may return its argument. What shares memory is told by the
+storages of an export's fake tensors: a write to what nothing else reads becomes a call that returns, other writes are left to
+``run_decompositions``, and those that it would get wrong are refused.
 """
 
 from __future__ import annotations
 
+import operator
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor, fx
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
@@ -190,3 +196,165 @@ class ParametersKept(TorchFunctionMode):
         if isinstance(args[0], torch.nn.Parameter):
             self._data.append(found)
         return found
+
+
+# --- writes in place
+
+
+def writes(node: fx.Node) -> bool:
+    """Whether a call changes one of its arguments."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def return_writes(program: torch.export.ExportedProgram, place_of: Callable[[fx.Node], str]) -> None:
+    """Calls that write in place to what a call before them has made return it instead; changes ``program``.
+
+    ``torch.tensor(0.0)`` has such a write (``detach_``), and encoder-decoders shift their labels by some (``x[:, 1:] = y``). A
+    program with writes is decomposed, which traces it once more. Left to that are writes to inputs and through other views than
+    slices, those that draw random numbers and those that change the dtype.
+
+    Args:
+        place_of: the user's line of a node, for messages.
+
+    Raises:
+        TraceError: what a write changes is read by another name that torch's decompositions do not know of.
+    """
+    for module in program.graph_module.modules():
+        if isinstance(module, fx.GraphModule):
+            _return_in(module.graph, place_of)
+            if module is not program.graph_module:  # a region without gradient, which is called as it is compiled
+                module.recompile()
+
+
+def _return_in(graph: fx.Graph, place_of: Callable[[fx.Node], str]) -> None:
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    sharing: dict[int, list[fx.Node]] = {}
+    written: dict[int, list[int]] = {}
+    for node, place in order.items():
+        if (target := _written_to(node)) is not None and (memory := _memory(target)) is not None:
+            written.setdefault(memory, []).append(place)
+        lifted = {user.target for user in node.users} == {torch.ops.aten.lift_fresh_copy.default}  # a constant, copied
+        if not lifted and (memory := _memory(node)) is not None:
+            sharing.setdefault(memory, []).append(node)
+    # What is read of the part that a write returns, by no name that the next write would change, reads that part alone.
+    for node, place in list(order.items()):
+        made = _written_to(node)
+        if made is None or (memory := _memory(made)) is None:
+            continue
+        others, (whole, *views) = sharing[memory], _parts(made)
+        read = [
+            n
+            for n in others
+            if n is not whole and (n.op != "call_function" or any(order[user] > place for user in n.users))
+        ]
+        _check_names(node, read, order, place_of)
+        until = min((p for p in written[memory] if p > place), default=len(order))
+        reads = all(
+            order[n] <= until and (_memory(n) != memory or _written_to(n) not in (None, node)) for n in node.users
+        )
+        call = None if any(order[n] < place for n in read) or (views and not reads) else _returning(node)
+        if call is None or whole.op != "call_function" or any(u.op == "output" for u in (*whole.users, *node.users)):
+            continue
+        later = [user for user in whole.users if order[user] > place]
+        with graph.inserting_before(node):
+            part = result = graph.call_function(call, node.args, node.kwargs)
+            result.meta, order[result] = dict(node.meta), place
+            for view in reversed(views):
+                result = _pasted(graph, view, result)
+                order[result] = place
+        for user in later:
+            user.replace_input_with(whole, result)
+        node.replace_all_uses_with(part)
+        others[:] = [*(n for n in others if n is not node), result]
+        graph.erase_node(node)
+
+
+_PASTES: dict[Any, Any] = {
+    torch.ops.aten.slice.Tensor: torch.ops.aten.slice_scatter.default,
+    torch.ops.aten.select.int: torch.ops.aten.select_scatter.default,
+}
+"""What puts a part of a tensor back, by what takes it."""
+
+
+def _parts(made: fx.Node) -> list[fx.Node]:
+    """The parts of parts through which ``made`` is reached, the whole first; that alone where it is no such part."""
+    found = [made]
+    while found[0].target in _PASTES and isinstance(found[0].args[0], fx.Node):
+        found.insert(0, found[0].args[0])
+    return found
+
+
+def _pasted(graph: fx.Graph, view: fx.Node, part: fx.Node) -> fx.Node:
+    """What ``view`` was taken from, with ``part`` in its place."""
+    whole: Any = view.args[0]
+    if whole.meta["val"].shape == view.meta["val"].shape:  # x[:, 0] takes all rows first
+        return part
+    pasted = graph.call_function(_PASTES[view.target], (whole, part, *view.args[1:]), view.kwargs)
+    pasted.meta = dict(whole.meta) | {"stack_trace": part.meta.get("stack_trace")}
+    return pasted
+
+
+def _written_to(node: fx.Node) -> fx.Node | None:
+    """What a call writes to in place, by the name that it is given; None of one that does not."""
+    made = node.args[0] if node.op == "call_function" and writes(node) and node.args else None
+    return made if isinstance(made, fx.Node) else None
+
+
+def _memory(node: fx.Node) -> int | None:
+    """Which memory a tensor has, the same for its views; that of fake tensors is held by the nodes' ``meta``."""
+    value = node.meta.get("val")
+    return value.untyped_storage()._cdata if isinstance(value, Tensor) and value.layout is torch.strided else None
+
+
+def _check_names(
+    node: fx.Node, read: Sequence[fx.Node], order: Mapping[fx.Node, int], place_of: Callable[[fx.Node], str]
+) -> None:
+    """Composites (``einsum`` of one tensor) may return their argument without a word in their schema; decompositions copy it.
+
+    What a region without gradient returns they follow.
+    """
+    written = root_of(node.args[0])[0]
+    for other in read:
+        one, two = sorted((written, root_of(other)[0]), key=lambda n: order[n])
+        if one is not two and isinstance(two.target, torch._ops.OpOverload):
+            raise TraceError(
+                f"{node.target} writes in place to what {two.target} returns, which is the memory of {one.name}, read later",
+                where=place_of(node) or node.name,
+                fix="Write x = x + y instead of x += y there, or clone before it",
+            )
+
+
+def _returning(node: fx.Node) -> Any:
+    """The operator that returns what ``node`` writes to what a call has made; None where there is none."""
+    target: Any = node.target
+    made: Any = node.args[0]
+    if target.namespace != "aten" or torch.Tag.nondeterministic_seeded in target.tags:
+        return None
+    packet = getattr(torch.ops.aten, str(target._schema.name)[len("aten::") : -1], None)
+    call = getattr(packet, target._overloadname, None)
+    if call is None:
+        return None
+    args: Any = fx.node.map_arg(node.args, lambda n: n.meta["val"])
+    kwargs: Any = fx.node.map_arg(node.kwargs, lambda n: n.meta["val"])
+    with torch.no_grad():
+        value = call(*args, **kwargs)
+    return call if value.dtype == made.meta["val"].dtype else None  # comparisons and logic return booleans
+
+
+def root_of(argument: object) -> tuple[fx.Node, bool]:
+    """Whose memory a tensor is, views and detach looked through; whether a detach was."""
+    assert isinstance(argument, fx.Node)
+    node, detached = argument, False
+    while node.op == "call_function":
+        if node.target is operator.getitem and isinstance(node.args[0], fx.Node):  # one of several views
+            node = node.args[0]
+            continue
+        if not isinstance(node.target, torch._ops.OpOverload):
+            break
+        schema = node.target._schema
+        aliases = any(r.alias_info is not None for r in schema.returns) and bool(node.args)
+        if not aliases or not isinstance(node.args[0], fx.Node):
+            break
+        detached = detached or node.target in (torch.ops.aten.detach.default, torch.ops.aten.detach_.default)
+        node = node.args[0]
+    return node, detached

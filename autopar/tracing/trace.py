@@ -30,7 +30,7 @@ from autopar.tracing.convert import Converter, needs_decomposition, source_of
 from autopar.tracing.failures import EXPORTS, FAILURES, NO_VALUES, explained, module_of_failure, not_copied
 from autopar.tracing.finish import finish
 from autopar.tracing.forms.layers import swap_experts, swap_norms
-from autopar.tracing.modes import cut_off, for_products, return_writes
+from autopar.tracing.modes import cut_off, for_products
 from autopar.tracing.opaque_regions import Found, RegionError, Regions, around, notes_of, outermost, paths_of
 from autopar.tracing.outputs import Calls, calls_of, counts_samples, cut, kept, needed_nodes, with_counts
 from autopar.tracing.program_ends import Kept, declare, loss_output, mutations_of, with_twice, written_back
@@ -356,7 +356,7 @@ def _export(
             program: torch.export.ExportedProgram = torch.export.export(wrapper, (), batch, strict=False)
             limit_each_sample(program, batch_size, held.clamps)
             cut_off(program, source_of)
-            return_writes(program, source_of)
+            memory.return_writes(program, source_of)
             if needs_decomposition(program.graph_module, needed_nodes(program)):
                 program = program.run_decompositions({})
             calls = calls_of(program)

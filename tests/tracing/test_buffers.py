@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
 import pytest
@@ -67,6 +68,46 @@ def _written_through_a_view(module: nn.Module, y: Tensor) -> Tensor:
     y.view(-1, 2, 3)[:, 0].copy_(y[:, 3:] * 2)
     y[:, torch.tensor([0, 5])] = 0.25
     return y
+
+
+def _shifted(module: nn.Module, y: Tensor) -> Tensor:
+    shifted = y.new_zeros(y.shape)
+    shifted[:, 1:] = y[:, :-1] * 2
+    shifted[:, 0] = 0.5
+    return shifted.masked_fill_(shifted > 1.0, 0.25)
+
+
+def _parts_of_parts(module: nn.Module, y: Tensor) -> Tensor:
+    made = y * 2.0
+    before = made.sum()
+    made[1:][:, 2].mul_(y[1:, 0])
+    made[::2, 1:5:3] += y[::2, :2]
+    made[-1].zero_()
+    return made * before + made[2:4].sum()
+
+
+def _parts_read_later(module: nn.Module, y: Tensor) -> Tensor:
+    """Names of parts that a write changes too, before and after it."""
+    made = y * 2.0
+    part, other = made[:, :3], made[1:]
+    part.add_(1.0)
+    part[:, 0] = 3.0
+    other.mul_(0.5)
+    return made.sum() * part.sum() + other.sum() * y
+
+
+def _parts_of_what_is_kept(module: nn.Module, y: Tensor) -> Tensor:
+    with torch.no_grad():
+        module.kept[1:3].mul_(0.5)
+        module.kept[0] += 1.0
+    return y * module.kept
+
+
+def _returned_by_the_write(module: nn.Module, y: Tensor) -> Tensor:
+    made = y * 2.0
+    part = made[:, 1].mul_(3.0)
+    made[:, 1:].add_(1.0)
+    return made * part.sum()
 
 
 def _read_before_and_after(module: nn.Module, y: Tensor) -> Tensor:
@@ -186,7 +227,8 @@ def _teacher(module: nn.Module, y: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "write",
     [
-        _relu, _filled, _written_through_a_view, _read_before_and_after, _one_of_two_results, _seen_through_an_earlier_view,
+        _relu, _filled, _written_through_a_view, _shifted, _parts_of_parts, _parts_read_later, _parts_of_what_is_kept,
+        _returned_by_the_write, _read_before_and_after, _one_of_two_results, _seen_through_an_earlier_view,
         _of_shared_memory, _of_parts, _of_a_view_made_without_gradient, _of_another_dtype, _without_gradient,
         _of_shared_memory_without_gradient, _itself_through_a_dropout_of_nothing, _target, _in_inference_mode,
         _read_through_data, _averaged, _replaced, _teacher,
@@ -197,8 +239,54 @@ def test_in_place_operators_mean_what_they_mean_on_one_device(write: Write) -> N
     same_as_the_model(Writing(write), {"x": torch.randn(6, 4, dtype=torch.float64)})
 
 
+class Drawn(nn.Module):
+    """Names of parts of a tensor, writes through them and reads of them, in an order that is drawn."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 6)
+        draw = random.Random(seed)
+        self.steps = [(draw.choice("vvwwwr"), draw.random(), draw.randrange(6), draw.randrange(7)) for _ in range(14)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        names, read = [y * 2.0], [y.sum()]
+        for number, (kind_of_step, which, place, kind) in enumerate(self.steps):
+            chosen = names[int(which * len(names))]
+            if kind_of_step == "v" and chosen.dim() > 1:
+                n = place % chosen.shape[0]
+                views = (
+                    chosen[n],
+                    chosen[n:],
+                    chosen[:, n % chosen.shape[1]],
+                    chosen[::2],
+                    chosen[:, 1:],
+                    chosen.t(),
+                    chosen[:],
+                )
+                names.append(views[kind])
+            elif kind_of_step == "w" and chosen.numel():
+                source = y.reshape(-1)[: chosen.numel()].reshape(chosen.shape) + number
+                if kind % 4 == 0:  # what a product keeps for backward no write may change, on one device either
+                    source = source.detach()
+                (chosen.mul_, chosen.add_, chosen.copy_, chosen.sub_)[kind % 4](source)
+                if kind > 3:
+                    chosen[:1] *= 0.5
+            elif kind_of_step == "r":
+                waves = torch.arange(chosen.numel(), dtype=x.dtype).reshape(chosen.shape).sin()
+                read.append((chosen * waves).sum() * (number + 1))
+        return torch.stack([*read, *((name.sin() * i).sum() for i, name in enumerate(names))]).sum()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_writes_to_parts_in_any_order_mean_what_they_mean_on_one_device(seed: int) -> None:
+    same_as_the_model(Drawn(seed), {"x": torch.randn(6, 4, dtype=torch.float64)}, steps=1)
+
+
 @pytest.mark.parametrize(
-    "write", [_read_before_and_after, _one_of_two_results], ids=["before and after", "of two results"]
+    "write",
+    [_read_before_and_after, _one_of_two_results, _shifted, _parts_of_parts],
+    ids=lambda write: write.__name__.strip("_"),
 )
 def test_what_the_program_itself_has_made_is_written_without_a_second_trace(
     write: Write, monkeypatch: pytest.MonkeyPatch
