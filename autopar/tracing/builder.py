@@ -222,6 +222,7 @@ def compact(value: torch.Tensor) -> torch.Tensor:
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equal after broadcasting, NaN equal to NaN."""
     equal = a == b
-    if a.is_floating_point():
-        equal = equal | (a.isnan() & b.isnan())
-    return bool(equal.all())
+    found = bool(equal.all())
+    if found or not a.is_floating_point():
+        return found
+    return bool((equal | (a.isnan() & b.isnan())).all())

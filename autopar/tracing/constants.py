@@ -145,6 +145,12 @@ _FILLS = {
     "new_full": None,
 }
 
+_ELEMENTWISE = {
+    *("aten.where.Scalar", "aten.where.ScalarOther", "aten.where.ScalarSelf"),
+    *("aten.masked_fill.Tensor", "aten.rsub.Tensor"),
+}
+"""Those that torch does not mark so."""
+
 LOGICAL = {"aten.__and__.Tensor": "aten.bitwise_and.Tensor", "aten.__or__.Tensor": "aten.bitwise_or.Tensor"}
 """Python's operators by the elementwise operators that they are."""
 
@@ -235,7 +241,7 @@ def _same_lazy(builder: Builder, call: Call) -> Value | None:
 
 
 def _is_pointwise(call: Call) -> bool:
-    return torch.Tag.pointwise in call.overload.tags or call.target in LOGICAL
+    return torch.Tag.pointwise in call.overload.tags or call.target in LOGICAL or call.target in _ELEMENTWISE
 
 
 def _constant(builder: Builder, ref: Ref) -> Known:
