@@ -111,11 +111,7 @@ def _difference(before: Call | None, now: Call) -> str:
 
 
 def check(
-    forward: Callable[..., object],
-    model: torch.nn.Module,
-    mode: FakeTensorMode,
-    batch: Mapping[str, Any],
-    made: list[Call],
+    forward: Callable[..., object], model: torch.nn.Module, mode: FakeTensorMode, batch: Mapping[str, Any]
 ) -> tuple[str, ...]:
     """Runs two or three steps of a fake model, more of one that draws numbers as Python does; a note on attributes that change from step to step without an effect yet.
 
@@ -124,7 +120,6 @@ def check(
     Args:
         forward: takes a batch by name.
         mode: of the tensors of ``model`` and ``batch``.
-        made: becomes the first step's calls, as :func:`calls` gives them; nothing where no step runs.
 
     Raises:
         TraceError: a step depends on what earlier ones have left.
@@ -132,7 +127,6 @@ def check(
     state = {id(t): t for t in (*model.parameters(), *model.buffers())}
     seen: list[memory.State] = [memory.state_of(model)]
     watch, drawn = _Watch({}, {}, None), _random_state()
-    made.clear()
     try:
         with _as_exporting(mode):
             for number in range(_DRAWING_PASSES):
@@ -143,7 +137,6 @@ def check(
                 watch = _Watch(state | given, past, before if number >= 2 else None)
                 with watch:
                     forward(**fresh)
-                made[:] = made or watch.calls
                 seen.append(memory.state_of(model))
                 if watch.expected is not None and len(watch.calls) < len(watch.expected):
                     raise _StepError(_difference(None, watch.expected[len(watch.calls)]))

@@ -101,14 +101,7 @@ def trace(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """What is traced.
-
-    Attributes:
-        reasons: why each opaque module is one.
-        repeats: no steps are tried.
-        found: of regions; grows.
-        calls: of the first step that the last trace has tried, if any.
-    """
+    """What is traced; ``reasons``: why each opaque module is one; ``repeats``: no steps are tried; ``found``: of regions, grows."""
 
     model: torch.nn.Module
     batch: dict[str, Any]
@@ -118,7 +111,6 @@ class _Job:
     reasons: Mapping[str, str]
     repeats: bool = False
     found: Found = field(default_factory=Found)
-    calls: list[repeated_steps.Call] = field(default_factory=list)
 
 
 class _UntraceableError(TraceError):
@@ -198,8 +190,7 @@ def _traced(job: _Job, times: int = 1) -> Graph:
         if held.refused is not None:  # caught by the model, which went on as no step would
             raise _within(explained(held.refused, model), module_of_failure(held.refused, wrapper.model))
         with _quiet():
-            tried = times == 1 and not job.repeats
-            notes = repeated_steps.check(wrapper, wrapper.model, mode, batch, job.calls) if tried else ()
+            notes = repeated_steps.check(wrapper, wrapper.model, mode, batch) if times == 1 and not job.repeats else ()
     builder = Builder()
     converter = Converter(builder)
     inputs = inputs_of(batch, batch_size)
@@ -242,8 +233,8 @@ def _faked(job: _Job, times: int) -> Iterator[tuple[_Training, FakeTensorMode, d
 
 def _same_numbers(graph: Graph, job: _Job) -> bool:
     """Whether forward passes at two batch sizes spare a trace at the second one; see :mod:`autopar.tracing.repeated_steps`."""
-    found = [job.calls] if job.calls else []
-    for times in (2,) if found else (1, 2):
+    found = []
+    for times in (1, 2):
         with _faked(job, times) as (wrapper, mode, batch, _, held), _quiet():
             called = repeated_steps.calls(wrapper, mode, batch)
         if called is None or held.refused is not None:
