@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.utils import _pytree as pytree
 
 from autopar.errors import TraceError
@@ -351,7 +352,13 @@ def _export(
     wrapper: _Training, batch: dict[str, Any], model: torch.nn.Module, batch_size: int, held: checks.Held
 ) -> tuple[torch.export.ExportedProgram, Calls]:
     """The program of the loss alone, and the calls of one that gives all that the model returns; ``held`` grows."""
-    with _quiet(), memory.casts_that_change_nothing(), memory.inference_as_no_grad(), memory.ParametersKept():
+    with (
+        _quiet(),
+        memory.casts_that_change_nothing(),
+        memory.inference_as_no_grad(),
+        memory.ParametersKept(),
+        _use_lazy_graph_module(True),  # the program is read, and its code neither written nor compiled
+    ):
         try:
             program: torch.export.ExportedProgram = torch.export.export(wrapper, (), batch, strict=False)
             limit_each_sample(program, batch_size, held.clamps)
