@@ -172,7 +172,7 @@ class InternalError(AutoparError):
 
 
 def closest(name: str, known: Iterable[str]) -> str:
-    """The closest known name if there is one, and all of them.
+    """The closest known name if there is one, or up to three that begin so, and all of them.
 
     >>> closest("h10", ["cpu", "h100"])
     "Did you mean 'h100'? Known: cpu, h100"
@@ -180,7 +180,7 @@ def closest(name: str, known: Iterable[str]) -> str:
     names = sorted(known)
     match = [known for known in names if name and known.lower().startswith(name.lower())]
     match = match or difflib.get_close_matches(name, names, n=1, cutoff=0.5 if len(name) <= 3 else 0.6)
-    hint = f"Did you mean '{match[0]}'? " if match else ""
+    hint = f"Did you mean {' or '.join(map(repr, match[:3]))}? " if match else ""
     return f"{hint}Known: {', '.join(names) or 'none'}"
 
 

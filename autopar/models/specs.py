@@ -12,6 +12,7 @@ import copy
 import difflib
 import importlib
 import json
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -399,6 +400,8 @@ def _values(text: str, separator: str) -> dict[str, Any]:
         key, equals, value = item.partition("=")
         if not key or not equals:
             raise UsageError(f"The setting '{item}' of the model is not of the form key=value", fix=GRAMMAR)
+        if re.search(r"^[^\[{\"]*[,&;] *\w+=", value):
+            raise UsageError(f"'{item}' is more than one setting of the model", fix=f"Separate them by '{separator}'")
         try:
             result[key.strip()] = json.loads(value)
         except json.JSONDecodeError:

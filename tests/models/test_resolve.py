@@ -259,6 +259,8 @@ def test_a_hugging_face_model_has_example_inputs_made_from_its_config() -> None:
         ("hf:qwen3_moe?head_dims=16", "Did you mean head_dim.*Known: .*head_dim"),
         ("hf:clip?head_dim=16", "Unknown key 'head_dim' of the configuration of clip"),
         ("hf:gpt2?n_layer", "key=value"),
+        ("hf:gpt2?n_layer=2,n_embd=32", "more than one setting.*Separate them by '&'"),
+        ("gpt:layers=2&hidden=32", "more than one setting.*Separate them by ','"),
         ("hf:gpt2?n_embd=30&n_head=4", "settings make no model"),
         ("hf:canine?num_hidden_layers=1", "a vocabulary whose size its configuration does not tell. Give a factory"),
         ("hf:upernet", "'upernet' is not supported. Give a factory"),

@@ -96,12 +96,13 @@ class AxisSolver:
         self.boundaries = [boundary_of(graph, block, costs.owners) for block in graph.blocks]
         self.types = crossing_types(graph, self.boundaries, costs.size)
         self.twins = self._untie()
-        narrow_boundaries(costs, self.boundaries, self.types)
+        self.types, rests = narrow_boundaries(costs, self.boundaries, self.types)
+        self.costs = replace(costs, rests=rests)
         self.problems: dict[Hashable, BlockProblem] = {}
         self.keys = [self._key(i) for i in range(len(graph.blocks))]
         for block, key, boundary in zip(graph.blocks, self.keys, self.boundaries, strict=True):
             if key not in self.problems:
-                self.problems[key] = BlockProblem(block, costs, self.types, boundary, self.structures)
+                self.problems[key] = BlockProblem(block, self.costs, self.types, boundary, self.structures)
         self._made_chain: _Chain | None = None
         self._choices: dict[tuple[Hashable, Assignment], tuple[Choice, float]] = {}
         self._solutions: dict[tuple[Assignment, ...], AxisSolution] = {}

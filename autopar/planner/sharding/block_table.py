@@ -415,36 +415,38 @@ def crossing_types(graph: Graph, boundaries: Iterable[Boundary], size: int) -> d
     }
 
 
-def narrow_boundaries(costs: AxisCosts, boundaries: Iterable[Boundary], types: dict[Ref, tuple[Type, ...]]) -> None:
-    """Takes types from what crosses boundaries whose tables would still be too large, in ``types`` and in ``costs.rests``.
+def narrow_boundaries(
+    costs: AxisCosts, boundaries: Iterable[Boundary], types: Mapping[Ref, tuple[Type, ...]]
+) -> tuple[dict[Ref, tuple[Type, ...]], dict[str, Sequence[Type]]]:
+    """Fewer types of what crosses boundaries whose tables would still be too large: of values, and of parameters at rest.
 
     A block that reads what several others made, beside parameters that they read as well, has a table over all of them. First
     parameters are whole at rest, the smallest first; then values are whole or split along their first dim after the samples;
     then values are whole: each until the table is small enough.
     """
-    graph, rests = costs.graph, dict(costs.rests)
+    graph, found, rests = costs.graph, dict(types), dict(costs.rests)
 
     def bytes_of(key: Ref | str) -> int:
         return graph.spec(key).num_bytes if isinstance(key, Ref) else graph.parameter(key).spec.num_bytes
 
     def offered(key: Ref | str) -> Sequence[Type]:
-        return types[key] if isinstance(key, Ref) else rests.get(key) or rests_of(graph.parameter(key).spec, costs.size)
+        return found[key] if isinstance(key, Ref) else rests.get(key) or rests_of(graph.parameter(key).spec, costs.size)
 
     for boundary in boundaries:
         values = sorted((*boundary.inputs, *boundary.outputs), key=bytes_of)
         fewer: list[tuple[Ref | str, tuple[Type, ...]]] = [
             (name, (I,)) for name in sorted(boundary.shared, key=bytes_of) if name not in costs.rests
         ]
-        fewer += [(ref, _whole_or_split(graph, ref, types[ref])) for ref in values]
-        fewer += [(ref, types[ref][:1]) for ref in values]
+        fewer += [(ref, _whole_or_split(graph, ref, found[ref])) for ref in values]
+        fewer += [(ref, found[ref][:1]) for ref in values]
         for key, left in fewer:
             if prod(len(offered(each)) for each in boundary.keys) <= MAX_BOUNDARY_STATES:
                 break
             if isinstance(key, Ref):
-                types[key] = left
+                found[key] = left
             else:
                 rests[key] = left
-    costs.rests = rests
+    return found, rests
 
 
 def _whole_or_split(graph: Graph, ref: Ref, types: Sequence[Type]) -> tuple[Type, ...]:
