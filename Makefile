@@ -21,11 +21,11 @@ demo: setup
 
 # Bytecode is written, as the tests start many processes that would each compile the package again.
 test: setup
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile
 
 # No process groups, and nothing slow.
 test-fast: setup
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not distributed and not slow"
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile -m "not distributed and not slow"
 
 lint: setup
 	$(BIN)/ruff format --check .
