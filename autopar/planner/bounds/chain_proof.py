@@ -6,9 +6,10 @@ of rank r cost p_r seconds. Then a plan takes at least
 
     sum of y_j * (seconds of chain j)  +  sum of p_r * (bytes of rank r - room of rank r),
 
-which is a sum over its blocks: each adds what its stage and its mode of recompute say. The least of it over all cuts into consecutive
-blocks, one at least on each stage, is found by dynamic programming, and is a bound whatever the weights are. So a :class:`ChainProof`
-is data: chains, weights and prices, from which the bound is worked out again without a solver.
+which is a sum over its blocks, each of which adds what its stage and its mode of recompute say, and over the messages between stages,
+each of which is that of the block that a stage ends with. The least of it over all cuts into consecutive blocks, one at least on each
+stage, is found by dynamic programming, and is a bound whatever the weights are. So a :class:`ChainProof` is data: chains, weights and
+prices, from which the bound is worked out again without a solver.
 
 Where the stages are given (:meth:`autopar.planner.bounds.instance.PipelineInstance.given_stops`) bytes need no price: each rank takes
 the choice of whole modes that weighs least of those that it has room for.
@@ -127,7 +128,24 @@ class Stages:
         self.room = self.limit - np.bincount(self.rank, weights=self.held * self.beside, minlength=pp)
         self.actions = compiled(*self.key)
         stops = instance.given_stops()
+        self.more_sends_s = self._more_sends_s(stops)
         self.modes = WholeModes.of(self, stops) if stops else None
+
+    def _more_sends_s(self, stops: Sequence[int]) -> Array | None:
+        """What the messages behind a stage that ends with a block take over the least ones, there and back [s, 2, block].
+
+        None where they take no more. Where it is known with which block each stage ends, it is counted in the messages.
+        """
+        if not self.instance.sends_more_s:
+            return None
+        more = np.array(self.instance.sends_more_s)[self.rank[:-1]]  # [s, kind, 2]
+        found: Array = np.swapaxes(more[:, self.instance.kind_of_block], 1, 2)
+        if not stops:
+            return found
+        there, back = found[np.arange(self.num - 1), :, np.array(stops[:-1]) - 1].T
+        self.sends_s[:-1] += there
+        self.backs_s[1:] += back
+        return None
 
     # --- chains
 
@@ -203,6 +221,9 @@ class Stages:
         ):  # the blocks up to each one on the stages up to this one, which has one at least
             begun = np.minimum.accumulate(least - sums[:, s], axis=1)
             least[:, 1:] = sums[:, s, 1:] + begun[:, :-1]
+            if self.more_sends_s is not None and s < self.num - 1:
+                sent = counts[:, [4 * self.num + s, 5 * self.num + s + 1]]
+                least[:, 1:] += sent @ self.more_sends_s[s]
             least[:, :first] = least[:, last + 1 :] = np.inf
         found: Array = least[:, -1] + self.fixed_s(counts) - prices @ self.room
         return found

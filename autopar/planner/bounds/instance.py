@@ -118,7 +118,8 @@ class PipelineInstance:
         limit_bytes: for tensors, by kind of device.
         forward_s, backward_s: by kind of device what each stage takes beside its blocks for each micro-batch.
         first_s: of each stage what its first forward takes longer whatever its blocks.
-        sends_s, sends_back_s: of each pipeline rank its message to the next one and the one back; of the last one with the first.
+        sends_s, sends_back_s: of each pipeline rank its message to the next one and the one back, at the least; of the last one with the first.
+        sends_more_s: of each pipeline rank, by the kind of block that its stage ends with, what both messages take longer; empty: nothing.
         sent_bytes: what each stage but the last keeps of a micro-batch beside its blocks.
         read_bytes: likewise each stage but the first and the last, or the only one: inputs and prelude values that its blocks read.
         tie_s: once a step, on the first rank and on the last one: gradients of parameters that both have.
@@ -139,6 +140,7 @@ class PipelineInstance:
     first_s: float = 0.0
     sends_s: tuple[float, ...] = ()
     sends_back_s: tuple[float, ...] = ()
+    sends_more_s: tuple[tuple[tuple[float, float], ...], ...] = ()
     sent_bytes: float = 0.0
     read_bytes: float = 0.0
     tie_s: float = 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import ChainMap
+from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.cost.model import CostModel, StageCost, Step
@@ -78,6 +79,7 @@ class InstanceMaker:
             first_s=min(own.first_s for own in found.values()),
             sends_s=sends,
             sends_back_s=back,
+            sends_more_s=self._more_s(candidate, layout, sends, back),
             sent_bytes=float(_sent_bytes(layout)[0]),
             read_bytes=float(min(reads[1:-1], default=0)),
             tie_s=self._tie_s(candidate, one, step),
@@ -240,17 +242,32 @@ class InstanceMaker:
 
     def _sends_s(self, candidate: Candidate, layout: PricedLayout) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """For each pipeline rank the least that a message to the next one takes, and one back; from the last one to the first."""
+        there, back = _sent_bytes(layout)
+        return self._sent_s(candidate, there), self._sent_s(candidate, back)
+
+    def _sent_s(self, candidate: Candidate, num_bytes: int) -> tuple[float, ...]:
+        """For each pipeline rank a message of so many bytes to the next one, or back."""
         mesh, model = candidate.mesh, self.context.model.in_order(candidate.order)
-        found = []
-        for size in _sent_bytes(layout):
-            key = (size, candidate.order, mesh)
-            if key not in self._sent:
-                if model.is_mixed:
-                    self._sent[key] = tuple(model.collectives.hop_time_s(size, mesh, r) for r in range(mesh.pp))
-                else:
-                    self._sent[key] = (model.collectives.send_time_s(size, mesh),) * mesh.pp
-            found.append(self._sent[key])
-        return found[0], found[1]
+        key = (num_bytes, candidate.order, mesh)
+        if key not in self._sent:
+            if model.is_mixed:
+                self._sent[key] = tuple(model.collectives.hop_time_s(num_bytes, mesh, r) for r in range(mesh.pp))
+            else:
+                self._sent[key] = (model.collectives.send_time_s(num_bytes, mesh),) * mesh.pp
+        return self._sent[key]
+
+    def _more_s(
+        self, candidate: Candidate, layout: PricedLayout, sends_s: Sequence[float], back_s: Sequence[float]
+    ) -> tuple[tuple[tuple[float, float], ...], ...]:
+        """What messages behind each kind of block take over the least ones."""
+        sizes = [(cost.send_bytes, cost.send_gradient_bytes) for cost in layout.costs]
+        if len(set(sizes[:-1])) <= 1:
+            return ()
+        of_kind = [(self._sent_s(candidate, there), self._sent_s(candidate, back)) for there, back in sizes]
+        return tuple(
+            tuple((max(there[r] - sends_s[r], 0.0), max(back[r] - back_s[r], 0.0)) for there, back in of_kind)
+            for r in range(candidate.mesh.pp)
+        )
 
     def _tie_s(self, candidate: Candidate, floors: PricedFloors, step: Step) -> float:
         """What the first and the last rank take once a step to sum the gradients of parameters that both have."""

@@ -64,12 +64,16 @@ def instances(draw: st.DrawFn) -> PipelineInstance:
         wide = [(draw(st.sampled_from([0, 0, 1, 9])), draw(st.sampled_from([0, 0, 1, 9]))) for _ in stops]
         ends = tuple((max(i - a, 1), min(i + b, len(kinds) - 1)) for i, (a, b) in zip(stops, wide, strict=True))
         ends += ((len(kinds), len(kinds)),)
+    more_s: tuple[tuple[tuple[float, float], ...], ...] = ()
+    if pp > 1 and draw(st.booleans()):
+        of_kind = tuple((draw(NUMBERS), draw(NUMBERS)) for _ in blocks)
+        more_s = tuple(tuple((there * (1 + r), back) for there, back in of_kind) for r in range(pp))
     return PipelineInstance(
         schedule=schedule, virtual_stages=v, num_micro_batches=m, runs=runs_of(kinds), groups=((1,), (2,)),
         floors=(FloorTable(blocks=tuple(blocks)), FloorTable(blocks=tuple(slower)))[:devices],
         device_of_rank=device_of_rank, limit_bytes=tuple(draw(st.sampled_from([20.0, 40.0, 200.0])) for _ in range(devices)),
         forward_s=(0.125,) * devices, backward_s=(0.0625,) * devices, first_s=draw(st.sampled_from([0.0, 0.25])),
-        sends_s=(0.25,) * pp if pp > 1 else (), sends_back_s=(0.125,) * pp if pp > 1 else (),
+        sends_s=(0.25,) * pp if pp > 1 else (), sends_back_s=(0.125,) * pp if pp > 1 else (), sends_more_s=more_s,
         sent_bytes=draw(st.sampled_from([0.0, 0.5])), read_bytes=draw(st.sampled_from([0.0, 0.5])), tie_s=draw(st.sampled_from([0.0, 0.5])) * (pp > 1),
         ends=ends,
     )  # fmt: skip
@@ -82,11 +86,6 @@ def plans(instance: PipelineInstance) -> Iterator[float]:
     tables = [instance.floors[d].blocks for d in instance.device_of_rank]
     moments = [peak_table(instance.schedule, pp, v, m, rank) for rank in range(pp)]
     actions = compiled(instance.schedule, pp, v, m)
-    messages = []
-    for s in range(num):
-        there = instance.sends_s[s % pp] if instance.sends_s else 0.0
-        back = instance.sends_back_s[(s - 1) % pp] if instance.sends_back_s else 0.0
-        messages += [there, back]
     for stops in combinations(range(1, len(kinds)), num - 1):
         held = [sum(k in instance.groups[0] for k in kinds[i:j]) for i, j in pairwise((0, *stops, len(kinds)))]
         if max(held) > instance.most_blocks:
@@ -94,6 +93,7 @@ def plans(instance: PipelineInstance) -> Iterator[float]:
         if instance.ends and not all(a <= i <= b for i, (a, b) in zip(stops, instance.ends, strict=False)):
             continue
         cut = list(zip((0, *stops), (*stops, len(kinds)), strict=True))
+        messages = messages_s(instance, [kinds[stop - 1] for stop in stops])
         for modes in product(*(range(len(tables[0][k].modes)) for k in kinds)):
             durations, once_s, used = [], [instance.tie_s * (r in (0, pp - 1)) for r in range(pp)], np.zeros(pp)
             peak, of_stage, stepped = np.zeros(pp), np.zeros(num), np.zeros(pp)
@@ -121,6 +121,20 @@ def plans(instance: PipelineInstance) -> Iterator[float]:
             used += [(table @ of_stage[rank::pp]).max() for rank, table in enumerate(moments)]
             if (used + peak <= limits).all() and (stepped <= limits).all():
                 yield chains_of(actions, durations, [*messages, 0.0], once_s, 1)[0].time_s
+
+
+def messages_s(instance: PipelineInstance, last: Sequence[int]) -> list[float]:
+    """Seconds of the messages of each stage, to the next one and to the one before; ``last``: kinds of the last blocks of all but the last stage."""
+    pp, num = instance.pp, instance.pp * instance.virtual_stages
+    found = np.zeros((num, 2))
+    if instance.sends_s:
+        found[:, 0] = np.array(instance.sends_s)[np.arange(num) % pp]
+        found[:, 1] = np.array(instance.sends_back_s)[(np.arange(num) - 1) % pp]
+    for s, kind in enumerate(last if instance.sends_more_s else ()):
+        there_s, back_s = instance.sends_more_s[s % pp][kind]
+        found[s, 0] += there_s
+        found[s + 1, 1] += back_s
+    return [*found.ravel().tolist()]
 
 
 def least_s(instance: PipelineInstance) -> float:
@@ -200,6 +214,23 @@ def test_whole_modes_are_exact_where_a_rank_recomputes_one_block_of_two() -> Non
         assert full is not None
         assert math.isinf(full.time_s)
         assert bound.proof.verify(replace(instance, limit_bytes=(-1.0,)))
+
+
+@pytest.mark.parametrize("stop", [None, 1, 2, 3])
+def test_messages_are_those_of_the_block_that_a_stage_ends_with(stop: int | None) -> None:
+    """The blocks of an encoder send little, those of a decoder more; the bound is the step of the best cut, and of the pinned one."""
+    mode = ModeFloor(backward_s=2.0, kept_bytes=0.0, passing_bytes=0.0)
+    slow = ModeFloor(backward_s=3.0, kept_bytes=0.0, passing_bytes=0.0)
+    blocks = tuple(BlockFloor(forward_s=1.0, modes=(own,)) for own in (slow, mode, slow, mode))
+    instance = PipelineInstance(
+        schedule="GPipe", virtual_stages=1, num_micro_batches=2, runs=runs_of([0, 1, 2, 3]), groups=((1,), (2,)),
+        floors=(FloorTable(blocks=blocks),), device_of_rank=(0, 0), limit_bytes=(1.0,), forward_s=(0.0,), backward_s=(0.0,),
+        sends_s=(0.5, 0.5), sends_back_s=(0.25, 0.25), sends_more_s=(((0.0, 0.0), (0.0, 0.0), (2.0, 1.0), (2.0, 1.0)),) * 2,
+        ends=((stop, stop), (4, 4)) if stop else (),
+    )  # fmt: skip
+    bound = chain_bound(instance, math.inf)
+    assert bound is not None
+    assert bound.time_s == pytest.approx(least_s(instance), rel=1e-3)
 
 
 @pytest.mark.parametrize("virtual_stages", [1, 2])
