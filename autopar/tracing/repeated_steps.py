@@ -37,9 +37,12 @@ _LIKE = ("_like", "new_zeros", "new_ones", "new_full", "new_empty")
 """In the names of operators that take of a tensor its shape alone."""
 _SMALL = 64
 """Elements of a constant up to which its values are compared."""
-_PASSES, _DRAWING_PASSES = 3, 24
-"""Passes that are tried; more where forward draws random numbers of Python's or numpy's, which may often come to the same: a
-choice that one pass in four makes otherwise is missed by three passes as often as not, by so many once in a thousand times."""
+_PASSES, _DRAWING_PASSES = 3, 6
+"""Passes that are tried; more where forward draws random numbers of Python's or numpy's, and then those of ``_DRAWN``."""
+_DRAWN = tuple(fifths * 0x33333333 for fifths in (0, 5, 2, 3, 1, 4))
+"""Words of 32 bits that forward draws in one pass each, by which numbers lie at the ends of their range and at its fifths. What goes another
+way below or above some number, for a fifth of all or for one of up to four shows itself in one of these passes; some make their numbers
+of a word's first bits, others of its last. What compares two draws shows itself in the passes before."""
 
 Call = tuple[object, ...]
 
@@ -126,10 +129,13 @@ def check(
     """
     state = {id(t): t for t in (*model.parameters(), *model.buffers())}
     seen: list[memory.State] = [memory.state_of(model)]
-    watch, drawn = _Watch({}, {}, None), _random_state()
+    watch, at_first = _Watch({}, {}, None), _random_state()
+    drawn = at_first
     try:
         with _as_exporting(mode):
-            for number in range(_DRAWING_PASSES):
+            for number in range(_DRAWING_PASSES + len(_DRAWN)):
+                if number >= _DRAWING_PASSES:
+                    _draw_alike(_DRAWN[number - _DRAWING_PASSES], drawn)
                 fresh = pytree.tree_map_only(Tensor, torch.empty_like, dict(batch))
                 given = {id(leaf): leaf for leaf in pytree.tree_leaves(fresh) if isinstance(leaf, Tensor)}
                 past = {key: tensor for key, tensor in {**watch.made, **watch.sources}.items() if key not in state}
@@ -140,7 +146,9 @@ def check(
                 seen.append(memory.state_of(model))
                 if watch.expected is not None and len(watch.calls) < len(watch.expected):
                     raise _StepError(_difference(None, watch.expected[len(watch.calls)]))
-                if drawn == _random_state() and (number == _PASSES - 1 or (number == 1 and watch.calls == before)):
+                if number < _DRAWING_PASSES:
+                    drawn = _random_state()
+                if drawn == at_first and (number == _PASSES - 1 or (number == 1 and watch.calls == before)):
                     break
     except _StepError as error:
         seen.append(memory.state_of(model))
@@ -157,6 +165,8 @@ def check(
         ) from error
     except (*FAILURES, AutoparError):
         return ()
+    finally:
+        _set_random_state(drawn)
     return _counting(model, seen)
 
 
@@ -189,10 +199,45 @@ def _as_exporting(mode: FakeTensorMode) -> Iterator[None]:
         yield
 
 
-def _random_state() -> tuple[object, ...]:
+def _random_state() -> tuple[Any, bytes | None]:
     """Of the generators that Python and numpy, where it is there, share among all callers."""
     numpy = sys.modules.get("numpy")
     return random.getstate(), None if numpy is None else pickle.dumps(numpy.random.get_state(legacy=False))
+
+
+def _set_random_state(state: tuple[Any, bytes | None]) -> None:
+    random.setstate(state[0])
+    if state[1] is not None:
+        sys.modules["numpy"].random.set_state(pickle.loads(state[1]))
+
+
+_ALIKE = 312
+"""Of the 624 words in the state of a Mersenne Twister, which both generators are: half, as code that draws until it likes a number has to
+come to others."""
+
+
+def _draw_alike(drawn: int, state: tuple[Any, bytes | None]) -> None:
+    """The next words of both generators are this one, some 300 times; those of ``state`` follow."""
+    word = _before_tempering(drawn)
+    (version, words, gauss), numpy = state
+    random.setstate((version, (*[word] * _ALIKE, *words[_ALIKE:-1], 0), gauss))
+    found = {} if numpy is None else pickle.loads(numpy)
+    if found.get("bit_generator") == "MT19937":  # the caller may have set another one
+        found["state"]["key"][:_ALIKE], found["state"]["pos"] = word, 0
+        sys.modules["numpy"].random.set_state(found)
+
+
+def _before_tempering(drawn: int) -> int:
+    """The word of which a Mersenne Twister makes ``drawn``: its tempering (Matsumoto and Nishimura 1998) taken back, step by step."""
+    y = drawn ^ drawn >> 18
+    y ^= y << 15 & 0xEFC60000
+    word = y
+    for _ in range(4):  # each brings seven bits more
+        word = y ^ word << 7 & 0x9D2C5680
+    y = word
+    for _ in range(2):  # and eleven
+        word = y ^ word >> 11
+    return word
 
 
 def _counting(model: torch.nn.Module, seen: list[memory.State]) -> tuple[str, ...]:

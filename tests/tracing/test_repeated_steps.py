@@ -7,6 +7,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -78,23 +79,54 @@ def test_a_number_that_changes_from_step_to_step_is_refused(
 
 
 class Lucky(nn.Module):
-    """A branch that one pass in ten takes."""
+    """A branch that a drawn number decides, if it ``decides``."""
 
-    def __init__(self, decides: bool) -> None:
+    def __init__(self, draws: Callable[[], bool], decides: bool) -> None:
         super().__init__()
-        self.decides = decides
+        self.draws, self.decides = draws, decides
 
     def forward(self, x: Tensor) -> Tensor:
-        return x.tanh() if random.random() < 0.1 and self.decides else x
+        return x.tanh() if self.draws() and self.decides else x
 
 
-def test_a_branch_that_is_seldom_taken_is_refused_where_python_draws_it() -> None:
+@pytest.mark.parametrize(
+    "draws",
+    [
+        lambda: random.random() < 1e-9,
+        lambda: random.random() > 1 - 1e-9,
+        lambda: 0.4 < random.random() < 0.65,
+        lambda: random.randint(0, 3) == 1,
+        lambda: random.choice("abc") == "c",
+        lambda: random.random() < random.random(),
+        lambda: np.random.rand() < 1e-9,
+        lambda: np.random.uniform(0.0, 2.0) > 1.999,
+        lambda: np.random.randint(4) == 2,
+    ],
+    ids=["least", "most", "between", "whole", "choice", "two", "numpy least", "numpy most", "numpy whole"],
+)
+def test_a_branch_that_is_seldom_taken_is_refused_where_it_is_drawn(draws: Callable[[], bool]) -> None:
     random.seed(3)
-    assert all(random.random() > 0.1 for _ in range(5))
-    random.seed(3)
+    np.random.seed(3)
     with pytest.raises(TraceError, match=r"A second step does not run.*draw random numbers with torch"):
-        trace(u.Around(lambda: Lucky(True)), (), u.batch())
-    trace(u.Around(lambda: Lucky(False)), (), u.batch())
+        trace(u.Around(lambda: Lucky(draws, True)), (), u.batch())
+    trace(u.Around(lambda: Lucky(draws, False)), (), u.batch())
+
+
+def test_what_is_drawn_after_a_trace_is_what_the_passes_have_left() -> None:
+    """Numbers that lie at one part of their range are of the passes that look for branches alone; what is drawn until it fits ends there."""
+
+    def draws() -> bool:
+        return random.gauss(0.0, 1.0) + np.random.normal() + random.randrange(1000) > 1e9
+
+    def after(make: Callable[[], Any]) -> tuple[float, float]:
+        random.seed(5)
+        np.random.seed(5)
+        make()
+        return random.random(), float(np.random.rand())
+
+    found = after(lambda: trace(u.Around(lambda: Lucky(draws, True)), (), u.batch()))
+    wanted = {after(lambda n=n: [draws() for _ in range(n)]) for n in range(1, 12)}  # type: ignore[misc]
+    assert found in wanted
 
 
 class Average(nn.Module):
