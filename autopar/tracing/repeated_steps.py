@@ -39,10 +39,11 @@ _SMALL = 64
 """Elements of a constant up to which its values are compared."""
 _PASSES, _DRAWING_PASSES = 3, 6
 """Passes that are tried; more where forward draws random numbers of Python's or numpy's, and then those of ``_DRAWN``."""
-_DRAWN = tuple(fifths * 0x33333333 for fifths in (0, 5, 2, 3, 1, 4))
+_DRAWN = (0x40, *(fifths * 0x33333333 for fifths in (5, 2, 3, 1, 4)))
 """Words of 32 bits that forward draws in one pass each, by which numbers lie at the ends of their range and at its fifths. What goes another
 way below or above some number, for a fifth of all or for one of up to four shows itself in one of these passes; some make their numbers
-of a word's first bits, others of its last. What compares two draws shows itself in the passes before."""
+of a word's first bits, others of its last. What compares two draws shows itself in the passes before. The least number is 1.5e-8: a zero,
+which no step draws, would take branches at ``<= 0.0``."""
 
 Call = tuple[object, ...]
 

@@ -92,13 +92,13 @@ class Lucky(nn.Module):
 @pytest.mark.parametrize(
     "draws",
     [
-        lambda: random.random() < 1e-9,
+        lambda: random.random() < 1e-7,
         lambda: random.random() > 1 - 1e-9,
         lambda: 0.4 < random.random() < 0.65,
         lambda: random.randint(0, 3) == 1,
         lambda: random.choice("abc") == "c",
         lambda: random.random() < random.random(),
-        lambda: np.random.rand() < 1e-9,
+        lambda: np.random.rand() < 1e-7,
         lambda: np.random.uniform(0.0, 2.0) > 1.999,
         lambda: np.random.randint(4) == 2,
     ],
@@ -110,6 +110,13 @@ def test_a_branch_that_is_seldom_taken_is_refused_where_it_is_drawn(draws: Calla
     with pytest.raises(TraceError, match=r"A second step does not run.*draw random numbers with torch"):
         trace(u.Around(lambda: Lucky(draws, True)), (), u.batch())
     trace(u.Around(lambda: Lucky(draws, False)), (), u.batch())
+
+
+@pytest.mark.parametrize(
+    "draws", [lambda: random.random() <= 0.0, lambda: np.random.rand() >= 1.0, lambda: np.random.randint(4) > 3]
+)
+def test_a_branch_that_no_number_takes_is_not_refused(draws: Callable[[], bool]) -> None:
+    trace(u.Around(lambda: Lucky(draws, True)), (), u.batch())
 
 
 def test_what_is_drawn_after_a_trace_is_what_the_passes_have_left() -> None:

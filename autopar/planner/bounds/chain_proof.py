@@ -128,24 +128,20 @@ class Stages:
         self.room = self.limit - np.bincount(self.rank, weights=self.held * self.beside, minlength=pp)
         self.actions = compiled(*self.key)
         stops = instance.given_stops()
-        self.more_sends_s = self._more_sends_s(stops)
+        self.more_sends_s = self._more_sends_s()
+        if stops and self.more_sends_s is not None:  # then messages are known, and count once
+            there, back = self.more_sends_s[np.arange(self.num - 1), :, np.array(stops[:-1]) - 1].T
+            self.sends_s[:-1] += there
+            self.backs_s[1:] += back
+            self.more_sends_s = None
         self.modes = WholeModes.of(self, stops) if stops else None
 
-    def _more_sends_s(self, stops: Sequence[int]) -> Array | None:
-        """What the messages behind a stage that ends with a block take over the least ones, there and back [s, 2, block].
-
-        None where they take no more. Where it is known with which block each stage ends, it is counted in the messages.
-        """
+    def _more_sends_s(self) -> Array | None:
+        """What the messages behind a stage that ends with a block take over the least ones, there and back [s, 2, block]; None: nothing."""
         if not self.instance.sends_more_s:
             return None
         more = np.array(self.instance.sends_more_s)[self.rank[:-1]]  # [s, kind, 2]
-        found: Array = np.swapaxes(more[:, self.instance.kind_of_block], 1, 2)
-        if not stops:
-            return found
-        there, back = found[np.arange(self.num - 1), :, np.array(stops[:-1]) - 1].T
-        self.sends_s[:-1] += there
-        self.backs_s[1:] += back
-        return None
+        return np.swapaxes(more[:, self.instance.kind_of_block], 1, 2)
 
     # --- chains
 

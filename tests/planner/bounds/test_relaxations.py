@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from autopar.cost.step.simulation import chains_of, compiled
 from autopar.plan.schedule import peak_table
+from autopar.planner.bounds import chain_proof
 from autopar.planner.bounds.chain_program import WHOLE, chain_bound
 from autopar.planner.bounds.columns import Columns
 from autopar.planner.bounds.feasibility import feasible_bounds
@@ -216,8 +217,11 @@ def test_whole_modes_are_exact_where_a_rank_recomputes_one_block_of_two() -> Non
         assert bound.proof.verify(replace(instance, limit_bytes=(-1.0,)))
 
 
+@pytest.mark.parametrize("most_choices", [20_000, 0])
 @pytest.mark.parametrize("ends", [(), (1, 1), (2, 2), (3, 3), (2, 3)])
-def test_messages_are_those_of_the_block_that_a_stage_ends_with(ends: tuple[int, ...]) -> None:
+def test_messages_are_those_of_the_block_that_a_stage_ends_with(
+    ends: tuple[int, ...], most_choices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first block sends little, later ones more: the bound is the step of the pinned cut, or of the best of two, and never above."""
     mode = ModeFloor(backward_s=2.0, kept_bytes=0.0, passing_bytes=0.0)
     slow = ModeFloor(backward_s=3.0, kept_bytes=0.0, passing_bytes=0.0)
@@ -228,6 +232,9 @@ def test_messages_are_those_of_the_block_that_a_stage_ends_with(ends: tuple[int,
         sends_s=(0.5, 0.5), sends_back_s=(0.25, 0.25), sends_more_s=(((0.0, 0.0), (1.0, 1.5), (2.0, 1.0), (2.0, 1.0)),) * 2,
         ends=(ends, (4, 4)) if ends else (),
     )  # fmt: skip
+    monkeypatch.setattr(
+        chain_proof, "MOST_CHOICES", most_choices
+    )  # without any, given stages are weighed by parts of blocks
     bound, least = chain_bound(instance, math.inf), chain_bound(replace(instance, sends_more_s=()), math.inf)
     assert bound is not None
     assert least is not None
