@@ -16,12 +16,18 @@ from autopar.graph.graph import Input, TensorSpec
 
 
 def named_batch(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Example inputs by the names of ``forward``'s parameters; entries that are None are dropped."""
-    names = [
-        parameter.name
-        for parameter in inspect.signature(model.forward).parameters.values()
-        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-    ]
+    """Example inputs by the names of ``forward``'s parameters; entries that are None are dropped.
+
+    Raises:
+        TraceError: there are more than parameters, or a dict of them all stands in a list.
+    """
+    names = positional(model)
+    if len(args) == 1 and not kwargs and isinstance(args[0], Mapping) and args[0] and args[0].keys() <= set(names):
+        raise TraceError(
+            f"The example inputs are a list of one dict, whose keys are parameters of forward ({', '.join(args[0])})",
+            where=type(model).__name__,
+            fix="Give the dict itself, not in a list: example_inputs={...}",
+        )
     if len(args) > len(names):
         raise TraceError(
             f"Too many positional example inputs: {len(args)} for the {len(names)} parameters of forward ({', '.join(names)})",

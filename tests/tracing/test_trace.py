@@ -402,6 +402,10 @@ def test_a_failure_in_forward_names_the_line_and_the_reason() -> None:
             "do not fit the model's forward.*input2.*give a factory",
         ),
         (
+            lambda: trace(nn.Bilinear(4, 4, 1), ({"input1": torch.ones(2, 4), "input2": torch.ones(2, 4)},)),
+            r"a list of one dict.*\(input1, input2\).*Give the dict itself",
+        ),
+        (
             lambda: trace(nn.Linear(4, 4), (torch.ones(2, 4),), loss_fn=lambda o, b: torch.ones(()) * 3),
             "The loss is a constant",
         ),
