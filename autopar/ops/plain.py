@@ -85,6 +85,13 @@ def cross_entropy_sum(
     )
 
 
+def ctc_losses(
+    log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int, zero_infinity: bool
+) -> Tensor:
+    """Connectionist temporal classification, the loss of each sample [N]: log_probs [T, N, C], targets [N, S], lengths [N]."""
+    return F.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, "none", zero_infinity)
+
+
 def scatter_sum(index: Tensor, source: Tensor, dim: int, shape: Sequence[int]) -> Tensor:
     """Zeros of ``shape`` with ``source`` added where ``index`` says, along ``dim``."""
     return source.new_zeros(tuple(shape)).scatter_add(dim, index, source)

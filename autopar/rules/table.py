@@ -249,6 +249,7 @@ def _lines() -> dict[str, str]:
         "aten.col2im.default": "b k^ l^ -> b c^ h^ w^; linear 0",
         "autopar.cross_entropy_sum": "b...+ c^, b...+ -> ",
         "autopar.cross_entropy_vocabulary": "b...+ c^, b...+ -> ",
+        "autopar.ctc_losses": "t^ b c^, b s^, b, b -> b",
     }
     return lines
 

@@ -72,7 +72,7 @@ class Converter:
 
     def _call(self, node: fx.Node, owner: torch.nn.Module, env: dict[str, Value], grad: bool) -> Value:
         target = node.target
-        if _is_asserted_number(node):
+        if _is_asserted(node):
             return None
         if target is operator.getitem:
             values, index = _argument(node.args[0], env), node.args[1]
@@ -262,10 +262,13 @@ def _is_number(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool)
 
 
-def _is_asserted_number(node: fx.Node) -> bool:
-    """Whether a call makes a number that assertions alone look at: ``assert lengths.max().item() <= 16``."""
-    return _is_number(node) and all(
-        _is_dropped(user.target) if isinstance(user.target, torch._ops.OpOverload) else _is_asserted_number(user)
+def _is_asserted(node: fx.Node) -> bool:
+    """Whether assertions alone look at a number, or a tensor whose size is one: ``assert lengths.max().item() <= 16``."""
+    value = node.meta.get("val")
+    is_of_unknown_size = isinstance(value, torch.Tensor) and any(isinstance(n, torch.SymInt) for n in value.shape)
+    return (_is_number(node) or is_of_unknown_size) and all(
+        _is_asserted(user)
+        or (isinstance(user.target, torch._ops.OpOverload) and _is_dropped(user.target) and not _is_number(user))
         for user in node.users
     )
 

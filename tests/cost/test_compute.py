@@ -208,6 +208,29 @@ def test_recurrent_networks_on_cpu_keep_what_is_predicted(
     assert predicted == (found if is_exact else pytest.approx(found, rel=0.05))
 
 
+def test_ctc_losses_keep_what_torch_keeps() -> None:
+    time, samples, classes, length = 20, 4, 12, 5
+    log_probs = torch.randn(time, samples, classes, requires_grad=True)
+    rest = torch.randint(1, classes, (samples, length)), torch.full((samples,), time), torch.full((samples,), length)
+    specs = tuple(
+        TensorSpec(shape=tuple(t.shape), dtype=t.dtype, requires_grad=t is log_probs) for t in (log_probs, *rest)
+    )
+    refs = tuple(Ref(name) for name in "abcd")
+    out = TensorSpec(shape=(samples,), dtype=torch.float32, requires_grad=True)
+    done = work(Op(name="y", target="autopar.ctc_losses", args=(*refs, 0, False), outputs=(out,)), specs, "cpu")
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        losses = torch.nn.functional.ctc_loss(log_probs, *rest, reduction="none")
+    assert losses.requires_grad
+    predicted = sum(specs[i].num_bytes for i in done.saved) + out.num_bytes + done.saved_bytes
+    assert predicted == pytest.approx(sum(kept.values()), rel=0.05)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "options"),

@@ -47,7 +47,33 @@ def biased() -> tuple[nn.Module, dict[str, Tensor]]:
     return Normalised(bias=True), normalised()[1]
 
 
+class Transcribed(nn.Module):
+    """Frames to letters by a CTC loss; the letters of a batch stand one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Conv1d(4, 16, 3, padding=1)
+        layers = [nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True) for _ in range(2)]
+        self.layers = nn.ModuleList(layers)
+        self.letters = nn.Linear(16, 8)
+
+    def forward(self, sound: Tensor, labels: Tensor) -> Tensor:
+        x = self.inside(sound).transpose(1, 2)
+        for layer in self.layers:
+            x = layer(x)
+        lengths = torch.full((len(x),), x.shape[1])
+        logs, known = self.letters(x).log_softmax(-1).transpose(0, 1), labels >= 0
+        return functional.ctc_loss(logs, labels[known], lengths, known.sum(1))
+
+
+def transcribed() -> tuple[nn.Module, dict[str, Tensor]]:
+    labels = torch.randint(1, 8, (4, 5))
+    labels[torch.arange(5) >= torch.tensor([5, 3, 1, 4])[:, None]] = -100
+    return Transcribed(), {"sound": torch.randn(4, 4, 12), "labels": labels}
+
+
 CASES = {
+    "speech": ("tests.distributed.test_families:transcribed", None, ["pp=2", "tp=2"]),
     "batch norm": ("tests.distributed.test_families:normalised", None, ["tp=2", "dp_shard=2"]),
     "batch norm in a pipeline": ("tests.distributed.test_families:normalised", None, ["pp=2", "dp_replicate=2"]),
     "encoder and decoder": (

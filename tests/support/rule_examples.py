@@ -410,6 +410,16 @@ def losses(make: Maker) -> Iterator[Example]:
     for smoothing in (0.0, 0.1):
         yield c("autopar.cross_entropy_sum", r(4, 8, 12), labels.clamp(max=10), -100, smoothing, 11)
     yield c("autopar.cross_entropy_vocabulary", r(4, 8, 12), labels, "other", -100, 0.0)
+    for lengths in (torch.full((8,), 2), torch.tensor([3, 1, 0, 2, 3, 3, 1, 2])):
+        yield c(
+            "autopar.ctc_losses",
+            r(8, 8, 12).log_softmax(-1),
+            w(8, 3, high=11) + 1,
+            torch.full((8,), 8),
+            lengths,
+            0,
+            False,
+        )
     for reduction in (0, 1, 2):
         yield c("aten.cross_entropy_loss.default", r(32, 12), labels.view(-1), None, reduction)
         yield c("aten.cross_entropy_loss.default", r(4, 12, 8), labels, r(12, grad=False), reduction)

@@ -47,6 +47,11 @@ def _ignoring(classes: Tensor) -> Tensor:
     return torch.where(classes > 1, classes, -100)
 
 
+def _frames(logits: Tensor) -> Tensor:
+    """Log-probabilities [12, 4, 5] of logits [4, 3, 5]."""
+    return (logits.repeat_interleave(4, dim=1) * torch.arange(1.0, 13.0)[:, None]).log_softmax(-1).transpose(0, 1)
+
+
 APART: dict[str, Loss] = {
     "probabilities": lambda y, c, t: F.cross_entropy(y.flatten(0, 1), t.softmax(-1).flatten(0, 1)),
     "weighted probabilities": lambda y, c, t: F.cross_entropy(
@@ -68,6 +73,16 @@ APART: dict[str, Loss] = {
     "distributions": lambda y, c, t: kl_divergence(
         Normal(y, F.softplus(y) + 0.1), Normal(torch.zeros(5), torch.ones(5))
     ).mean(),
+    "CTC": lambda y, c, t: F.ctc_loss(_frames(y), c.clamp(min=1), [12] * len(c), (2,) * len(c)),
+    "CTC of targets one after the other": lambda y, c, t: F.ctc_loss(
+        _frames(y), c[c > 0], torch.full((len(c),), 12), (c > 0).sum(1), reduction="sum"
+    ),
+    "CTC of masked targets": lambda y, c, t: F.ctc_loss(
+        _frames(y), c.masked_select(c != 4), torch.full((len(c),), 9), (c != 4).sum(-1), blank=4, zero_infinity=True
+    ),
+    "CTC of each": lambda y, c, t: nn.CTCLoss(reduction="none")(
+        _frames(y), c.clamp(min=1), torch.full((len(c),), 12), torch.full((len(c),), 2)
+    ).mean(),
     "norms": lambda y, c, t: torch.linalg.vector_norm(y - t, dim=-1).mean(),
 }
 
@@ -84,6 +99,17 @@ def test_a_loss_is_a_sum_over_samples(name: str) -> None:
     typing = solve_batch(compact(graph))
     assert typing.strategies[graph.loss.name].outputs[graph.loss.index] == P
     assert not mixes_samples(graph, typing)
+
+
+def test_targets_that_lengths_part_elsewhere_give_no_loss() -> None:
+    """As many as are selected of all rows, but not of each."""
+
+    def loss(y: Tensor, c: Tensor, t: Tensor) -> Tensor:
+        return F.ctc_loss(_frames(y), c[c > 0], torch.full((len(c),), 12), (c > 0).sum(1).roll(1), reduction="sum")
+
+    model, given = Model(loss), batch()
+    assert model(**given).isfinite()
+    assert evaluate(trace(model, (), given), given, dict(model.named_parameters()), {}).isnan()
 
 
 WEIGHTED: dict[str, Loss] = {

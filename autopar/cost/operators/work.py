@@ -224,6 +224,25 @@ def _split_softmax_loss(op: Op, operands: Specs, kind: KernelKind) -> Work:
     )
 
 
+def _ctc(op: Op, operands: Specs, kind: KernelKind) -> Work:
+    """ctc_losses: for each time and sample the log-probability of each prefix of the labels with blanks between (kept).
+
+    Backward makes as many of suffixes, and a gradient of all classes (torch: ``ctc_loss_backward``).
+    """
+    log_probs, targets = operands[:2]
+    time, samples, _ = log_probs.shape
+    prefixes = time * samples * (2 * targets.shape[-1] + 1) * log_probs.dtype.itemsize
+    return Work(
+        num_bytes=3 * prefixes,
+        backward_bytes=5 * prefixes + 2 * log_probs.num_bytes,
+        backward_launches=3,
+        saved=(0, 1, 2, 3),
+        saves_output=True,
+        saved_bytes=prefixes,
+        backward_workspace_bytes=prefixes,
+    )
+
+
 def _norm(op: Op, operands: Specs, kind: KernelKind) -> Work:
     x, out = operands[0], op.spec
     gradients = with_grad(operands)
@@ -357,6 +376,7 @@ _SPECIAL: dict[str, Callable[[Op, Specs, KernelKind], Work]] = {
     ),
     **dict.fromkeys(("aten.embedding.default", "autopar.embedding_vocabulary"), _embedding),
     **dict.fromkeys(("autopar.embedding_bag", "autopar.embedding_bag_ragged", "autopar.embedding_bag_vocabulary"), _bag),
+    "autopar.ctc_losses": _ctc,
     "autopar.opaque": _opaque,
     "autopar.change_over_data": _over_data,
     **dict.fromkeys(("autopar.dropout", "aten.dropout.default", "aten.native_dropout.default"), _dropout),
