@@ -173,7 +173,7 @@ def _line(labels: list[list[str]], results: list[list[str]], contracted: set[str
     return f"{', '.join(map(text, labels))} -> {', '.join(map(text, results))}"
 
 
-VERSION = "1"
+VERSION = "2"
 """Of the way rules are found; with torch's it names the file in which they are kept."""
 
 MAX_LENGTH = 64
@@ -300,12 +300,11 @@ def _find(op: Op, operands: tuple[TensorSpec, ...], key: str, kept: _Kept) -> Fo
     if operands and not any(spec.shape for spec in operands):  # which a line cannot tell from no operand at all
         return Found(target=op.target, key=key, line="", why="no operand has a dim")
     for shapes in _small_shapes(operands):
-        examples = [_example(spec, shape) for spec, shape in zip(operands, shapes, strict=True)]
         try:
-            call(op, [x.detach().requires_grad_(x.requires_grad) for x in examples])
-            line = kept.lines.get(key) or _narrowed(op, examples)
-            if _failures(op, examples, line):
-                line = _narrowed(op, examples)
+            draws = _draws(op, operands, shapes)
+            line = kept.lines.get(key) or _narrowed(op, draws)
+            if _failures(op, draws, line):
+                line = _narrowed(op, draws)
         except (RuleError, *_FAILURES) as error:
             why = str(error).partition("\n")[0] or type(error).__name__
             continue
@@ -327,19 +326,63 @@ def _small_shapes(operands: tuple[TensorSpec, ...]) -> list[list[tuple[int, ...]
     return [shapes for shapes in tried if sum(torch.Size(s).numel() for s in shapes) <= MAX_ELEMENTS]
 
 
-def _example(spec: TensorSpec, shape: tuple[int, ...]) -> Tensor:
-    generator = torch.Generator().manual_seed(len(shape))
-    if spec.dtype.is_floating_point:
+def _draws(op: Op, operands: tuple[TensorSpec, ...], shapes: Sequence[tuple[int, ...]]) -> list[list[Tensor]]:
+    """Examples that are positive, and of both signs; of them those that the operator takes and that tell something.
+
+    Raises:
+        RuleError: none tells anything.
+        RuntimeError, IndexError, ValueError, TypeError, NotImplementedError: the operator takes none.
+    """
+    draws: list[list[Tensor]] = []
+    refusal: Exception | None = None
+    for is_signed in (False, True):
+        pairs = zip(operands, shapes, strict=True)
+        examples = [_example(spec, shape, seed, is_signed=is_signed) for seed, (spec, shape) in enumerate(pairs)]
+        try:
+            results = call(op, [x.detach().requires_grad_(x.requires_grad) for x in examples])
+        except _FAILURES as error:
+            refusal = refusal or error
+            continue
+        if all(map(_tells, results)):
+            draws.append(examples)
+    if draws:
+        return draws
+    raise refusal or RuleError(
+        f"{op.target} gives one number for all small inputs, or one that is not finite, so no rule can be discovered",
+        fix="Write its rule with autopar.register_rule",
+    )
+
+
+def _example(spec: TensorSpec, shape: tuple[int, ...], seed: int, *, is_signed: bool) -> Tensor:
+    """Each operand has a ``seed`` of its own: of equal ones a distance is zero, and zeros add up along any dim.
+
+    ``is_signed``: what has no gradient is 1 and -1, as targets of losses by margins are.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    if not spec.dtype.is_floating_point:
+        return torch.randint(0, 2, shape, generator=generator).to(spec.dtype)
+    if is_signed:
+        x = torch.randn(shape, dtype=torch.float64, generator=generator)
+        x = x if spec.requires_grad else 2.0 * (x > 0).double() - 1.0
+    else:
         x = torch.rand(shape, dtype=torch.float64, generator=generator) + 0.1
-        return x.requires_grad_(spec.requires_grad)
-    return torch.randint(0, 2, shape, generator=generator).to(spec.dtype)
+    return x.requires_grad_(spec.requires_grad)
 
 
-def _narrowed(op: Op, examples: Sequence[Tensor]) -> str:
+def _tells(result: Tensor) -> bool:
+    """Whether a result is finite and depends on something: parts of zeros, or of one number, put themselves together in any way."""
+    if not result.dtype.is_floating_point or not result.numel():
+        return True
+    value = result.detach()
+    same = bool((value == value.flatten()[0]).all()) if value.numel() > 1 else bool((value == 0).all())
+    return bool(value.isfinite().all()) and not same
+
+
+def _narrowed(op: Op, draws: Sequence[Sequence[Tensor]]) -> str:
     """The line found for two ranks without what does not hold for more."""
-    line = discover_rule(op, examples)
+    line = discover_rule(op, draws[0])
     for _ in range(1 + line.count(" ")):
-        failed = _failures(op, examples, line)
+        failed = _failures(op, draws, line)
         if not failed:
             return line
         body, *clauses = line.split(";")
@@ -359,12 +402,16 @@ def _frozen(token: str, label: str) -> str:
     return f"{label}^" if token.rstrip("+^") == label else token
 
 
-def _failures(op: Op, examples: Sequence[Tensor], line: str) -> list[str]:
+def _failures(op: Op, draws: Sequence[Sequence[Tensor]], line: str) -> list[str]:
     """Strategies of a line that do not hold, on few ranks and on as many as a dim is long: parts of length one."""
     table = RuleTable(rules={op.target: Rule(line=line)})
     bare = replace(op, outputs=())
-    lengths = {n for x in examples for n in x.shape if 1 < n <= MAX_LENGTH}
-    return [text for size in sorted({2, 4, *lengths}) for text in verify_rule(bare, examples, size=size, table=table)]
+    return [
+        text
+        for examples in draws
+        for size in sorted({2, 4, *(n for x in examples for n in x.shape if 1 < n <= MAX_LENGTH)})
+        for text in verify_rule(bare, examples, size=size, table=table)
+    ]
 
 
 class _Kept:

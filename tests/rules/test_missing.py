@@ -97,6 +97,44 @@ def test_an_operator_for_which_nothing_is_found_is_repeated_and_named() -> None:
     assert names(table, graph, 2) == {"invariant", "replicate"}
 
 
+LIBRARY.define("gaps(Tensor x, Tensor y) -> Tensor")
+LIBRARY.define("hinges(Tensor x, Tensor y) -> Tensor")
+LIBRARY.define("above(Tensor x) -> Tensor")
+LIBRARY.define("nothing(Tensor x, Tensor y) -> Tensor")
+LIBRARY.impl("gaps", lambda x, y: (x - y).norm(dim=-1).sum(), "CompositeImplicitAutograd")
+LIBRARY.impl("hinges", lambda x, y: (1 - x.sum(-1) * y).clamp(min=0).sum(), "CompositeImplicitAutograd")
+LIBRARY.impl("above", lambda x: torch.where(x < 0, x.flip(0), x), "CompositeImplicitAutograd")
+LIBRARY.impl("nothing", lambda x, y: (x * 0 * y).sum(), "CompositeImplicitAutograd")
+
+
+@pytest.mark.parametrize(
+    ("operator", "shapes", "line"),
+    [
+        ("gaps", [(2, 12), (2, 12)], "a+ b^, a+ c^ -> "),
+        ("hinges", [(2, 12), (2,)], "a+ b^, a+ -> "),
+        ("above", [(2, 12)], "a^ b -> a^ b"),
+        ("nothing", [(2, 12), (2, 12)], ""),
+    ],
+)
+def test_no_rule_is_found_by_inputs_that_tell_nothing(operator: str, shapes: list[tuple[int, ...]], line: str) -> None:
+    """Equal operands have no gap, positive ones pass no hinge at all, and zeros are the sum of any parts."""
+    (found,) = complete(graph_of(f"autopar_test.{operator}.default", *shapes), table=RuleTable(rules=torch_rules()))
+    assert found.line == line
+
+
+def test_targets_of_both_signs_show_what_a_loss_by_margins_is() -> None:
+    """Torch's own: of targets that are neither 1 nor -1 it is zero, so that it seemed to add up over its features."""
+    graph = graph_of("aten.cosine_embedding_loss.default", (2, 12), (2, 12), (2,))
+    (loss, total) = graph.ops
+    wanted = TensorSpec(shape=(2,), dtype=torch.float32)
+    parameters = (*graph.parameters[:-1], replace(graph.parameters[-1], spec=wanted))
+    for reduction, line in ((0, "a b^, a c^, a -> a"), (1, ""), (2, "a+ b^, a+ c^, a+ -> ")):
+        one = replace(loss, args=(*loss.args, 0.0, reduction))
+        again = replace(graph, parameters=parameters, ops=(one, total))
+        (found,) = complete(again, table=RuleTable(rules=torch_rules()))
+        assert found.line == line
+
+
 def test_an_operator_of_one_number_has_no_dim_to_split() -> None:
     (found,) = complete(graph_of("autopar_test.whole.default", ()), table=RuleTable(rules=torch_rules()))
     assert (found.line, found.why) == ("", "no operand has a dim")
