@@ -226,6 +226,7 @@ class _Assembler:
             for name in block_program.parameters:
                 self._place(program.index, name, block.body)
             if mesh is not None and block_program.parameters:
+                block.frees_parameters = self.plan.zero_stage == 3
                 shard_block(block, self.plan, mesh, ignored=self._left_alone(block))
         for name in program.shared_parameters:
             self._place(program.index, name, module)

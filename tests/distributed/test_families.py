@@ -72,7 +72,28 @@ def transcribed() -> tuple[nn.Module, dict[str, Tensor]]:
     return Transcribed(), {"sound": torch.randn(4, 4, 12), "labels": labels}
 
 
+class Latents(nn.Module):
+    """Learned queries, expanded to the batch before the layers that read them: views of a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries, self.inside = nn.Parameter(torch.randn(3, 16)), nn.Linear(6, 16)
+        self.reads = nn.ModuleList(nn.MultiheadAttention(16, 2, batch_first=True) for _ in range(2))
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        known, z = self.inside(x), self.queries.expand(len(x), -1, -1)
+        for reads in self.reads:
+            z = z + reads(z, known, known, need_weights=False)[0]
+        return self.head(z).square().mean()
+
+
+def latents() -> tuple[nn.Module, dict[str, Tensor]]:
+    return Latents(), {"x": torch.randn(4, 5, 6)}
+
+
 CASES = {
+    "learned queries": ("tests.distributed.test_families:latents", None, ["tp=2", "dp_shard=2", "zero=3"]),
     "speech": ("tests.distributed.test_families:transcribed", None, ["pp=2", "tp=2"]),
     "batch norm": ("tests.distributed.test_families:normalised", None, ["tp=2", "dp_shard=2"]),
     "batch norm in a pipeline": ("tests.distributed.test_families:normalised", None, ["pp=2", "dp_replicate=2"]),

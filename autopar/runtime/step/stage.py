@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from autopar.graph.graph import Ref
 from autopar.lower.emit import MICRO_BATCH_WEIGHT, SEED, SHARE, str_name
 from autopar.lower.program import BlockProgram, PreludeProgram, Program, StageProgram
+from autopar.ops import plain
 from autopar.ops.collectives import on_meshes
 from autopar.runtime.step.kept_for_backward import Mover, Tape, with_tape
 from autopar.runtime.step.other_runs import variant
@@ -39,6 +40,7 @@ class BlockModule(nn.Module):
     Attributes:
         taps: values inside that outputs of the model are.
         taken: where they are put, without their history; None: nowhere.
+        frees_parameters: FSDP frees what it gathered when the block has run, so that views of it are copied before.
     """
 
     def __init__(self, program: BlockProgram, meshes: Sequence[DeviceMesh]) -> None:
@@ -53,6 +55,7 @@ class BlockModule(nn.Module):
         self._variants: dict[tuple[bool, bool], Callable[..., Any]] = {}
         self.taps: tuple[Ref, ...] = ()
         self.taken: dict[Ref, Tensor] | None = None
+        self.frees_parameters = False
         if self.recompute == "selective":
             self.body = with_tape(program.module, program.again, lambda: self._tape)
 
@@ -77,11 +80,18 @@ class BlockModule(nn.Module):
             made = self._on_tape(code, values)
         else:
             made = cast("tuple[Tensor, ...]", code(*values))
+        if self.frees_parameters and any(value._is_view() or value.is_inference() for value in made):
+            made = self._without_views(made)
         if self.taken is None or not self.taps:
             return made
         count = len(self.outputs)
         self.taken |= {ref: value.detach() for ref, value in zip(self.taps, made[count:], strict=True)}
         return made[:count]
+
+    def _without_views(self, made: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Copies of what lies in a parameter's memory (learned queries, expanded to the batch), and the rest as it is."""
+        gathered = {plain.local(p).untyped_storage().data_ptr() for p in self.body.parameters()}
+        return tuple(v.clone() if v.untyped_storage().data_ptr() in gathered else v for v in made)
 
     def _function(self) -> Callable[..., Any]:
         """What computes the outputs, and the taps where they are taken."""
