@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.export.graph_signature import InputKind
 from torch.overrides import TorchFunctionMode
@@ -233,6 +234,131 @@ def _of_singles() -> frozenset[Any]:
     for place, names in ((torch.linalg, _LINALG), (torch.fft, _FOURIER)):
         found |= {getattr(place, name) for name in names if hasattr(place, name)}
     return frozenset(found)
+
+
+_MASKED = (torch.masked_select, Tensor.masked_select, Tensor.__getitem__)
+_ELEMENTWISE = (
+    F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits
+)  # fmt: skip
+_MEANS, _SUMS = (torch.mean, Tensor.mean), (torch.sum, Tensor.sum)
+
+
+class Selections(TorchFunctionMode):
+    """While tracing, losses of what a mask selects are losses of everything in which the rest counts nothing; and CTC losses.
+
+    How much ``x[mask]`` and ``masked_select`` give no trace knows. Where a loss, a mean or a sum of it is all that is asked,
+    values that are not selected are ignored classes, or zeros of which nothing is added.
+
+    Torch's CTC loss has no form without values. It is traced as the loss of each sample, then their sum or mean. Targets may be padded,
+    [samples, length], or one after the other as a selection makes them: they are moved to the front of each row, in their order. Lengths
+    of targets that are not the numbers selected of each row would part them elsewhere: the loss of such a sample is nan.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        # by identity of what was selected, which is held, so that identities stay theirs: of what, by what, and the versions of both
+        self._selected: dict[int, tuple[Tensor, Tensor, Tensor, tuple[int, int]]] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        loss = None
+        if func is F.ctc_loss:
+            loss = self._ctc(*args, **given)
+        elif func is F.cross_entropy:
+            loss = self._classes(*args, **given)
+        elif func in _ELEMENTWISE:
+            loss = self._elements(func, *args, **given)
+        elif func in (*_MEANS, *_SUMS) and len(args) == 1 and not given:
+            values, mask = self._of(args[0])
+            if mask is not None:
+                return _reduced(values, _like(mask, values), is_mean=func in _MEANS)
+        if loss is not None:
+            return loss
+        result = func(*args, **given)
+        if func in _MASKED and len(args) == 2 and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
+            values, mask = args
+            if mask.dim() and mask.shape == values.shape[: mask.dim()]:
+                self._selected[id(result)] = result, values, mask, (values._version, mask._version)
+        return result
+
+    def _of(self, given: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What was selected of what, by which mask; ``given`` and None for what is no selection, or was written to since."""
+        if id(given) not in self._selected:
+            return given, None
+        _, values, mask, versions = self._selected[id(given)]
+        if given._version or versions != (values._version, mask._version):
+            return given, None
+        return values, mask
+
+    def _both(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """What two selections by one mask are of, and the mask; None for all else."""
+        (one, mask), (other, again) = self._of(first), self._of(second)
+        return None if mask is None or mask is not again else (one, other, mask)
+
+    def _classes(
+        self, logits: Tensor, target: Tensor, weight: Tensor | None = None, *, ignore_index: int = -100, **given: Any
+    ) -> Tensor | None:
+        found = self._both(logits, target)
+        if found is None or given.get("reduction") == "none":
+            return None
+        logits, target, mask = found
+        if mask.dim() != target.dim() or logits.dim() != target.dim() + 1:
+            return None
+        target = target.masked_fill(~mask, ignore_index)
+        return F.cross_entropy(logits.flatten(0, -2), target.flatten(), weight, ignore_index=ignore_index, **given)
+
+    def _elements(self, loss: Any, first: Tensor, second: Tensor, *rest: Any, **given: Any) -> Tensor | None:
+        found = self._both(first, second)
+        if found is None or rest or given.get("weight") is not None or given.get("reduction") == "none":
+            return None
+        first, second, mask = found
+        mask = _like(mask, first)
+        values = loss(first.masked_fill(~mask, 0), second.masked_fill(~mask, 0), **{**given, "reduction": "none"})
+        return _reduced(values, mask, is_mean=given.get("reduction") != "sum")
+
+    def _ctc(
+        self,
+        log_probs: Tensor,
+        targets: Tensor,
+        input_lengths: Any,
+        target_lengths: Any,
+        blank: int = 0,
+        reduction: str = "mean",
+        zero_infinity: bool = False,
+    ) -> Tensor | None:
+        """The loss as traced; None where torch is to say what it thinks of the arguments."""
+        values, mask = self._of(targets)
+        if log_probs.dim() != 3 or values.dim() != 2 or values.shape[0] != log_probs.shape[1]:
+            return None
+        lengths = [_lengths(value) for value in (input_lengths, target_lengths)]
+        if mask is not None:
+            order = (~mask).to(torch.int64).sort(dim=1, stable=True).indices
+            values = values.masked_fill(~mask, blank).gather(1, order)
+        each: Tensor = torch.ops.autopar.ctc_losses(log_probs, values, *lengths, blank, zero_infinity)
+        if mask is not None:
+            each = each.masked_fill(mask.sum(1) != lengths[1], torch.nan)
+        if reduction == "none":
+            return each
+        return each.sum() if reduction == "sum" else (each / lengths[1].clamp(min=1)).mean()
+
+
+def _like(mask: Tensor, values: Tensor) -> Tensor:
+    """A mask of leading dims for all elements."""
+    return mask.reshape(*mask.shape, *[1] * (values.dim() - mask.dim())).expand_as(values)
+
+
+def _reduced(values: Tensor, mask: Tensor, *, is_mean: bool) -> Tensor:
+    total = values.masked_fill(~mask, 0).sum()
+    return total / mask.sum() if is_mean else total
+
+
+def _lengths(given: Any) -> Tensor:
+    """Of each sample; a list of one number for all is filled with it, which is right for any number of samples."""
+    if isinstance(given, Tensor) or len(set(given)) > 1:
+        return torch.as_tensor(given, dtype=torch.int64)
+    return torch.full((len(given),), given[0])
 
 
 class _Doubled(TorchFunctionMode):

@@ -31,8 +31,7 @@ from autopar.tracing.convert import Converter, needs_decomposition, source_of
 from autopar.tracing.failures import EXPORTS, FAILURES, NO_VALUES, explained, module_of_failure, not_copied
 from autopar.tracing.finish import finish
 from autopar.tracing.forms.layers import swap_experts, swap_norms
-from autopar.tracing.forms.losses import CtcLosses
-from autopar.tracing.modes import cut_off, for_products
+from autopar.tracing.modes import Selections, cut_off, for_products
 from autopar.tracing.opaque_regions import Found, RegionError, Regions, around, notes_of, outermost, paths_of
 from autopar.tracing.outputs import Calls, calls_of, counts_samples, cut, kept, needed_nodes, with_counts
 from autopar.tracing.program_ends import Kept, declare, loss_output, mutations_of, with_twice, written_back
@@ -229,7 +228,7 @@ def _faked(job: _Job, times: int) -> Iterator[tuple[_Training, FakeTensorMode, d
         memory.own_gradients_refused(),
         checks.taken_to_hold() as held,
         GuardedClamps(batch_size, held.clamps),
-        CtcLosses(),
+        Selections(),
     ):
         yield wrapper, mode, batch, batch_size, held
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributions import Normal, kl_divergence
 
+from autopar.errors import TraceError
 from autopar.graph.graph import Graph
 from autopar.graph.interpreter import evaluate
 from autopar.graph.rewrites import compact
@@ -52,6 +53,14 @@ def _frames(logits: Tensor) -> Tensor:
     return (logits.repeat_interleave(4, dim=1) * torch.arange(1.0, 13.0)[:, None]).log_softmax(-1).transpose(0, 1)
 
 
+def _of_selected(logits: Tensor, classes: Tensor, mask: Tensor, **options: object) -> Tensor:
+    return F.cross_entropy(logits[mask], classes[mask], **options)  # type: ignore[arg-type]
+
+
+def _selected_pairs(loss: Callable[..., Tensor], y: Tensor, t: Tensor, mask: Tensor, **options: object) -> Tensor:
+    return loss(y[mask], t[mask], **options)
+
+
 APART: dict[str, Loss] = {
     "probabilities": lambda y, c, t: F.cross_entropy(y.flatten(0, 1), t.softmax(-1).flatten(0, 1)),
     "weighted probabilities": lambda y, c, t: F.cross_entropy(
@@ -83,6 +92,12 @@ APART: dict[str, Loss] = {
     "CTC of each": lambda y, c, t: nn.CTCLoss(reduction="none")(
         _frames(y), c.clamp(min=1), torch.full((len(c),), 12), torch.full((len(c),), 2)
     ).mean(),
+    "of selected classes": lambda y, c, t: _of_selected(y, c, c > 1),
+    "of selected classes in a row": lambda y, c, t: _of_selected(y.flatten(0, 1), c.flatten(), (c > 1).flatten()),
+    "the sum of selected classes": lambda y, c, t: _of_selected(y, c, c != 2, weight=WEIGHTS, reduction="sum"),
+    "of selected reals": lambda y, c, t: _selected_pairs(F.smooth_l1_loss, y, t, t > 0, beta=0.5),
+    "the sum of selected rows": lambda y, c, t: _selected_pairs(F.mse_loss, y, t, c > 1, reduction="sum"),
+    "a mean of what is selected": lambda y, c, t: (y - t).square()[c > 1].mean() + (y * t).masked_select(t > 0).sum(),
     "norms": lambda y, c, t: torch.linalg.vector_norm(y - t, dim=-1).mean(),
 }
 
@@ -99,6 +114,26 @@ def test_a_loss_is_a_sum_over_samples(name: str) -> None:
     typing = solve_batch(compact(graph))
     assert typing.strategies[graph.loss.name].outputs[graph.loss.index] == P
     assert not mixes_samples(graph, typing)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda y, c, t: F.mse_loss(y[c > 1], t[c > 1]),
+        lambda y, c, t: y[c > 1].square().mean(),
+        lambda y, c, t: _written_to(y * 1, c > 1).mean(),
+    ],
+    ids=["two masks", "more than a sum", "written to since"],
+)
+def test_other_uses_of_what_is_selected_are_refused(loss: Loss) -> None:
+    with pytest.raises(TraceError, match="depends on the values of tensors"):
+        trace(Model(loss), (), batch())
+
+
+def _written_to(values: Tensor, mask: Tensor) -> Tensor:
+    selected = values[mask]
+    values.mul_(2.0)
+    return selected
 
 
 def test_targets_that_lengths_part_elsewhere_give_no_loss() -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from autopar.graph.graph import Argument, Op, Ref, TensorSpec
 from autopar.ops import plain
@@ -327,68 +324,3 @@ def _(
     log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int, zero_infinity: bool
 ) -> Tensor:
     return log_probs.new_empty(log_probs.shape[1])
-
-
-_REDUCTIONS = ("none", "mean", "sum")
-_MASKED = (torch.masked_select, Tensor.masked_select, Tensor.__getitem__)
-
-
-class CtcLosses(TorchFunctionMode):
-    """While tracing, CTC losses are those of each sample, then their sum or mean: torch has no form of them without values.
-
-    Targets may be padded, [samples, length], or one after the other as ``labels[labels >= 0]`` or ``masked_select`` makes them, whose
-    number no trace knows: they are moved to the front of each row instead, in their order. Lengths of targets that are not the numbers
-    selected of each row would part them elsewhere: the loss of such a sample is nan.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        # by identity; held, so that identities stay theirs
-        self._selected: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        given = dict(kwargs or {})
-        if func is torch.nn.functional.ctc_loss:
-            loss = self._loss(*args, **given)
-            if loss is not None:
-                return loss
-        result = func(*args, **given)
-        if func in _MASKED and len(args) == 2 and isinstance(args[1], Tensor):
-            values, mask = args
-            if mask.dtype == torch.bool and values.dim() == 2 and mask.shape == values.shape:
-                self._selected[id(result)] = result, values, mask
-        return result
-
-    def _loss(
-        self,
-        log_probs: Tensor,
-        targets: Tensor,
-        input_lengths: Any,
-        target_lengths: Any,
-        blank: int = 0,
-        reduction: str = "mean",
-        zero_infinity: bool = False,
-    ) -> Tensor | None:
-        """The loss as traced; None where torch is to say what it thinks of the arguments."""
-        _, values, mask = self._selected.get(id(targets), (None, targets, None))
-        if log_probs.dim() != 3 or values.shape[:-1] != log_probs.shape[1:2] or reduction not in _REDUCTIONS:
-            return None
-        lengths = [_lengths(value) for value in (input_lengths, target_lengths)]
-        if mask is not None:
-            order = (~mask).to(torch.int64).sort(dim=1, stable=True).indices
-            values = values.masked_fill(~mask, blank).gather(1, order)
-        each: Tensor = torch.ops.autopar.ctc_losses(log_probs, values, *lengths, blank, zero_infinity)
-        if mask is not None:
-            each = each.masked_fill(mask.sum(1) != lengths[1], torch.nan)
-        if reduction == "none":
-            return each
-        return each.sum() if reduction == "sum" else (each / lengths[1].clamp(min=1)).mean()
-
-
-def _lengths(given: Any) -> Tensor:
-    """Of each sample; a list of one number for all is filled with it, which is right for any number of samples."""
-    if isinstance(given, Tensor) or len(set(given)) > 1:
-        return torch.as_tensor(given, dtype=torch.int64)
-    return torch.full((len(given),), given[0])
