@@ -107,17 +107,19 @@ class Emitter:
         salts: a number for each random operator of the program, by name.
         period: by how much the seed of the next step is larger; between lie those of the micro-batches.
         device: where tensors that depend on no other are made.
+        numbers: the inputs that are no tensors, by name.
+        read_numbers: which of these each operator reads besides the seed, by the operator's name.
     """
 
     name: str
     salts: Mapping[str, int]
     device: torch.device
-    period: int = 1
+    period: int
     graph: fx.Graph = field(default_factory=fx.Graph)
     root: torch.nn.Module = field(default_factory=torch.nn.Module)
     values: dict[Ref, fx.Node] = field(default_factory=dict)
-    seed: fx.Node | None = None
     numbers: dict[str, fx.Node] = field(default_factory=dict)
+    read_numbers: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def input(self, ref: Ref, spec: TensorSpec, layout: Layout) -> str:
         """Adds a tensor that the caller passes; gives its name."""
@@ -126,28 +128,25 @@ class Emitter:
         self.values[ref] = node
         return str_name(ref)
 
-    def seed_input(self) -> str:
-        """Adds the seed; gives its name."""
-        self.seed = self._placeholder(SEED)
-        return SEED
-
-    def number_inputs(self, wanted: Iterable[Sequence[str]]) -> list[str]:
-        """Adds the inputs that :func:`numbers_of_batch` names for some operator; gives their names."""
-        self.numbers = {name: self._placeholder(name) for name in sorted({name for names in wanted for name in names})}
-        return list(self.numbers)
+    def number_inputs(self, graph: Graph, ops: Iterable[Op]) -> list[str]:
+        """Adds the inputs of ``ops`` that are no tensors (the seed, :func:`numbers_of_batch`); gives their names."""
+        self.read_numbers = {op.name: numbers_of_batch(graph, op) for op in ops}
+        names = [SEED] if any(is_random(op) for op in ops) else []
+        names += sorted({name for read in self.read_numbers.values() for name in read})
+        self.numbers = {name: self._placeholder(name) for name in names}
+        return names
 
     def shared_parameter(self, parameter: Parameter) -> str:
-        """Adds a parameter that the caller passes."""
+        """Adds a parameter that the caller passes; gives its name."""
         node = self._placeholder(parameter.name)
         self._local(parameter, node)
         return parameter.name
 
-    def parameter(self, parameter: Parameter) -> str:
+    def parameter(self, parameter: Parameter) -> None:
         """Adds a parameter that the module owns, on meta, with its local shape."""
         tensor = torch.empty(parameter.spec.shape, dtype=parameter.spec.dtype, device="meta")
         self.root.register_parameter(parameter.name, torch.nn.Parameter(tensor, parameter.spec.requires_grad))
         self._local(parameter, self.graph.get_attr(parameter.name))
-        return parameter.name
 
     def buffer(self, buffer: Buffer) -> str:
         """Adds a constant that the module owns: its value, or on meta where the model has it."""
@@ -160,12 +159,8 @@ class Emitter:
         self.values[Ref(buffer.name)] = node
         return buffer.name
 
-    def op(self, op: Op, *, numbers: Sequence[str] = ()) -> None:
-        """Adds one call; several outputs are taken apart.
-
-        Args:
-            numbers: see :func:`numbers_of_batch`.
-        """
+    def op(self, op: Op) -> None:
+        """Adds one call, of an operator that :meth:`number_inputs` was given; several outputs are taken apart."""
         target, args, kwargs = op.target, list(op.args), dict(op.kwargs)
         if not op.operands and target.startswith("aten.") and _has_device(target):
             kwargs["device"] = self.device
@@ -178,7 +173,8 @@ class Emitter:
             elif not target.startswith("autopar."):
                 args, target = [target, *args], "autopar.draw"
             kwargs |= {"salt": self.salts[op.name], "axes": random_axes(op.layouts[0] if op.layouts else ())}
-        seed = self._seed_of(op) if is_random(op) else None
+            kwargs["seed"] = self._seed_of(op)
+        kwargs |= {_KEYWORDS[number]: self.numbers[number] for number in self.read_numbers[op.name]}
         node = self.graph.create_node(
             "call_function",
             _FUNCTIONS.get(target) or resolve(target),
@@ -186,10 +182,6 @@ class Emitter:
             {key: self._argument(value) for key, value in kwargs.items()},
             name=op.name,
         )
-        if is_random(op):
-            node.update_kwarg("seed", seed)
-        for number in numbers:
-            node.update_kwarg(_KEYWORDS[number], self.numbers[number])
         node.meta["op"] = op.name
         node.meta["takes"] = tuple(n.meta["types"] for n in node.all_input_nodes if "types" in n.meta)
         layouts = op.layouts or ((),) * len(op.outputs)
@@ -202,14 +194,12 @@ class Emitter:
             )
             self.values[Ref(op.name, i)] = _typed(part, op.outputs[i], layouts[i])
 
-    def _seed_of(self, op: Op) -> fx.Node | None:
+    def _seed_of(self, op: Op) -> fx.Node:
         """The micro-batch's seed; the step's for what all samples share: one device draws it once."""
-        layout = dict(op.layouts[0]) if op.layouts else {}
-        if self.seed is None or self.period == 1 or layout.get(BATCH, P).kind not in ("I", "R"):
-            return self.seed
-        return self.graph.create_node(
-            "call_function", operator.floordiv, (self.seed, self.period), name=f"{op.name}_seed"
-        )
+        layout, seed = dict(op.layouts[0]) if op.layouts else {}, self.numbers[SEED]
+        if self.period == 1 or layout.get(BATCH, P).kind not in ("I", "R"):
+            return seed
+        return self.graph.create_node("call_function", operator.floordiv, (seed, self.period), name=f"{op.name}_seed")
 
     def _region(self, op: Op) -> tuple[fx.Node, ...]:
         """The place of a region's code, which the runtime fills."""

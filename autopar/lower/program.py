@@ -22,7 +22,7 @@ from functools import cached_property
 import torch
 from torch import fx
 
-from autopar.graph.graph import Block, Buffer, Graph, Layout, Parameter, Ref
+from autopar.graph.graph import Block, Buffer, Graph, Layout, Ref
 from autopar.graph.operator_kinds import made_again
 from autopar.lower.emit import (
     MICRO_BATCH_WEIGHT,
@@ -32,7 +32,6 @@ from autopar.lower.emit import (
     ancestors,
     is_random,
     layout_of,
-    numbers_of_batch,
     readable,
     str_name,
 )
@@ -259,17 +258,14 @@ class _Builder:
         inputs = [emitter.input(ref, graph.spec(ref), self.layout(ref)) for ref in reads]
         parameters = graph.block_parameters(block)
         inputs += [emitter.shared_parameter(p) for p in parameters if p.name in shared]
-        if any(is_random(op) for op in ops):
-            inputs.append(emitter.seed_input())
-        numbers = {op.name: numbers_of_batch(graph, op) for op in ops}
-        inputs += emitter.number_inputs(numbers.values())
+        inputs += emitter.number_inputs(graph, ops)
         owned = {p.name: p for p in parameters if p.name not in shared}
-        waiting: dict[str, Parameter] = dict(owned)
+        waiting = dict(owned)
         for op in ops:
             for ref in op.operands:
                 if ref.name in waiting:
                     emitter.parameter(waiting.pop(ref.name))
-            emitter.op(op, numbers=numbers[op.name])
+            emitter.op(op)
         outputs = tuple(dict.fromkeys((*graph.block_outputs(block), *(m.value for m in graph.block_mutations(block)))))
         shared_here = sorted(p.name in shared for p in parameters)
         mode = self.plan.blocks[block.index].recompute
@@ -301,13 +297,10 @@ class _Builder:
         batch = {leaf.name for leaf in graph.inputs} | self.changed
         given = [ref for ref in reads if ref.name in batch or ref in totals]
         inputs = [emitter.input(ref, graph.spec(ref), self.layout(ref)) for ref in given]
-        if any(is_random(op) for op in ops):
-            inputs.append(emitter.seed_input())
-        numbers = {op.name: numbers_of_batch(graph, op) for op in ops}
-        inputs += emitter.number_inputs(numbers.values())
+        inputs += emitter.number_inputs(graph, ops)
         buffers = tuple(emitter.buffer(b) for b in graph.buffers if Ref(b.name) in reads and b.name not in self.changed)
         for op in ops:
-            emitter.op(op, numbers=numbers[op.name])
+            emitter.op(op)
         return PreludeProgram(
             module=emitter.finish(outputs),
             inputs=tuple(inputs),
