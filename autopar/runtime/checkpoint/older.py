@@ -23,6 +23,7 @@ from autopar.errors import CheckpointError, reason
 from autopar.runtime.checkpoint import checkpoint_index
 from autopar.runtime.checkpoint.checkpoint_index import AGAIN, Entry, Piece
 from autopar.runtime.checkpoint.chunk_files import OLD_INDEX, Source
+from autopar.runtime.step.global_loss import SCALER_NUMBERS
 
 _CLASSES = {
     (metadata.__name__, name): getattr(metadata, name)
@@ -44,8 +45,6 @@ _CLASSES = {
 """What torch writes into metadata, from 2.11 to 2.13; a dtype of torch is known besides."""
 
 _PATHS = frozenset({"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"})
-
-_SCALER = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 
 class _Metadata(pickle.Unpickler):
@@ -179,7 +178,7 @@ class OlderFolder(Source):
         for name in ("seed", "step", "scaler"):
             if f"progress.{name}" in self.tensors:
                 found = self._loaded(f"progress.{name}", (0,) if name == "scaler" else ()).tolist()
-                progress[name] = dict(zip(_SCALER, found, strict=True)) if name == "scaler" else found
+                progress[name] = dict(zip(SCALER_NUMBERS, found, strict=True)) if name == "scaler" else found
         settings: list[Any] = []
         of: dict[str, int] = {}
         for name in self._metadata.state_dict_metadata:
@@ -190,7 +189,6 @@ class OlderFolder(Source):
             "progress": progress,
             "optimizer": {"settings": settings, "of": of, "numbers": {}},
             "states": {},
-            "extra": None,
         }
 
     def _loaded(self, name: str, offset: tuple[int, ...]) -> Any:
