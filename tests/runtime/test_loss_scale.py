@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache, partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,3 +101,17 @@ def test_a_scaler_that_is_off_does_nothing(precision: Precision, options: dict[s
 def test_a_mean_over_a_split_dim_stays_in_float16s_range() -> None:
     half = torch.full((256, 256), 2.0, dtype=torch.float16)
     assert partial_mean(half, (0, 1), False, 2 * half.numel()).item() == 1.0
+
+
+def test_a_load_that_is_refused_leaves_the_optimizer_as_it_was(tmp_path: Path) -> None:
+    """Between a step and its ``scaler.step``: states are made by a step, which scaled gradients do not allow."""
+    parallel, batch = build(), SUBJECT.make_batch(8, seed=0)
+    parallel.grad_scaler()
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.25)
+    parallel.save(tmp_path / "saved")
+    parallel.train_step(batch)
+    before = [p.grad for p in parallel.parameters()]
+    with pytest.raises(UsageError, match="would step by the gradients of the scaled loss"):
+        parallel.load(tmp_path / "saved", optimizer)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.25]
+    assert all(p.grad is grad for p, grad in zip(parallel.parameters(), before, strict=True))

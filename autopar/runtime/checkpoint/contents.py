@@ -194,19 +194,19 @@ def make_state(optimizer: Optimizer) -> bool:
     if all(p in optimizer.state for p in parameters):
         return False
     is_new = not optimizer.state
-    kept = [(group.get("lr"), p.grad) for group in optimizer.param_groups for p in group["params"]]
-    rates = [group.get("lr") for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        if "lr" in group:
-            group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
-        for p in group["params"]:
+    gradients = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
+    rates = [(group, group["lr"]) for group in optimizer.param_groups if "lr" in group]
+    try:
+        for group, rate in rates:
+            group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
+        for p, _ in gradients:
             p.grad = torch.zeros_like(p) if p.requires_grad else None
-    optimizer.step()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        if "lr" in group:
+        optimizer.step()
+    finally:  # the step may be refused
+        for group, rate in rates:
             group["lr"] = rate
-    for (_, grad), p in zip(kept, (p for group in optimizer.param_groups for p in group["params"]), strict=True):
-        p.grad = grad
+        for p, gradient in gradients:
+            p.grad = gradient
     return is_new
 
 
