@@ -687,3 +687,15 @@ def test_a_tensor_on_meta_that_is_no_buffer_is_refused_by_name() -> None:
     batch = {"x": torch.ones(4, 4)}
     with pytest.raises(UsageError, match=r"factor.*was made on meta and has no value"):
         autopar.parallelize(model, cluster="cpu:1x1", example_inputs=batch, global_batch_size=4)
+
+
+def test_a_configuration_that_cannot_be_written_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    """As by transformers, whose ``save_pretrained`` refuses generation configurations that contradict themselves."""
+    model = SUBJECT.build()
+    model.generation_config.do_sample, model.generation_config.temperature = False, 0.5
+    folder = tmp_path / "weights"
+    with pytest.raises(
+        UsageError, match=r"transformers does not write the model's configuration.*Correct model\.config or"
+    ):
+        build(model).save_pretrained(folder)
+    assert not list(tmp_path.iterdir())

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.errors import UsageError, reason
+from autopar.errors import UsageError, first_line, reason
 from autopar.graph.graph import Graph
 from autopar.runtime.checkpoint import write
 from autopar.runtime.checkpoint.chunk_files import Part, as_bytes, header
@@ -224,6 +224,15 @@ class Export:
                 config.save_pretrained(place)
         except OSError as error:
             return _failed(place, error)
+        except (
+            ValueError,
+            TypeError,
+        ) as error:  # transformers refuses to write a configuration that contradicts itself
+            return UsageError(
+                f"Cannot write the weights to {place}: transformers does not write the model's configuration",
+                got=first_line(error),
+                fix="Correct model.config or model.generation_config before autopar.parallelize, which keeps copies of them",
+            )
         return None
 
 
