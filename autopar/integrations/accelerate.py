@@ -219,12 +219,25 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """What :meth:`save_state` wrote, under any plan.
 
         Raises:
-            UsageError: no folder is named.
+            UsageError: no folder is named, :meth:`save_state` did not write it, or other objects are registered than were then.
             CheckpointError: there is no checkpoint, or a damaged one.
         """
         if input_dir is None:
             raise UsageError.missing("folder of a checkpoint", fix="Name it: accelerator.load_state(DIR)")
         found = self.parallel_model.load(input_dir, self._optimizer(), **self._beside())
+        if not isinstance(found, dict) or not found.keys() >= {"step", "custom"}:
+            raise UsageError(
+                f"The checkpoint {input_dir} was not written by accelerator.save_state",
+                fix="Call par.load(DIR, optimizer) for a checkpoint of par.save; the model and the optimizer are loaded",
+            )
+        if len(found["custom"]) != len(self._custom_objects):
+            raise UsageError.mismatch(
+                "The number of objects registered for checkpointing",
+                where=input_dir,
+                expected=len(found["custom"]),
+                got=len(self._custom_objects),
+                fix="Call accelerator.register_for_checkpointing(...) as before the save; the model and the optimizer are loaded",
+            )
         self.step = found["step"]
         for one, state in zip(self._custom_objects, found["custom"], strict=True):
             one.load_state_dict(state)

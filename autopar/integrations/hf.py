@@ -298,7 +298,8 @@ def _last_complete(root: Path) -> str:
         UsageError: there is none.
     """
     prefix = f"{PREFIX_CHECKPOINT_DIR}-"
-    found = [path.parent for path in root.glob(f"{prefix}*/{_STATE}")]
+    complete = (path.parent for path in root.glob(f"{prefix}*/{_STATE}"))
+    found = [path for path in complete if path.name.removeprefix(prefix).isdecimal()]  # no copies under other names
     if not found:
         raise UsageError(
             f"No complete checkpoint in {root}", fix="Call trainer.train() without resume_from_checkpoint to begin"
