@@ -162,7 +162,7 @@ class Emitter:
     def op(self, op: Op) -> None:
         """Adds one call, of an operator that :meth:`number_inputs` was given; several outputs are taken apart."""
         target, args, kwargs = op.target, list(op.args), dict(op.kwargs)
-        if not op.operands and target.startswith("aten.") and _has_device(target):
+        if takes_device(op):
             kwargs["device"] = self.device
         if target == OPAQUE:
             self.root.add_module(f"{op.name}_region", Holder(region_of(str(args[0]))))
@@ -266,9 +266,11 @@ def _comment(node: fx.Node) -> str:
     return f"{list(node.meta['spec'].shape)} {types}".rstrip()
 
 
-def _has_device(target: str) -> bool:
-    overload = resolve(target)
-    schema = getattr(overload, "_schema", None)
+def takes_device(op: Op) -> bool:
+    """Whether the operator makes a tensor of no other, on a device that it is told."""
+    if op.operands or not op.target.startswith("aten."):
+        return False
+    schema = getattr(resolve(op.target), "_schema", None)
     return schema is not None and any(argument.name == "device" for argument in schema.arguments)
 
 
@@ -304,11 +306,11 @@ def readable(module: fx.GraphModule) -> str:
     return "\n".join(lines)
 
 
-def ancestors(graph: Graph, wanted: Sequence[Ref], stop: frozenset[Ref] = frozenset()) -> tuple[Op, ...]:
-    """Operators of the prelude that ``wanted`` depends on, in order; nothing behind the values in ``stop``."""
+def ancestors(ops: Sequence[Op], wanted: Iterable[Ref], stop: frozenset[Ref] = frozenset()) -> tuple[Op, ...]:
+    """Those of ``ops`` that ``wanted`` depends on, in order; nothing behind the values in ``stop``."""
     needed = {ref.name for ref in wanted if ref not in stop}
     found: list[Op] = []
-    for op in reversed(graph.prelude):
+    for op in reversed(ops):
         if op.name in needed:
             found.append(op)
             needed |= {ref.name for ref in op.operands if ref not in stop}

@@ -291,7 +291,7 @@ class _Builder:
     def prelude(self, name: str, wanted: Iterable[Ref], totals: frozenset[Ref]) -> PreludeProgram:
         """The operators behind ``wanted``; values of ``totals`` come from outside."""
         graph, outputs = self.graph, tuple(wanted)
-        ops = ancestors(graph, outputs, totals)
+        ops = ancestors(graph.prelude, outputs, totals)
         reads = dict.fromkeys((*(ref for op in ops for ref in op.operands), *outputs))
         emitter = Emitter(name, self.salts, self.device, self.period)
         batch = {leaf.name for leaf in graph.inputs} | self.changed

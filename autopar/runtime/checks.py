@@ -167,7 +167,7 @@ def unknown_in_eval(program: Program, model: nn.Module) -> tuple[str, ...]:
     """
     graph = program.graph
     norms = [op for op in (*graph.prelude, *graph.ops) if op.target == _RUNNING]
-    of_sums = {op.name for op in ancestors(graph, graph.sums)}
+    of_sums = {op.name for op in ancestors(graph.prelude, graph.sums)}
     if not all(isinstance(_module(model, op.module), _BatchNorm) and op.name not in of_sums for op in norms):
         return tuple(buffer.fqn for buffer in program.state)
     return tuple(buffer.fqn for buffer in program.state if not _is_of_norm(model, buffer.fqn))
@@ -231,7 +231,7 @@ class MemoryReport:
     def __init__(self, plan: Plan, world: World, held: Sequence[Held], steps: LocalSteps) -> None:
         self._plan, self._world, self._held, self._steps = plan, world, held, steps
 
-    def error(self, _: BaseException) -> OutOfMemoryError:
+    def error(self) -> OutOfMemoryError:
         """The error with predicted and actual bytes of this rank by category, and what to pin."""
         planned, actual = self._planned(), self._actual()
         rows = [

@@ -354,7 +354,7 @@ class Calls:
             except Exception as error:
                 self._gradients.abandon()
                 if self.memory is not None and is_out_of_memory(error):
-                    raise self.memory.error(error) from error
+                    raise self.memory.error() from error
                 if found := _LACKING.match(str(error)):
                     raise _no_kernel(*found.groups()) from error
                 raise

@@ -21,9 +21,8 @@ from autopar.errors import UsageError
 from autopar.graph.elements import Leaf, Outputs
 from autopar.graph.graph import Input, Op, Ref
 from autopar.graph.interpreter import run
-from autopar.lower.emit import layout_of
+from autopar.lower.emit import ancestors, layout_of, takes_device
 from autopar.lower.program import Program
-from autopar.ops.kernels import resolve
 from autopar.plan.plan import Plan
 from autopar.runtime.joined_values import Join, Samples, Tap, rebuilt
 from autopar.runtime.state_dict import full_state_dict
@@ -235,7 +234,7 @@ class ModelOutputs:
         left = derived if not communicates and self._world.mesh.world_size > 1 else []
         if left:
             wanted, derived = [leaf for leaf in wanted if leaf not in left], []
-        needed = _ancestors(outputs.ops, [leaf.ref for leaf in derived if leaf.ref is not None])
+        needed = ancestors(outputs.ops, [leaf.ref for leaf in derived if leaf.ref is not None])
         complete, split = self._joined(wanted, needed, samples, partial, gather=gather, plain=not communicates)
         env = complete | self._given(given, wanted, needed)
         if needed:
@@ -320,7 +319,9 @@ class ModelOutputs:
                 fix=f"Pass {outputs.batch_size} samples, the complete global batch",
             )
         names = {op.name for op in needed}
-        ops = [_on(op, self._world.device) for op in outputs.ops_at(samples.total) if op.name in names]
+        ops = [op for op in outputs.ops_at(samples.total) if op.name in names]
+        device = ("device", self._world.device)
+        ops = [replace(op, kwargs=(*op.kwargs, device)) if takes_device(op) else op for op in ops]
         with torch.no_grad():
             run(ops, env)
 
@@ -344,16 +345,6 @@ class ModelOutputs:
             _LOGGER.warning("an output of the model is None, %s", text)
 
 
-def _ancestors(ops: Sequence[Op], wanted: Sequence[Ref]) -> list[Op]:
-    names = {ref.name for ref in wanted}
-    found: list[Op] = []
-    for op in reversed(ops):
-        if op.name in names:
-            found.append(op)
-            names |= {ref.name for ref in op.operands}
-    return found[::-1]
-
-
 def _samples(value: Any, leaf: Input) -> int:
     assert leaf.batch_dim is not None
     return int(value.shape[leaf.batch_dim]) if isinstance(value, Tensor) and value.dim() > leaf.batch_dim else 0
@@ -362,12 +353,3 @@ def _samples(value: Any, leaf: Input) -> int:
 def _zeros(leaf: Input, samples: int) -> Tensor:
     shape = [samples if dim == leaf.batch_dim else size for dim, size in enumerate(leaf.spec.shape)]
     return torch.zeros(shape, dtype=leaf.spec.dtype)
-
-
-def _on(op: Op, device: torch.device) -> Op:
-    """A call that makes a tensor of nothing, on the device."""
-    if op.operands or not op.target.startswith("aten."):
-        return op
-    schema = getattr(resolve(op.target), "_schema", None)
-    takes = schema is not None and any(argument.name == "device" for argument in schema.arguments)
-    return replace(op, kwargs=(*op.kwargs, ("device", device))) if takes else op

@@ -388,7 +388,7 @@ class ParallelModel(PlannedModule):
 
     def memory_error(self, error: BaseException) -> AutoparError:
         """Of an error of torch's that there is no memory left: one that says what was predicted, and what there is."""
-        return self._memory_report.error(error)
+        return self._memory_report.error()
 
     def dataloader(self, dataset: Dataset[Any], **options: Any) -> PlannedLoader | StreamLoader:
         """A ``torchdata.stateful_dataloader.StatefulDataLoader`` that gives each rank its part of global batches.
