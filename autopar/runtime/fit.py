@@ -89,7 +89,7 @@ def fit(  # noqa: PLR0913  keywords of the public call
     Raises:
         NonFiniteError: see ``on_non_finite``.
         OutOfMemoryError: a device has no memory left; says what was predicted and what there is.
-        UsageError: a number is out of range, or ``batches`` is empty.
+        UsageError: a number is out of range, ``batches`` is empty, or another loop saved the newest of ``checkpoints``.
     """
     for name, value in (("steps", steps), ("save_every", save_every), ("accumulate", accumulate)):
         if value < 1:
@@ -141,15 +141,25 @@ class _Loop:
         self.agreed, self.next_agreement, self.agreed_at = 0, 1, time.monotonic()
 
     def resume(self) -> None:
-        """Where there is a checkpoint: at its step."""
+        """Where there is a checkpoint: at its step.
+
+        Raises:
+            UsageError: another loop saved it, which may count its steps and batches otherwise.
+        """
         if self.checkpoints is None:
             return
         loader = self.batches if self.has_state else None
         if self.checkpoints.load(self.par, self.optimizer, scheduler=self.scheduler, dataloader=loader) is None:
             return
-        known = self.checkpoints.extra or {}
-        self.step, self.epoch = int(known["fit"]["step"]), int(known["fit"]["epoch"])
-        self.saved, self.skipped = self.step, int(known["fit"]["skipped"])
+        extra = self.checkpoints.extra
+        if not isinstance(extra, dict) or "fit" not in extra:
+            raise UsageError(
+                f"The newest checkpoint in {self.checkpoints.root} was not saved by autopar.fit",
+                fix="Name another folder in Checkpoints(...), and call par.load(DIR, optimizer) before fit to begin with that one",
+            )
+        known = extra["fit"]
+        self.step, self.epoch = int(known["step"]), int(known["epoch"])
+        self.saved, self.skipped = self.step, int(known["skipped"])
         self.agreed, self.next_agreement = self.step, self.step + 1
         if not self.has_state:
             self.epoch = 0

@@ -280,3 +280,11 @@ def test_starts_of_a_job_share_nothing_in_its_store() -> None:
         assert {one.get("place").decode() for one in found} == {str(len(places) - 1)}
     with pytest.raises(RankFailedError, match="Some rank did not come"):
         fresh(PrefixStore("alone", store), 0, 2, timeout_s=0.1)
+
+
+def test_checkpoints_of_a_loop_of_ones_own_are_told_from_those_of_fit(tmp_path: Path) -> None:
+    par, optimizer, _ = job()
+    checkpoints = autopar.Checkpoints(tmp_path)
+    checkpoints.save(par, optimizer, extra={"epoch": 3})
+    with pytest.raises(UsageError, match=r"was not saved by autopar\.fit.*Name another folder"):
+        autopar.fit(par, optimizer, batches(), steps=1, checkpoints=checkpoints)
