@@ -313,9 +313,11 @@ def planned_loader(  # noqa: PLR0913  keywords of the public call
         check_smaller: raises where the model cannot compute a batch of so many samples, which is smaller than the plan's.
 
     Raises:
-        UsageError: a batch is larger than the plan's, or has samples that cannot be computed; a stream shall be shuffled.
+        UsageError: a batch is larger than the plan's, smaller than 1, or has samples that cannot be computed; a stream shall be shuffled.
     """
     size = batch_size or plan.global_batch_size
+    if size < 1:
+        raise UsageError(f"The batch_size is {size}", fix="Give 1 or more, or leave it out: it is the plan's then")
     if size > plan.global_batch_size:
         raise UsageError(
             f"A batch of {size} samples is larger than that of the plan ({plan.global_batch_size})",

@@ -187,6 +187,8 @@ def test_what_cannot_be_loaded_is_refused(plans: dict[str, Plan]) -> None:
         streams(plans["dp2"], shuffle=True)
     with pytest.raises(UsageError, match="persistent_workers=True is not supported"):
         streams(plans["dp2"], num_workers=1, persistent_workers=True)
+    with pytest.raises(UsageError, match=r"The batch_size is -1.*Give 1 or more"):
+        loaders(plans["dp2"], batch_size=-1)
     with pytest.raises(UsageError, match=r"A batch of 16 samples is larger than that of the plan \(8\)"):
         loaders(plans["dp2"], batch_size=16)
     (loader,) = loaders(plans["one"])
