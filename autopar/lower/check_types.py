@@ -12,7 +12,8 @@ world size, and ``spmd_types.checker`` infers types beside those that the progra
 
 Stated and inferred types must agree; operands have the types that their operator was lowered for;
 shapes are as stated, and so are block outputs and the loss: I on every axis of the program, a
-pending sum over samples. At last gradients are followed from the loss to the parameters (backward.py).
+pending sum over samples. At last gradients are followed from the loss to the parameters
+(:mod:`autopar.lower.check_sums`).
 """
 
 from __future__ import annotations
@@ -226,12 +227,7 @@ class _Check:
             elif found is spmd_types.R and stated == "S" and _target(node) == "aten.expand.default":
                 spmd_types.mutate_type(result, collectives.group(axis), src=spmd_types.R, dst=spmd_types.V)
             elif found is not _LOCAL[stated]:
-                raise InternalError(
-                    "The result of the operator has the wrong type",
-                    where=place,
-                    expected=f"{axis}: {stated}",
-                    got=f"{found}",
-                )
+                raise _wrong_type(place, axis, stated, found)
 
     def check_values(self, result: torch.Tensor, node: fx.Node, place: str) -> None:
         """Without a gradient I is R; the checker's R is enough."""
@@ -240,12 +236,7 @@ class _Check:
             if found is spmd_types.V and stated == "P":
                 spmd_types.mutate_type(result, collectives.group(axis), src=spmd_types.V, dst=spmd_types.P)
             elif found is spmd_types.V and stated in ("R", "I"):
-                raise InternalError(
-                    "The result of the operator has the wrong type",
-                    where=place,
-                    expected=f"{axis}: {stated}",
-                    got=f"{found}",
-                )
+                raise _wrong_type(place, axis, stated, found)
 
     def globally(self, node: fx.Node, call: Callable[..., Any], place: str) -> None:
         """The operator once more on operands of the stated types, with dims."""
@@ -262,19 +253,12 @@ class _Check:
             stated, found = self.kind(node, axis), spmd_types.maybe_get_axis_local_type(result, collectives.group(axis))
             same = not node.meta["spec"].requires_grad and stated in ("R", "I")
             if stated is not None and found is not _LOCAL[stated] and not same:
-                raise InternalError(
-                    "The result of the operator has the wrong type, dims considered",
-                    where=place,
-                    expected=f"{axis}: {stated}",
-                    got=f"{found}",
-                )
+                raise _wrong_type(place, axis, stated, found, ", dims considered")
 
     # --- tensors
 
     def tensor(self, node: fx.Node, *, with_dims: bool = False) -> torch.Tensor:
-        spec: TensorSpec = node.meta["spec"]
-        tensor = torch.empty(spec.shape, dtype=spec.dtype, device="meta", requires_grad=spec.requires_grad)
-        return self.annotate(tensor, node, with_dims=with_dims)
+        return self.annotate(_empty(node.meta["spec"]), node, with_dims=with_dims)
 
     def annotate(self, tensor: torch.Tensor, node: fx.Node, *, with_dims: bool = False) -> torch.Tensor:
         dims: list[list[str]] = [[] for _ in tensor.shape]
@@ -314,6 +298,15 @@ _FLATTENS = "Attempted to flatten multiple dimensions"
 dim, which they cannot where another than the first of these is split: there local types alone are checked."""
 
 _LOCAL = {"I": spmd_types.I, "R": spmd_types.R, "S": spmd_types.V, "P": spmd_types.P}
+
+
+def _wrong_type(place: str, axis: str, stated: str, found: object, beside: str = "") -> InternalError:
+    return InternalError(
+        f"The result of the operator has the wrong type{beside}",
+        where=place,
+        expected=f"{axis}: {stated}",
+        got=f"{found}",
+    )
 
 
 def _text(layout: Layout) -> str:
