@@ -79,7 +79,7 @@ class World:
         for dims in self.meshes:
             for made in dims.get_all_groups():
                 self._limit(made)
-        self._groups: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
+        self._groups: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = {}
         self._host_group: dist.ProcessGroup | None = None
 
     def check_job(self) -> None:
@@ -178,11 +178,9 @@ class World:
 
     def partition_group(self, groups: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup | None:
         """This rank's group of several disjoint ones, made once; None for a rank in none of them."""
-        mine = next((group for group in groups if self.rank in group), None)
         if groups == (tuple(range(self.mesh.world_size)),):
             return dist.group.WORLD
         if groups not in self._groups:
             made = [dist.new_group(list(group), timeout=self._timeout) for group in groups]
-            own = next((g for ranks, g in zip(groups, made, strict=True) if ranks == mine), made[0])
-            self._groups[groups] = own
-        return self._groups[groups] if mine is not None else None
+            self._groups[groups] = next((g for ranks, g in zip(groups, made, strict=True) if self.rank in ranks), None)
+        return self._groups[groups]
