@@ -32,7 +32,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 class _Packed:
     """A tensor that autograd saved, as a view of a storage that moves."""
 
-    owner: _Saved
     slot: int
     dtype: torch.dtype
     size: torch.Size
@@ -96,18 +95,17 @@ class _Saved:
         if slot == len(self._here):
             self._here.append(_as_bytes(storage, tensor.device))
             self._devices.append(tensor.device)
-        return _Packed(self, slot, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        return _Packed(slot, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def unpack(self, packed: Tensor | _Packed) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        owner = packed.owner
-        owner.come_up()
-        before = None if owner._before is None else owner._before()
+        self.come_up()
+        before = None if self._before is None else self._before()
         if before is not None:
             before.come_up()
-        owner._before = None
-        here = owner._arrived(packed.slot)
+        self._before = None
+        here = self._arrived(packed.slot)
         found = torch.empty(0, dtype=packed.dtype, device=here.device)
         return found.set_(here.untyped_storage(), packed.offset, packed.size, packed.stride)
 
