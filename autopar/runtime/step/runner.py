@@ -158,12 +158,11 @@ class Pipeline:
         ]
         chunked = {leaf.name: leaf.batch_dim for leaf in program.graph.inputs if leaf.batch_dim is not None}
         self._chunked = tuple(chunked)
-        chunked = {INPUT + name: dim for name, dim in chunked.items()}
         self._numbers = torch.arange(plan.num_micro_batches)
         options: dict[str, Any] = {
             "n_microbatches": plan.num_micro_batches,
             "loss_fn": lambda output, _: scaled(output),  # the last stage's graph ends in the loss
-            "kwargs_chunk_spec": _chunk_specs(chunked),
+            "kwargs_chunk_spec": {INPUT + name: TensorChunkSpec(dim) for name, dim in chunked.items()},  # type: ignore[no-untyped-call]
             "scale_grads": False,
         }
         match plan.schedule:
@@ -295,10 +294,6 @@ def _named(index: int) -> Iterator[None]:
         if first is error:
             raise
         raise first from first.__cause__
-
-
-def _chunk_specs(dims: Mapping[str, int]) -> dict[str, TensorChunkSpec]:
-    return {name: TensorChunkSpec(dim) for name, dim in dims.items()}  # type: ignore[no-untyped-call]
 
 
 def _check(plan: Plan) -> None:
