@@ -39,20 +39,19 @@ def step_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     """
     if not isinstance(model, ParallelModel):
         return loss_of(model(**batch))
-    par = model
-    parameters = [p for p in par.parameters() if p.requires_grad]
+    parameters = [p for p in model.parameters() if p.requires_grad]
     earlier = [p.grad for p in parameters]
     for p in parameters:
         p.grad = None
     try:
-        loss = par.train_step(batch).as_subclass(Tensor)
+        loss = model.train_step(batch).as_subclass(Tensor)
         made = [p.grad for p in parameters]
     finally:
         for p, grad in zip(parameters, earlier, strict=True):
             p.grad = grad
     pairs = [(p, grad) for p, grad in zip(parameters, made, strict=True) if grad is not None]
     start = torch.zeros((), dtype=loss.dtype, device=loss.device, requires_grad=True)
-    return cast("Tensor", _Ready.apply(start, loss, pairs, par._scale, *parameters))  # type: ignore[no-untyped-call]
+    return cast("Tensor", _Ready.apply(start, loss, pairs, model._scale, *parameters))  # type: ignore[no-untyped-call]
 
 
 def scaler_of(par: ParallelModel, **options: Any) -> GradScaler | None:
