@@ -1,4 +1,4 @@
-"""Sums in the checks of one rank's graph: each gradient is summed where it must be, and only there; what is linear in a pending sum.
+"""Sums in the checks of one rank's graph: each gradient is summed where it must be, and only there; which operators pass pending sums.
 
 **Gradients.** The check needs nothing of the strategies that were chosen, only what a plain operator does backward, one axis at a time: the
 gradient that it passes to an operand differs between ranks if the one that arrives does, if another operand differs, or
@@ -8,7 +8,8 @@ What the types say must be that; of a parameter at rest the types say whether th
 The checker of emitted code infers types too, but not of operators that it does not know and that a pending sum on another
 axis passes, nor of those with several outputs.
 
-**Pending sums.**
+**Pending sums.** An operator that is linear in an operand may be given ranks' summands of it: its results are summands of the result.
+The checker knows that of functions of torch. Of operators of our own, and of products with a bias, it is said here.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class Samples:
 
     Attributes:
         counts: of each data rank's; those of all ranks make the batch.
-        own: of each of this rank's micro-batches; None: they are full.
+        partial: which samples each of this rank's micro-batches has; None: they are full.
         is_global: whether all ranks were given one batch.
         total: of the batch that was given.
     """
@@ -72,11 +72,7 @@ class Tap:
 
 
 class Join:
-    """Joins values on one rank; all ranks call it alike.
-
-    Args:
-        count: micro-batches of a complete step.
-    """
+    """Joins values on one rank; all ranks call it alike."""
 
     def __init__(self, program: Program, world: World) -> None:
         self._world = world

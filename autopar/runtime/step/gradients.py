@@ -249,10 +249,8 @@ class Norm:
             if (grad := h.gradient) is not None:
                 by_copies.setdefault(h.copies, []).append(grad)
         square = torch.zeros((), device=self.device, dtype=self.dtype)
-        for (
-            copies,
-            grads,
-        ) in by_copies.items():  # a tensor of weights would be made on the host, which then waits for the device
+        for copies, grads in by_copies.items():
+            # one by one: a tensor of weights would be made on the host, which then waits for the device
             norms = torch.stack([n.to(self.dtype) for n in torch._foreach_norm(grads)])
             square += norms.square().sum() / copies
         if self.group is not None:
