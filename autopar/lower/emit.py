@@ -161,7 +161,8 @@ class Emitter:
 
     def op(self, op: Op) -> None:
         """Adds one call, of an operator that :meth:`number_inputs` was given; several outputs are taken apart."""
-        target, args, kwargs = op.target, list(op.args), dict(op.kwargs)
+        target, args = op.target, list(op.args)
+        kwargs: dict[str, Any] = dict(op.kwargs)
         if takes_device(op):
             kwargs["device"] = self.device
         if target == OPAQUE:
