@@ -17,10 +17,10 @@ import shutil
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -148,20 +148,14 @@ Box = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...], torch.dtype]
 class _Told:
     """What a rank tells rank 0 before anything is written."""
 
-    boxes: tuple[Box, ...] = ()
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    numbers: Mapping[str, Any] = field(default_factory=dict)
-    states: Mapping[str, State] = field(default_factory=dict)
-    error: AutoparError | None = None
+    boxes: tuple[Box, ...]
+    settings: Mapping[str, Any]
+    numbers: Mapping[str, Any]
+    states: Mapping[str, State]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Order:
-    """What rank 0 answers: which tensors to write, and where."""
-
-    names: frozenset[str] = frozenset()
-    target: Target = field(default_factory=Target)
-    error: AutoparError | None = None
+_Order: TypeAlias = tuple[frozenset[str], Target]
+"""What rank 0 answers: which tensors to write, and where."""
 
 
 class Save:
@@ -179,22 +173,22 @@ class Save:
         self.folder = Path(path).absolute()
         self._plan = values["plan"]
         parts = [] if isinstance(own, AutoparError) else once(own.parts)
-        told = _Told(error=own) if isinstance(own, AutoparError) else _told(parts, own)
+        told = own if isinstance(own, AutoparError) else _told(parts, own)
         said, self._values, self._shapes = meeting.gather(told), dict(values), dict[str, Box]()
-        orders: list[_Order] = []
+        orders: Sequence[_Order | AutoparError] = []
         if meeting.rank == 0:
             try:
                 orders = self._orders(said)
             except AutoparError as error:
-                orders = [_Order(error=error)] * meeting.size
+                orders = [error] * meeting.size
             except OSError as error:
-                orders = [_Order(error=self._failed(error))] * meeting.size
+                orders = [self._failed(error)] * meeting.size
         order = meeting.scatter(orders)
-        if order.error is not None:
-            raise order.error
-        self._target = order.target
-        self.parts = [part for part in parts if part.name in order.names]
-        self._name = f"data-{order.target.generation}-{meeting.rank:05d}.safetensors"
+        if isinstance(order, AutoparError):
+            raise order
+        names, self._target = order
+        self.parts = [part for part in parts if part.name in names]
+        self._name = f"data-{self._target.generation}-{meeting.rank:05d}.safetensors"
 
     def write(self, meeting: Meeting) -> None:
         """Writes and commits.
@@ -213,16 +207,18 @@ class Save:
             give_up(self.folder, self._target, own=self._name, is_first=meeting.rank == 0)
             raise problem
 
-    def _orders(self, said: Sequence[_Told]) -> list[_Order]:
+    def _orders(self, answers: Sequence[_Told | AutoparError]) -> list[_Order]:
         """On rank 0: who writes what; makes the folder for it.
 
         Raises:
             AutoparError: a rank cannot say what it has, or they do not fit together.
             OSError: the folder cannot be made.
         """
-        for told in said:
-            if told.error is not None:
-                raise told.error
+        said: list[_Told] = []
+        for told in answers:
+            if isinstance(told, AutoparError):
+                raise told
+            said.append(told)
         states, dropped = _states(said)
         names = _shares([told.boxes for told in said], dropped)
         self._shapes = {box[0]: box for told in said for box in told.boxes}
@@ -230,7 +226,7 @@ class Save:
         self._values["states"] = states
         target = look(self.folder)
         begin(self.folder, target)
-        return [_Order(names=frozenset(own), target=target) for own in names]
+        return [(frozenset(own), target) for own in names]
 
     def _written(self, rank: int) -> tuple[File | None, dict[str, Piece]] | AutoparError:
         """This rank's file."""
