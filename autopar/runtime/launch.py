@@ -66,7 +66,9 @@ def launch(
         try:
             with alarm.watched("parallelize"):
                 alarm.runs()
-                world = World(_checked(plan, graph).mesh, device_type, collective_timeout_s=collective_timeout_s)
+                check_plan(plan)
+                check_model(plan, graph.name, graph.fingerprint)
+                world = World(plan.mesh, device_type, collective_timeout_s=collective_timeout_s)
                 return _built(model, plan, graph, world, weights=weights, seed=seed, log_dir=log_dir)
         finally:
             alarm.close()
@@ -95,12 +97,6 @@ def _built(
     else:
         take_first_rank_weights(model, world.device)
     return ParallelModel(program, world, source, seed=seed, log_dir=log_dir)
-
-
-def _checked(plan: Plan, graph: Graph) -> Plan:
-    check_plan(plan)
-    check_model(plan, graph.name, graph.fingerprint)
-    return plan
 
 
 def _from_first_rank(make: Make) -> tuple[Plan, Graph]:

@@ -248,10 +248,10 @@ class LocalSteps:
         self._copies.wait()
         lists = [group["params"] for group in optimizer.param_groups]
         states: defaultdict[Tensor, Any] = defaultdict(dict)
-        kept, optimizer_state = optimizer.state, optimizer.state
+        kept = optimizer.state
         try:
             for group in optimizer.param_groups:
-                group["params"] = [self._lent_with(parameter, optimizer_state, states) for parameter in group["params"]]
+                group["params"] = [self._lent_with(parameter, kept, states) for parameter in group["params"]]
         except UsageError:
             for group, parameters in zip(optimizer.param_groups, lists, strict=True):
                 group["params"] = parameters
