@@ -217,10 +217,7 @@ class ParallelModel(PlannedModule):
         """
         with ordinary(), self._calls.together("evaluate"):
             self._calls.meet("evaluate")
-            return self._evaluate(batch)
-
-    def _evaluate(self, batch: Batch) -> Tensor:
-        return self._loss.of(self._quiet_forward(batch, "evaluate")[0])
+            return self._loss.of(self._quiet_forward(batch, "evaluate")[0])
 
     def _quiet_forward(self, batch: Batch, purpose: str) -> tuple[Tensor | None, PartialBatch | None]:
         """This rank's part of the loss, as in ``eval()``."""
