@@ -30,8 +30,7 @@ class StepGradients:
 
     def __init__(self, assembly: Assembly, plan: Plan, monitor: Monitor) -> None:
         self._assembly, self._monitor = assembly, monitor
-        leaves = [h for h in assembly.held if h.leaf is not None]
-        self._leaf_sums = BucketedSums(leaves, bucket_bytes=plan.bucket_bytes) if leaves else None
+        self._leaf_sums = BucketedSums(assembly.held, bucket_bytes=plan.bucket_bytes)
         self._late = [h for h in assembly.held if h.leaf is None and h.group is not None]
         self._set_aside = SetAside(dict.fromkeys((*self._late, *assembly.tied)))
         self._part = DATA if plan.mesh.data > 1 else COMPUTE
@@ -42,8 +41,7 @@ class StepGradients:
         if self.is_open:
             return
         self.is_open = True
-        if self._leaf_sums is not None:
-            self._leaf_sums.begin(num_backwards)
+        self._leaf_sums.begin(num_backwards)
         self._set_aside.begin()
 
     def finish(self) -> None:
@@ -51,9 +49,8 @@ class StepGradients:
         if not self.is_open:
             return
         self.is_open = False
-        if self._leaf_sums is not None:
-            with self._monitor.part(self._part):
-                self._leaf_sums.finish()
+        with self._monitor.part(self._part):
+            self._leaf_sums.finish()
         sum_in_place(self._late, lambda held: held.group)
         if self._assembly.tied:
             self._assembly.sum_copies_here()
