@@ -1,8 +1,8 @@
 """Operators that the table has no rule for: found by execution, kept, and said in the notes of a plan.
 
 The operator runs at planning time on small random operands of the ranks that it has in the graph, in float64, with its
-gradient. What is found for two ranks must hold for more as well, down to
-parts of length one; a dim that fails there stays whole. What a file keeps is verified again before it is used: the
+gradient: positive ones, and ones of both signs. What is found for two ranks must hold for more as well, down to
+parts of length one, and on both draws; a dim that fails there stays whole. What a file keeps is verified again before it is used: the
 implementation behind a name can change. An operator for which nothing is found is repeated on every rank, by name.
 
 The operator runs on random operands cut in two along every combination of dims of equal length

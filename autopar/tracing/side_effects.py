@@ -241,6 +241,11 @@ def _return_in(graph: fx.Graph, place_of: Callable[[fx.Node], str]) -> None:
         made = _written_to(node)
         if made is None or (memory := _memory(made)) is None:
             continue
+        if node.target is torch.ops.aten.detach_.default and made.target is torch.ops.aten.lift_fresh_copy.default:
+            node.replace_all_uses_with(made)  # a number in the code has no gradient to take off
+            sharing[memory].remove(node)
+            graph.erase_node(node)
+            continue
         others, (whole, *views) = sharing[memory], _parts(made)
         read = [
             n

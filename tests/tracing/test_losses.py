@@ -82,6 +82,7 @@ APART: dict[str, Loss] = {
     "distributions": lambda y, c, t: kl_divergence(
         Normal(y, F.softplus(y) + 0.1), Normal(torch.zeros(5), torch.ones(5))
     ).mean(),
+    "a distribution of numbers": lambda y, c, t: -Normal(0.0, 2.0).log_prob(y - t).mean(),
     "CTC": lambda y, c, t: F.ctc_loss(_frames(y), c.clamp(min=1), [12] * len(c), (2,) * len(c)),
     "CTC of targets one after the other": lambda y, c, t: F.ctc_loss(
         _frames(y), c[c > 0], torch.full((len(c),), 12), (c > 0).sum(1), reduction="sum"
