@@ -88,8 +88,14 @@ def cross_entropy_sum(
 def ctc_losses(
     log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int, zero_infinity: bool
 ) -> Tensor:
-    """Connectionist temporal classification, the loss of each sample [N]: log_probs [T, N, C], targets [N, S], lengths [N]."""
-    return F.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, "none", zero_infinity)
+    """Connectionist temporal classification, the loss of each sample [N]: log_probs [T, N, C], targets [N, S], lengths [N].
+
+    Torch's kernels read memory that is not theirs where a target is no class; here the loss of such a sample is nan.
+    """
+    known = targets.clamp(0, log_probs.shape[-1] - 1)
+    counts = torch.arange(targets.shape[-1], device=targets.device) < target_lengths.to(targets.device)[:, None]
+    losses = F.ctc_loss(log_probs, known, input_lengths, target_lengths, blank, "none", zero_infinity)
+    return losses.masked_fill(((known != targets) & counts).any(1), torch.nan)
 
 
 def scatter_sum(index: Tensor, source: Tensor, dim: int, shape: Sequence[int]) -> Tensor:

@@ -269,3 +269,14 @@ def test_dropout_keeps_what_its_stream_says_forward_and_backward(dtype: torch.dt
     weight = torch.randn(10, 6, dtype=dtype)
     (grad,) = torch.autograd.grad(found, x, weight)
     assert_close(grad, weight * kept * scale, close)
+
+
+def test_ctc_losses_of_targets_that_are_no_classes_are_nan() -> None:
+    """Behind a sample's length targets count nothing, whatever they are."""
+    logs = torch.randn(6, 4, 5).log_softmax(-1)
+    targets = torch.tensor([[1, 2, 3], [4, 2, -100], [1, 5, 2], [-1, 2, 3]])
+    lengths = torch.full((4,), 6), torch.tensor([3, 2, 2, 1])
+    found = plain.ctc_losses(logs, targets, *lengths, 0, False)
+    wanted = torch.nn.functional.ctc_loss(logs[:, :2], targets[:2], *(n[:2] for n in lengths), reduction="none")
+    assert_close(found[:2], wanted)
+    assert found[2:].isnan().all()
