@@ -1,4 +1,4 @@
-"""Modes of a user's code: stretches without gradient, operands of a product in one dtype, and all of it in float64.
+"""Modes of a user's code: stretches without gradient, operands of a product in one dtype, losses of selections, and all of it in float64.
 
 A graph is one list of operators, and ``run_decompositions`` too forgets where gradients were off: what was computed there
 would get one. So every tensor that enters such a stretch is cut off by ``detach``, which stays.
@@ -240,6 +240,7 @@ _MASKED = (torch.masked_select, Tensor.masked_select, Tensor.__getitem__)
 _ELEMENTWISE = (
     F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits
 )  # fmt: skip
+_REDUCTIONS = ("mean", "sum")
 _MEANS, _SUMS = (torch.mean, Tensor.mean), (torch.sum, Tensor.sum)
 
 
@@ -300,8 +301,8 @@ class Selections(TorchFunctionMode):
     def _classes(
         self, logits: Tensor, target: Tensor, weight: Tensor | None = None, *, ignore_index: int = -100, **given: Any
     ) -> Tensor | None:
-        found = self._both(logits, target)
-        if found is None or given.get("reduction") == "none":
+        found = self._both(logits, target) if _is_reduced(given) else None
+        if found is None:
             return None
         logits, target, mask = found
         if mask.dim() != target.dim() or logits.dim() != target.dim() + 1:
@@ -310,10 +311,12 @@ class Selections(TorchFunctionMode):
         return F.cross_entropy(logits.flatten(0, -2), target.flatten(), weight, ignore_index=ignore_index, **given)
 
     def _elements(self, loss: Any, first: Tensor, second: Tensor, *rest: Any, **given: Any) -> Tensor | None:
-        found = self._both(first, second)
-        if found is None or rest or given.get("weight") is not None or given.get("reduction") == "none":
+        found = self._both(first, second) if _is_reduced(given) and not rest else None
+        if found is None or given.get("weight") is not None:
             return None
         first, second, mask = found
+        if first.shape != second.shape:
+            return None
         mask = _like(mask, first)
         values = loss(first.masked_fill(~mask, 0), second.masked_fill(~mask, 0), **{**given, "reduction": "none"})
         return _reduced(values, mask, is_mean=given.get("reduction") != "sum")
@@ -330,7 +333,8 @@ class Selections(TorchFunctionMode):
     ) -> Tensor | None:
         """The loss as traced; None where torch is to say what it thinks of the arguments."""
         values, mask = self._of(targets)
-        if log_probs.dim() != 3 or values.dim() != 2 or values.shape[0] != log_probs.shape[1]:
+        is_batch = log_probs.dim() == 3 and values.dim() == 2 and values.shape[0] == log_probs.shape[1]
+        if not is_batch or reduction not in ("none", *_REDUCTIONS):
             return None
         lengths = [_lengths(value) for value in (input_lengths, target_lengths)]
         if mask is not None:
@@ -344,13 +348,21 @@ class Selections(TorchFunctionMode):
         return each.sum() if reduction == "sum" else (each / lengths[1].clamp(min=1)).mean()
 
 
+def _is_reduced(given: Mapping[str, Any]) -> bool:
+    """Whether a loss is one number, and its arguments say so in today's words."""
+    is_old = given.get("size_average") is not None or given.get("reduce") is not None
+    return given.get("reduction", "mean") in _REDUCTIONS and not is_old
+
+
 def _like(mask: Tensor, values: Tensor) -> Tensor:
     """A mask of leading dims for all elements."""
     return mask.reshape(*mask.shape, *[1] * (values.dim() - mask.dim())).expand_as(values)
 
 
 def _reduced(values: Tensor, mask: Tensor, *, is_mean: bool) -> Tensor:
-    total = values.masked_fill(~mask, 0).sum()
+    """The sum or mean of what is selected, in float32 or better: a mean's sum leaves the range of float16."""
+    wide = values.to(torch.promote_types(values.dtype, torch.float32)) if values.is_floating_point() else values
+    total = wide.masked_fill(~mask, 0).sum()
     return total / mask.sum() if is_mean else total
 
 

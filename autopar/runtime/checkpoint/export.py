@@ -224,10 +224,7 @@ class Export:
                 config.save_pretrained(place)
         except OSError as error:
             return _failed(place, error)
-        except (
-            ValueError,
-            TypeError,
-        ) as error:  # transformers refuses to write a configuration that contradicts itself
+        except (ValueError, TypeError) as error:  # of a configuration that contradicts itself
             return UsageError(
                 f"Cannot write the weights to {place}: transformers does not write the model's configuration",
                 got=first_line(error),
