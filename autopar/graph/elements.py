@@ -43,7 +43,7 @@ class Ref:
 
 
 Argument: TypeAlias = (
-    "Ref | bool | int | float | str | torch.dtype | torch.device | torch.memory_format"
+    "Ref | bool | int | float | complex | str | torch.dtype | torch.device | torch.memory_format"
     " | torch.layout | tuple[Argument, ...] | None"
 )
 

@@ -222,7 +222,7 @@ def _argument(value: object, env: Mapping[str, Value]) -> Argument:
     if isinstance(value, list | tuple):
         return tuple(_argument(item, env) for item in value)
     if value is None or isinstance(
-        value, bool | int | float | str | torch.dtype | torch.device | torch.memory_format | torch.layout
+        value, bool | int | float | complex | str | torch.dtype | torch.device | torch.memory_format | torch.layout
     ):
         return value
     raise TraceError(f"The argument {value!r} of a call is neither a tensor nor a literal", fix=_REPLACE)

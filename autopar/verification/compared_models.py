@@ -219,7 +219,7 @@ def _check_sent(model: OwnModel) -> None:
         if _is_typed_in(model.source):
             raise pickle.PicklingError(f"{type(model.source).__name__} was typed in, and stands in no file")
         pickle.dumps(model)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
+    except Exception as error:  # classes of users, and of torch.nn.utils, say in their own words that they refuse
         raise UsageError(
             "The model cannot be sent to the processes that play the ranks",
             got=reason(error),

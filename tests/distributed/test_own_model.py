@@ -56,10 +56,17 @@ def lambda_in(model: nn.Module) -> nn.Module:
     return model
 
 
+def parametrized(model: nn.Module) -> nn.Module:
+    first = next(m for m in model.modules() if isinstance(m, nn.Linear))
+    torch.nn.utils.parametrizations.weight_norm(first)
+    return model
+
+
 @pytest.mark.parametrize(
     ("model", "changes", "message"),
     [
         (lambda: lambda_in(Ranker()), {}, "cannot be sent to the processes"),
+        (lambda: parametrized(Ranker()), {}, "give a function of a module that builds it"),
         (lambda: Ranker().to("meta"), {}, "on the meta device"),
         (lambda: "ranker", {}, "A str is no model"),
         (lambda: examples, {}, "The function examples returns a tuple"),

@@ -70,6 +70,15 @@ def _written_through_a_view(module: nn.Module, y: Tensor) -> Tensor:
     return y
 
 
+def _complex_parts(module: nn.Module, y: Tensor) -> Tensor:
+    spectrum = torch.fft.rfft(y)
+    kept = torch.zeros_like(spectrum)
+    kept[:, 1:3] = spectrum[:, 1:3] * (0.5 + 2j)
+    kept[:, 3] = spectrum[:, 0].conj()
+    kept[::2, 0] += 1j
+    return torch.fft.irfft(kept, n=y.shape[-1])
+
+
 def _shifted(module: nn.Module, y: Tensor) -> Tensor:
     shifted = y.new_zeros(y.shape)
     shifted[:, 1:] = y[:, :-1] * 2
@@ -231,7 +240,7 @@ def _teacher(module: nn.Module, y: Tensor) -> Tensor:
         _returned_by_the_write, _read_before_and_after, _one_of_two_results, _seen_through_an_earlier_view,
         _of_shared_memory, _of_parts, _of_a_view_made_without_gradient, _of_another_dtype, _without_gradient,
         _of_shared_memory_without_gradient, _itself_through_a_dropout_of_nothing, _target, _in_inference_mode,
-        _read_through_data, _averaged, _replaced, _teacher,
+        _read_through_data, _averaged, _replaced, _teacher, _complex_parts,
     ],
     ids=lambda write: write.__name__.strip("_"),
 )  # fmt: skip

@@ -237,6 +237,24 @@ def select_of(builder: Builder, call: Call, source: Ref, dim: int, index: int) -
     return builder.emit(call, "aten.select.int", (source, dim, index), out)
 
 
+def _paste(builder: Builder, call: Call) -> Value:
+    """``whole`` with ``part`` in its place; of complex numbers, whose gradient torch does not have, as pairs of real ones."""
+    if not call.spec.dtype.is_complex:
+        return generic(builder, call)
+
+    def pairs(ref: Argument) -> Ref:
+        assert isinstance(ref, Ref)
+        spec = builder.specs[ref]
+        copy = builder.emit(call, "aten.clone.default", (ref,), spec)  # a conjugate is a view, which has no pairs
+        out = TensorSpec(shape=(*spec.shape, 2), dtype=spec.dtype.to_real())
+        return builder.emit(call, "aten.view_as_real.default", (copy,), out)
+
+    whole, part, *where = _normal_args(builder, call)
+    pasted = TensorSpec(shape=(*call.spec.shape, 2), dtype=call.spec.dtype.to_real())
+    result = builder.emit(call, call.target, (pairs(whole), pairs(part), *where), pasted, kwargs=call.kwargs)
+    return builder.emit(call, "aten.view_as_complex.default", (result,))
+
+
 def _split(builder: Builder, call: Call) -> Value:
     """split, split_with_sizes, chunk, tensor_split: one slice for each output."""
     given = call.bound()
@@ -389,6 +407,8 @@ HANDLERS: dict[str, Handler] = {
     "aten.repeat.default": _repeat,
     "aten.slice.Tensor": _slice,
     "aten.select.int": _select,
+    "aten.slice_scatter.default": _paste,
+    "aten.select_scatter.default": _paste,
     "aten.split.Tensor": _split,
     "aten.split_with_sizes.default": _split,
     "aten.chunk.default": _split,
