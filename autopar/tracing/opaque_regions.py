@@ -94,12 +94,15 @@ class Regions:
         batch_size: samples in the traced batch.
         found: what is known of regions; grows.
         modes: what the caller of the trace had entered: a model in float64 runs under them.
+        known_at: a batch size that divides this one, of which regions are taken as they were found: only shapes count. None: no
+            such pass.
     """
 
     model: torch.nn.Module
     batch_size: int
     found: Found
     modes: tuple[TorchFunctionMode, ...] = field(default_factory=_entered)
+    known_at: int | None = None
 
     def swap(self, copied: torch.nn.Module, paths: Sequence[str]) -> None:
         """Gives modules of ``copied``, made for tracing, a forward of one operator."""
@@ -115,11 +118,11 @@ class Regions:
             draft = replace(draft, parameters=tuple(state[0]), buffers=tuple(state[1]))
             specs = tuple(map(_spec, inputs))
             key = (path, draft.tree, repr(draft.constants), specs, self.batch_size)
-            modules = self.found.modules
-            if key not in modules:
+            found = self._of_fewer(self.found.modules, key)
+            if found is None:
                 look = partial(_examined, original, self.model, draft, specs, self.batch_size, self.found.alike)
-                modules[key] = opaque_probe.apart_from_trace(look, self.modes)
-            region, output = modules[key]
+                found = self.found.modules[key] = opaque_probe.apart_from_trace(look, self.modes)
+            region, output = found
         except (opaque_trials.Unclear, *FAILURES) as error:
             raise _refused(path, original, error) from error
         return _emit(region, inputs, state, output)
@@ -154,6 +157,9 @@ class Regions:
             draft, inputs = _draft(FUNCTION, name, args, kwargs)
             specs, functions = tuple(map(_spec, inputs)), self.found.functions
             key = (cls, draft.tree, repr(draft.constants), specs, self.batch_size)
+            known = self._of_fewer(functions, key)
+            if known is not None:
+                return known, inputs
             if key not in functions:
                 subject = opaque_trials.Subject(
                     region=draft, call=of_function(cls), inputs=specs, parameters=(), buffers=()
@@ -166,6 +172,17 @@ class Regions:
             _check_import(cls, name)
         return functions[key], inputs
 
+    def _of_fewer(self, found: Mapping[Any, tuple[Region, Any] | None], key: Any) -> tuple[Region, Any] | None:
+        """What was found of a call, at this batch size or, where only shapes count, at the size that divides it."""
+        if key in found or self.known_at is None:
+            return found.get(key)
+        times = self.batch_size // self.known_at
+        *call, specs, _ = key
+        for (*other, fewer, samples), one in found.items():
+            if one is not None and other == call and samples == self.known_at and _are_more(fewer, specs, times):
+                return _of_more(one[0], self.known_at, times), one[1]
+        return None
+
     def _examined(
         self, cls: type[torch.autograd.Function], subject: opaque_trials.Subject
     ) -> tuple[Region, Any] | None:
@@ -173,6 +190,26 @@ class Regions:
             if opaque_trials.is_plain(cls, subject):
                 return None
             return opaque_probe.examine(subject, self.batch_size, self.found.alike)
+
+
+def _are_more(fewer: Sequence[TensorSpec], specs: Sequence[TensorSpec], times: int) -> bool:
+    """Whether some dims are so many times as large, and all others alike."""
+    return len(fewer) == len(specs) and all(
+        a.dtype == b.dtype
+        and len(a.shape) == len(b.shape)
+        and all(n in (m, m * times) for m, n in zip(a.shape, b.shape, strict=True))
+        for a, b in zip(fewer, specs, strict=True)
+    )
+
+
+def _of_more(region: Region, samples: int, times: int) -> Region:
+    """The region with the results of so many times as many samples; of one that mixes them, those whose first dim has their number."""
+    dims = [0 if shape[:1] == (samples,) else None for shape, _, _ in region.outputs]
+    outputs = tuple(
+        (tuple(n * times if d == dim else n for d, n in enumerate(shape)), dtype, flows)
+        for (shape, dtype, flows), dim in zip(region.outputs, region.splits[1] if region.splits else dims, strict=True)
+    )
+    return replace(region, outputs=outputs)
 
 
 def _examined(

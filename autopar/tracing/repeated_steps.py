@@ -6,8 +6,8 @@ computed from its batch and must call the same operators with the same numbers; 
 must call those of the second.
 
 ``loss.sum() / labels.numel()`` traces as a division by a number, that of the example's batch: for another batch size
-it would be wrong. Whether a number depends on the batch size, a second trace at twice the size tells; of a number that the
-model's own code multiplies by, forward passes at both sizes tell it too, in a fraction of the time.
+it would be wrong, wherever it stands. Sizes may depend on the batch size, numbers and constants may not. Forward passes at two
+sizes show of nearly all models that none does, in a fraction of the time of a trace; of the others a second trace tells.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from __future__ import annotations
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from itertools import pairwise
-from typing import Any, TypeGuard
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from itertools import pairwise, zip_longest
+from operator import eq
+from typing import Any, TypeAlias
 from unittest import mock
 
 import torch
@@ -29,7 +31,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.errors import AutoparError, TraceError
-from autopar.graph.graph import Graph, Op, Ref
+from autopar.graph.graph import Graph, Op
+from autopar.ops.kernels import resolve
 from autopar.tracing import side_effects as memory
 from autopar.tracing.failures import FAILURES, user_line
 
@@ -45,7 +48,7 @@ way below or above some number, for a fifth of all or for one of up to four show
 of a word's first bits, others of its last. What compares two draws shows itself in the passes before. The least number is 1.5e-8: a zero,
 which no step draws, would take branches at ``<= 0.0``."""
 
-Call = tuple[object, ...]
+_Numbers: TypeAlias = tuple[object, ...]
 
 
 class _StepError(RuntimeError):
@@ -63,11 +66,11 @@ class _Watch(TorchDispatchMode):
     """
 
     def __init__(
-        self, sources: Mapping[int, Tensor], earlier: Mapping[int, Tensor], expected: list[Call] | None
+        self, sources: Mapping[int, Tensor], earlier: Mapping[int, Tensor], expected: list[_Numbers] | None
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.sources, self.earlier, self.expected = sources, earlier, expected
-        self.calls: list[Call] = []
+        self.calls: list[_Numbers] = []
         self.made: dict[int, Tensor] = {}
 
     def __torch_dispatch__(
@@ -107,7 +110,7 @@ def _number(value: object) -> object:
     return value if isinstance(value, (bool, int, float, complex, str)) else type(value).__name__
 
 
-def _difference(before: Call | None, now: Call) -> str:
+def _difference(before: _Numbers | None, now: _Numbers) -> str:
     if before is None or before[0] != now[0]:
         return f"{now[0]} follows in one step, {'nothing' if before is None else before[0]} in another"
     first, second = next((a, b) for a, b in zip(before, now, strict=False) if a != b)
@@ -116,10 +119,12 @@ def _difference(before: Call | None, now: Call) -> str:
 
 def check(
     forward: Callable[..., object], model: torch.nn.Module, mode: FakeTensorMode, batch: Mapping[str, Any]
-) -> tuple[str, ...]:
-    """Runs two or three steps of a fake model, more of one that draws numbers as Python does; a note on attributes that change from step to step without an effect yet.
+) -> tuple[tuple[str, ...], Sequence[Call]]:
+    """Runs two or three steps of a fake model, more of one that draws numbers as Python does.
 
-    Nothing is said of a model that does not run on fake tensors outside of an export.
+    Returns:
+        A note on attributes that change from step to step without an effect yet, and what the first step calls, for
+        :func:`are_same`; neither of a model that does not run on fake tensors outside of an export.
 
     Args:
         forward: takes a batch by name.
@@ -131,6 +136,7 @@ def check(
     state = {id(t): t for t in (*model.parameters(), *model.buffers())}
     seen: list[memory.State] = [memory.state_of(model)]
     watch, at_first = _Watch({}, {}, None), _random_state()
+    values = _Values(state)
     drawn = at_first
     try:
         with _as_exporting(mode):
@@ -142,7 +148,8 @@ def check(
                 past = {key: tensor for key, tensor in {**watch.made, **watch.sources}.items() if key not in state}
                 before = watch.calls
                 watch = _Watch(state | given, past, before if number >= 2 else None)
-                with watch:
+                values.made.update(given)
+                with watch, values if number == 0 else nullcontext():
                     forward(**fresh)
                 seen.append(memory.state_of(model))
                 if watch.expected is not None and len(watch.calls) < len(watch.expected):
@@ -165,25 +172,119 @@ def check(
             "input, or leave it out",
         ) from error
     except (*FAILURES, AutoparError):
-        return ()
+        return (), ()
     finally:
         _set_random_state(drawn)
-    return _counting(model, seen)
+    return _counting(model, seen), values.calls
 
 
-def calls(forward: Callable[..., object], mode: FakeTensorMode, batch: Mapping[str, Any]) -> list[Call] | None:
-    """Operators with their numbers, in order, of one pass of a fake model; None where it does not run outside of an export.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """What a pass calls, without the sizes in it.
+
+    Attributes:
+        values: numbers, flags and small constants among its arguments.
+        sizes: its other numbers.
+        results: shapes.
+        operands: shapes, where all of them are constants; else empty.
+        dims: that it works along; none where each element of the results depends on its own place in the operands alone.
+    """
+
+    target: str
+    values: tuple[object, ...]
+    sizes: tuple[object, ...]
+    results: tuple[tuple[int, ...], ...]
+    operands: tuple[tuple[int, ...], ...] = ()
+    dims: tuple[int, ...] | None = None
+
+
+class _Values(TorchDispatchMode):
+    """Notes the calls of a pass.
+
+    Attributes:
+        made: tensors that depend on more than shapes, by identity; held, so that identities stay theirs.
+    """
+
+    def __init__(self, sources: Mapping[int, Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.made = dict(sources)
+        self.calls: list[Call] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.prim.device.default:
+            return result
+        operands, results = _tensors((args, kwargs)), _tensors(result)
+        values, sizes = _split(func, args, kwargs or {})
+        call = Call(target=str(func), values=values, sizes=sizes, results=_shapes(results))
+        if any(id(tensor) in self.made for tensor in operands) and not any(word in call.target for word in _LIKE):
+            self.made.update((id(tensor), tensor) for tensor in results)
+        elif operands:
+            call = replace(call, operands=_shapes(operands), dims=_dims(func, args))
+        self.calls.append(call)
+        return result
+
+
+def _dims(target: Any, args: Sequence[object]) -> tuple[int, ...] | None:
+    """The dims that a call names, of its first tensor; None where it is elementwise or a view."""
+    if torch.Tag.pointwise in target.tags or target.is_view:
+        return None
+    rank = next((leaf.dim() for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)), 0)
+    named = [value for argument, value in zip(target._schema.arguments, args, strict=False) if "dim" in argument.name]
+    return tuple(value % rank for value in pytree.tree_leaves(named) if isinstance(value, int) and rank)
+
+
+def _tensors(value: object) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _shapes(tensors: Sequence[Tensor]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(tensor.shape) for tensor in tensors)
+
+
+def _split(
+    target: Any, args: Sequence[object], kwargs: Mapping[str, object]
+) -> tuple[tuple[object, ...], tuple[object, ...]]:
+    """Numbers and small constants among the arguments of a call: values, then sizes, places and counts along a dim."""
+    found: tuple[list[object], list[object]] = ([], [])
+    schema = getattr(target, "_schema", None)
+    if schema is None:
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, bool | int | float | complex):
+                found[isinstance(leaf, int)].append(_number(leaf))
+        return tuple(found[0]), tuple(found[1])
+    named = {argument.name: argument for argument in schema.arguments}
+    given = [*zip(schema.arguments, args, strict=False), *((named[key], value) for key, value in kwargs.items())]
+    for argument, value in given:
+        for leaf in pytree.tree_leaves(value):
+            if isinstance(leaf, bool | int | float | complex | Tensor):
+                found[_is_size(schema.name, argument)].append(_number(leaf))
+    return tuple(found[0]), tuple(found[1])
+
+
+def _is_size(operator: str, argument: Any) -> bool:
+    if operator == "aten::arange":  # what it counts to is a size, what it counts by a value
+        return bool(argument.name == "end")
+    return "int" in str(argument.type).lower() and argument.name != "steps"  # of linspace, whose values it changes
+
+
+def calls(
+    forward: Callable[..., object], model: torch.nn.Module, mode: FakeTensorMode, batch: Mapping[str, Any]
+) -> Sequence[Call]:
+    """What one pass of a fake model calls, in order; nothing where it does not run outside of an export.
 
     Args:
         forward: takes a batch by name.
-        mode: of the tensors of the model and ``batch``.
+        mode: of the tensors of ``model`` and ``batch``.
     """
-    watch = _Watch({}, {}, None)
+    watch = _Values({id(t): t for t in (*model.parameters(), *model.buffers(), *_tensors(dict(batch)))})
     try:
         with _as_exporting(mode), watch:
             forward(**batch)
     except (*FAILURES, AutoparError):
-        return None
+        return ()
     return watch.calls
 
 
@@ -254,98 +355,78 @@ def _counting(model: torch.nn.Module, seen: list[memory.State]) -> tuple[str, ..
     return (f"{what}; {said} (register_buffer)",)
 
 
-_SCALING = frozenset(f"aten.{name}.{kind}" for name in ("mul", "div") for kind in ("Tensor", "Scalar"))
-_SHIFTING = _SCALING | {
-    f"aten.{name}.{kind}" for name in ("add", "sub", "rsub", "pow") for kind in ("Tensor", "Scalar")
-}
-
-
 class CountError(TraceError):
-    """A loss is scaled by a number that depends on the batch size."""
+    """A number in a model depends on the batch size."""
 
 
-def suspects(graph: Graph) -> list[Op]:
-    """Operators that scale by a number what has a gradient and may have no batch dim: surely not, or near the loss."""
-    last = graph.blocks[-1].start
-    found = [
-        op
-        for i, op in enumerate(graph.ops)
-        if op.target in _SCALING
-        and op.spec.requires_grad
-        and (not op.spec.shape or op.spec.shape[0] % graph.batch_size or i >= last)
-        and any(n != 1 for n in _numbers(graph, op))
-    ]
-    return found + [op for op in _for_buffers(graph) if op not in found and any(_numbers(graph, op))]
+def are_same(calls: Sequence[Call], larger: Sequence[Call]) -> bool:
+    """Whether passes at two batch sizes show that no number or constant depends on the batch size; False where they may not.
 
-
-def _for_buffers(graph: Graph) -> Iterator[Op]:
-    """Elementwise operators with numbers that new values of buffers depend on (a count of samples seen)."""
-    needed = {m.value.name for m in graph.mutations}
-    for op in reversed((*graph.prelude, *graph.ops)):
-        if op.name in needed:
-            needed.update(ref.name for ref in op.operands)
-            if op.target in _SHIFTING and not op.spec.requires_grad:
-                yield op
-
-
-def are_same(graph: Graph, calls: Sequence[Call], larger: Sequence[Call]) -> bool:
-    """Whether two forward passes show that no number of :func:`suspects` depends on the batch size; False where they may not.
-
-    They show it where both scale and shift by the same numbers in the same order, the suspects' among them: constants that are
-    computed, and numbers that a trace has made of others, are not.
-
-    Args:
-        calls, larger: of passes at the batch size of ``graph`` and at another (:func:`autopar.tracing.repeated_steps.calls`).
+    Of a constant whose shape does, elements are taken for the same as long as nothing joins or picks them along that dim.
     """
-    here, there = (list(_shifts(own)) for own in (calls, larger))
-    if here != there:
+    return bool(calls) and len(calls) == len(larger) and all(map(_is_same, calls, larger))
+
+
+def _is_same(one: Call, two: Call) -> bool:
+    if (one.target, one.values, one.dims) != (two.target, two.values, two.dims):
         return False
-    called = {(target, float(n)) for target, *given in here for n in given if _is_number(n)}
-    for op in suspects(graph):
-        literals = [float(n) for n in op.args if _is_number(n)]
-        if literals != list(_numbers(graph, op)) or not called.issuperset((op.target, n) for n in literals):
-            return False
-    return True
-
-
-def _shifts(calls: Iterable[Call]) -> Iterator[Call]:
-    """Those that scale or shift, in place or not, which are the same in a graph."""
-    for name, *given in calls:
-        target = str(name).replace("_.", ".")
-        if target in _SHIFTING:
-            yield target, *given
+    if any(map(eq, one.results, two.results)) and (one.sizes != two.sizes or one.operands != two.operands):
+        return False
+    if one.dims is None or one.operands == two.operands:
+        return True
+    if list(map(len, one.operands)) != list(map(len, two.operands)):
+        return False
+    cut = [
+        [dim for dim, sizes in enumerate(zip(*shapes, strict=True)) if sizes[0] != sizes[1]]
+        for shapes in zip(one.operands, two.operands, strict=True)
+    ]
+    return all(len(dims) < 2 for dims in cut) and not set(one.dims).intersection(cut[0])
 
 
 def check_numbers(graph: Graph, larger: Graph) -> None:
     """Compare a trace with one at another batch size.
 
     Raises:
-        CountError: a number of :func:`suspects` differs.
+        CountError: numbers or constants differ, or the operators do.
     """
     others = {op.name: op for op in (*larger.prelude, *larger.ops)}
-    for op in suspects(graph):
+    for op in (*graph.prelude, *graph.ops):
         other = others.get(op.name)
-        here, there = list(_numbers(graph, op)), [] if other is None else list(_numbers(larger, other))
-        if here != there:
+        if other is None or other.target != op.target:
+            unlike: list[tuple[object, object]] = [(op.target, "no such call" if other is None else other.target)]
+        else:
+            (here, at), (there, larger_at) = _given(graph, op), _given(larger, other)
+            unlike = [pair for pair in zip_longest(here, there) if not _agree(*pair)]
+            if at != larger_at and op.outputs == other.outputs:
+                unlike.append((list(at), list(larger_at)))
+        if unlike:
             raise CountError(
-                f"A number in a loss or buffer depends on the batch size: {here} for a batch of {graph.batch_size}, "
-                f"{there} for one of {larger.batch_size}",
+                f"A number in the model depends on the batch size: {_said(unlike[0][0])} for a batch of "
+                f"{graph.batch_size}, {_said(unlike[0][1])} for one of {larger.batch_size}",
                 where=op.source or op.module or op.name,
                 fix="Take a mean, or divide by a count of the inputs: (labels != -100).sum()",
             )
 
 
-def _numbers(graph: Graph, op: Op) -> Iterator[float]:
-    """Literals, and constants of one value, among the arguments."""
-    values = {buffer.name: buffer.value for buffer in graph.buffers if not buffer.fqn}
-    for argument in op.args:
-        if _is_number(argument):
-            yield float(argument)
-        elif isinstance(argument, Ref):
-            value = values.get(argument.name)
-            if value is not None and value.numel() == 1:
-                yield float(value.item())
+def _given(graph: Graph, op: Op) -> tuple[list[object], tuple[object, ...]]:
+    """Numbers and constants among the arguments; and sizes."""
+    constants = {buffer.name: buffer.value for buffer in graph.buffers if not buffer.fqn}
+    target = resolve(op.target) if op.target.startswith("aten.") else None
+    values, sizes = _split(target, op.args, dict(op.kwargs))
+    return [*values, *(constants[r.name] for r in op.operands if constants.get(r.name) is not None)], sizes
 
 
-def _is_number(value: object) -> TypeGuard[int | float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _agree(one: object, two: object) -> bool:
+    """Whether two numbers are the same, or two constants where they share a place."""
+    if not isinstance(one, Tensor) or not isinstance(two, Tensor):
+        return bool(one == two) or (one != one and two != two)  # noqa: PLR0124  not a number, which equals nothing
+    if one.dim() != two.dim() or one.dtype != two.dtype:
+        return False
+    places = tuple(slice(min(sizes)) for sizes in zip(one.shape, two.shape, strict=True))
+    return torch.allclose(one[places], two[places], rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def _said(value: object) -> str:
+    if isinstance(value, Tensor):
+        return str(value.item()) if value.numel() == 1 else f"a constant of shape {tuple(value.shape)}"
+    return "nothing" if value is None else str(value)

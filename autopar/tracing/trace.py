@@ -64,7 +64,7 @@ def trace(
         opaque: modules that are not looked into, by path, pattern or class: each is one operator that runs as it
             is written. Modules that cannot be traced become so by themselves, and a note says it.
         exact: the graph is for batches of the example's size alone: numbers may count samples, and none is doubled.
-        repeats: the model is known to do the same at every step, so that none is tried to see it.
+        repeats: the model is known to do the same at every step and for every batch size, so that neither is tried.
 
     Returns:
         The graph; batch sizes in its shapes are those of the example (or 2).
@@ -85,15 +85,15 @@ def trace(
         opaque=outermost((*job.opaque, *hooked)),
         reasons={**hooked, **dict.fromkeys(job.opaque, "it was named so")},
     )
-    graph, job = _with_fallback(job)
+    graph, calls, job = _with_fallback(job)
     if not graph.spec(graph.loss).requires_grad:
         raise TraceError(
             "The loss depends on no parameter that is trained",
             where=type(model).__name__,
             fix="Return the loss that training minimises, and leave requires_grad on where it is to learn",
         )
-    if not exact and repeated_steps.suspects(graph) and not _same_numbers(graph, job):
-        repeated_steps.check_numbers(graph, _traced(job, times=2))
+    if not exact and not repeats and not repeated_steps.are_same(calls, _calls(job, times=2)):
+        repeated_steps.check_numbers(graph, _larger(graph, job))
     notes = (*graph.notes, *notes_of_modes(model), *notes_of(graph, job.reasons))
     found = replace(graph, exact=exact, pins=marks, notes=notes, outputs=_counted(graph, job, exact=exact))
     found.look_up()
@@ -120,8 +120,8 @@ class _UntraceableError(TraceError):
     path = ""
 
 
-def _with_fallback(job: _Job) -> tuple[Graph, _Job]:
-    """A trace in which modules that cannot be traced are opaque, the smallest ones that will do.
+def _with_fallback(job: _Job) -> tuple[Graph, Sequence[repeated_steps.Call], _Job]:
+    """A trace, and the calls of a step, in which modules that cannot be traced are opaque, the smallest ones that will do.
 
     Every failure costs an export: where a second module of a class fails, all others of that class are taken to fail too.
 
@@ -132,7 +132,7 @@ def _with_fallback(job: _Job) -> tuple[Graph, _Job]:
     failed: set[type] = set()
     while True:
         try:
-            return _traced(job), job
+            return *_traced(job), job
         except (_UntraceableError, RegionError) as error:
             cause: TraceError = error
             path = error.path
@@ -175,7 +175,7 @@ def _counted(graph: Graph, job: _Job, *, exact: bool) -> Outputs | None:
     if outputs is None or exact or not counts_samples(outputs):
         return outputs
     try:
-        twice = _traced(job, times=2).outputs
+        twice = _traced(job, times=2)[0].outputs
     except TraceError:  # of one batch size alone: what its numbers count nobody can tell
         twice = None
     if twice is None:
@@ -183,15 +183,17 @@ def _counted(graph: Graph, job: _Job, *, exact: bool) -> Outputs | None:
     return replace(with_counts(outputs, twice), structure=with_twice(outputs.structure, twice.structure))
 
 
-def _traced(job: _Job, times: int = 1) -> Graph:
-    """One trace, at ``times`` the batch size of the example."""
+def _traced(job: _Job, times: int = 1) -> tuple[Graph, Sequence[repeated_steps.Call]]:
+    """One trace, at ``times`` the batch size of the example; the calls of a step only at once that size."""
     model = job.model
     with _faked(job, times) as (wrapper, mode, batch, batch_size, held):
-        program, calls = _export(wrapper, batch, model, batch_size, held)
+        program, kept_calls = _export(wrapper, batch, model, batch_size, held)
         if held.refused is not None:  # caught by the model, which went on as no step would
             raise _within(explained(held.refused, model), module_of_failure(held.refused, wrapper.model))
+        once = times == 1 and not job.repeats
         with _quiet():
-            notes = repeated_steps.check(wrapper, wrapper.model, mode, batch) if times == 1 and not job.repeats else ()
+            notes, calls = repeated_steps.check(wrapper, wrapper.model, mode, batch) if once else ((), ())
+        calls = calls if held.refused is None else ()
     builder = Builder()
     converter = Converter(builder)
     inputs = inputs_of(batch, batch_size)
@@ -211,17 +213,23 @@ def _traced(job: _Job, times: int = 1) -> Graph:
         loss=loss,
         mutations=mutations_of(program, outputs, converter.env),
     )
-    found = kept(graph, builder, calls, wrapper.kept, program=program, env=converter.env, model=model)
-    return replace(graph, notes=(*graph.notes, *notes, *checks.notes_of(held)), outputs=found)
+    found = kept(graph, builder, kept_calls, wrapper.kept, program=program, env=converter.env, model=model)
+    return replace(graph, notes=(*graph.notes, *notes, *checks.notes_of(held)), outputs=found), calls
 
 
 @contextmanager
-def _faked(job: _Job, times: int) -> Iterator[tuple[_Training, FakeTensorMode, dict[str, Any], int, checks.Held]]:
-    """The model on fake tensors with opaque modules in it, their mode, and a batch of ``times`` the example's size; what checks it passes by."""
+def _faked(
+    job: _Job, times: int, *, tried: bool = True
+) -> Iterator[tuple[_Training, FakeTensorMode, dict[str, Any], int, checks.Held]]:
+    """The model on fake tensors with opaque modules in it, their mode, and a batch of ``times`` the example's size; what checks it passes by.
+
+    Args:
+        tried: opaque modules are tried at this size; else they are taken as they were found at the example's.
+    """
     mode = FakeTensorMode()
     batch, batch_size = fake_batch(job.batch, mode, times)
     wrapper = _Training(_fake_model(job.model, mode), batch, job.loss_fn)
-    regions = Regions(job.model, batch_size, job.found)
+    regions = Regions(job.model, batch_size, job.found, known_at=None if tried else batch_size // times)
     regions.swap(wrapper.model, job.opaque)
     with (
         regions.autograd_functions(),
@@ -233,16 +241,28 @@ def _faked(job: _Job, times: int) -> Iterator[tuple[_Training, FakeTensorMode, d
         yield wrapper, mode, batch, batch_size, held
 
 
-def _same_numbers(graph: Graph, job: _Job) -> bool:
-    """Whether forward passes at two batch sizes spare a trace at the second one; see :mod:`autopar.tracing.repeated_steps`."""
-    found = []
-    for times in (1, 2):
-        with _faked(job, times) as (wrapper, mode, batch, _, held), _quiet():
-            called = repeated_steps.calls(wrapper, mode, batch)
-        if called is None or held.refused is not None:
-            return False
-        found.append(called)
-    return repeated_steps.are_same(graph, *found)
+def _larger(graph: Graph, job: _Job) -> Graph:
+    """The trace at twice the batch size.
+
+    Raises:
+        CountError: there is none.
+    """
+    try:
+        return _traced(job, times=2)[0]
+    except TraceError as error:
+        raise repeated_steps.CountError(
+            f"The model runs with {graph.batch_size} samples, but not with {2 * graph.batch_size}",
+            where=error.where,
+            got=error.short,
+            fix="Take sizes from the inputs: x.shape[0]",
+        ) from error
+
+
+def _calls(job: _Job, times: int) -> Sequence[repeated_steps.Call]:
+    """The calls of a step at ``times`` the batch size of the example; see :mod:`autopar.tracing.repeated_steps`."""
+    with _faked(job, times, tried=False) as (wrapper, mode, batch, _, held), _quiet():
+        found = repeated_steps.calls(wrapper, wrapper.model, mode, batch)
+    return found if held.refused is None else ()
 
 
 def _within(error: TraceError, path: str) -> TraceError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,8 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autopar.errors import TraceError
-from autopar.graph.graph import Ref
-from autopar.tracing import repeated_steps
+from autopar.models.graph_for_plan import trace_model
+from autopar.plan.plan import FP32
+from autopar.planner.sharding.input_axes import samples_apart
+from autopar.tracing.repeated_steps import CountError
 from autopar.tracing.trace import trace
 
 
@@ -67,12 +71,111 @@ def test_numbers_that_passes_show_to_be_the_same_cost_no_second_export(
 
     monkeypatch.setattr(torch.export, "export", counted)
     model, batch = Scaled(kind), (torch.zeros((4, 8), dtype=torch.int64),)
-    if most == 2:
-        with pytest.raises(TraceError):
-            trace(model, batch)
-    else:
-        assert repeated_steps.suspects(trace(model, batch))
+    with pytest.raises(TraceError) if most == 2 else nullcontext():
+        trace(model, batch)
     assert len(exported) == most
+
+
+def _by_sum(x: Tensor, n: int) -> Tensor:
+    return ((x - x.sum(0) / n) ** 2).sum(0) / (n - 1)  # which is 1 in a trace of two samples
+
+
+def _by_power(x: Tensor, n: int) -> Tensor:
+    return x.square().sum(0) * n**-1
+
+
+def _by_exponent(x: Tensor, n: int) -> Tensor:
+    return x.square().mean(0) ** (1 / n)
+
+
+def _by_limit(x: Tensor, n: int) -> Tensor:
+    return x.square().sum(0).clamp(max=n / 2)
+
+
+def _shifted(x: Tensor, n: int) -> Tensor:
+    return x.square().mean(0) + 0.01 * n
+
+
+def _by_constant(x: Tensor, n: int) -> Tensor:
+    return x.square().sum(0) / torch.tensor(float(n))
+
+
+def _by_filled_row(x: Tensor, n: int) -> Tensor:
+    return (torch.full((1, n), 1 / n) @ x).square().squeeze(0)
+
+
+def _by_constant_sum(x: Tensor, n: int) -> Tensor:
+    return x.square().mean(0) + torch.arange(n).sum()
+
+
+def _by_soft_weights(x: Tensor, n: int) -> Tensor:
+    return x.square().sum(0) * torch.zeros(n).softmax(0)[0]
+
+
+def _by_last_place(x: Tensor, n: int) -> Tensor:
+    return x.square().mean(0) + torch.arange(n)[-1]
+
+
+def _turned(x: Tensor, n: int) -> Tensor:
+    return x.square().mean(0).roll(n // 2)
+
+
+def _of_ones(x: Tensor, n: int) -> Tensor:
+    return (torch.ones(1, n) @ x).square().squeeze(0)
+
+
+def _of_own_rows(x: Tensor, n: int) -> Tensor:
+    return x[torch.arange(n), 0].square().mean(0, keepdim=True).expand(8)
+
+
+Statistic = Callable[[Tensor, int], Tensor]
+
+
+class Deep(nn.Module):
+    """Statistics of the batch in each of three layers, far from the loss."""
+
+    def __init__(self, statistic: Statistic) -> None:
+        super().__init__()
+        self.statistic = statistic
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        for layer in self.layers:
+            y = layer(x)
+            x = x + (y * (self.statistic(y, len(y)) + 1e-3).rsqrt()).relu()
+        return F.cross_entropy(self.head(x), target)
+
+
+@pytest.mark.parametrize("samples", [2, 3])
+@pytest.mark.parametrize(
+    "statistic",
+    [
+        _by_sum, _by_power, _by_exponent, _by_limit, _shifted, _by_constant, _by_filled_row, _by_constant_sum,
+        _by_soft_weights, _by_last_place, _turned,
+    ],
+    ids=lambda statistic: statistic.__name__.strip("_"),
+)  # fmt: skip
+def test_numbers_in_layers_are_seen_as_well(statistic: Statistic, samples: int) -> None:
+    with pytest.raises(CountError, match="depends on the batch size"):
+        trace(Deep(statistic), (torch.randn(samples, 8), torch.zeros(samples, dtype=torch.int64)))
+
+
+def test_a_model_of_one_batch_size_is_told_so() -> None:
+    with pytest.raises(CountError, match="runs with 2 samples, but not with 4"):
+        trace(Deep(lambda x, n: x.view(2, 8).mean(0)), (torch.randn(2, 8), torch.zeros(2, dtype=torch.int64)))
+
+
+@pytest.mark.parametrize("statistic", [_of_ones, _of_own_rows])
+def test_constants_with_a_place_for_each_sample_pass(statistic: Statistic) -> None:
+    assert trace(Deep(statistic), (torch.randn(2, 8), torch.zeros(2, dtype=torch.int64))).batch_size == 2
+
+
+def test_where_numbers_count_samples_the_trace_is_of_the_global_batch() -> None:
+    model, batch = Deep(_by_sum), [torch.randn(4, 8), torch.zeros(4, dtype=torch.int64)]
+    graph = trace_model(model, batch, FP32, global_batch_size=8, samples_apart=samples_apart)
+    divisors = [op.args[1] for op in graph.ops if op.target == "aten.div.Tensor" and op.spec.shape == (8,)]
+    assert (graph.exact, graph.batch_size, divisors) == (True, 8, [8, 7] * 3)
 
 
 class Counting(nn.Module):
@@ -92,15 +195,3 @@ class Counting(nn.Module):
 def test_numbers_in_place_are_compared_too() -> None:
     with pytest.raises(TraceError, match="depends on the batch size"):
         trace(Counting(), (torch.randn(4, 8),))
-
-
-def test_a_number_that_no_pass_shows_needs_a_trace() -> None:
-    """Of a computed constant or a number that is made of others, equal passes say nothing."""
-    graph = trace(Scaled("by sequence"), (torch.zeros((4, 8), dtype=torch.int64),))
-    (op,) = repeated_steps.suspects(graph)
-    (number,) = (argument for argument in op.args if not isinstance(argument, Ref))
-    call = (op.target, "tensor", number)
-    assert repeated_steps.are_same(graph, [call], [call])
-    assert not repeated_steps.are_same(graph, [], [])
-    assert not repeated_steps.are_same(graph, [call], [])
-    assert not repeated_steps.are_same(graph, [call], [(op.target, "tensor", 2.5)])
