@@ -100,8 +100,8 @@ class _Check:
 
     def run(self) -> int:
         program = self.program
-        if program.sums is not None:
-            self.module(program.sums.module, "sums", program.sums.outputs)
+        for sums in program.sums:
+            self.module(sums.module, "sums", sums.outputs)
         seen: set[str] = set()
         for stage in program.stages:
             if stage.prelude is not None:

@@ -126,7 +126,7 @@ class Program:
     Attributes:
         graph: one rank's graph for one micro-batch; its ``parameters`` say how each is laid out.
         stages: in order of the model, all of them.
-        sums: None when the model counts nothing over the batch; ``sums.outputs`` are inputs of preludes.
+        sums: over the batch, in rounds: a later one may read the totals of those before. Their outputs are inputs of preludes.
         loss: name of the loss.
         tied: parameters that several stages hold, with the stages: their gradients are summed.
         state: buffers that steps change, in the order of the graph.
@@ -135,7 +135,7 @@ class Program:
     plan: Plan
     graph: Graph
     stages: tuple[StageProgram, ...]
-    sums: PreludeProgram | None
+    sums: tuple[PreludeProgram, ...]
     loss: str
     tied: tuple[tuple[str, tuple[int, ...]], ...]
     state: tuple[Buffer, ...] = ()
@@ -149,8 +149,8 @@ class Program:
     def code(self) -> str:
         """The program as PyTorch: sums, preludes, and every distinct block once."""
         parts = [f"# {self.graph.name} on {self.mesh}, micro-batch of {self.graph.batch_size}\n{_HEADER}"]
-        if self.sums is not None:
-            parts.append(f"# sums over the global batch, before the first micro-batch\n{readable(self.sums.module)}")
+        title = "# sums over the global batch, before the first micro-batch"
+        parts += [f"{title}\n{readable(sums.module)}" for sums in self.sums]
         printed: dict[str, list[tuple[int, BlockProgram]]] = {}
         for stage in self.stages:
             if stage.prelude is not None:
@@ -193,7 +193,7 @@ def from_local_graph(plan: Plan, local: Graph, *, device: torch.device | str = "
         plan=plan,
         graph=local,
         stages=tuple(build.stage(stage) for stage in plan.stages),
-        sums=build.prelude("Sums", local.sums, totals=frozenset()) if local.sums else None,
+        sums=build.sums(),
         loss=str_name(local.loss),
         tied=tuple((name, tuple(stages)) for name, stages in holders.items() if len(stages) > 1),
         state=tuple(b for b in local.buffers if b.name in build.changed),
@@ -287,6 +287,21 @@ class _Builder:
         """Types of a value where a block or the prelude reads it: a total is whole."""
         found = layout_of(self.graph, ref)
         return tuple((axis, R if axis == BATCH else kind) for axis, kind in found) if ref in self.graph.sums else found
+
+    def sums(self) -> tuple[PreludeProgram, ...]:
+        """Sums over the batch, those that depend on totals in the round after these."""
+        rounds: dict[str, int] = {}
+        for op in self.graph.prelude:
+            rounds[op.name] = max((rounds.get(r.name, 0) + (r in self.graph.sums) for r in op.operands), default=0)
+        numbers = sorted({rounds[ref.name] for ref in self.graph.sums})
+        return tuple(
+            self.prelude(
+                f"Sums{number}",
+                [ref for ref in self.graph.sums if rounds[ref.name] == number],
+                frozenset(ref for ref in self.graph.sums if rounds[ref.name] < number),
+            )
+            for number in numbers
+        )
 
     def prelude(self, name: str, wanted: Iterable[Ref], totals: frozenset[Ref]) -> PreludeProgram:
         """The operators behind ``wanted``; values of ``totals`` come from outside."""

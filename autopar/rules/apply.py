@@ -235,8 +235,6 @@ class _Sharding:
         for i, (kind, spec) in enumerate(zip(strategy.outputs, outputs, strict=True)):
             ref = Ref(op.name, i)
             self.types[ref], self.specs[ref] = kind, spec
-        if section is self.prelude:
-            self.samples.add_prelude(op)
 
     def _strategy(self, op: Op) -> Strategy:
         found = self.typing.strategies.get(op.name)

@@ -155,13 +155,11 @@ class SampleSums:
     Attributes:
         sums: the values that are summed, in order.
         read_as_partial: values of which some operator reads a part, with its place.
-        behind_sums: names of prelude operators that depend on such a sum.
     """
 
     graph: Graph
     sums: dict[Ref, None] = field(default_factory=dict)
     read_as_partial: dict[Ref, str] = field(default_factory=dict)
-    behind_sums: set[str] = field(default_factory=set)
 
     def crosses(self, ref: Ref, found: Type, wanted: Type, *, same: bool) -> bool:
         """A sum over samples that the model itself reads as a total, or a whole value that becomes a summand.
@@ -194,8 +192,6 @@ class SampleSums:
         if same:
             conflict = ref in self.sums and wanted == P
         elif found == P and wanted in (R, I) and self.graph.is_prelude(ref):
-            if ref.name in self.behind_sums:
-                raise InternalError(f"The sum {ref} over all samples depends on another such sum", where=place)
             self.sums[ref] = None
             conflict = ref in self.read_as_partial
         else:
@@ -213,7 +209,7 @@ class SampleSums:
         Raises:
             RuleError: it is none.
         """
-        if found != P or not in_prelude or ref in self.read_as_partial or ref.name in self.behind_sums:
+        if found != P or not in_prelude or ref in self.read_as_partial:
             producer = self.graph.producer(ref)
             raise RuleError(
                 f"The new value of this buffer is not the same for all samples ({found}), so the batch cannot be split",
@@ -221,8 +217,3 @@ class SampleSums:
                 fix="Keep sums or means over the batch in buffers, not values of single samples",
             )
         self.sums[ref] = None
-
-    def add_prelude(self, op: Op) -> None:
-        """Notes an operator of the prelude."""
-        if any(r in self.sums or r.name in self.behind_sums for r in op.operands):
-            self.behind_sums.add(op.name)

@@ -177,8 +177,8 @@ def assemble(program: Program, world: World, weights: Weights) -> Assembly:
     """
     build = _Assembler(program, world, weights)
     stages = tuple(build.stage(s) for s in program.stages if s.pp_rank == world.coordinate["pp"])
-    if program.sums is not None:
-        build.fill_buffers(program.sums)
+    for sums in program.sums:
+        build.fill_buffers(sums)
     held = tuple(h for stage in stages for h in build.held(stage))
     return Assembly(stages=stages, held=held, is_fsdp=build.is_fsdp)
 

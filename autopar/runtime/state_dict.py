@@ -297,7 +297,7 @@ def _copies(program: Program, world: World, names: frozenset[str]) -> Iterator[t
     """Where programs of this rank have such buffers: the module, the name in it, and the model's."""
     fqns = MappingProxyType({b.name: b.fqn for b in program.graph.buffers if b.fqn in names})
     here = [s.prelude for s in program.stages if s.pp_rank == world.coordinate["pp"]]
-    for prelude in (*here, program.sums):
+    for prelude in (*here, *program.sums):
         if isinstance(prelude, PreludeProgram):
             yield from ((prelude.module, buffer, fqns[buffer]) for buffer in prelude.buffers if buffer in fqns)
 
@@ -312,7 +312,7 @@ class State:
 
     def __init__(self, program: Program, world: World, weights: Weights, stages: Sequence[StageModule]) -> None:
         here = [stage for stage in program.stages if stage.pp_rank == world.coordinate["pp"]]
-        sums = program.sums.inputs if program.sums is not None else ()
+        sums = frozenset(name for sums in program.sums for name in sums.inputs)
         makers = {name: stage.pp_rank for stage in program.stages for name, _ in stage.mutations}
         self.own = tuple(name for stage in here for name, _ in stage.mutations)
         wanted = {*self.own, *sums, *(name for stage in here for name in stage.state)}

@@ -7,7 +7,7 @@ an alias of each operand, so that the gradient that it passes back can be told f
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -100,14 +100,16 @@ def _keep(table: dict[Any, Tensor], key: Any) -> Callable[[Tensor], None]:
 def attach(parallel: ParallelModel, watch: Watch) -> Tape:
     """Has the next training step of this rank recorded."""
     tape = Tape(watch=watch)
-    sums = parallel._program.sums
-    if sums is not None:
-        numbers = count()
-        sums.module.forward = lambda *values: run_module(sums.module, values, tape, PRELUDE, next(numbers))
+    for sums in parallel._program.sums:
+        sums.module.forward = partial(_run_sums, sums.module, count(), tape)
     indices = {stage.index: [block.index for block in stage.blocks] for stage in parallel._program.stages}
     for stage in parallel._assembly.stages:
         _StageRecorder(stage, indices[stage.index], tape)
     return tape
+
+
+def _run_sums(module: fx.GraphModule, micro_batches: Iterator[int], tape: Tape, *values: Tensor) -> Any:
+    return run_module(module, values, tape, PRELUDE, next(micro_batches))
 
 
 class _StageRecorder:

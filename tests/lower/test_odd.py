@@ -241,3 +241,25 @@ def test_an_auxiliary_loss_of_several_micro_batches_is_refused() -> None:
     said = "auxiliary losses of routers.* one micro-batch.*num_micro_batches=2.*before the first backward"
     with pytest.raises(InfeasibleError, match=said):
         checked(ROUTED, 7, ["dp_shard=2", "num_micro_batches=2"])
+
+
+class Standardized(nn.Module):
+    """Targets less their mean, over their deviation: sums over the batch that depend on others, in three rounds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        spread = target - target.mean(0)
+        scaled = spread / (spread.square().mean(0).sqrt() + 0.1)
+        return F.huber_loss(self.linear(x), scaled) + (self.linear(x) * scaled).mean() * scaled.pow(4).mean()
+
+
+@pytest.mark.parametrize("pins", [["dp_shard=2", "micro_batch=2"], ["tp=2", "micro_batch=4"]])
+def test_sums_over_the_batch_that_depend_on_others(pins: list[str]) -> None:
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(8, 6), "target": torch.randn(8, 4) * 3.0 + 1.0}
+    graph = autopar.trace(Standardized(), example_inputs=batch, global_batch_size=8)
+    assert not graph.exact
+    check(Standardized(), batch, pins, ranks=2, graph=graph)

@@ -54,9 +54,7 @@ def run_rank(program: Program, values: Mapping[str, Tensor], rank: int) -> Resul
     batch = {
         i.name: values[i.name] if i.batch_dim is None else values[i.name][first : first + samples] for i in graph.inputs
     }
-    totals = run_sums(program, list(micro_batches(batch, graph.inputs, count)))
-    for value in totals.values():
-        _sum(value, DATA_AXES)
+    totals = run_sums(program, list(micro_batches(batch, graph.inputs, count)), lambda value: _sum(value, DATA_AXES))
     parts = {p.name: slice_of(values[p.name], p.layout, mesh, rank) for p in graph.parameters}
     own = [stage for stage in program.stages if stage.pp_rank == mesh.coordinate(rank)["pp"]]
     modules = [_module(stage, program, parts) for stage in own]

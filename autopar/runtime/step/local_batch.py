@@ -340,21 +340,21 @@ class Batches:
         Args:
             state: buffers that steps change, by the graph's names.
         """
-        sums = self._program.sums
-        if sums is None:
-            return {}
-        totals: list[Tensor] = []
-        with torch.no_grad(), spmd_types.set_current_mesh(self._world.device_mesh):
-            for number, part in enumerate(micro_batches(local, self._program.graph.inputs, self.count(partial))):
-                given: dict[str, Any] = {**state, **part, SHARE: 1.0, MICRO_BATCH_WEIGHT: 1.0}
-                if partial is not None:
-                    given |= {SHARE: partial.share, MICRO_BATCH_WEIGHT: partial.weights[number]}
-                made = sums.module(*[given[name] for name in sums.inputs])
-                if partial is not None:
-                    made = [partial.weighed(value, number) for value in made]
-                totals = list(made) if not totals else [a + b for a, b in zip(totals, made, strict=True)]
-        for i, total in enumerate(totals):
-            if self._group is not None:
-                totals[i] = total.contiguous().clone()
-                dist.all_reduce(totals[i], group=self._group)
-        return dict(zip(sums.outputs, totals, strict=True))
+        found: dict[str, Tensor] = {}
+        for sums in self._program.sums:
+            totals: list[Tensor] = []
+            with torch.no_grad(), spmd_types.set_current_mesh(self._world.device_mesh):
+                for number, part in enumerate(micro_batches(local, self._program.graph.inputs, self.count(partial))):
+                    given: dict[str, Any] = {**state, **found, **part, SHARE: 1.0, MICRO_BATCH_WEIGHT: 1.0}
+                    if partial is not None:
+                        given |= {SHARE: partial.share, MICRO_BATCH_WEIGHT: partial.weights[number]}
+                    made = sums.module(*[given[name] for name in sums.inputs])
+                    if partial is not None:
+                        made = [partial.weighed(value, number) for value in made]
+                    totals = list(made) if not totals else [a + b for a, b in zip(totals, made, strict=True)]
+            for i, total in enumerate(totals):
+                if self._group is not None:
+                    totals[i] = total.contiguous().clone()
+                    dist.all_reduce(totals[i], group=self._group)
+            found.update(zip(sums.outputs, totals, strict=True))
+        return found

@@ -87,9 +87,7 @@ def _rank(program: Program, whole: Mapping[str, nn.Parameter], batch: Mapping[st
         }
         for m in range(count)
     ]
-    totals = run_sums(program, batches)
-    for value in totals.values():
-        _sum(value)
+    totals = run_sums(program, batches, _sum)
     leaves = {
         p.name: _own(program, p, whole[p.fqn].detach(), rank).clone().requires_grad_(p.spec.requires_grad)
         for p in graph.parameters

@@ -7,7 +7,7 @@ import itertools
 import threading
 import time
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -253,20 +253,20 @@ def run_program(
     return loss
 
 
-def run_sums(program: Program, batches: list[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Totals over micro-batches."""
-    if program.sums is None:
-        return {}
+def run_sums(
+    program: Program, batches: Sequence[Mapping[str, torch.Tensor]], total: Callable[[torch.Tensor], object]
+) -> dict[str, torch.Tensor]:
+    """Totals over micro-batches and data ranks, over which ``total`` sums in place."""
     totals: dict[str, torch.Tensor] = {}
-    for batch in batches:
-        for name, value in zip(
-            program.sums.outputs,
-            program.sums.module(
-                *({**batch, "batch_share": 1.0, "micro_batch_weight": 1.0}[n] for n in program.sums.inputs)
-            ),
-            strict=True,
-        ):
-            totals[name] = totals[name] + value if name in totals else value
+    for sums in program.sums:
+        found: dict[str, torch.Tensor] = {}
+        for batch in batches:
+            given = {**batch, **totals, "batch_share": 1.0, "micro_batch_weight": 1.0}
+            for name, value in zip(sums.outputs, sums.module(*(given[n] for n in sums.inputs)), strict=True):
+                found[name] = found[name] + value if name in found else value
+        for value in found.values():
+            total(value)
+        totals |= found
     return totals
 
 
@@ -287,9 +287,7 @@ def sharded(
     batches = [
         {i.name: whole[i.name][(first + m) * size : (first + m + 1) * size] for i in graph.inputs} for m in range(count)
     ]
-    totals = run_sums(program, batches)
-    for value in totals.values():
-        dist.all_reduce(value, group=collectives.group("dp_replicate"))
+    totals = run_sums(program, batches, lambda value: dist.all_reduce(value, group=collectives.group("dp_replicate")))
     leaves = parts(graph, whole, mesh, rank)
     loss = torch.zeros(())
     for batch in batches:
