@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import prod
 
 import torch
 from torch import Tensor
 
 from autopar.graph.graph import Argument, Op, Ref, TensorSpec
 from autopar.ops import plain
-from autopar.tracing.builder import Builder, Call, Value, broadcast
+from autopar.tracing.builder import Builder, Call, Value
 from autopar.tracing.forms.basic import Handler, generic, view_to
 
 _NONE, _MEAN, _SUM = 0, 1, 2
@@ -195,31 +194,30 @@ def _unflattened(builder: Builder, logits: Ref, target: Ref) -> tuple[Ref, Ref]:
 
 
 def _elementwise(builder: Builder, call: Call) -> Value:
-    """A loss with a ``reduction``: the elementwise loss, then mean or sum."""
+    """A loss with a ``reduction``: the losses of all elements (or samples), then mean or sum."""
     given = call.bound()
-    reduction = given.pop("reduction")
-    if reduction == _NONE:
+    if given["reduction"] == _NONE:
         return generic(builder, call)
-    source = given["self"]
-    assert isinstance(source, Ref)
-    shapes = [builder.shape(value) for value in given.values() if isinstance(value, Ref)]
-    spec = TensorSpec(shape=broadcast(*shapes), dtype=call.spec.dtype)
+    target = "aten.mean.default" if given["reduction"] == _MEAN else "aten.sum.default"
+    given["reduction"] = _NONE
+    values = {
+        name: torch.empty(builder.shape(value), dtype=builder.specs[value].dtype, device="meta")
+        if isinstance(value, Ref)
+        else value
+        for name, value in given.items()
+    }
+    spec = TensorSpec(shape=tuple(call.overload(**values).shape), dtype=call.spec.dtype)
+    assert spec.numel > 0, "a loss over no elements"
     if call.target == "aten.mse_loss.default":
-        error = builder.emit(call, "aten.sub.Tensor", (source, given["target"]), spec, name="error")
+        error = builder.emit(call, "aten.sub.Tensor", (given["self"], given["target"]), spec, name="error")
         each = builder.emit(call, "aten.pow.Tensor_Scalar", (error, 2), spec, name="squared_error")
     elif call.target == "aten.l1_loss.default":
-        error = builder.emit(call, "aten.sub.Tensor", (source, given["target"]), spec, name="error")
+        error = builder.emit(call, "aten.sub.Tensor", (given["self"], given["target"]), spec, name="error")
         each = builder.emit(call, "aten.abs.default", (error,), spec, name="absolute_error")
     else:
-        position = [a.name for a in call.overload._schema.arguments].index("reduction")
-        names = [a.name for a in call.overload._schema.arguments]
-        args = tuple(_NONE if name == "reduction" else given[name] for name in names)
-        assert args[position] == _NONE
-        each = builder.emit(call, call.target, args, spec, name="each_loss")
-    scalar = TensorSpec(shape=(), dtype=call.spec.dtype)
-    assert prod(spec.shape) > 0, "a loss over no elements"
-    target = "aten.mean.default" if reduction == _MEAN else "aten.sum.default"
-    return builder.emit(call, target, (each,), scalar, name="loss")
+        named = {a.name: given.pop(a.name) for a in call.overload._schema.arguments if a.kwarg_only}
+        each = builder.emit(call, call.target, tuple(given.values()), spec, kwargs=named, name="each_loss")
+    return builder.emit(call, target, (each,), TensorSpec(shape=(), dtype=call.spec.dtype), name="loss")
 
 
 def _ctc_losses(builder: Builder, call: Call) -> Value:
@@ -239,6 +237,15 @@ LOSSES: dict[str, Handler] = {
     "aten.huber_loss.default": _elementwise,
     "aten.binary_cross_entropy_with_logits.default": _elementwise,
     "aten.binary_cross_entropy.default": _elementwise,
+    "aten.soft_margin_loss.default": _elementwise,
+    "aten.poisson_nll_loss.default": _elementwise,
+    "aten.margin_ranking_loss.default": _elementwise,
+    "aten.hinge_embedding_loss.default": _elementwise,
+    "aten.cosine_embedding_loss.default": _elementwise,
+    "aten.triplet_margin_loss.default": _elementwise,
+    "aten.kl_div.default": _elementwise,
+    "aten.multi_margin_loss.default": _elementwise,
+    "aten.multilabel_margin_loss.default": _elementwise,
 }
 
 
