@@ -298,15 +298,13 @@ def evaluate(builder: Builder, call: Call) -> torch.Tensor | None:
 
 
 def _fill(builder: Builder, call: Call, name: str) -> Value | None:
-    fill = _FILLS[name]
+    fill: float | None = _FILLS[name]
     if fill is None:
         literal = call.bound()["fill_value"]
         if not isinstance(literal, bool | int | float):
             return None
-        value = torch.full((1,) * len(call.spec.shape), literal, dtype=call.spec.dtype)
-    else:
-        value = torch.full((1,) * len(call.spec.shape), fill, dtype=call.spec.dtype)
-    return builder.constant(call, value)
+        fill = literal
+    return builder.constant(call, torch.full((1,) * len(call.spec.shape), fill, dtype=call.spec.dtype))
 
 
 def _size(args: list[object], spec: TensorSpec, pointwise: bool) -> int:

@@ -119,8 +119,8 @@ def _nll(builder: Builder, call: Call) -> Value:
         names = ("self", "target", "weight", "reduction", "ignore_index")
         wanted: dict[str, Argument] = {name: given[name] for name in names} | {"self": logits, "label_smoothing": 0.0}
         loss = _weighted(builder, call, "aten.cross_entropy_loss.default", wanted, target, given["weight"])
-        return (loss, None) if len(call.outputs) > 1 else loss
-    loss = _token_loss(builder, call, logits, target, given["ignore_index"], 0.0, given["reduction"])
+    else:
+        loss = _token_loss(builder, call, logits, target, given["ignore_index"], 0.0, given["reduction"])
     return (loss, None) if len(call.outputs) > 1 else loss
 
 
@@ -197,24 +197,19 @@ def _unflattened(builder: Builder, logits: Ref, target: Ref) -> tuple[Ref, Ref]:
 def _elementwise(builder: Builder, call: Call) -> Value:
     """A loss with a ``reduction``: the elementwise loss, then mean or sum."""
     given = call.bound()
-    reduction = given.pop("reduction")
+    reduction = given["reduction"]
     if reduction == _NONE:
         return generic(builder, call)
-    source = given["self"]
-    assert isinstance(source, Ref)
     shapes = [builder.shape(value) for value in given.values() if isinstance(value, Ref)]
     spec = TensorSpec(shape=broadcast(*shapes), dtype=call.spec.dtype)
-    if call.target == "aten.mse_loss.default":
-        error = builder.emit(call, "aten.sub.Tensor", (source, given["target"]), spec, name="error")
-        each = builder.emit(call, "aten.pow.Tensor_Scalar", (error, 2), spec, name="squared_error")
-    elif call.target == "aten.l1_loss.default":
-        error = builder.emit(call, "aten.sub.Tensor", (source, given["target"]), spec, name="error")
-        each = builder.emit(call, "aten.abs.default", (error,), spec, name="absolute_error")
+    if call.target in ("aten.mse_loss.default", "aten.l1_loss.default"):
+        error = builder.emit(call, "aten.sub.Tensor", (given["self"], given["target"]), spec, name="error")
+        if call.target == "aten.mse_loss.default":
+            each = builder.emit(call, "aten.pow.Tensor_Scalar", (error, 2), spec, name="squared_error")
+        else:
+            each = builder.emit(call, "aten.abs.default", (error,), spec, name="absolute_error")
     else:
-        position = [a.name for a in call.overload._schema.arguments].index("reduction")
-        names = [a.name for a in call.overload._schema.arguments]
-        args = tuple(_NONE if name == "reduction" else given[name] for name in names)
-        assert args[position] == _NONE
+        args = tuple((given | {"reduction": _NONE}).values())
         each = builder.emit(call, call.target, args, spec, name="each_loss")
     scalar = TensorSpec(shape=(), dtype=call.spec.dtype)
     assert prod(spec.shape) > 0, "a loss over no elements"
