@@ -18,8 +18,8 @@ from autopar.graph.graph import Op
 from autopar.ops.kernels import region_of
 from autopar.plan.mesh import I, P, R, S
 from autopar.rules.computing_patterns import reduction
-from autopar.rules.grammar import Labels, Pattern
-from autopar.rules.moving_patterns import NAMES, Specs, argument, integer
+from autopar.rules.grammar import Pattern
+from autopar.rules.moving_patterns import NAMES, Specs, argument
 from autopar.rules.strategy import RING, Communication, Strategy
 
 BATCH_AXIS = "batch"
@@ -254,31 +254,6 @@ def window(op: Op, operands: Specs) -> Pattern:
     )
 
 
-def shuffle(op: Op, operands: Specs) -> Pattern:
-    """Pattern of pixel_shuffle and pixel_unshuffle: every dim is the outermost of what it becomes."""
-    labels = NAMES[: len(operands[0].shape)]
-    return Pattern(inputs=(labels,), outputs=(labels,), linear=((0,),))
-
-
-def transposed_convolution(op: Op, operands: Specs) -> Pattern:
-    """Samples, and channels in and out unless grouped; the weight is [in, out / groups, *window]."""
-    groups = integer(op, 6, "groups", 1)
-    space = len(operands[1].shape) - 2
-    width, kernel = tuple(f"w{i}" for i in range(space)), tuple(f"k{i}" for i in range(space))
-    batch = ("b",) * (len(operands[0].shape) - space - 1)
-    inputs: list[Labels] = [(*batch, "c", *width), ("c", "o" if groups == 1 else "", *kernel)]
-    if len(operands) == 3:
-        inputs.append(("o",))
-    added = (2,) * (len(operands) - 2)
-    return Pattern(
-        inputs=tuple(inputs),
-        outputs=((*batch, "o", *width),),
-        contracted=frozenset(("c",)) if groups == 1 else frozenset(),
-        frozen=frozenset({*width, *kernel} | (set() if groups == 1 else {"c", "o"})),
-        linear=((0, *added), (1, *added)),
-    )
-
-
 def instance_norm(op: Op, operands: Specs) -> Pattern:
     """Every sample and channel by itself; weight and bias have the channels."""
     if not argument(op, 5, "use_input_stats", True):
@@ -303,21 +278,13 @@ def batch_norm(op: Op, operands: Specs) -> Pattern:
 
 def batch_norm_at_rest(op: Op, operands: Specs) -> Pattern:
     """Elementwise but for the channels that weight, bias, mean and variance have."""
-    plain = batch_norm(op, operands)
-    return Pattern(inputs=plain.inputs, outputs=plain.outputs)
+    return replace(batch_norm(op, operands), frozen=frozenset())
 
 
 def batch_norm_running(op: Op, operands: Specs) -> Pattern:
     """As :func:`batch_norm`, with running mean and variance among operands and results, by channels."""
     plain = batch_norm(op, operands)
-    channels = NAMES[1:2]
-    return Pattern(inputs=plain.inputs, outputs=(*plain.outputs, channels, channels), frozen=plain.frozen)
-
-
-def total(op: Op, operands: Specs) -> Pattern:
-    """A value as it is; a sum over samples comes out whole by :func:`total_statistics`."""
-    labels = NAMES[: len(op.spec.shape)]
-    return Pattern(inputs=(labels,), outputs=(labels,), linear=((0,),))
+    return replace(plain, outputs=(*plain.outputs, NAMES[1:2], NAMES[1:2]))
 
 
 def total_statistics(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Strategy]:
