@@ -322,7 +322,6 @@ class Outputs:
         ops: operators that only outputs need, in order; for complete values at ``batch_size``.
         twice: the same at twice the batch size, where numbers in them may count samples; else empty.
         parameters: that ``ops`` read and the loss does not: no step changes them.
-        whole: names of parameters of the model (``fqn``) that ``ops`` read and steps train.
         buffers: that ``ops`` read.
     """
 
