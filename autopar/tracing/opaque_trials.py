@@ -295,10 +295,8 @@ def _samples(trial: Subject, one: Sequence[Tensor], seen: _Seen, batch_size: int
         again = outcomes(trial, one, seed=1)
         drawn = "it draws random numbers of its own" if are_same(first[0], again[0]) else ""
         return None, drawn or "it gives other results on the same inputs", False
-    linear, why = (
-        _is_linear(trial, one, [*first[1], *first[2]]),
-        "",
-    )  # why not: the first reason is that of samples in dim 0 of every input
+    linear = _is_linear(trial, one, [*first[1], *first[2]])
+    why = ""  # not: the first reason is that of samples in dim 0 of every input
     for dims in choices(trial.inputs, batch_size):
         try:
             return (dims, _apart(trial, dims, seen)), "", linear
