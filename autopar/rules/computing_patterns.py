@@ -189,14 +189,6 @@ def layer_norm(op: Op, operands: Specs) -> Pattern:
     )
 
 
-def group_norm(op: Op, operands: Specs) -> Pattern:
-    """Group norm of x [samples, channels, ...]: samples alone are split."""
-    labels = NAMES[: len(operands[0].shape)]
-    return Pattern(
-        inputs=(labels, *(labels[1:2] for _ in operands[1:])), outputs=(labels,), frozen=frozenset(labels[1:])
-    )
-
-
 # --- sums and what is like them ------------------------------------------------------------------
 
 _REDUCTIONS = {

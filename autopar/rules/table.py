@@ -277,7 +277,7 @@ _NAMES: dict[PatternMaker, str] = {
     compute.embedding_bag_ragged: "autopar.embedding_bag_ragged",
     compute.bag_vocabulary: "autopar.embedding_bag_vocabulary",
     compute.layer_norm: "layer_norm native_layer_norm rms_norm",
-    compute.group_norm: "group_norm",
+    other_kernels.group_norm: "group_norm",
     other_kernels.instance_norm: "instance_norm",
     other_kernels.batch_norm: "autopar.batch_norm",
     other_kernels.batch_norm_at_rest: "batch_norm",
