@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
+from autopar.graph.elements import collect_refs
 from autopar.graph.graph import Argument, Op, Ref, TensorSpec
 
 if TYPE_CHECKING:
@@ -49,6 +50,13 @@ class Call:
         spec = self.outputs[0]
         assert spec is not None, self.target
         return spec
+
+    @property
+    def operands(self) -> list[Ref]:
+        """Every tensor argument, as those of an :class:`~autopar.graph.graph.Op`."""
+        found: list[Ref] = []
+        collect_refs((*self.args, *self.kwargs.values()), found)
+        return found
 
     def bound(self) -> dict[str, Argument]:
         """Arguments by the names of the operator's schema, defaults filled in."""
