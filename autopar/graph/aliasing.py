@@ -13,6 +13,7 @@ from typing import TypeAlias
 import torch
 
 from autopar.graph.graph import Argument, Op, Ref, TensorSpec
+from autopar.ops.kernels import resolve
 
 Strides: TypeAlias = tuple[int, ...]
 
@@ -143,18 +144,7 @@ def _strides(
             return tuple(source.view(made).stride())
         except RuntimeError:  # torch's way to say so
             return None
-    return tuple(_APPLY[target](source, *args).stride())
-
-
-_APPLY = {
-    "aten.transpose.int": torch.ops.aten.transpose.int,
-    "aten.permute.default": torch.ops.aten.permute.default,
-    "aten.unsqueeze.default": torch.ops.aten.unsqueeze.default,
-    "aten.expand.default": torch.ops.aten.expand.default,
-    "aten.slice.Tensor": torch.ops.aten.slice.Tensor,
-    "aten.select.int": torch.ops.aten.select.int,
-    "aten.detach.default": torch.ops.aten.detach.default,
-}
+    return tuple(resolve(target)(source, *args).stride())
 
 
 def dim_groups(before: tuple[int, ...], after: tuple[int, ...]) -> list[tuple[range, range]]:

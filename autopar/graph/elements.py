@@ -111,9 +111,9 @@ class Op:
         if self._operands is not None:
             return self._operands
         found: list[Ref] = []
-        _collect(self.args, found)
+        collect_refs(self.args, found)
         if self.kwargs:
-            _collect((value for _, value in self.kwargs), found)
+            collect_refs((value for _, value in self.kwargs), found)
         operands = tuple(found)
         object.__setattr__(self, "_operands", operands)  # asked for again and again; follows from the other fields
         return operands
@@ -250,13 +250,13 @@ def map_refs(argument: Argument, change: Callable[[Ref], Argument]) -> Argument:
     return argument
 
 
-def _collect(arguments: Iterable[Argument], found: list[Ref]) -> None:
+def collect_refs(arguments: Iterable[Argument], found: list[Ref]) -> None:
     """Every :class:`Ref` in ``arguments``, in order, appended to ``found``."""
     for argument in arguments:
         if type(argument) is Ref:
             found.append(argument)
         elif type(argument) is tuple:
-            _collect(argument, found)
+            collect_refs(argument, found)
 
 
 Kind: TypeAlias = Literal["tensor", "loss", "value", "tuple", "list", "mapping", "fields"]
@@ -322,7 +322,6 @@ class Outputs:
         ops: operators that only outputs need, in order; for complete values at ``batch_size``.
         twice: the same at twice the batch size, where numbers in them may count samples; else empty.
         parameters: that ``ops`` read and the loss does not: no step changes them.
-        whole: names of parameters of the model (``fqn``) that ``ops`` read and steps train.
         buffers: that ``ops`` read.
     """
 

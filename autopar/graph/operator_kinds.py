@@ -16,8 +16,9 @@ See docs/adr/0015-selective-recompute.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import cache
+from typing import cast
 
 import torch
 
@@ -26,11 +27,12 @@ from autopar.graph.aliasing import storage_roots
 from autopar.graph.graph import Block, Graph, Op, Ref
 from autopar.ops.kernels import resolve
 
-_BY_ARGUMENT = "aten.scaled_dot_product_attention.default"
-"""Random where an argument says so: the pass that emits code looks at it."""
-
-_TAKEN_APART = frozenset(f"aten.{name}.input" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"))
-"""Recurrent networks: in a graph the dropout between their layers is an operator of its own."""
+_NOT_BY_ITSELF = frozenset(
+    f"aten.{name}"
+    for name in ("scaled_dot_product_attention.default", "lstm.input", "gru.input", "rnn_tanh.input", "rnn_relu.input")
+)
+"""Tagged as random, and not at every call: attention is where an argument says so, at which the pass that emits code looks; of
+recurrent networks the dropout between layers is an operator of its own in a graph."""
 
 
 @cache
@@ -40,17 +42,17 @@ def draws_random(target: str) -> bool:
     >>> draws_random("aten.bernoulli.p"), draws_random("autopar.dropout"), draws_random("aten.add.Tensor")
     (True, True, False)
     """
-    if target in _TAKEN_APART:
-        return False
-    if target == _BY_ARGUMENT:
-        return False
     if target.startswith("autopar."):  # its kernels need not be loaded to say so
         return target == "autopar.dropout"
+    return target not in _NOT_BY_ITSELF and torch.Tag.nondeterministic_seeded in _tags(target)
+
+
+def _tags(target: str) -> Collection[torch.Tag]:
+    """Those of an operator of torch's; none of any other."""
     try:
-        found = resolve(target)
-    except RuleError:  # no operator of torch's: it has no tags
-        return False
-    return torch.Tag.nondeterministic_seeded in getattr(found, "tags", ())
+        return cast("Collection[torch.Tag]", getattr(resolve(target), "tags", ()))
+    except RuleError:
+        return ()
 
 
 def is_attention(op: Op) -> bool:
@@ -214,12 +216,7 @@ def _is_cheap(target: str) -> bool:
     >>> _is_cheap("aten.gelu.default"), _is_cheap("aten.linear.default"), _is_cheap("autopar.all_gather")
     (True, False, False)
     """
-    if target in _CHEAP:
-        return True
-    if not target.startswith("aten."):
-        return False
-    try:
-        tags = getattr(resolve(target), "tags", ())
-    except RuleError:
-        return False
+    if target in _CHEAP or not target.startswith("aten."):
+        return target in _CHEAP
+    tags = _tags(target)
     return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags

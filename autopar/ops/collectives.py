@@ -66,7 +66,7 @@ def group(axis: str) -> dist.ProcessGroup:
 def all_reduce(x: Tensor, axis: str, to: str) -> Tensor:
     """P to ``to`` (``I`` or ``R``): the sum over the axis. Backward: nothing for I, an all-reduce for R."""
     y: Tensor = spmd_types.all_reduce(
-        _dense(x), group(axis), src=spmd_types.P, dst=_TYPES[to], backward_options=_backward(x)
+        x.contiguous(), group(axis), src=spmd_types.P, dst=_TYPES[to], backward_options=_backward(x)
     )
     return _dense_gradient(y) if to == "R" else y
 
@@ -132,10 +132,6 @@ _TYPES = {"I": spmd_types.I, "R": spmd_types.R}
 def _backward(x: Tensor) -> dict[str, torch.dtype] | None:
     """Gradients are summed in the dtype in which they arrive; spmd-types wants that said."""
     return {"op_dtype": x.dtype} if x.requires_grad else None
-
-
-def _dense(x: Tensor) -> Tensor:
-    return x if x.is_contiguous() else x.contiguous()
 
 
 def _dense_gradient(x: Tensor) -> Tensor:

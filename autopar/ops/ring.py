@@ -6,6 +6,7 @@ What :func:`autopar.ops.sequence.attention_ring` does, whose shapes these are.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,8 +34,8 @@ class RingWork:
     dropout_p: float
     seed: int
 
-    def visible(self, owner: int, rows: int, columns: int) -> tuple[slice, slice] | None:
-        """The rows and columns of a block with anything in them under the mask; None: nothing.
+    def visible(self, owner: int, rows: int, columns: int) -> tuple[slice, slice]:
+        """The rows and columns of a block with anything in them under the mask: each has something for some rows.
 
         Of a block of an earlier rank all rows see its first half alone, of a later rank's the second half sees all.
         """
@@ -77,12 +78,22 @@ class RingWork:
         mask = torch.empty_like(like).bernoulli_(1.0 - self.dropout_p, generator=generator)
         return mask / (1.0 - self.dropout_p) if self.dropout_p < 1.0 else mask
 
-    def pass_on(self, x: Tensor) -> tuple[Tensor, dist.Work | None]:
+    def rounds(self, pair: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """The blocks of all ranks with their owners, the own one first; each is sent on while it is worked on."""
+        for step in range(self.ranks):
+            coming, sent = self.pass_on(pair) if step < self.ranks - 1 else (pair, None)
+            yield (self.rank - step) % self.ranks, pair
+            if sent is not None:
+                sent.wait()
+            pair = coming
+
+    def pass_on(self, x: Tensor) -> tuple[Tensor, dist.Work]:
         """Starts to send to the next rank and to receive from the one before."""
         received = torch.empty_like(x)
         before, after = [0] * self.ranks, [0] * self.ranks
         before[(self.rank - 1) % self.ranks] = after[(self.rank + 1) % self.ranks] = x.numel()
         work = dist.all_to_all_single(received.view(-1), x.view(-1), before, after, group=self.group, async_op=True)
+        assert work is not None  # this rank is in the group
         return received, work
 
 
@@ -92,19 +103,14 @@ class FlashRing(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, work: RingWork) -> Tensor:
         pair, rows = torch.cat([key.reshape(-1), value.reshape(-1)]), query.shape[-2]
-        k, v = _views(pair, key, value)
-        coming, sent = work.pass_on(pair)
-        found, total, kept = flash.forward(query, k, v, work.scale, is_causal=work.is_causal)
-        out, total = flash.wide(found), total.clone()
-        for step in range(1, work.ranks):
-            if sent is not None:
-                sent.wait()
-            pair, owner = coming, (work.rank - step) % work.ranks
-            coming, sent = work.pass_on(pair) if step < work.ranks - 1 else (pair, None)
+        blocks = work.rounds(pair)
+        for owner, pair in blocks:
             k, v = _views(pair, key, value)
-            part = work.visible(owner, rows, k.shape[-2])
-            assert part is not None  # each block has something for some rows
-            here, there = part
+            if owner == work.rank:
+                found, total, kept = flash.forward(query, k, v, work.scale, is_causal=work.is_causal)
+                out, total = flash.wide(found), total.clone()
+                continue
+            here, there = work.visible(owner, rows, k.shape[-2])
             found, statistic, _ = flash.forward(
                 query[..., here, :], k[..., there, :], v[..., there, :], work.scale, is_causal=False
             )
@@ -122,13 +128,10 @@ class FlashRing(torch.autograd.Function):
         pair = torch.cat([key.reshape(-1), value.reshape(-1)])
         dq = torch.zeros_like(flash.wide(query))
         dpair = torch.zeros_like(flash.wide(pair))
-        for step in range(work.ranks):
-            owner = (work.rank - step) % work.ranks
-            coming, sent = work.pass_on(pair) if step < work.ranks - 1 else (pair, None)
+        blocks = work.rounds(pair)
+        for owner, pair in blocks:
             k, v = _views(pair, key, value)
-            part = work.visible(owner, rows, k.shape[-2])
-            assert part is not None
-            here, there = part
+            here, there = work.visible(owner, rows, k.shape[-2])
             gradient = flash.backward(
                 grad[..., here, :], query[..., here, :], k[..., there, :], v[..., there, :], result[..., here, :], total[..., here],
                 tuple(kept), work.scale, is_causal=work.is_causal and owner == work.rank,
@@ -136,12 +139,8 @@ class FlashRing(torch.autograd.Function):
             dk, dv = _views(dpair, key, value)
             for target, found in zip((dq[..., here, :], dk[..., there, :], dv[..., there, :]), gradient, strict=True):
                 target.add_(found)
-            if sent is not None:
-                sent.wait()
-            pair = coming
             dpair, moved = work.pass_on(dpair)  # after the last step it is home
-            if moved is not None:
-                moved.wait()
+            moved.wait()
         dk, dv = _views(dpair, key, value)
         return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype), None
 
@@ -169,26 +168,18 @@ class Ring(torch.autograd.Function):
         rows = q.shape[-2]
         out = q.new_zeros((*q.shape[:-1], value.shape[-1]))
         total = q.new_full((*q.shape[:-1], 1), -math.inf)
-        for step in range(work.ranks):
-            owner = (work.rank - step) % work.ranks
-            last = step == work.ranks - 1
-            coming, sent = (pair, None) if last else work.pass_on(pair)
+        blocks = work.rounds(pair)
+        for owner, pair in blocks:
             k, v = _unpacked(pair, key, value, q.dtype)
-            part = work.visible(owner, rows, k.shape[-2])
-            if part is not None:
-                scores = work.scores(q, k, masks, owner, *part)
-                largest = scores.amax(-1, keepdim=True).clamp_min(torch.finfo(q.dtype).min)
-                weights = (scores - largest).exp_()
-                sums = weights.sum(-1, keepdim=True)
-                if work.dropout_p:
-                    weights = weights * work.kept(weights, owner)
-                found = torch.matmul(weights, v[..., part[1], :])
-                _merge(
-                    out[..., part[0], :], total[..., part[0], :], found / sums.clamp_min(_TINY), largest + sums.log()
-                )
-            if sent is not None:
-                sent.wait()
-            pair = coming
+            here, there = work.visible(owner, rows, k.shape[-2])
+            scores = work.scores(q, k, masks, owner, here, there)
+            largest = scores.amax(-1, keepdim=True).clamp_min(torch.finfo(q.dtype).min)
+            weights = (scores - largest).exp_()
+            sums = weights.sum(-1, keepdim=True)
+            if work.dropout_p:
+                weights = weights * work.kept(weights, owner)
+            found = torch.matmul(weights, v[..., there, :])
+            _merge(out[..., here, :], total[..., here, :], found / sums.clamp_min(_TINY), largest + sums.log())
         result = out.reshape(*query.shape[:-1], value.shape[-1]).to(query.dtype)
         ctx.save_for_backward(query, key, value, mask, result, total)
         return result
@@ -208,35 +199,27 @@ class Ring(torch.autograd.Function):
         finite = torch.where(total == -math.inf, 0.0, total)
         dq, dpair = torch.zeros_like(q), torch.zeros_like(pair, dtype=q.dtype)
         dmask = torch.zeros_like(masks) if masks is not None and ctx.needs_input_grad[3] else None
-        for step in range(work.ranks):
-            owner = (work.rank - step) % work.ranks
-            last = step == work.ranks - 1
-            coming, sent = (pair, None) if last else work.pass_on(pair)
+        blocks = work.rounds(pair)
+        for owner, pair in blocks:
             k, v = _unpacked(pair, key, value, q.dtype)
-            part = work.visible(owner, rows, k.shape[-2])
-            if part is not None:
-                here, there = part
-                weights = (work.scores(q, k, masks, owner, here, there) - finite[..., here, :]).exp_()
-                g = grad[..., here, :]
-                dweights = torch.matmul(g, v[..., there, :].transpose(-1, -2))
-                dropped = weights
-                if work.dropout_p:
-                    kept = work.kept(weights, owner)
-                    dropped, dweights = weights * kept, dweights * kept
-                dscores = weights * (dweights - inner[..., here, :])
-                if dmask is not None:
-                    work.add_to_mask(dmask, dscores, owner, here, there)
-                dscores = dscores * work.scale
-                dq[..., here, :] += torch.matmul(dscores, k[..., there, :])
-                dk, dv = _unpacked(dpair, key, value, q.dtype)
-                dk[..., there, :] += torch.matmul(dscores.transpose(-1, -2), q[..., here, :]).sum(2, keepdim=True)
-                dv[..., there, :] += torch.matmul(dropped.transpose(-1, -2), g).sum(2, keepdim=True)
-            if sent is not None:
-                sent.wait()
-            pair = coming
+            here, there = work.visible(owner, rows, k.shape[-2])
+            weights = (work.scores(q, k, masks, owner, here, there) - finite[..., here, :]).exp_()
+            g = grad[..., here, :]
+            dweights = torch.matmul(g, v[..., there, :].transpose(-1, -2))
+            dropped = weights
+            if work.dropout_p:
+                kept = work.kept(weights, owner)
+                dropped, dweights = weights * kept, dweights * kept
+            dscores = weights * (dweights - inner[..., here, :])
+            if dmask is not None:
+                work.add_to_mask(dmask, dscores, owner, here, there)
+            dscores = dscores * work.scale
+            dq[..., here, :] += torch.matmul(dscores, k[..., there, :])
+            dk, dv = _unpacked(dpair, key, value, q.dtype)
+            dk[..., there, :] += torch.matmul(dscores.transpose(-1, -2), q[..., here, :]).sum(2, keepdim=True)
+            dv[..., there, :] += torch.matmul(dropped.transpose(-1, -2), g).sum(2, keepdim=True)
             dpair, moved = work.pass_on(dpair)  # after the last step it is home
-            if moved is not None:
-                moved.wait()
+            moved.wait()
         dk, dv = _unpacked(dpair, key, value, q.dtype)
         return (
             dq.reshape(query.shape).to(query.dtype),

@@ -64,15 +64,13 @@ def embedding_bag(
     Returns:
         [bags, width].
     """
-    padding = None if padding_idx < 0 else padding_idx
-    factors = None if weights is None else weights.to(weight.dtype)
-    return F.embedding_bag(ids, weight, None, None, 2.0, scale_grad_by_freq, mode, False, factors, padding_idx=padding)
+    return embedding_bag_ragged(weight, ids, None, weights, mode, padding_idx, scale_grad_by_freq)
 
 
 def embedding_bag_ragged(
     weight: Tensor,
     ids: Tensor,
-    offsets: Tensor,
+    offsets: Tensor | None,
     weights: Tensor | None = None,
     mode: str = "sum",
     padding_idx: int = -1,
@@ -151,13 +149,7 @@ def cross_entropy_vocabulary(
     if logits.dtype in (torch.float16, torch.bfloat16):
         largest = largest.float()
     parts = _ExponentialSums.apply(logits, _maximum(largest, pg), wanted, label_smoothing > 0)  # type: ignore[no-untyped-call]
-    sums = spmd_types.all_reduce(
-        _pending(parts, pg),
-        pg,
-        src=spmd_types.P,
-        dst=spmd_types.I,
-        backward_options={"op_dtype": parts.dtype} if logits.requires_grad else None,
-    )
+    sums = _summed(parts, pg, spmd_types.I)
     normalizer = sums[0].log()
     losses = normalizer - sums[1]
     if label_smoothing:
@@ -203,6 +195,13 @@ spmd_types.register_local_autograd_function(_ExponentialSums)
 def _pending(x: Tensor, pg: dist.ProcessGroup) -> Tensor:
     """One summand of a pending sum, from a value of this rank alone."""
     return cast("Tensor", spmd_types.reinterpret(x, pg, src=spmd_types.V, dst=spmd_types.P))
+
+
+def _summed(local: Tensor, pg: dist.ProcessGroup, to: Any) -> Tensor:
+    """The sum over the group of a value of each rank, as ``to``, R or I."""
+    options = {"op_dtype": local.dtype} if local.requires_grad else None
+    total = spmd_types.all_reduce(_pending(local, pg), pg, src=spmd_types.P, dst=to, backward_options=options)
+    return cast("Tensor", total)
 
 
 def _maximum(local: Tensor, pg: dist.ProcessGroup) -> Tensor:
@@ -353,13 +352,7 @@ def _counted(part: Tensor, micro_batch_weight: float) -> Tensor:
 def _total(local: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
     """The sum over all groups, one after the other, R on each: its gradient is a pending sum."""
     for pg in groups:
-        local = spmd_types.all_reduce(
-            _pending(local, pg),
-            pg,
-            src=spmd_types.P,
-            dst=spmd_types.R,
-            backward_options={"op_dtype": local.dtype} if local.requires_grad else None,
-        )
+        local = _summed(local, pg, spmd_types.R)
     return local
 
 

@@ -28,7 +28,7 @@ from autopar.errors import InternalError, RuleError
 from autopar.graph.graph import Argument, Block, Graph, Input, Layout, Op, Parameter, Ref, TensorSpec, digest
 from autopar.graph.rewrites import signature
 from autopar.plan.mesh import I, P, R, S, Type
-from autopar.rules.local_calls import BATCH, LOCALIZERS, conversion, emitted_arguments, layout_before, localize, part_of
+from autopar.rules.local_calls import BATCH, conversion, emitted_arguments, layout_before, localize, localizer, part_of
 from autopar.rules.strategy import Local, SampleSums, Strategy, Typing, check_part, check_strategy, is_zigzag
 
 __all__ = ["BATCH", "OVER_DATA", "crosses_samples", "part_of", "shard"]
@@ -208,7 +208,7 @@ class _Sharding:
             [self._local(spec, kind, place) for spec, kind in zip(op.outputs, strategy.outputs, strict=True)]
         )
         called = op.with_operands(operands)
-        if strategy.target or strategy.extra or op.target in LOCALIZERS:
+        if strategy.target or strategy.extra or localizer(op, strategy):
             local = Local(
                 axis=self.axis,
                 size=self.typing.size,
@@ -260,8 +260,7 @@ class _Sharding:
                     fix="Use a loss that adds up or averages over the batch",
                 )
         elif found != I:
-            new = self._change(loss, I, section, place=str(loss))
-            self.renamed[loss] = new
+            self.renamed[loss] = self._change(loss, I, section, place=str(loss))
 
     def _new_value(self, ref: Ref, section: _Section) -> None:
         """The new value of a buffer ends whole, the same on every rank and for all samples."""
@@ -359,15 +358,12 @@ class _Sharding:
 
     def _set(self, ref: Ref, kind: Type, spec: TensorSpec) -> None:
         """Of a leaf, whose parts are in its own order."""
-        self.types[ref], self.specs[ref] = kind, self._part(spec, kind, ref.name)
+        self.types[ref], self.specs[ref] = kind, part_of(spec, kind, self.typing, ref.name)
 
     def _local(self, spec: TensorSpec, kind: Type, place: str) -> TensorSpec:
         """Of a value that an operator makes."""
         if self.is_zigzag and kind.is_split and kind.dim < len(spec.shape):
             check_part(spec, kind, int(self.typing.size), place, axis=self.axis)
-        return self._part(spec, kind, place)
-
-    def _part(self, spec: TensorSpec, kind: Type, place: str) -> TensorSpec:
         return part_of(spec, kind, self.typing, place)
 
     def _name(self, wanted: str) -> str:

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from autopar.errors import RuleError
 from autopar.graph.graph import Argument, Op, Ref, TensorSpec, map_refs
@@ -331,7 +332,7 @@ def check_rule(target: str, line: str, example: Sequence[object] | None = None) 
     """
     name = full_target(target)
     arguments = tuple(made_example(line)) if example is None else tuple(example)
-    operands = _tensors(arguments)
+    operands = [x for x in pytree.tree_leaves(arguments) if isinstance(x, Tensor)]
     count = iter(range(len(operands)))
     op = Op(name="example", target=name, args=tuple(_written(a, count) for a in arguments), outputs=())
     try:
@@ -376,12 +377,6 @@ def made_example(line: str) -> list[Tensor]:
         return (torch.rand(shape, dtype=torch.float64, generator=generator) + 0.1).requires_grad_()
 
     return [one(dims) for dims in parsed.inputs]
-
-
-def _tensors(value: object) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    return [x for item in value for x in _tensors(item)] if isinstance(value, tuple | list) else []
 
 
 def _written(value: object, count: object) -> Argument:

@@ -105,7 +105,10 @@ def attention(op: Op, operands: Specs) -> Pattern:
 
 
 def convolution(op: Op, operands: Specs) -> Pattern:
-    """conv1d/2d/3d and convolution, not transposed: batch, and channels in and out unless grouped."""
+    """conv1d/2d/3d, transposed ones and convolution, not transposed: batch, and channels in and out unless grouped.
+
+    The weight is [out, in / groups, *window], of a transposed one [in, out / groups, *window].
+    """
     general = op.target == "aten.convolution.default"
     groups = integer(op, 8 if general else 6, "groups", 1)
     if general and argument(op, 6, "transposed", False):
@@ -118,7 +121,8 @@ def convolution(op: Op, operands: Specs) -> Pattern:
     window = tuple(f"w{i}" for i in range(space))
     kernel = tuple(f"k{i}" for i in range(space))
     batch = ("b",) * (len(operands[0].shape) - space - 1)
-    inputs: list[Labels] = [(*batch, "c", *window), ("o", "c" if groups == 1 else "", *kernel)]
+    first, second = ("c", "o") if "transpose" in op.target else ("o", "c")
+    inputs: list[Labels] = [(*batch, "c", *window), (first, second if groups == 1 else "", *kernel)]
     if len(operands) == 3:
         inputs.append(("o",))
     frozen = {*window, *kernel} | (set() if groups == 1 else {"c", "o"})
@@ -182,14 +186,6 @@ def layer_norm(op: Op, operands: Specs) -> Pattern:
         inputs=(labels, *(labels[kept:] for _ in operands[1:])),
         outputs=(labels, *(statistics for _ in op.outputs[1:])),
         frozen=frozenset(labels[kept:]),
-    )
-
-
-def group_norm(op: Op, operands: Specs) -> Pattern:
-    """Group norm of x [samples, channels, ...]: samples alone are split."""
-    labels = NAMES[: len(operands[0].shape)]
-    return Pattern(
-        inputs=(labels, *(labels[1:2] for _ in operands[1:])), outputs=(labels,), frozen=frozenset(labels[1:])
     )
 
 

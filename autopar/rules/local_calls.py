@@ -35,37 +35,27 @@ def localize(op: Op, strategy: Strategy, local: Local) -> Op:
         The operator with the strategy's target and extra arguments, literals for local shapes, and
         ``local.outputs``. ``layouts`` is left to the caller.
     """
-    write = LOCALIZERS.get(strategy.target or op.target)
+    write = localizer(op, strategy)
     if write is not None:
         op = write(op, strategy, local)
     elif strategy.target:
         op = replace(op, target=strategy.target)
     if strategy.extra:
         op = replace(op, kwargs=(*op.kwargs, *strategy.extra))
-    return op if op.outputs is local.outputs else _with(op, op.args, op.kwargs, local.outputs)
+    return op if op.outputs is local.outputs else op.reshaped(op.target, op.args, op.kwargs, local.outputs)
 
 
-def _with(
-    op: Op, args: tuple[Argument, ...], kwargs: tuple[tuple[str, Argument], ...], outputs: tuple[TensorSpec, ...]
-) -> Op:
-    """As ``dataclasses.replace``, which takes several times as long."""
-    return Op(
-        name=op.name, target=op.target, args=args, kwargs=kwargs, outputs=outputs, module=op.module, source=op.source,
-        layouts=op.layouts,
-    )  # fmt: skip
-
-
-def _with_argument(op: Op, position: int, value: Argument) -> Op:
-    args = list(op.args)
-    args[position] = value
-    return _with(op, tuple(args), op.kwargs, op.outputs)
+def localizer(op: Op, strategy: Strategy) -> Localizer | None:
+    """What writes a rank's call, where it is more than the same call: of the strategy's target, or of literals for shapes."""
+    return _BY_KERNEL.get(strategy.target) if strategy.target else _BY_LITERAL.get(op.target)
 
 
 def _shape_at(position: int, name: str) -> Localizer:
     def write(op: Op, strategy: Strategy, local: Local) -> Op:
         shape = local.outputs[0].shape
         if position < len(op.args):
-            return _with_argument(op, position, shape)
+            args = (*op.args[:position], shape, *op.args[position + 1 :])
+            return op.reshaped(op.target, args, op.kwargs, op.outputs)
         return replace(op, kwargs=tuple((key, shape if key == name else value) for key, value in op.kwargs))
 
     return write
@@ -86,22 +76,16 @@ def _as_view(op: Op, strategy: Strategy, local: Local) -> Op:
 
 
 def _embedding_vocabulary(op: Op, strategy: Strategy, local: Local) -> Op:
-    if not strategy.target:
-        return op
     padding = argument(op, 2, "padding_idx", -1)
     return replace(op, target=strategy.target, args=(op.args[0], op.args[1], local.axis, padding), kwargs=())
 
 
 def _bag_vocabulary(op: Op, strategy: Strategy, local: Local) -> Op:
-    if not strategy.target:
-        return op
     weight, ids, weights, mode, padding = op.args[:5]
     return replace(op, target=strategy.target, args=(weight, ids, local.axis, weights, mode, padding), kwargs=())
 
 
 def _cross_entropy_vocabulary(op: Op, strategy: Strategy, local: Local) -> Op:
-    if not strategy.target:
-        return op
     ignore, smoothing = argument(op, 2, "ignore_index", -100), argument(op, 3, "label_smoothing", 0.0)
     args = (op.args[0], op.args[1], local.axis, ignore, smoothing, *op.args[4:])
     return replace(op, target=strategy.target, args=args, kwargs=())
@@ -109,8 +93,6 @@ def _cross_entropy_vocabulary(op: Op, strategy: Strategy, local: Local) -> Op:
 
 def _split_experts(op: Op, strategy: Strategy, local: Local) -> Op:
     """Where the own experts stand among all; those that an earlier axis has split stay as they are."""
-    if not strategy.target:
-        return op
     if op.target == "autopar.experts_dispatch":  # over data ranks: tokens travel over both axes, or over these alone
         joined = strategy.target == op.target
         args = (*op.args[:7], EXPERT_AXIS, op.args[8]) if joined else (*op.args, local.axis, int(local.size))
@@ -123,8 +105,6 @@ def _split_experts(op: Op, strategy: Strategy, local: Local) -> Op:
 
 def _partial_mean(op: Op, strategy: Strategy, local: Local) -> Op:
     """The count is that of the whole tensor; a partial mean that is split again keeps its count."""
-    if not strategy.target:
-        return op
     shape = local.operands[0].shape
     dims = tuple(range(len(shape))) if op.target == "aten.mean.default" else dims_of(op, 1, "dim", len(shape))
     keepdim = False if op.target == "aten.mean.default" else argument(op, 2, "keepdim", False)
@@ -138,13 +118,11 @@ def _partial_mean(op: Op, strategy: Strategy, local: Local) -> Op:
 
 def _batch_norm(op: Op, strategy: Strategy, local: Local) -> Op:
     """Statistics are those of all ranks of the axis; samples are spread over both data axes."""
-    if not strategy.target:
-        return op
     axes = DATA_AXES if local.axis == "batch" else (local.axis,)
     return replace(op, args=(*op.args, *axes))
 
 
-LOCALIZERS: dict[str, Localizer] = {
+_BY_LITERAL: dict[str, Localizer] = {
     **{
         target: _shape_at(1, "size")
         for target in (
@@ -179,6 +157,9 @@ LOCALIZERS: dict[str, Localizer] = {
     "aten.squeeze.dims": _as_view,
     "aten.flatten.using_ints": _as_view,
     "aten.unflatten.int": _as_view,
+}
+"""By the operator's own target."""
+_BY_KERNEL: dict[str, Localizer] = {
     "autopar.embedding_vocabulary": _embedding_vocabulary,
     "autopar.embedding_bag_vocabulary": _bag_vocabulary,
     "autopar.cross_entropy_vocabulary": _cross_entropy_vocabulary,
@@ -190,6 +171,7 @@ LOCALIZERS: dict[str, Localizer] = {
     "autopar.experts_dispatch": _split_experts,
     "autopar.experts_dispatch_split": _split_experts,
 }
+"""By the target of a strategy."""
 
 
 BATCH = "batch"

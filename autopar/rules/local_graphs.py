@@ -21,7 +21,7 @@ from autopar.graph.graph import SAME, Block, Graph, Input, Op, Ref, TensorSpec, 
 from autopar.graph.rewrites import signature
 from autopar.plan.mesh import S, Type
 from autopar.rules.apply import BATCH, part_of
-from autopar.rules.local_calls import LOCALIZERS, localize
+from autopar.rules.local_calls import localize, localizer
 from autopar.rules.strategy import Local, Strategy, Typing
 from autopar.rules.table import without_refs
 
@@ -109,7 +109,7 @@ def _share(spec: TensorSpec, size: int) -> TensorSpec:
 
 
 def can_resize(graph: Graph, local: Graph, typing: Typing) -> bool:
-    """Whether :func:`resized` gives other sizes of ``local``: nothing changes its type on axis ``batch``.
+    """Whether a :class:`Resizer` gives other sizes of ``local``: nothing changes its type on axis ``batch``.
 
     Args:
         graph: that ``local`` was made of.
@@ -122,20 +122,6 @@ def can_resize(graph: Graph, local: Graph, typing: Typing) -> bool:
         and all(a.name == b.name for a, b in zip(before, after, strict=True))
         and not any(typing.inputs.get(buffer.name, None) for buffer in graph.buffers)
     )
-
-
-def resized(graph: Graph, local: Graph, typing: Typing, *, global_batch_size: int, micro_batch_size: int) -> Graph:
-    """As ``shard(graph, typing, ...)``, hashes of blocks aside: these are equal for equal blocks of the result alone.
-
-    Args:
-        graph: as traced, or compact.
-        local: the same for another size; see :func:`can_resize`.
-        typing: on axis ``batch``, its size that of the result.
-
-    Raises:
-        RuleError: a dim does not divide.
-    """
-    return Resizer(graph, local, typing, global_batch_size).run(typing, micro_batch_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -154,7 +140,14 @@ class _Call:
 
 
 class Resizer:
-    """Micro-batches of other sizes; see :func:`resized`. Equal outputs are worked out once for each size."""
+    """Micro-batches of other sizes. Equal outputs are worked out once for each size.
+
+    Args:
+        graph: as traced, or compact.
+        local: one rank's part of it on axis ``batch``, of some size; see :func:`can_resize`.
+        typing: by which ``local`` was made.
+        global_batch_size: samples of a step.
+    """
 
     def __init__(self, graph: Graph, local: Graph, typing: Typing, global_batch_size: int) -> None:
         self.graph, self.local, self.count_scale = graph, local, Fraction(global_batch_size, graph.batch_size)
@@ -173,16 +166,17 @@ class Resizer:
         for op, own in zip(ops, local, strict=True):
             strategy = typing.strategies[op.name]
             number, _ = self._outputs.setdefault((op.outputs, strategy.outputs), (len(self._outputs), op.name))
-            counts = (strategy.target or op.target) in LOCALIZERS
+            counts = localizer(op, strategy) is not None
             called = op.with_operands(own.operands) if counts else op
             found.append(_Call(op=called, local=own, strategy=strategy, outputs=number, counts=counts))
         return found
 
     def run(self, typing: Typing, micro_batch_size: int) -> Graph:
-        """The graph of a size.
+        """As ``shard(graph, typing, ...)``, hashes of blocks aside: these are equal for equal blocks of the result alone.
 
         Args:
             typing: that of ``local`` at this size.
+            micro_batch_size: samples of the result.
 
         Raises:
             RuleError: a dim does not divide.

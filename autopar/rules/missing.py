@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import product
+from math import prod
 from pathlib import Path
 
 import torch
@@ -29,6 +30,7 @@ from autopar.graph.graph import Argument, Graph, Op, Ref, TensorSpec, digest
 from autopar.plan.mesh import P, R, S, Type
 from autopar.rules.by_execution import call, verify_rule
 from autopar.rules.grammar import Pattern, bind, parse
+from autopar.rules.moving_patterns import unsplit
 from autopar.rules.strategy import Strategy
 from autopar.rules.table import Rule, RuleTable, default_table, torch_rules
 
@@ -91,9 +93,7 @@ def discover_rule(op: Op, operands: Sequence[Tensor], *, seed: int = 0) -> str:
 def _splits(op: Op, operands: Sequence[Tensor], dense: Sequence[Tensor], seed: int) -> Iterator[_Split]:
     """Every split that holds, those of more operands first: they say more."""
     choices = [[None, *(d for d, n in enumerate(x.shape) if n > 1 and n % _RANKS == 0)] for x in operands]
-    combinations = 1
-    for choice in choices:
-        combinations *= len(choice)
+    combinations = prod(map(len, choices))
     if combinations > MAX_COMBINATIONS:
         raise RuleError(
             f"{op.target} has {combinations} combinations of dims, more than the {MAX_COMBINATIONS} that are tried",
@@ -286,13 +286,9 @@ class _ByCall:
 
     def __call__(self, op: Op, operands: tuple[TensorSpec, ...]) -> Pattern:
         line = self.lines.get(key_of(op, operands))
-        shapes = tuple(spec.shape for spec in operands)
-        if line:
-            return bind(parse(line), shapes, tuple(spec.shape for spec in op.outputs))
-        return Pattern(
-            inputs=tuple(("",) * len(shape) for shape in shapes),
-            outputs=tuple(("",) * len(spec.shape) for spec in op.outputs),
-        )
+        if not line:
+            return unsplit(op, operands)
+        return bind(parse(line), tuple(spec.shape for spec in operands), tuple(spec.shape for spec in op.outputs))
 
 
 def _find(op: Op, operands: tuple[TensorSpec, ...], key: str, kept: _Kept) -> Found:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import cast
 
+import torch
+
 from autopar.errors import RuleError
 from autopar.graph.aliasing import dim_groups
 from autopar.graph.graph import Argument, Op, Ref, TensorSpec
@@ -33,9 +35,9 @@ def integer(op: Op, position: int, name: str, default: int = 0) -> int:
     return cast("int", argument(op, position, name, default))
 
 
-def dims_of(op: Op, position: int, name: str, rank: int) -> tuple[int, ...]:
+def dims_of(op: Op, position: int, name: str, rank: int, default: Argument = None) -> tuple[int, ...]:
     """A dim or list of dims, not negative; all dims where it is None or empty."""
-    value = argument(op, position, name)
+    value = argument(op, position, name, default)
     if value is None or value == ():
         return tuple(range(rank))
     dims = value if isinstance(value, tuple) else (value,)
@@ -244,13 +246,11 @@ def whole_dim(op: Op, operands: Specs) -> Pattern:
     """
     rank = len(operands[0].shape)
     position, name = _WHOLE_DIM[op.target]
-    last = op.target in ("aten.topk.default", "aten.sort.default", "aten.argsort.default", "aten.diff.default")
-    value = argument(op, position, name, -1 if last or op.target in ("aten.sort.stable", "aten.glu.default") else None)
-    dims = (
-        range(rank)
-        if value is None or value == ()
-        else [cast("int", d) % max(rank, 1) for d in (value if isinstance(value, tuple) else (value,))]
-    )
+    last = op.target in (
+        "aten.topk.default", "aten.sort.default", "aten.sort.stable", "aten.argsort.default", "aten.diff.default",
+        "aten.glu.default",
+    )  # fmt: skip
+    dims = dims_of(op, position, name, rank, -1 if last else None)
     labels = NAMES[:rank]
     linear = (tuple(range(len(operands))),) if op.target in _LINEAR else ()
     return Pattern(
@@ -259,6 +259,15 @@ def whole_dim(op: Op, operands: Specs) -> Pattern:
         frozen=frozenset(labels[dim] for dim in dims if dim < rank),
         linear=linear,
     )
+
+
+def same_dims(op: Op, operands: Specs) -> Pattern:
+    """Every dim is where it was: a total over samples, and the outermost part of what pixel_shuffle or pixel_unshuffle makes of it.
+
+    A sum over samples comes out whole by :func:`autopar.rules.other_kernels.total_statistics`.
+    """
+    labels = NAMES[: len(operands[0].shape)]
+    return Pattern(inputs=(labels,), outputs=(labels,), linear=((0,),))
 
 
 def triangle(op: Op, operands: Specs) -> Pattern:
@@ -279,15 +288,11 @@ def index(op: Op, operands: Specs) -> Pattern:
         )
     rank = len(operands[0].shape)
     indexed = [dim for dim, item in enumerate(indices) if isinstance(item, Ref)]
-    width = max(len(spec.shape) for spec in operands[1:])
-    sizes = [1] * width
-    for spec in operands[1:]:
-        for back, length in enumerate(reversed(spec.shape), start=1):
-            sizes[-back] = max(sizes[-back], length)
-    taken = tuple(f"j{k}" if sizes[k] > 1 else "" for k in range(width))
+    sizes = torch.broadcast_shapes(*(spec.shape for spec in operands[1:]))  # type: ignore[no-untyped-call]
+    taken = tuple(f"j{k}" if size > 1 else "" for k, size in enumerate(sizes))
     inputs: list[Labels] = [NAMES[:rank]]
     for spec in operands[1:]:
-        own = taken[width - len(spec.shape) :]
+        own = taken[len(taken) - len(spec.shape) :]
         inputs.append(tuple(name if length > 1 else "" for name, length in zip(own, spec.shape, strict=True)))
     adjacent = indexed == list(range(indexed[0], indexed[0] + len(indexed)))
     start = indexed[0] if adjacent else 0
@@ -345,9 +350,10 @@ def scatter_sum(op: Op, operands: Specs) -> Pattern:
     )
 
 
-def index_put(op: Op, operands: Specs) -> Pattern:
-    """Values put at indices: nothing is split."""
-    return Pattern(inputs=tuple(("",) * len(s.shape) for s in operands), outputs=(("",) * len(op.spec.shape),))
+def unsplit(op: Op, operands: Specs) -> Pattern:
+    """Nothing is split: values put at indices, calls of which nothing is known."""
+    inputs, outputs = (tuple(("",) * len(spec.shape) for spec in specs) for specs in (operands, op.outputs))
+    return Pattern(inputs=inputs, outputs=outputs)
 
 
 # --- factories -----------------------------------------------------------------------------------

@@ -18,11 +18,11 @@ from autopar.graph.graph import Op
 from autopar.ops.kernels import region_of
 from autopar.plan.mesh import I, P, R, S
 from autopar.rules.computing_patterns import reduction
-from autopar.rules.grammar import Labels, Pattern
-from autopar.rules.moving_patterns import NAMES, Specs, argument, integer
+from autopar.rules.grammar import Pattern
+from autopar.rules.local_calls import BATCH
+from autopar.rules.moving_patterns import NAMES, Specs, argument
 from autopar.rules.strategy import RING, Communication, Strategy
 
-BATCH_AXIS = "batch"
 SEQUENCE_AXIS = "cp"
 """The one axis that may be in zig-zag order."""
 GATHERED = "autopar.attention_gathered"
@@ -38,7 +38,7 @@ def divides(length: int, size: Fraction) -> bool:
 
 def embedding_vocabulary(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Strategy]:
     """embedding(weight, ids) with the rows of the table split: foreign ids give zeros, the sum is pending."""
-    if axis == BATCH_AXIS or not divides(operands[0].shape[0], size):
+    if axis == BATCH or not divides(operands[0].shape[0], size):
         return
     if argument(op, 3, "scale_grad_by_freq", False) or argument(op, 4, "sparse", False):
         return
@@ -49,7 +49,7 @@ def embedding_vocabulary(op: Op, operands: Specs, axis: str, size: Fraction) -> 
 
 def bag_vocabulary(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Strategy]:
     """embedding_bag(weight, ids, weights) with the rows of the table split: foreign ids count nothing, the sum is pending."""
-    if axis == BATCH_AXIS or not divides(operands[0].shape[0], size) or op.args[3] == "max" or op.args[5]:
+    if axis == BATCH or not divides(operands[0].shape[0], size) or op.args[3] == "max" or op.args[5]:
         return
     others = (R,) * (len(operands) - 1)
     target = "autopar.embedding_bag_vocabulary"
@@ -63,7 +63,7 @@ def cross_entropy_vocabulary(op: Op, operands: Specs, axis: str, size: Fraction)
     target's logit (and the sum of logits under label smoothing) in a second one.
     """
     logits, target = operands[:2]
-    if axis == BATCH_AXIS or not divides(logits.shape[-1], size):
+    if axis == BATCH or not divides(logits.shape[-1], size):
         return
     token_bytes = target.numel * max(4, logits.dtype.itemsize)
     sums = 3 if argument(op, 3, "label_smoothing", 0.0) else 2
@@ -87,7 +87,7 @@ def opaque(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Strat
     """
     region = region_of(str(op.args[0]))
     flows = any(spec.requires_grad for spec in operands)
-    if flows and axis != BATCH_AXIS:
+    if flows and axis != BATCH:
         yield Strategy(
             name="invariant",
             inputs=tuple(I if spec.requires_grad else R for spec in operands),
@@ -95,7 +95,7 @@ def opaque(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Strat
         )
     if not flows or region.is_linear_backward:
         yield Strategy(name="replicate", inputs=(R,) * len(operands), outputs=(R,) * len(op.outputs))
-    if axis != BATCH_AXIS or region.splits is None:
+    if axis != BATCH or region.splits is None:
         return
     inside, outside = region.splits
     split = [(operands[i].shape[d], d) for i, d in enumerate(inside) if d is not None]
@@ -138,7 +138,7 @@ def experts(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Stra
     """
     hidden, _, indices = operands[:3]
     num_experts = operands[-1].shape[0]
-    if axis in (BATCH_AXIS, "cp") or not divides(num_experts, size):  # parameters are whole on both
+    if axis in (BATCH, SEQUENCE_AXIS) or not divides(num_experts, size):  # parameters are whole on both
         return
     owned = (S(0),) * (len(operands) - 3)
     rank_bytes = int(hidden.num_bytes * indices.shape[-1] / size)  # an all-to-all counts one rank's part
@@ -172,7 +172,7 @@ def attention_sequence(op: Op, operands: Specs, axis: str, size: Fraction) -> It
     ``ring``: keys and values are split too and go round; every split dim is in zig-zag order (see ``rules.apply``).
     """
     rank = len(operands[0].shape)
-    if axis == BATCH_AXIS or op.target in (GATHERED, RING) or size.denominator != 1:
+    if axis == BATCH or op.target in (GATHERED, RING) or size.denominator != 1:
         return
     rows, sequence = operands[0].shape[-2], S(rank - 2)
     causal = bool(argument(op, 5, "is_causal", False))
@@ -254,75 +254,43 @@ def window(op: Op, operands: Specs) -> Pattern:
     )
 
 
-def shuffle(op: Op, operands: Specs) -> Pattern:
-    """Pattern of pixel_shuffle and pixel_unshuffle: every dim is the outermost of what it becomes."""
-    labels = NAMES[: len(operands[0].shape)]
-    return Pattern(inputs=(labels,), outputs=(labels,), linear=((0,),))
-
-
-def transposed_convolution(op: Op, operands: Specs) -> Pattern:
-    """Samples, and channels in and out unless grouped; the weight is [in, out / groups, *window]."""
-    groups = integer(op, 6, "groups", 1)
-    space = len(operands[1].shape) - 2
-    width, kernel = tuple(f"w{i}" for i in range(space)), tuple(f"k{i}" for i in range(space))
-    batch = ("b",) * (len(operands[0].shape) - space - 1)
-    inputs: list[Labels] = [(*batch, "c", *width), ("c", "o" if groups == 1 else "", *kernel)]
-    if len(operands) == 3:
-        inputs.append(("o",))
-    added = (2,) * (len(operands) - 2)
-    return Pattern(
-        inputs=tuple(inputs),
-        outputs=((*batch, "o", *width),),
-        contracted=frozenset(("c",)) if groups == 1 else frozenset(),
-        frozen=frozenset({*width, *kernel} | (set() if groups == 1 else {"c", "o"})),
-        linear=((0, *added), (1, *added)),
-    )
-
-
 def instance_norm(op: Op, operands: Specs) -> Pattern:
     """Every sample and channel by itself; weight and bias have the channels."""
     if not argument(op, 5, "use_input_stats", True):
         raise RuleError.unsupported(
             "An instance norm with running statistics", where=op.name, instead="Leave track_running_stats out"
         )
-    labels = NAMES[: len(operands[0].shape)]
-    return Pattern(
-        inputs=(labels, *(labels[1:2] for _ in operands[1:])), outputs=(labels,), frozen=frozenset(labels[2:])
-    )
+    plain = batch_norm_at_rest(op, operands)
+    return replace(plain, frozen=frozenset(plain.outputs[0][2:]))
+
+
+def group_norm(op: Op, operands: Specs) -> Pattern:
+    """Group norm of x [samples, channels, ...]: samples alone are split."""
+    plain = batch_norm_at_rest(op, operands)
+    return replace(plain, frozen=frozenset(plain.outputs[0][1:]))
 
 
 def batch_norm(op: Op, operands: Specs) -> Pattern:
-    """Channels alone split freely: x is [samples, channels, *space], weight and bias have the channels."""
-    labels = NAMES[: len(operands[0].shape)]
-    return Pattern(
-        inputs=(labels, *(labels[1:2] for _ in operands[1:])),
-        outputs=(labels,),
-        frozen=frozenset({*labels[:1], *labels[2:]}),
-    )
+    """Channels alone split freely."""
+    plain = batch_norm_at_rest(op, operands)
+    return replace(plain, frozen=frozenset(plain.outputs[0]) - {NAMES[1]})
 
 
 def batch_norm_at_rest(op: Op, operands: Specs) -> Pattern:
-    """Elementwise but for the channels that weight, bias, mean and variance have."""
-    plain = batch_norm(op, operands)
-    return Pattern(inputs=plain.inputs, outputs=plain.outputs)
+    """Elementwise but for the channels that weight, bias, mean and variance have: x is [samples, channels, *space]."""
+    labels = NAMES[: len(operands[0].shape)]
+    return Pattern(inputs=(labels, *(labels[1:2] for _ in operands[1:])), outputs=(labels,))
 
 
 def batch_norm_running(op: Op, operands: Specs) -> Pattern:
     """As :func:`batch_norm`, with running mean and variance among operands and results, by channels."""
     plain = batch_norm(op, operands)
-    channels = NAMES[1:2]
-    return Pattern(inputs=plain.inputs, outputs=(*plain.outputs, channels, channels), frozen=plain.frozen)
-
-
-def total(op: Op, operands: Specs) -> Pattern:
-    """A value as it is; a sum over samples comes out whole by :func:`total_statistics`."""
-    labels = NAMES[: len(op.spec.shape)]
-    return Pattern(inputs=(labels,), outputs=(labels,), linear=((0,),))
+    return replace(plain, outputs=(*plain.outputs, NAMES[1:2], NAMES[1:2]))
 
 
 def total_statistics(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Strategy]:
     """A pending sum over samples, over all of the data ranks, each of which has all its samples in one micro-batch."""
-    if axis == "batch" and operands[0].dtype.is_floating_point:
+    if axis == BATCH and operands[0].dtype.is_floating_point:
         moved = (Communication(kind="all_reduce", num_bytes=operands[0].num_bytes),)
         yield Strategy(name="statistics", inputs=(P,), outputs=(R,), target="autopar.total", communication=moved)
 

@@ -7,17 +7,15 @@ line can describe, and that is not here, has no rule: it is reported by name, ne
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cache
 
 from autopar.errors import RuleError
 from autopar.graph.graph import Argument, Op, Ref, TensorSpec
-from autopar.plan.mesh import I, R
 from autopar.rules import computing_patterns as compute
 from autopar.rules import moving_patterns as special
 from autopar.rules import other_kernels, strategy
-from autopar.rules import other_kernels as sharded
 from autopar.rules.grammar import Pattern, bind, enumerate_strategies, parse
 from autopar.rules.strategy import Strategy
 
@@ -114,7 +112,7 @@ class RuleTable:
         if known is None:
             rule = self.rules.get(op.target)
             if rule is None and fallback:
-                return _repeated(op, operands)
+                return tuple(enumerate_strategies(special.unsplit(op, operands), operands, op.outputs, size))
             if rule is not None and rule.every is not None:
                 found = list(rule.every(op, operands, axis, size))
             else:
@@ -134,20 +132,6 @@ def full_target(target: str) -> str:
     """
     name = target.replace("::", ".")
     return name if name.count(".") > 1 or "::" not in target else f"{name}.default"
-
-
-def _repeated(op: Op, operands: tuple[TensorSpec, ...]) -> tuple[Strategy, ...]:
-    """Only the strategies that hold for any deterministic operator."""
-    same = Strategy(name="replicate", inputs=tuple(R for _ in operands), outputs=tuple(R for _ in op.outputs))
-    if not any(spec.requires_grad for spec in operands):
-        return (same,)
-    invariant = replace(
-        same,
-        name="invariant",
-        inputs=tuple(I if spec.requires_grad else R for spec in operands),
-        outputs=tuple(I if spec.requires_grad else R for spec in op.outputs),
-    )
-    return (invariant, same)
 
 
 _ANYWHERE = Ref("")
@@ -269,10 +253,12 @@ _NAMES: dict[PatternMaker, str] = {
     special.paste: "slice_scatter select_scatter",
     special.triangle: "tril triu",
     special.index: "index.Tensor",
-    special.index_put: "index_put",
+    special.unsplit: "index_put",
     special.index_select: "index_select",
     special.gather: "gather",
     special.scatter: "scatter.src scatter.value scatter_add scatter_reduce.two",
+    special.scatter_sum: "autopar.scatter_sum",
+    special.change_over_data: "autopar.change_over_data",
     special.factory: "full zeros ones empty.memory_format new_zeros new_ones new_full new_empty scalar_tensor",
     special.random_factory: "rand randn randint randint.low normal.float_float",
     special.random_order: "randperm",
@@ -283,17 +269,20 @@ _NAMES: dict[PatternMaker, str] = {
     compute.matmul: "matmul mv dot",
     compute.einsum: "einsum",
     compute.attention: "scaled_dot_product_attention",
-    compute.convolution: "conv1d conv2d conv3d convolution conv1d.padding conv2d.padding conv3d.padding",
+    compute.convolution: "conv1d conv2d conv3d convolution conv1d.padding conv2d.padding conv3d.padding"
+    " conv_transpose1d conv_transpose2d.input conv_transpose3d.input",
     compute.histogram: "histc",
     compute.embedding: "embedding",
     compute.embedding_bag: "autopar.embedding_bag",
     compute.embedding_bag_ragged: "autopar.embedding_bag_ragged",
     compute.bag_vocabulary: "autopar.embedding_bag_vocabulary",
     compute.layer_norm: "layer_norm native_layer_norm rms_norm",
-    compute.group_norm: "group_norm",
+    other_kernels.group_norm: "group_norm",
     other_kernels.instance_norm: "instance_norm",
-    other_kernels.shuffle: "pixel_shuffle pixel_unshuffle",
-    other_kernels.transposed_convolution: "conv_transpose1d conv_transpose2d.input conv_transpose3d.input",
+    other_kernels.batch_norm: "autopar.batch_norm",
+    other_kernels.batch_norm_at_rest: "batch_norm",
+    other_kernels.batch_norm_running: "autopar.batch_norm_running",
+    special.same_dims: "pixel_shuffle pixel_unshuffle autopar.total",
     compute.cross_entropy: "cross_entropy_loss",
 }
 """By function the operators whose calls it reads: of aten by what follows that word, of autopar in full."""
@@ -309,29 +298,24 @@ def _functions() -> dict[str, PatternMaker]:
     found |= dict.fromkeys(special.WHOLE_DIM_TARGETS, special.whole_dim)
     found |= dict.fromkeys(compute.REDUCTION_TARGETS, compute.reduction)
     found |= dict.fromkeys(compute.LOSS_TARGETS, compute.loss)
-    found["autopar.change_over_data"] = special.change_over_data
     found |= dict.fromkeys(other_kernels.WINDOW_TARGETS, other_kernels.window)
-    found["autopar.batch_norm"] = other_kernels.batch_norm
-    found["aten.batch_norm.default"] = other_kernels.batch_norm_at_rest
-    found["autopar.scatter_sum"] = special.scatter_sum
-    found |= {"autopar.batch_norm_running": other_kernels.batch_norm_running, "autopar.total": other_kernels.total}
-    found |= dict.fromkeys(("autopar.attention", sharded.GATHERED, strategy.RING), compute.attention)
+    found |= dict.fromkeys(("autopar.attention", other_kernels.GATHERED, strategy.RING), compute.attention)
     return found
 
 
 _MORE: dict[str, MoreStrategies] = {
-    "aten.embedding.default": sharded.embedding_vocabulary,
-    "autopar.embedding_bag": sharded.bag_vocabulary,
-    "autopar.cross_entropy_sum": sharded.cross_entropy_vocabulary,
-    "autopar.experts": sharded.experts,
-    "autopar.experts_dispatch": sharded.experts,
-    "aten.mean.default": sharded.partial_mean,
-    "aten.mean.dim": sharded.partial_mean,
+    "aten.embedding.default": other_kernels.embedding_vocabulary,
+    "autopar.embedding_bag": other_kernels.bag_vocabulary,
+    "autopar.cross_entropy_sum": other_kernels.cross_entropy_vocabulary,
+    "autopar.experts": other_kernels.experts,
+    "autopar.experts_dispatch": other_kernels.experts,
+    "aten.mean.default": other_kernels.partial_mean,
+    "aten.mean.dim": other_kernels.partial_mean,
     "autopar.batch_norm": other_kernels.batch_statistics,
     "autopar.batch_norm_running": other_kernels.batch_statistics,
     "autopar.total": other_kernels.total_statistics,
-    "aten.scaled_dot_product_attention.default": sharded.attention_sequence,
-    "autopar.attention": sharded.attention_sequence,
+    "aten.scaled_dot_product_attention.default": other_kernels.attention_sequence,
+    "autopar.attention": other_kernels.attention_sequence,
 }
 
 
@@ -339,7 +323,7 @@ def torch_rules() -> dict[str, Rule]:
     """A fresh copy of the rules for torch's and autopar's operators."""
     rules = {target: Rule(line=line, more=_MORE.get(target)) for target, line in _lines().items()}
     rules |= {target: Rule(make=make, more=_MORE.get(target)) for target, make in _functions().items()}
-    return rules | {"autopar.opaque": Rule(every=sharded.opaque)}
+    return rules | {"autopar.opaque": Rule(every=other_kernels.opaque)}
 
 
 @cache

@@ -19,8 +19,8 @@ import numpy.typing as npt
 
 from autopar.graph.graph import Argument, Block, Op, Ref, TensorSpec, digest, map_refs
 
-SALTED = {"autopar.dropout": 2}
-"""Position of the argument that tells random operators apart: no part of what an operator computes."""
+_SALTED, _SALT = "autopar.dropout", 2
+"""The operator with an argument that tells it from others, and its position: no part of what it computes."""
 
 _CANDIDATES = 48
 """Periods tried in each stretch."""
@@ -30,12 +30,11 @@ _NUMBERED = re.compile(r"^(.*?\b\d+)(\.|$)")
 
 @dataclass(frozen=True, slots=True)
 class _Context:
-    """What blocks are found in; ``users``: position of the last reader of each value of ``ops``."""
+    """What blocks are found in; ``last_use``: position of the last reader of each value of ``ops``."""
 
     ops: Sequence[Op]
     specs: Mapping[Ref, TensorSpec]
     parameters: frozenset[str]
-    position: Mapping[str, int]
     last_use: Mapping[Ref, int]
     tokens: npt.NDArray[np.int64]
 
@@ -53,10 +52,9 @@ def find_blocks(
     for i, op in enumerate(ops):
         for ref in op.operands:
             last_use[ref] = max(i, last_use.get(ref, 0))
-    position = {op.name: i for i, op in enumerate(ops)}
     ids: dict[object, int] = {}
     tokens = [ids.setdefault(_token(op, specs, parameters), len(ids)) for op in ops]
-    context = _Context(ops, specs, parameters, position, last_use, np.asarray(tokens, dtype=np.int64))
+    context = _Context(ops, specs, parameters, last_use, np.asarray(tokens, dtype=np.int64))
     spans = _partition(context, 0, len(ops))
     labels = _labels(ops, spans)
     return tuple(
@@ -65,14 +63,8 @@ def find_blocks(
     )
 
 
-def canonical_hash(
-    ops: Sequence[Op], specs: Mapping[Ref, TensorSpec], parameters: frozenset[str], outputs: frozenset[Ref]
-) -> str:
-    """Equal for equal subgraphs: operators, literals, wiring, specs and which values leave; names aside.
-
-    Args:
-        outputs: values of ``ops`` that are read outside of them.
-    """
+def _hash(context: _Context, start: int, stop: int) -> str:
+    """Of a subgraph: equal for equal operators, literals, wiring, specs and values that are read outside; names aside."""
     local: dict[str, int] = {}
     outside: dict[Ref, int] = {}
     lines: list[str] = []
@@ -82,33 +74,21 @@ def canonical_hash(
             return f"%{local[ref.name]}.{ref.index}"
         if ref not in outside:
             outside[ref] = len(outside)
-            kind = "parameter" if ref.name in parameters else "value"
-            lines.append(f"${outside[ref]} {kind} {_spec_text(specs[ref])}")
+            kind = "parameter" if ref.name in context.parameters else "value"
+            lines.append(f"${outside[ref]} {kind} {_spec_text(context.specs[ref])}")
         return f"${outside[ref]}"
 
-    for op in ops:
+    for op in context.ops[start:stop]:
         args = tuple(map_refs(arg, number) for arg in _essential(op))
         kwargs = tuple((key, map_refs(value, number)) for key, value in op.kwargs)
-        leaves = [i for i in range(len(op.outputs)) if Ref(op.name, i) in outputs]
+        leaves = [i for i in range(len(op.outputs)) if context.last_use.get(Ref(op.name, i), -1) >= stop]
         lines.append(f"{op.target} {args} {kwargs} {[_spec_text(s) for s in op.outputs]} {leaves}")
         local[op.name] = len(local)
     return digest("\n".join(lines))
 
 
-def _hash(context: _Context, start: int, stop: int) -> str:
-    ops = context.ops[start:stop]
-    outputs = frozenset(
-        ref
-        for op in ops
-        for ref in (Ref(op.name, i) for i in range(len(op.outputs)))
-        if context.last_use.get(ref, -1) >= stop
-    )
-    return canonical_hash(ops, context.specs, context.parameters, outputs)
-
-
 def _essential(op: Op) -> tuple[Argument, ...]:
-    salt = SALTED.get(op.target)
-    return op.args if salt is None else tuple(a for i, a in enumerate(op.args) if i != salt)
+    return op.args[:_SALT] if op.target == _SALTED else op.args
 
 
 def _spec_text(spec: TensorSpec) -> str:
@@ -191,7 +171,7 @@ def _verified(context: _Context, begin: int, period: int, length: int) -> tuple[
         hashes = [_hash(context, first + k * period, first + (k + 1) * period) for k in range(count)]
         at, equal = _longest_equal(hashes)
         first += at * period
-        if equal >= 2 and _is_chain(context, first, period, equal):
+        if equal >= 2 and _is_chain(context, first, period):
             return first, period, equal
     return None
 
@@ -208,26 +188,22 @@ def _longest_equal(hashes: Sequence[str]) -> tuple[int, int]:
 def _cut_cost(context: _Context, first: int, period: int, count: int) -> tuple[int, int, int]:
     """Bytes that cross the cut between the first two windows; then cuts between modules; then the earliest."""
     cut = first + period
-    window = range(max(first, cut - period), cut)
     crossing = sum(
         spec.num_bytes
-        for i in window
-        for k, spec in enumerate(context.ops[i].outputs)
-        if context.last_use.get(Ref(context.ops[i].name, k), -1) >= cut
+        for op in context.ops[first:cut]
+        for k, spec in enumerate(op.outputs)
+        if context.last_use.get(Ref(op.name, k), -1) >= cut
     )
     inside = cut >= len(context.ops) or _layer(context.ops[cut - 1]) == _layer(context.ops[cut])
     return crossing, int(inside), first
 
 
-def _is_chain(context: _Context, first: int, period: int, count: int) -> bool:
+def _is_chain(context: _Context, first: int, period: int) -> bool:
     """Every window but the first reads the one before, and windows hold parameters."""
-    reads = False
-    for op in context.ops[first + period : first + 2 * period]:
-        for ref in op.operands:
-            place = context.position.get(ref.name, -1)
-            reads = reads or first <= place < first + period
-    holds = any(ref.name in context.parameters for op in context.ops[first : first + period] for ref in op.operands)
-    return reads and holds and count >= 2
+    one, two = (context.ops[start : start + period] for start in (first, first + period))
+    made = {op.name for op in one}
+    reads = any(ref.name in made for op in two for ref in op.operands)
+    return reads and any(ref.name in context.parameters for op in one for ref in op.operands)
 
 
 # --- names, for people and for what does not repeat ---------------------------------------------------

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
+from autopar.graph.elements import collect_refs
 from autopar.graph.graph import Argument, Op, Ref, TensorSpec
 
 if TYPE_CHECKING:
@@ -49,6 +50,13 @@ class Call:
         spec = self.outputs[0]
         assert spec is not None, self.target
         return spec
+
+    @property
+    def operands(self) -> list[Ref]:
+        """Every tensor argument, as those of an :class:`~autopar.graph.graph.Op`."""
+        found: list[Ref] = []
+        collect_refs((*self.args, *self.kwargs.values()), found)
+        return found
 
     def bound(self) -> dict[str, Argument]:
         """Arguments by the names of the operator's schema, defaults filled in."""
@@ -119,28 +127,28 @@ class Builder:
         Args:
             outputs: shapes and dtypes; those of ``call`` when none is given.
         """
-        specs = outputs or tuple(spec for spec in call.outputs if spec is not None)
-        kept = tuple(sorted((kwargs or {}).items()))
         op = Op(
             name=self.unique(name or call.name),
             target=target,
             args=args,
-            kwargs=kept,
-            outputs=specs,
+            kwargs=tuple(sorted((kwargs or {}).items())),
+            outputs=(),
             module=call.module,
             source=call.source,
         )
         flows = call.grad and any(self.specs[ref].requires_grad for ref in op.operands)
-        return self.append(with_grad(op, flows))
+        specs = tuple(
+            replace(spec, requires_grad=flows and (spec.dtype.is_floating_point or spec.dtype.is_complex))
+            for spec in outputs or call.outputs
+            if spec is not None
+        )
+        return self.append(replace(op, outputs=specs))
 
     def stop_gradient(self, ref: Ref, *outputs: int) -> None:
         """Of the operator ``ref``, the last one appended, these outputs have no gradient."""
         op = self.ops.pop()
         assert op.name == ref.name
-        specs = (
-            TensorSpec(shape=s.shape, dtype=s.dtype, requires_grad=s.requires_grad and i not in outputs)
-            for i, s in enumerate(op.outputs)
-        )
+        specs = (replace(s, requires_grad=s.requires_grad and i not in outputs) for i, s in enumerate(op.outputs))
         self.append(replace(op, outputs=tuple(specs)))
 
     def append(self, op: Op) -> Ref:
@@ -178,34 +186,13 @@ class Builder:
         return self.specs[ref].shape
 
 
-def with_grad(op: Op, flows: bool) -> Op:
-    """``op`` with ``requires_grad`` of its floating outputs set."""
-    outputs = tuple(
-        TensorSpec(
-            shape=s.shape, dtype=s.dtype, requires_grad=flows and (s.dtype.is_floating_point or s.dtype.is_complex)
-        )
-        for s in op.outputs
-    )
-    return Op(
-        name=op.name,
-        target=op.target,
-        args=op.args,
-        kwargs=op.kwargs,
-        outputs=outputs,
-        module=op.module,
-        source=op.source,
-    )
-
-
 def broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of an elementwise operator on these shapes.
 
     >>> broadcast((4, 1), (3,))
     (4, 3)
     """
-    rank = max(map(len, shapes), default=0)
-    padded = [(1,) * (rank - len(shape)) + shape for shape in shapes]
-    return tuple(max(sizes) if 0 not in sizes else 0 for sizes in zip(*padded, strict=True))
+    return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
 
 
 def compact(value: torch.Tensor) -> torch.Tensor:

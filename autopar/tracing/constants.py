@@ -162,7 +162,6 @@ CONVERSIONS = {
     "aten.to.other",
     "aten.type_as.default",
 }
-_RANDOM_TAGS = (torch.Tag.nondeterministic_seeded,)
 VIEWS = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default", "aten.flatten.using_ints")
 _SAME_VALUE = {
     "aten.clone.default",
@@ -181,9 +180,9 @@ def fold(builder: Builder, call: Call) -> Value | None:
     name = call.target.split(".")[1] if call.target.startswith("aten.") else ""
     if name in _FILLS:
         return _fill(builder, call, name)
-    if len(call.outputs) != 1 or call.outputs[0] is None or any(tag in call.overload.tags for tag in _RANDOM_TAGS):
+    if len(call.outputs) != 1 or call.outputs[0] is None or _is_random(call):
         return None
-    refs = _refs((*call.args, *call.kwargs.values()))
+    refs = call.operands
     if any(ref not in builder.values and ref not in builder.lazies for ref in refs):
         return None
     if _is_pointwise(call):
@@ -240,6 +239,10 @@ def _same_lazy(builder: Builder, call: Call) -> Value | None:
     return builder.lazy(call, held)
 
 
+def _is_random(call: Call) -> bool:
+    return torch.Tag.nondeterministic_seeded in call.overload.tags
+
+
 def _is_pointwise(call: Call) -> bool:
     return torch.Tag.pointwise in call.overload.tags or call.target in LOGICAL or call.target in _ELEMENTWISE
 
@@ -253,9 +256,7 @@ def hint(builder: Builder, call: Call, ref: Value) -> None:
     """Remembers the value of ``ref`` where constants and model buffers determine it, for recognising masks."""
     if not isinstance(ref, Ref) or ref in builder.values or len(call.outputs) != 1 or call.outputs[0] is None:
         return
-    refs = _refs((*call.args, *call.kwargs.values()))
-    if any(tag in call.overload.tags for tag in _RANDOM_TAGS):
-        return
+    refs = [] if _is_random(call) else call.operands
     if refs and all(builder.known(r) is not None for r in refs):
         value = evaluate(builder, call)
         if value is not None:
@@ -298,15 +299,13 @@ def evaluate(builder: Builder, call: Call) -> torch.Tensor | None:
 
 
 def _fill(builder: Builder, call: Call, name: str) -> Value | None:
-    fill = _FILLS[name]
+    fill: float | None = _FILLS[name]
     if fill is None:
         literal = call.bound()["fill_value"]
         if not isinstance(literal, bool | int | float):
             return None
-        value = torch.full((1,) * len(call.spec.shape), literal, dtype=call.spec.dtype)
-    else:
-        value = torch.full((1,) * len(call.spec.shape), fill, dtype=call.spec.dtype)
-    return builder.constant(call, value)
+        fill = literal
+    return builder.constant(call, torch.full((1,) * len(call.spec.shape), fill, dtype=call.spec.dtype))
 
 
 def _size(args: list[object], spec: TensorSpec, pointwise: bool) -> int:
@@ -314,13 +313,3 @@ def _size(args: list[object], spec: TensorSpec, pointwise: bool) -> int:
         return spec.numel
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
     return prod(broadcast(*(tuple(t.shape) for t in tensors))) if tensors else spec.numel
-
-
-def _refs(arguments: tuple[Argument, ...]) -> list[Ref]:
-    found: list[Ref] = []
-    for argument in arguments:
-        if isinstance(argument, Ref):
-            found.append(argument)
-        elif isinstance(argument, tuple):
-            found.extend(_refs(argument))
-    return found

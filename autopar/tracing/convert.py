@@ -62,7 +62,7 @@ class Converter:
         return []
 
     def _attribute(self, node: fx.Node, owner: torch.nn.Module) -> Value:
-        held = _lookup(owner, str(node.target))
+        held = operator.attrgetter(str(node.target))(owner)
         if not isinstance(held, torch.Tensor):
             return str(node.target)
         ref = Ref(self.builder.unique(node.name))
@@ -171,7 +171,7 @@ def _apply(builder: Builder, call: Call) -> Value:
 def _inner(owner: torch.nn.Module, head: object) -> fx.GraphModule:
     """The region that a call names."""
     assert isinstance(head, fx.Node)
-    inner = _lookup(owner, str(head.target))
+    inner = operator.attrgetter(str(head.target))(owner)
     assert isinstance(inner, fx.GraphModule)
     return inner
 
@@ -207,13 +207,6 @@ def _is_divided(target: torch._ops.OpOverload) -> bool:
 
 def _is_dropped(target: torch._ops.OpOverload) -> bool:
     return target._schema.name.split("::")[1].startswith(_DROPPED)
-
-
-def _lookup(owner: torch.nn.Module, path: str) -> object:
-    found: object = owner
-    for part in path.split("."):
-        found = getattr(found, part)
-    return found
 
 
 def _argument(value: object, env: Mapping[str, Value]) -> Argument:

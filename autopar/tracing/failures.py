@@ -26,6 +26,9 @@ FAILURES = (
 )
 """What user code and torch.export raise."""
 
+OWN, TORCH = (str(Path(file).parent) for file in (Path(__file__).parent, torch.__file__))
+"""Folders of this package and of torch, whose lines are none of the model's."""
+
 EXPORTS = "The model cannot be traced by torch.export"
 NO_VALUES = "depends on the values of tensors, which cannot be traced"
 """Problems that others ask an error for: the lines that have them may be mended by another batch, or in a separate module."""
@@ -86,8 +89,7 @@ def explained(error: BaseException, model: torch.nn.Module) -> TraceError:
 def _raised_by_the_model(error: BaseException) -> bool:
     """Whether the innermost line is the model's own, not one of torch or of its exporter."""
     frames = traceback.extract_tb(error.__traceback__)
-    torch_home = str(Path(torch.__file__).parent)
-    return bool(frames) and not frames[-1].filename.startswith((torch_home, "<", str(Path(__file__).parents[1])))
+    return bool(frames) and not frames[-1].filename.startswith((OWN, TORCH, "<"))
 
 
 def module_of_failure(error: BaseException, model: torch.nn.Module) -> str:
@@ -129,10 +131,8 @@ def user_line(error: BaseException, model: torch.nn.Module) -> tuple[str, str]:
         home = ""
     frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
     frames = _exported(error) + frames
-    own = str(Path(__file__).parents[1])
-    torch_home = str(Path(torch.__file__).parent)
     standard = sysconfig.get_paths()["stdlib"]
-    outside = [f for f in frames if not f[0].startswith((own, torch_home, "<"))]
+    outside = [f for f in frames if not f[0].startswith((OWN, TORCH, "<"))]
     outside = [f for f in outside if "site-packages" in f[0] or not f[0].startswith(standard)]
     users = [f for f in outside if f[0] == home or ("site-packages" not in f[0] and "/lib/python" not in f[0])]
     chosen = (users or outside or [("", 0)])[-1]

@@ -154,14 +154,7 @@ def _with_constants(
             return ref
         if ref not in made:
             held = _held(builder, ref, value, buffers, shared)
-            spec = builder.specs[ref]
-            if tuple(value.shape) != spec.shape:
-                name = builder.unique(f"{ref.name}_full")
-                args: tuple[Argument, ...] = (held, spec.shape)
-                expands.append(Op(name=name, target="aten.expand.default", args=args, outputs=(spec,)))
-                builder.specs[Ref(name)] = spec
-                held = Ref(name)
-            made[ref] = held
+            made[ref] = _expanded(builder, held, builder.specs[ref], ref.name, expands)
         return made[ref]
 
     result = []
@@ -182,7 +175,7 @@ def _emitted(builder: Builder, ref: Ref, made: list[Op], materialise: Callable[[
     call = builder.lazies[ref].call
     args = tuple(map_refs(arg, materialise) for arg in call.args)
     kwargs = tuple(sorted((k, v) for k, v in call.kwargs.items() if k not in SKIPPED_KWARGS))
-    spec = TensorSpec(shape=builder.specs[ref].shape, dtype=builder.specs[ref].dtype)
+    spec = builder.specs[ref]
     source = Op(
         name=builder.unique(call.name),
         target=LOGICAL.get(call.target, call.target),
@@ -194,12 +187,17 @@ def _emitted(builder: Builder, ref: Ref, made: list[Op], materialise: Callable[[
     )
     made.append(source)
     builder.specs[Ref(source.name)] = source.spec
-    if source.spec.shape != spec.shape:
-        name = builder.unique(f"{source.name}_full")
-        expanded: tuple[Argument, ...] = (Ref(source.name), spec.shape)
-        made.append(Op(name=name, target="aten.expand.default", args=expanded, outputs=(spec,)))
-        builder.specs[Ref(name)] = spec
-    return Ref(made[-1].name)
+    return _expanded(builder, Ref(source.name), spec, source.name, made)
+
+
+def _expanded(builder: Builder, source: Ref, spec: TensorSpec, name: str, made: list[Op]) -> Ref:
+    """``source`` in the shape of ``spec``; appends to ``made`` the expansion that this may take."""
+    if builder.specs[source].shape == spec.shape:
+        return source
+    full = Ref(builder.unique(f"{name}_full"))
+    made.append(Op(name=full.name, target="aten.expand.default", args=(source, spec.shape), outputs=(spec,)))
+    builder.specs[full] = spec
+    return full
 
 
 def _held(

@@ -52,9 +52,7 @@ def cut_off(program: torch.export.ExportedProgram, place_of: Callable[[fx.Node],
             if node.target in _DROPOUTS and not (node.args[1] and node.args[2]):
                 node.replace_all_uses_with(node.args[0])
                 module.graph.erase_node(node)
-    marker = _Marker(place_of)
-    marker.parameters |= trained
-    marker.walk(program.graph_module, trained, off=False)
+    _Marker(place_of, trained).walk(program.graph_module, set(trained), off=False)
 
 
 def written_parameter(name: str, place: str = "") -> TraceError:
@@ -69,8 +67,8 @@ def written_parameter(name: str, place: str = "") -> TraceError:
 class _Marker:
     """One pass over a module and the regions inside."""
 
-    def __init__(self, place_of: Callable[[fx.Node], str]) -> None:
-        self.place_of, self.parameters = place_of, set[str]()
+    def __init__(self, place_of: Callable[[fx.Node], str], parameters: set[str]) -> None:
+        self.place_of, self.parameters = place_of, parameters
 
     def walk(self, module: fx.GraphModule, with_gradient: set[str], *, off: bool) -> None:
         """``with_gradient``: names of the placeholders of ``module`` that have one; grows by what depends on them."""
@@ -80,7 +78,7 @@ class _Marker:
             operands = [n for n in node.all_input_nodes if n.name in with_gradient]
             if node.op == "call_function" and writes(node):
                 self._check(node, with_gradient, off)
-            region = _region_of(node, module)
+            region = region_of(node, module)
             if region is not None:
                 inner, is_on = region
                 places = [n for n in inner.graph.nodes if n.op == "placeholder"]
@@ -109,7 +107,7 @@ class _Marker:
             )
 
 
-def _region_of(node: fx.Node, module: fx.GraphModule) -> tuple[fx.GraphModule, bool] | None:
+def region_of(node: fx.Node, module: fx.GraphModule) -> tuple[fx.GraphModule, bool] | None:
     """The stretch that a call runs, and whether gradients are on in it; None for any other call."""
     target = node.target
     if not isinstance(target, torch._ops.HigherOrderOperator) or str(target._name) != _REGION:
@@ -122,7 +120,9 @@ def _region_of(node: fx.Node, module: fx.GraphModule) -> tuple[fx.GraphModule, b
 
 
 def _detach(inner: fx.GraphModule, places: list[fx.Node]) -> None:
-    for place in _tensors(places):
+    for place in places:
+        if not (isinstance(place.meta.get("val"), Tensor) and place.meta["val"].is_floating_point()):
+            continue
         users = [user for user in place.users if user.op != "output"]
         with inner.graph.inserting_after(places[-1]):
             made = inner.graph.call_function(torch.ops.aten.detach.default, (place,))
@@ -130,10 +130,6 @@ def _detach(inner: fx.GraphModule, places: list[fx.Node]) -> None:
         for user in users:
             user.replace_input_with(place, made)
     inner.recompile()
-
-
-def _tensors(places: list[fx.Node]) -> Iterator[fx.Node]:
-    return (p for p in places if isinstance(p.meta.get("val"), torch.Tensor) and p.meta["val"].is_floating_point())
 
 
 _ALL = 99

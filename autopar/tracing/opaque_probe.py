@@ -38,7 +38,7 @@ MAX_BYTES = 2**32
 """Of parameters: larger regions are not run while tracing."""
 
 
-def apart_from_trace(function: Callable[[], Any], modes: Sequence[TorchFunctionMode] = ()) -> Any:
+def apart_from_trace(function: Callable[[], Any], modes: Sequence[TorchFunctionMode]) -> Any:
     """Runs ``function`` where the tracer does not see it: modes are those of a thread, flags are set back.
 
     ``modes``: those that the caller of the trace had entered, and under which the model runs as well.

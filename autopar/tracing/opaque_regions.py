@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
@@ -142,11 +143,8 @@ class Regions:
                 return usual.__get__(None, cls)(*args, **kwargs)
             return _emit(found[0], inputs, ({}, {}), found[1])
 
-        torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
-        try:
+        with mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)):
             yield
-        finally:
-            torch.autograd.Function.apply = usual  # type: ignore[method-assign]
 
     def _function(
         self, cls: type[torch.autograd.Function], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -167,7 +165,12 @@ class Regions:
                 look = partial(self._examined, cls, subject)
                 functions[key] = opaque_probe.apart_from_trace(look, self.modes)
         except opaque_trials.Unclear as error:
-            raise _refused_function(cls, str(error)) from error
+            raise TraceError(
+                "The autograd function cannot run as it is written",
+                where=f"{cls.__module__}.{cls.__qualname__}",
+                got=str(error),
+                fix="Make the module that calls it opaque (opaque=...), or write it with differentiable operators",
+            ) from error
         if functions[key] is not None:
             _check_import(cls, name)
         return functions[key], inputs
@@ -326,15 +329,6 @@ def _refused(path: str, module: torch.nn.Module, error: BaseException) -> Region
     )
     found.path = path
     return found
-
-
-def _refused_function(cls: type[torch.autograd.Function], why: str) -> TraceError:
-    return TraceError(
-        "The autograd function cannot run as it is written",
-        where=f"{cls.__module__}.{cls.__qualname__}",
-        got=why,
-        fix="Make the module that calls it opaque (opaque=...), or write it with differentiable operators",
-    )
 
 
 def _check_import(cls: type[torch.autograd.Function], name: str) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, product
+from itertools import product
 from typing import Any
 
 import torch
@@ -233,39 +233,24 @@ def _known_or_found(precision: Subject, batch_size: int, alike: dict[object, Sam
         Unclear, FAILURES: it does not run in it.
     """
     trial, one, first = _within_its_domain(precision)
-    seen = _Seen(one=first)
+    dims = next(choices(trial.inputs, batch_size), None)
     try:
-        for dims in islice(choices(trial.inputs, batch_size), 1):
-            seen.dims, seen.whole = dims, outcomes(trial, _two_batches(trial, dims, _SEEN), seed=3)
-        key = _likeness(trial, seen, batch_size)
+        whole = () if dims is None else outcomes(trial, _two_batches(trial, dims, _FAR), seed=3)
+        key = _likeness(trial, (*first, *whole), batch_size)
     except (Unclear, *FAILURES):
         key = None
     if key is None:
-        return _samples(trial, one, seen, batch_size)
+        return _samples(trial, one, first, batch_size)
     if key not in alike:
-        alike[key] = _samples(trial, one, seen, batch_size)
+        alike[key] = _samples(trial, one, first, batch_size)
     return alike[key]
 
 
-@dataclass(slots=True)
-class _Seen:
-    """What a region gave.
-
-    Attributes:
-        one: for a batch, under seed 1.
-        whole: for two batches that lie along ``dims``, draw ``_SEEN``, under seed 3; None where it was not run.
-    """
-
-    one: Gradients
-    dims: tuple[int | None, ...] = ()
-    whole: Gradients | None = None
-
-
-_SEEN = 2
+_FAR = 2
 """The draw of two batches, far apart and from zero, by which modules are known to be alike."""
 
 
-def _likeness(trial: Subject, seen: _Seen, batch_size: int) -> object:
+def _likeness(trial: Subject, gave: Sequence[Sequence[Tensor]], batch_size: int) -> object:
     """What a module is made of, and all that it gave for a batch, and for two that lie far apart; None where it is a function.
 
     Of two modules with the same likeness one stands for the other: they are of the same classes, do the same to the last bit,
@@ -278,30 +263,27 @@ def _likeness(trial: Subject, seen: _Seen, batch_size: int) -> object:
     inner = tuple(module.modules())
     attributes = {name: value for name, value in state_of(module).items() if type(value) is not int}
     constants = [value for part in inner for value in vars(part).values() if isinstance(value, Tensor)]
-    gave = (*seen.one, *(seen.whole or ()))
     digests = tuple(map(digest_of, (constants, trial.parameters, trial.buffers, *gave)))
     region = replace(trial.region, name="").dumps()
     return tuple(map(type, inner)), repr(attributes), region, trial.inputs, batch_size, trial.span, digests
 
 
-def _samples(trial: Subject, one: Sequence[Tensor], seen: _Seen, batch_size: int) -> Samples:
-    """By trying; ``one``: the batch of ``seen.one``.
+def _samples(trial: Subject, one: Sequence[Tensor], first: Gradients, batch_size: int) -> Samples:
+    """By trying; ``first``: what the batch ``one`` gave under seed 1.
 
     Raises:
         Unclear, FAILURES: it does not run.
     """
-    first, second = seen.one, outcomes(trial, one, seed=2)
+    second = outcomes(trial, one, seed=2)
     if not are_same(first[0], second[0]):
         again = outcomes(trial, one, seed=1)
         drawn = "it draws random numbers of its own" if are_same(first[0], again[0]) else ""
         return None, drawn or "it gives other results on the same inputs", False
-    linear, why = (
-        _is_linear(trial, one, [*first[1], *first[2]]),
-        "",
-    )  # why not: the first reason is that of samples in dim 0 of every input
+    linear = _is_linear(trial, one, [*first[1], *first[2]])
+    why = ""  # not: the first reason is that of samples in dim 0 of every input
     for dims in choices(trial.inputs, batch_size):
         try:
-            return (dims, _apart(trial, dims, seen)), "", linear
+            return (dims, _apart(trial, dims)), "", linear
         except (Unclear, *FAILURES) as error:
             why = why or first_line(error)
     return None, why or _NO_BATCH, linear
@@ -345,7 +327,7 @@ def _two_batches(subject: Subject, dims: Sequence[int | None], number: int) -> l
     return draw(subject.inputs, dims, number, span=subject.span, least=subject.least)
 
 
-def _apart(subject: Subject, dims: tuple[int | None, ...], seen: _Seen) -> tuple[int, ...]:
+def _apart(subject: Subject, dims: tuple[int | None, ...]) -> tuple[int, ...]:
     """Dims of the outputs along which the samples of two batches lie side by side.
 
     Raises:
@@ -358,8 +340,7 @@ def _apart(subject: Subject, dims: tuple[int | None, ...], seen: _Seen) -> tuple
             [x if d is None else x.narrow(d, half * x.shape[d] // 2, x.shape[d] // 2).detach() for x, d in zip(whole, dims, strict=True)]
             for half in (0, 1)
         ]  # fmt: skip
-        known = seen.whole if (number, dims) == (_SEEN, seen.dims) else None
-        outputs, of_inputs, of_parameters = known or outcomes(subject, whole, seed=3)
+        outputs, of_inputs, of_parameters = outcomes(subject, whole, seed=3)
         halves = [outcomes(subject, part, seed=3) for part in parts]
         found = tuple(
             _dim(y, a, b, i) for i, (y, a, b) in enumerate(zip(outputs, *(h[0] for h in halves), strict=True))

@@ -19,10 +19,9 @@ from autopar.graph.elements import Leaf, Outputs, same_calls
 from autopar.graph.graph import Argument, Buffer, Graph, Op, Parameter, Ref, TensorSpec, map_refs
 from autopar.graph.operator_kinds import draws_random
 from autopar.tracing.builder import Builder, Value
-from autopar.tracing.program_ends import Kept
+from autopar.tracing.modes import region_of
+from autopar.tracing.program_ends import Kept, buffer_of
 from autopar.tracing.side_effects import writes
-
-_REGION = "wrap_with_set_grad_enabled"
 
 
 @dataclass(slots=True)
@@ -33,7 +32,6 @@ class Calls:
         ops: by name, in order; operands have names of nodes.
         names: other names of values: what a tuple holds, what a region without gradient takes and gives.
         leaves: what the program returns besides the loss.
-        needed: names of the nodes that loss and changed buffers need.
     """
 
     ops: dict[str, Op] = field(default_factory=dict)
@@ -101,13 +99,10 @@ def _read(calls: Calls, module: fx.GraphModule, prefix: str, given: Mapping[str,
 
 def _call(calls: Calls, module: fx.GraphModule, prefix: str, node: fx.Node) -> None:
     name, target = prefix + node.name, node.target
-    if isinstance(target, torch._ops.HigherOrderOperator):
-        head = node.args[1] if str(target._name) == _REGION else None
-        if isinstance(head, fx.Node):
-            inner = getattr(module, str(head.target))
-            places = [n.name for n in inner.graph.nodes if n.op == "placeholder"]
-            operands = [_argument(calls, prefix, value) for value in node.args[2:]]
-            calls.names[name] = tuple(_read(calls, inner, f"{name}.", dict(zip(places, operands, strict=False))))
+    if (region := region_of(node, module)) is not None:
+        places = [n.name for n in region[0].graph.nodes if n.op == "placeholder"]
+        operands = [_argument(calls, prefix, value) for value in node.args[2:]]
+        calls.names[name] = tuple(_read(calls, region[0], f"{name}.", dict(zip(places, operands, strict=False))))
         return
     specs = tuple(_specs(node.meta.get("val")))
     if specs and isinstance(target, torch._ops.OpOverload):
@@ -181,8 +176,7 @@ def kept(
         found: what forward has returned.
         env: values of the program's nodes while the graph was built.
     """
-    search = _Search(graph, builder, calls, env)
-    search.held = _held(program, model)
+    search = _Search(graph, builder, calls, env, _held(program, model))
     made = [search.leaf(name, value) for name, value in zip(found.names, calls.leaves, strict=True)]
     return Outputs(
         structure=found.structure,
@@ -224,27 +218,20 @@ def counts_samples(outputs: Outputs) -> bool:
 def _held(program: torch.export.ExportedProgram, model: torch.nn.Module) -> dict[str, Parameter | Buffer]:
     """Placeholders of parameters and buffers, as the model has them."""
     found: dict[str, Parameter | Buffer] = {}
-    parameters, buffers = (
-        dict(model.named_parameters(remove_duplicate=False)),
-        dict(model.named_buffers(remove_duplicate=False)),
-    )
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    tensors = dict(model.named_buffers(remove_duplicate=False))
     for spec in program.graph_signature.input_specs:
         name, fqn = getattr(spec.arg, "name", ""), (spec.target or "").removeprefix("model.")
         if spec.kind == InputKind.PARAMETER and fqn in parameters:
             tensor = parameters[fqn]
             held = TensorSpec(shape=tuple(tensor.shape), dtype=tensor.dtype)
             found[name] = Parameter(name=f"output_{name}", fqn=fqn, spec=held)
-        elif spec.kind == InputKind.BUFFER and fqn in buffers:
-            buffer = buffers[fqn]
-            value = None if buffer.device.type == "meta" else buffer.detach().cpu()
-            held = TensorSpec(shape=tuple(buffer.shape), dtype=buffer.dtype)
-            found[name] = Buffer(name=f"output_{name}", fqn=fqn, spec=held, value=value)
+        elif spec.kind == InputKind.BUFFER and fqn in tensors:
+            found[name] = buffer_of(f"output_{name}", fqn, tensors[fqn])
         elif spec.kind == InputKind.CONSTANT_TENSOR:
             constant = program.constants.get(spec.target or "")
             if isinstance(constant, torch.Tensor) and constant.device.type != "meta":
-                value = constant.detach().cpu()
-                held = TensorSpec(shape=tuple(value.shape), dtype=value.dtype)
-                found[name] = Buffer(name=f"output_{name}", fqn="", spec=held, value=value)
+                found[name] = buffer_of(f"output_{name}", "", constant)
     return found
 
 
@@ -265,7 +252,7 @@ class _Search:
     builder: Builder
     calls: Calls
     env: Mapping[str, Value]
-    held: dict[str, Parameter | Buffer] = field(default_factory=dict)
+    held: Mapping[str, Parameter | Buffer]
     taps: dict[Ref, None] = field(default_factory=dict)
     ops: dict[str, Op] = field(default_factory=dict)
     parameters: dict[str, Parameter] = field(default_factory=dict)
@@ -306,12 +293,8 @@ class _Search:
             if isinstance(held, Parameter):
                 self.parameters[held.name] = held
             else:
-                if any(
-                    m.buffer == b.name
-                    for m in self.graph.mutations
-                    for b in self.graph.buffers
-                    if b.fqn and b.fqn == held.fqn
-                ):
+                changed = {m.buffer for m in self.graph.mutations}
+                if held.fqn and any(b.name in changed for b in self.graph.buffers if b.fqn == held.fqn):
                     raise _UnavailableError(f"it reads the buffer {held.fqn}, which training changes")
                 self.buffers[held.name] = held
             return Ref(held.name)

@@ -90,12 +90,17 @@ def _parameter(
 
 
 def _buffer(builder: Builder, fqn: str, tensor: torch.Tensor) -> Buffer:
+    buffer = buffer_of(builder.unique(f"b_{fqn}"), fqn, tensor)
+    ref = builder.leaf(buffer.name, buffer.spec)
+    if buffer.value is not None:
+        builder.hints[ref] = buffer.value
+    return buffer
+
+
+def buffer_of(name: str, fqn: str, tensor: torch.Tensor) -> Buffer:
+    """A constant of the model with its value, where it has one: none on meta."""
     spec = TensorSpec(shape=tuple(tensor.shape), dtype=tensor.dtype)
-    ref = builder.leaf(builder.unique(f"b_{fqn}"), spec)
-    value = None if tensor.device.type == "meta" else tensor.detach().cpu()
-    if value is not None:
-        builder.hints[ref] = value
-    return Buffer(name=ref.name, fqn=fqn, spec=spec, value=value)
+    return Buffer(name=name, fqn=fqn, spec=spec, value=None if tensor.is_meta else tensor.detach().cpu())
 
 
 def _lifted(builder: Builder, place: str, value: Any, buffers: list[Buffer]) -> Ref:

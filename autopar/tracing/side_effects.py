@@ -108,26 +108,23 @@ def with_backward_hooks(model: torch.nn.Module) -> tuple[str, ...]:
 @contextmanager
 def own_gradients_refused() -> Iterator[None]:
     """While tracing, a hook on a tensor's gradient is an error of the line that sets it, a gradient taken in forward likewise."""
-    usual, owner = torch.Tensor.register_hook, threading.get_ident()
-    grad, backward = torch.autograd.grad, torch.autograd.backward
+    owner = threading.get_ident()
 
-    def register_hook(self: torch.Tensor, hook: Any) -> Any:
-        if threading.get_ident() == owner:
-            raise RuntimeError("a trace would lose a hook on a tensor's gradient")
-        return usual(self, hook)  # type: ignore[no-untyped-call]
+    def refused(place: object, name: str, why: str) -> mock._patch[Any]:
+        call = getattr(place, name)
 
-    def refused(call: Callable[..., Any]) -> Callable[..., Any]:
         def taken(*args: Any, **options: Any) -> Any:
             if threading.get_ident() == owner:
-                raise RuntimeError("a trace would lose how a gradient that forward takes itself depends on parameters")
+                raise RuntimeError(why)
             return call(*args, **options)
 
-        return taken
+        return mock.patch.object(place, name, taken)
 
+    why = "a trace would lose how a gradient that forward takes itself depends on parameters"
     with (
-        mock.patch.object(torch.Tensor, "register_hook", register_hook),
-        mock.patch.object(torch.autograd, "grad", refused(grad)),
-        mock.patch.object(torch.autograd, "backward", refused(backward)),
+        refused(torch.Tensor, "register_hook", "a trace would lose a hook on a tensor's gradient"),
+        refused(torch.autograd, "grad", why),
+        refused(torch.autograd, "backward", why),
     ):
         yield
 
@@ -146,11 +143,8 @@ def casts_that_change_nothing() -> Iterator[None]:
         )
         return self if fits and memory_format is None else usual(self, *args, **kwargs)
 
-    torch.nn.Module.to = to  # type: ignore[method-assign,assignment]
-    try:
+    with mock.patch.object(torch.nn.Module, "to", to):
         yield
-    finally:
-        torch.nn.Module.to = usual  # type: ignore[method-assign]
 
 
 @contextmanager

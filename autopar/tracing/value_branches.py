@@ -33,10 +33,9 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
 
 from autopar.tracing.convert import source_of
+from autopar.tracing.failures import OWN, TORCH
 
-_OWN = str(Path(__file__).parents[1])
-_TORCH = str(Path(torch.__file__).parent)
-_CHECKED = tuple(str(Path(_TORCH) / part) for part in ("nn", "distributions"))
+_CHECKED = tuple(str(Path(TORCH) / part) for part in ("nn", "distributions"))
 """Where torch checks the values that it is given: a loss its variances, a distribution its parameters."""
 
 _BETWEEN = frozenset(
@@ -105,7 +104,7 @@ def asking() -> tuple[FrameType | None, bool]:
     """The innermost frame of the model's code, and whether it asks for the number by itself."""
     frame: FrameType | None = sys._getframe()
     names = set()
-    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _OWN)):
+    while frame is not None and frame.f_code.co_filename.startswith((TORCH, OWN)):
         names.add(frame.f_code.co_name)
         frame = frame.f_back
     return frame, names <= _BETWEEN
@@ -115,8 +114,8 @@ def _checking() -> FrameType | None:
     """The frame of torch's own functions, modules or distributions that asks by itself; None where another does."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and (
-        frame.f_code.co_filename.startswith(_OWN)
-        or (frame.f_code.co_filename.startswith(_TORCH) and frame.f_code.co_name in _BETWEEN)
+        frame.f_code.co_filename.startswith(OWN)
+        or (frame.f_code.co_filename.startswith(TORCH) and frame.f_code.co_name in _BETWEEN)
     ):
         frame = frame.f_back
     return frame if frame is not None and frame.f_code.co_filename.startswith(_CHECKED) else None
@@ -161,8 +160,8 @@ def _raises(code: list[dis.Instruction], start: int) -> int | None:
 
 def _is_caught(frame: FrameType | None) -> bool:
     """Whether one of the callers up to this package has an ``except`` around its call."""
-    while frame is not None and not frame.f_code.co_filename.startswith(_OWN):
-        if not frame.f_code.co_filename.startswith(_TORCH):
+    while frame is not None and not frame.f_code.co_filename.startswith(OWN):
+        if not frame.f_code.co_filename.startswith(TORCH):
             code = list(dis.get_instructions(frame.f_code))
             if _catches(frame.f_code, code, (frame.f_lasti,)):
                 return True

@@ -20,7 +20,7 @@ from autopar.models.resolve import resolve_model
 from autopar.plan.mesh import Mesh
 from autopar.planner.sharding.input_axes import solve_batch
 from autopar.rules.apply import shard
-from autopar.rules.local_graphs import Resizer, can_resize, resized
+from autopar.rules.local_graphs import Resizer, can_resize
 from tests.support.lower.moe import mixture_graph
 from tests.support.planner.graphs import attention, llama_block
 
@@ -50,8 +50,9 @@ def test_a_micro_batch_is_that_of_sharding(name: str) -> None:
 
     first = own(2)
     assert can_resize(graph, first, typing)
+    resizer = Resizer(graph, first, typing, 24)
     for samples in (1, 3, 8):
-        found = resized(graph, first, replace(typing, size=Fraction(graph.batch_size, samples)), **sizes(samples))
+        found = resizer.run(replace(typing, size=Fraction(graph.batch_size, samples)), samples)
         wanted = own(samples)
         assert replace(found, blocks=wanted.blocks) == wanted
         mine, theirs = ([block.hash for block in one.blocks] for one in (found, wanted))
@@ -97,4 +98,4 @@ def test_a_size_that_does_not_divide_is_named() -> None:
     typing = solve_batch(small)
     first = shard(small.graph, replace(typing, size=Fraction(2)), global_batch_size=4, micro_batch_size=1)
     with pytest.raises(RuleError, match="the dim does not divide by"):
-        resized(small.graph, first, replace(typing, size=Fraction(3)), global_batch_size=4, micro_batch_size=1)
+        Resizer(small.graph, first, typing, 4).run(replace(typing, size=Fraction(3)), 1)

@@ -115,20 +115,13 @@ def _identity(builder: Builder, call: Call) -> Value:
 def _detach(builder: Builder, call: Call) -> Value:
     source = call.args[0]
     assert isinstance(source, Ref)
-    if not builder.specs[source].requires_grad:
-        return source
-    stopped = Call(
-        name=call.name,
-        target=call.target,
-        overload=call.overload,
-        args=call.args,
-        kwargs={},
-        outputs=call.outputs,
-        module=call.module,
-        source=call.source,
-        grad=False,
-    )
-    return builder.emit(stopped, "aten.detach.default", (source,))
+    return detached(builder, call, source)
+
+
+def detached(builder: Builder, call: Call, ref: Ref) -> Ref:
+    """``ref`` cut off from its gradient, where it has one."""
+    spec = builder.specs[ref]
+    return builder.emit(replace(call, grad=False), "aten.detach.default", (ref,), spec) if spec.requires_grad else ref
 
 
 def _clone(builder: Builder, call: Call) -> Value:

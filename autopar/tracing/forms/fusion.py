@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from math import isclose, pi, sqrt
 from typing import TypeAlias, cast
 
-from autopar.graph.graph import Op, Parameter, Part, Ref, TensorSpec
+from autopar.graph.graph import Op, Parameter, Part, Ref
 from autopar.tracing.builder import Builder
 from autopar.tracing.forms.basic import LINEAR_TARGETS
 
@@ -117,27 +117,25 @@ def _cover(parameter: Parameter, users: list[Op], roots: frozenset[Ref]) -> bool
     ):
         return False
     dims = {op.args[1] for op in users}
-    spans = sorted({cast("tuple[int, int]", op.args[2:4]) for op in users})
-    edges = [0, *(stop for _, stop in spans)]
     (dim,) = dims if len(dims) == 1 else (None,)
-    return (
-        isinstance(dim, int)
-        and len(spans) > 1
-        and all(start == edge for (start, _), edge in zip(spans, edges, strict=False))
-        and edges[-1] == parameter.spec.shape[dim]
-    )
+    spans = {cast("tuple[int, int]", op.args[2:4]) for op in users}
+    return isinstance(dim, int) and _partition(spans, parameter.spec.shape[dim])
+
+
+def _partition(spans: set[tuple[int, int]], length: int) -> bool:
+    """Whether several ``start:stop`` cover a dim of ``length`` without overlap."""
+    ordered = sorted(spans)
+    edges = [0, *(stop for _, stop in ordered)]
+    return len(spans) > 1 and edges == [*(start for start, _ in ordered), length]
 
 
 def _cuts(op: Op, users: dict[str, list[Op]], roots: frozenset[Ref]) -> _Cuts | None:
     """How the output is cut, when cutting is all that is done with it and the pieces cover it once."""
     rank = len(op.spec.shape)
     cuts = _Cuts()
-    if not _follow(op, tuple(range(rank)), op.spec.shape[-1], users, roots, cuts) or len(cuts.leaves) < 2:
+    if not _follow(op, tuple(range(rank)), op.spec.shape[-1], users, roots, cuts):
         return None
-    spans = sorted({(leaf.start, leaf.stop) for leaf in cuts.leaves})
-    edges = [0, *(stop for _, stop in spans)]
-    whole = all(start == edge for (start, _), edge in zip(spans, edges, strict=False))
-    return cuts if whole and edges[-1] == op.spec.shape[-1] and len(spans) > 1 else None
+    return cuts if _partition({(leaf.start, leaf.stop) for leaf in cuts.leaves}, op.spec.shape[-1]) else None
 
 
 def _follow(
@@ -249,16 +247,12 @@ def _ordered(builder: Builder, linear: Op, leaf: _Leaf) -> list[Op]:
                 target="aten.permute.default",
                 args=(source, tuple(order)),
                 kwargs=(),
-                outputs=(TensorSpec(shape=spec.shape, dtype=spec.dtype, requires_grad=spec.requires_grad),),
+                outputs=(spec,),
             )
         )
         source = Ref(made[-1].name)
         builder.specs[source] = made[-1].spec
-    made.append(
-        replace(
-            leaf.op, target="aten.view.default", args=(source, leaf.op.spec.shape), kwargs=(), outputs=leaf.op.outputs
-        )
-    )
+    made.append(replace(leaf.op, target="aten.view.default", args=(source, leaf.op.spec.shape), kwargs=()))
     return made
 
 

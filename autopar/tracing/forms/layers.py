@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 from autopar import nn
 from autopar.graph.graph import Argument, Ref, TensorSpec
 from autopar.tracing.builder import Builder, Call, Value
-from autopar.tracing.forms.basic import Handler, generic, slice_of, view_to
+from autopar.tracing.forms.basic import Handler, detached, generic, slice_of, view_to
 
 
 def _addmm(builder: Builder, call: Call) -> Value:
@@ -159,16 +159,9 @@ def random_call(builder: Builder, call: Call) -> Value:
     """The call as it is, cut off from the gradient of its operands where its own is zero."""
     if call.target.split(".")[1].rstrip("_") not in _SAMPLERS:
         return generic(builder, call)
-    args = tuple(_detached(builder, call, arg) if isinstance(arg, Ref) else arg for arg in call.args)
+    args = tuple(detached(builder, call, arg) if isinstance(arg, Ref) else arg for arg in call.args)
     kwargs = {key: value for key, value in call.kwargs.items() if key != "generator"}
     return generic(builder, replace(call, args=args, kwargs=kwargs, grad=False))
-
-
-def _detached(builder: Builder, call: Call, ref: Ref) -> Ref:
-    spec = builder.specs[ref]
-    if not spec.requires_grad:
-        return ref
-    return builder.emit(replace(call, grad=False), "aten.detach.default", (ref,), replace(spec, requires_grad=False))
 
 
 def swap_norms(model: torch.nn.Module) -> None:
@@ -258,8 +251,7 @@ def _recurrent(builder: Builder, call: Call) -> Value:
     states = given["hx"] if isinstance(given["hx"], tuple) else (given["hx"],)
     call = _ending_as_begun(builder, call, states)
     if not (dropout and given["train"] and num_layers > 1):
-        position = [argument.name for argument in call.overload._schema.arguments].index("dropout")
-        return generic(builder, _without(call, position))
+        return generic(builder, replace(call, args=tuple((given | {"dropout": 0.0}).values()), kwargs={}))
     x, parameters = given["input"], given["params"]
     assert isinstance(x, Ref) and isinstance(parameters, tuple)
     directions, each = 2 if given["bidirectional"] else 1, len(parameters) // num_layers
@@ -295,12 +287,6 @@ def _ending_as_begun(builder: Builder, call: Call, states: tuple[Argument, ...])
         if isinstance(state, Ref)
     ]
     return replace(call, outputs=(call.outputs[0], *ends))
-
-
-def _without(call: Call, position: int) -> Call:
-    if position < len(call.args):
-        return replace(call, args=(*call.args[:position], 0.0, *call.args[position + 1 :]))
-    return replace(call, kwargs={key: value for key, value in call.kwargs.items() if key != "dropout"})
 
 
 def _embedding(builder: Builder, call: Call) -> Value:

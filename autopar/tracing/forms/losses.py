@@ -118,8 +118,8 @@ def _nll(builder: Builder, call: Call) -> Value:
         names = ("self", "target", "weight", "reduction", "ignore_index")
         wanted: dict[str, Argument] = {name: given[name] for name in names} | {"self": logits, "label_smoothing": 0.0}
         loss = _weighted(builder, call, "aten.cross_entropy_loss.default", wanted, target, given["weight"])
-        return (loss, None) if len(call.outputs) > 1 else loss
-    loss = _token_loss(builder, call, logits, target, given["ignore_index"], 0.0, given["reduction"])
+    else:
+        loss = _token_loss(builder, call, logits, target, given["ignore_index"], 0.0, given["reduction"])
     return (loss, None) if len(call.outputs) > 1 else loss
 
 
@@ -208,12 +208,12 @@ def _elementwise(builder: Builder, call: Call) -> Value:
     }
     spec = TensorSpec(shape=tuple(call.overload(**values).shape), dtype=call.spec.dtype)
     assert spec.numel > 0, "a loss over no elements"
-    if call.target == "aten.mse_loss.default":
+    if call.target in ("aten.mse_loss.default", "aten.l1_loss.default"):
         error = builder.emit(call, "aten.sub.Tensor", (given["self"], given["target"]), spec, name="error")
-        each = builder.emit(call, "aten.pow.Tensor_Scalar", (error, 2), spec, name="squared_error")
-    elif call.target == "aten.l1_loss.default":
-        error = builder.emit(call, "aten.sub.Tensor", (given["self"], given["target"]), spec, name="error")
-        each = builder.emit(call, "aten.abs.default", (error,), spec, name="absolute_error")
+        if call.target == "aten.mse_loss.default":
+            each = builder.emit(call, "aten.pow.Tensor_Scalar", (error, 2), spec, name="squared_error")
+        else:
+            each = builder.emit(call, "aten.abs.default", (error,), spec, name="absolute_error")
     else:
         named = {a.name: given.pop(a.name) for a in call.overload._schema.arguments if a.kwarg_only}
         each = builder.emit(call, call.target, tuple(given.values()), spec, kwargs=named, name="each_loss")
