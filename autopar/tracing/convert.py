@@ -18,11 +18,11 @@ from autopar.tracing.constants import fold, hint
 from autopar.tracing.failures import FAILURES, NO_VALUES
 from autopar.tracing.forms.basic import COMPOSITES, HANDLERS, generic
 from autopar.tracing.forms.layers import INDEXING, LAYERS, NORMS, PRODUCTS, experts_of, random_call
-from autopar.tracing.forms.losses import LOSSES, SHIFTS, SUMS
+from autopar.tracing.forms.losses import LOSSES, SUMS
 from autopar.tracing.opaque_regions import opaque_of
 
 _ALL_HANDLERS = (
-    HANDLERS | LAYERS | INDEXING | PRODUCTS | NORMS | LOSSES | SUMS | SHIFTS | {"autopar.experts.default": experts_of}
+    HANDLERS | LAYERS | INDEXING | PRODUCTS | NORMS | LOSSES | SUMS | {"autopar.experts.default": experts_of}
 )
 _DROPPED = ("_assert", "sym_", "_assert_tensor_metadata", "_guards_fn")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')

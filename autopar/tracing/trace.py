@@ -31,6 +31,7 @@ from autopar.tracing.convert import Converter, needs_decomposition, source_of
 from autopar.tracing.failures import EXPORTS, FAILURES, NO_VALUES, explained, module_of_failure, not_copied
 from autopar.tracing.finish import finish
 from autopar.tracing.forms.layers import swap_experts, swap_norms
+from autopar.tracing.forms.losses import over_samples
 from autopar.tracing.modes import Selections, cut_off, for_products
 from autopar.tracing.opaque_regions import Found, RegionError, Regions, around, notes_of, outermost, paths_of
 from autopar.tracing.outputs import Calls, calls_of, counts_samples, cut, kept, needed_nodes, with_counts
@@ -202,7 +203,7 @@ def _traced(job: _Job, times: int = 1) -> tuple[Graph, Sequence[repeated_steps.C
         outputs = converter.run(program.graph.nodes, program.graph_module, converter.env, grad=True)
     except TraceError as error:
         raise _within(error, converter.module) from error
-    loss = loss_output(program, outputs, builder)
+    loss = over_samples(builder, loss_output(program, outputs, builder), inputs, batch_size)
     graph = finish(
         builder,
         name=job.name or type(model).__name__,

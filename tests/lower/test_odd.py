@@ -263,3 +263,33 @@ def test_sums_over_the_batch_that_depend_on_others(pins: list[str]) -> None:
     graph = autopar.trace(Standardized(), example_inputs=batch, global_batch_size=8)
     assert not graph.exact
     check(Standardized(), batch, pins, ranks=2, graph=graph)
+
+
+class Penalised(nn.Module):
+    """A loss with a term that no sample has a part in: a penalty on weights, a learned variance, numbers."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+        self.log_variance = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        loss = F.huber_loss(self.layers(x), target)
+        if self.kind == "penalty":
+            return F.cross_entropy(self.layers(x), target.argmax(1)) + 0.1 * sum(
+                p.square().sum() for p in self.parameters()
+            )
+        if self.kind == "variance":
+            return 0.5 * (torch.exp(-self.log_variance) * loss + self.log_variance)
+        return 1.0 - (3.0 - loss / target.square().sum()) * 0.5
+
+
+@pytest.mark.parametrize(
+    "pins", [["dp_shard=2", "micro_batch=2"], ["tp=2", "micro_batch=4"], ["pp=2", "micro_batch=4"]]
+)
+@pytest.mark.parametrize("kind", ["penalty", "variance", "numbers"])
+def test_terms_of_no_sample_are_counted_once(kind: str, pins: list[str]) -> None:
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(8, 6), "target": torch.randn(8, 4)}
+    check(Penalised(kind), batch, pins, ranks=2)

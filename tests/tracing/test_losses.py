@@ -17,6 +17,7 @@ from autopar.graph.rewrites import compact
 from autopar.models.graph_for_plan import for_batch
 from autopar.plan.mesh import P
 from autopar.planner.sharding.input_axes import mixes_samples, samples_apart, solve_batch
+from autopar.rules.missing import complete
 from autopar.tracing.trace import trace
 from tests.support.close import assert_close
 
@@ -100,6 +101,22 @@ APART: dict[str, Loss] = {
     "the sum of selected rows": lambda y, c, t: _selected_pairs(F.mse_loss, y, t, c > 1, reduction="sum"),
     "a mean of what is selected": lambda y, c, t: (y - t).square()[c > 1].mean() + (y * t).masked_select(t > 0).sum(),
     "norms": lambda y, c, t: torch.linalg.vector_norm(y - t, dim=-1).mean(),
+    "a ratio of sums over samples, and numbers": lambda y, c, t: (
+        1.0 - (2.0 - (y - t).square().sum() / t.square().sum())
+    ),
+    "signs": lambda y, c, t: F.soft_margin_loss(y, t.sign()),
+    "counts": lambda y, c, t: F.poisson_nll_loss(y, c[..., None].expand_as(y), full=True, reduction="sum"),
+    "ranks": lambda y, c, t: F.margin_ranking_loss(y, y.flip(-1), t.sign(), margin=0.5),
+    "hinges": lambda y, c, t: F.hinge_embedding_loss(y, t.sign(), margin=2.0),
+    "cosines": lambda y, c, t: F.cosine_embedding_loss(
+        y.flatten(0, 1), t.flatten(0, 1), (c.flatten() > 1) * 2 - 1, 0.2
+    ),
+    "triplets": lambda y, c, t: F.triplet_margin_loss(y, t, y.flip(1), swap=True),
+    "divergences": lambda y, c, t: F.kl_div(y.log_softmax(-1), t.log_softmax(-1), log_target=True, reduction="sum"),
+    "margins": lambda y, c, t: F.multi_margin_loss(y.flatten(0, 1), c.flatten(), p=2, weight=WEIGHTS),
+    "margins of labels": lambda y, c, t: F.multilabel_margin_loss(
+        y.flatten(0, 1), F.pad(c.flatten()[:, None], (0, 4), value=-1)
+    ),
 }
 
 
@@ -112,6 +129,7 @@ def test_a_loss_is_a_sum_over_samples(name: str) -> None:
     assert_close(found, expected)
     gradients = (torch.autograd.grad(value, list(parameters.values())) for value in (found, expected))
     assert_close(*gradients)
+    complete(graph)
     typing = solve_batch(compact(graph))
     assert typing.strategies[graph.loss.name].outputs[graph.loss.index] == P
     assert not mixes_samples(graph, typing)

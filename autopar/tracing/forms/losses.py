@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from autopar.graph.graph import Argument, Op, Ref, TensorSpec
+from autopar.graph.graph import Argument, Input, Op, Ref, TensorSpec
 from autopar.ops import plain
 from autopar.tracing.builder import Builder, Call, Value
 from autopar.tracing.forms.basic import Handler, generic, view_to
@@ -249,43 +251,59 @@ LOSSES: dict[str, Handler] = {
 }
 
 
-_MEAN_TARGET = "aten.mean.default"
 _SCALES = frozenset(
     {*(f"aten.{name}.{kind}" for name in ("mul", "div") for kind in ("Tensor", "Scalar")), "aten.neg.default"}
 )
+_ADDS = frozenset(f"aten.{name}" for name in ("add.Tensor", "add.Scalar", "sub.Tensor", "sub.Scalar", "rsub.Scalar"))
 
 
-def shifted(builder: Builder, call: Call) -> Value:
-    """A number plus or minus a mean of all elements, scaled or not, as the mean of elements that are scaled and shifted."""
-    mean, *numbers = call.args
-    if not isinstance(mean, Ref) or call.spec.shape or not call.grad or not all(map(_is_number, numbers)):
-        return generic(builder, call)
-    scales: list[Op] = []
-    producer = builder.producers.get(mean.name)
-    while producer is not None and _is_scale(producer):
-        scales.append(producer)
-        producer = builder.producers.get(producer.operands[0].name)
-    if producer is None or producer.target != _MEAN_TARGET or len(producer.args) > 1 or producer.kwargs:
-        return generic(builder, call)
-    value = producer.operands[0]
-    spec = builder.specs[value]
-    for op in reversed(scales):
-        value = builder.emit(call, op.target, (value, *op.args[1:]), spec)
-    value = builder.emit(call, call.target, (value, *numbers), spec, kwargs=call.kwargs)
-    return builder.emit(call, _MEAN_TARGET, (value,), call.spec)
+def over_samples(builder: Builder, loss: Ref, inputs: Sequence[Input], batch_size: int) -> Ref:
+    """The same loss as a sum over samples.
 
+    Terms that depend on no sample (a penalty on weights, a learned variance, a number) become means of themselves over the batch,
+    of which every micro-batch and every data rank takes its part.
+    """
+    of_samples = {leaf.name for leaf in inputs if leaf.batch_dim is not None}
+    for op in builder.ops:
+        if any(ref.name in of_samples for ref in op.operands):
+            of_samples.add(op.name)
 
-def _is_scale(op: Op) -> bool:
-    return op.target in _SCALES and isinstance(op.args[0], Ref) and all(map(_is_number, op.args[1:])) and not op.kwargs
+    def spread(op: Op, term: Argument) -> Argument:
+        spec = TensorSpec(shape=(batch_size,), dtype=op.spec.dtype)
+        if isinstance(term, Ref):
+            flows = builder.specs[term].requires_grad
+            each = replace(spec, requires_grad=flows)
+            rows = emit(op, "aten.expand.default", (term, spec.shape), each)
+        else:
+            assert isinstance(term, int | float | complex), term
+            rows, flows = Ref(builder.unique("term")), False
+            builder.specs[rows], builder.values[rows] = spec, torch.full((1,), term, dtype=spec.dtype)
+        return emit(op, "aten.mean.default", (rows,), replace(op.spec, requires_grad=flows))
 
+    def emit(op: Op, target: str, args: tuple[Argument, ...], spec: TensorSpec) -> Ref:
+        name = builder.unique(op.name)
+        return builder.append(replace(op, name=name, target=target, args=args, kwargs=(), outputs=(spec,)))
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float)
+    def summed(ref: Ref) -> Ref:
+        op = builder.producers.get(ref.name)
+        if op is None or op.spec.shape or op.target not in _ADDS | _SCALES:
+            return ref
+        own = [i for i, a in enumerate(op.args[:2]) if isinstance(a, Ref) and a.name in of_samples]
+        if op.target in _SCALES and len(own) > 1:
+            return ref
+        args = list(op.args)
+        for i in own:
+            args[i] = summed(cast("Ref", args[i]))
+        if op.target in _SCALES:
+            target = op.target
+        else:
+            target = op.target.replace(".Scalar", ".Tensor")
+            args[:2] = [a if i in own else spread(op, a) for i, a in enumerate(args[:2])]
+        if tuple(args) == op.args:
+            return ref
+        return builder.append(replace(op, name=builder.unique(op.name), target=target, args=tuple(args)))
 
-
-SHIFTS: dict[str, Handler] = dict.fromkeys(
-    ("aten.rsub.Scalar", "aten.sub.Tensor", "aten.sub.Scalar", "aten.add.Scalar"), shifted
-)
+    return summed(loss)
 
 
 def _add(builder: Builder, call: Call) -> Value:
@@ -297,7 +315,7 @@ def _add(builder: Builder, call: Call) -> Value:
                 spec = builder.specs[other]
                 if (spec.shape, spec.dtype) == (call.spec.shape, call.spec.dtype):
                     return other
-    return shifted(builder, call)
+    return generic(builder, call)
 
 
 def _scatter_add(builder: Builder, call: Call) -> Value:
