@@ -30,9 +30,9 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.planner.bounds.columns import CHAINS, Columns, chains_of_ranks, lean_costs, line_costs
+from autopar.planner.bounds.columns import CHAINS, Columns, lean_costs, line_costs
 from autopar.planner.bounds.instance import Array, PipelineInstance
-from autopar.planner.bounds.whole_recompute import WholeRecompute
+from autopar.planner.bounds.whole_recompute import SLACK, WholeRecompute, between
 
 PRECISION = 5e-4
 """The ratio of a bound to the next one of the grid, less one."""
@@ -45,9 +45,6 @@ STAGES = 1024
 
 TRIES = 3
 """Blocks that are taken off a rank at most, where whole ones recompute longer than there is time."""
-
-SLACK = 1e-6
-"""Of a block, up to which rounding is none."""
 
 CHUNK = 128
 """Instances side by side at most, so that tables stay in the cache."""
@@ -166,11 +163,10 @@ class _Laws:
         all_s = all_s + c.total(c.sends_s) * c.virtual - c.total(c.sends_s * c.is_last)
         all_s = all_s + c.total(c.backs_s, but_last=True) + c.virtual * c.total(forward_s)
         third = all_s[:, None] + c.total(backward_s)[:, None] - backward_s + v * m * backward_s
-        chains = chains_of_ranks(c)
-        third = third + (chains[2].forwards * c.has_stage[:, None]).sum(axis=2) * forward_s
+        third = third + (c.others * c.has_stage[:, None]).sum(axis=2) * forward_s
         ties_s = c.tie_s[:, None] * (c.is_first | c.is_last)
         times = (start_s + own_s + ties_s, start_s + own_s + end_s, third, third - end_s + ties_s)
-        costs, peak = line_costs(c, chains, prices)
+        costs, peak = line_costs(c, prices)
         peaks = self._peaks(peak)
         lean, lean_peak = lean_costs(c)
         fixed = [time_s[:, :, None] - room_s + peaks for time_s in times]
@@ -412,22 +408,10 @@ class _InAnyOrder:
         spent, had, _ = (table[:, :, lines][rows] for table in self.tables[0])
         for _ in range(TRIES):
             again_s = self.c.m[rows][:, None] * self.whole.least_s(rows, value)
-            cost = _between(had, spent, value)
+            cost = between(value[:, :, None, None], had, spent)[..., 0]
             is_late = (cost + again_s[:, :, None] > budget[:, :, lines]).any(axis=2)
             is_late &= self.c.active[rows] & (value > 0)
             if not is_late.any():
                 break
             value = value - is_late
         return value
-
-
-def _between(xs: Array, ys: Array, at: Array) -> Array:
-    """Piecewise linear through points [n, r, l, points], at places [n, r]."""
-    at = at[:, :, None]
-    place = np.clip((xs <= at[..., None]).sum(axis=3) - 1, 0, xs.shape[3] - 2)
-    one = (*np.ogrid[: xs.shape[0], : xs.shape[1], : xs.shape[2]], place)
-    other = (*one[:3], place + 1)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        slope = np.where(xs[other] > xs[one], (ys[other] - ys[one]) / (xs[other] - xs[one]), 0.0)
-    found: Array = ys[one] + (at - xs[one]) * slope
-    return found

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
@@ -225,13 +226,7 @@ def runs_of(kinds: Sequence[int]) -> tuple[tuple[int, int], ...]:
     >>> runs_of([0, 1, 1, 2])
     ((0, 1), (1, 2), (2, 1))
     """
-    found: list[tuple[int, int]] = []
-    for kind in kinds:
-        if found and found[-1][0] == kind:
-            found[-1] = kind, found[-1][1] + 1
-        else:
-            found.append((kind, 1))
-    return tuple(found)
+    return tuple((kind, len([*own])) for kind, own in groupby(kinds))
 
 
 Sums = dict[tuple[str, ...], int]
