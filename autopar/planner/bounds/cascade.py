@@ -104,7 +104,7 @@ class Cascade:
                     if found[i] >= goal_s:
                         continue
                 # of ranks that are alike, blocks in parts spread as whole ones do: integer programs take long there and raise little
-                is_near = whole_s is not None and (found[i] >= whole_s or not self.maker.is_mixed(candidate))
+                is_near = whole_s is not None and (found[i] >= whole_s or not self.maker.placed.is_mixed(candidate))
                 aim_s = 0.0 if is_near else whole_s
                 bound = chain_bound(instance, goal_s, (*known, *proofs), above_s=found[i], whole_s=aim_s, rounds=rounds)
                 if bound is not None:
@@ -170,7 +170,7 @@ class Cascade:
                     places.setdefault(typed, []).append((i, j))
 
         def excluded_at(asked: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:
-            return excluded([self.maker.typed(candidates[i], layouts[i][j]) for i, j in asked], goal_s)
+            return excluded([self.maker.perfect_split(candidates[i], layouts[i][j]) for i, j in asked], goal_s)
 
         first = [
             min(own, key=lambda at: self._known.get((1, candidates[at[0]]), (0.0, 0.0))) for own in places.values()

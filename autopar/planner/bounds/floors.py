@@ -46,23 +46,6 @@ class Added:
         return self.always_s + max(work_s + i * moved_s, exposed_s)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PricedFloors:
-    """The floors of a priced layout.
-
-    Attributes:
-        table: of its blocks.
-        first_s: what the first gather of a stage takes longer, as no forward is beside it.
-        shared: parameters that the first and the last block of a pipeline have both.
-        inside: blocks between them have some of these too.
-    """
-
-    table: FloorTable
-    first_s: float
-    shared: tuple[ParameterCost, ...]
-    inside: bool
-
-
 class BlockFloors:
     """The floors of one model's blocks on one kind of device; remembers what candidates share.
 
@@ -85,7 +68,7 @@ class BlockFloors:
         self._ideal: dict[tuple[LayoutKey, PricedLayout], list[list[tuple[float, float, float]]]] = {}
         self._tables: dict[tuple[object, ...], FloorTable] = {}
         self._added: dict[tuple[object, ...], tuple[list[Added], list[BlockCost]]] = {}
-        self._priced: dict[tuple[object, ...], PricedFloors] = {}
+        self._priced: dict[tuple[object, ...], tuple[FloorTable, float]] = {}
 
     # --- divided perfectly
 
@@ -242,13 +225,15 @@ class BlockFloors:
 
     # --- a priced layout
 
-    def priced(self, layout: PricedLayout, step: Step) -> PricedFloors:
-        """Of a layout whose blocks are priced, with sums of gradients."""
+    def priced(self, layout: PricedLayout, step: Step) -> tuple[FloorTable, float]:
+        """Of a layout whose blocks are priced, with sums of gradients; and what a stage's first gather takes longer, as no forward is beside it."""
         key = (layout, *_kind(step))
         if key not in self._priced:
             shared = at_both_ends(layout.costs) if step.mesh.pp > 1 else ()
-            costs, inside = [*self.costs(layout)], are_inside(layout.costs, shared)
-            if shared and not inside:  # the rank of the last block has no other that brings these
+            costs = [*self.costs(layout)]
+            if shared and not are_inside(
+                layout.costs, shared
+            ):  # the rank of the last block has no other that brings these
                 costs[-1] = layout.costs[-1]
             found, first_s = self._priced_blocks(layout, costs, step)
             more_s = self._sums_s(layout, costs, [floor.once_s for floor in found], step)
@@ -258,7 +243,7 @@ class BlockFloors:
                     for floor, own_s in zip(found, more_s, strict=True)
                 )
             )
-            self._priced[key] = PricedFloors(table=table, first_s=first_s, shared=shared, inside=inside)
+            self._priced[key] = table, first_s
         return self._priced[key]
 
     def _sums_s(

@@ -1,6 +1,6 @@
 """One candidate evaluated: its layouts, and the best plan in any of them.
 
-Candidates are of two kinds, pipelines and data ranks with unequal shares, each with an evaluator of its own.
+Candidates are of two kinds, pipelines and data ranks with unequal shares; the latter have an evaluator of their own.
 """
 
 from __future__ import annotations
@@ -20,34 +20,88 @@ from autopar.planner.search import SLOW, Evaluation, Misfit, SearchContext, need
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import Space
-from autopar.planner.stages.block_options import BlockOptions, Placed
+from autopar.planner.stages.block_options import BlockOptions
 from autopar.planner.stages.cut_problem import Failure
 
 QUICK = 4
 """Chain programs that are solved before evaluations where ranks are alike, for the first candidate of each schedule."""
 
 
-class PipelineEvaluator:
-    """Evaluates candidates whose data ranks take equal shares.
+class Evaluator:
+    """Bounds and evaluates all candidates of a search.
 
     Args:
         context: of the search.
-        cascade: bounds.
-        plans: of one layout.
     """
 
-    def __init__(self, context: SearchContext, cascade: Cascade, plans: LayoutPlans) -> None:
-        self.context, self.cascade, self.plans = context, cascade, plans
-        self.model, self.layouts = context.model, context.layouts
+    def __init__(self, context: SearchContext) -> None:
+        self.context, self.model, self.layouts = context, context.model, context.layouts
+        self.cascade = Cascade(context)
+        maker = self.cascade.maker
+        options = BlockOptions(context, maker.floors)
+        self.plans = LayoutPlans(context, options, maker)
+        self.shares = SharesEvaluator(context, options, maker)
         self._done: dict[Candidate, Evaluation | Misfit] = {}
         self._proofs: dict[Key, list[ChainProof]] = {}
 
+    @classmethod
+    def of(cls, graph: Graph, model: CostModel, *, global_batch_size: int, pins: Pins, space: Space) -> Evaluator:
+        """The evaluator of a model, cluster, batch and space."""
+        return cls(SearchContext.of(graph, model, global_batch_size=global_batch_size, pins=pins, space=space))
+
+    # --- bounds
+
+    def bounds_s(self, level: int, candidates: Sequence[Candidate], goal_s: float = math.inf) -> list[float]:
+        """For each candidate seconds below which it has no plan; see :class:`autopar.planner.bounds.cascade.Cascade`."""
+        pipelines = iter(self.cascade.bounds_s(level, [c for c in candidates if not c.shares], goal_s))
+        return [self.shares.bound_s(level, c) if c.shares else next(pipelines) for c in candidates]
+
+    def closest_s(
+        self, candidate: Candidate, goal_s: float, known: Sequence[ChainProof] = (), *, whole_s: float | None = 0.0
+    ) -> tuple[float, tuple[ChainProof, ...]]:
+        """The tightest bound of a candidate, up to ``goal_s``; see :class:`autopar.planner.bounds.cascade.Cascade`."""
+        if candidate.shares:
+            return min(self.shares.bound_s(LEVELS - 1, candidate), goal_s), ()
+        return self.cascade.closest_s(candidate, goal_s, known, whole_s=whole_s)
+
+    def chained_s(
+        self,
+        candidate: Candidate,
+        goal_s: float,
+        *,
+        whole_s: float | None = None,
+        layouts: Sequence[TypedLayout] | None = None,
+    ) -> float:
+        """The bound of a pipeline by the chains of its schedule, up to a goal; else 0.
+
+        Where ranks differ it is far tighter than the others. Where they are alike it is so if blocks are of several groups, as those of an
+        encoder and a decoder, whose order no other bound counts, or if stages are pinned; few programs then say enough.
+
+        What is known of a schedule depends on what was looked at before: it decides on no order but that of early incumbents, and is
+        no part of the certificate. Arguments are those of :meth:`autopar.planner.bounds.cascade.Cascade.closest_s`.
+        """
+        is_tighter = self.model.is_mixed or self.cascade.maker.has_several_groups or self.context.stages
+        if candidate.mesh.pp == 1 or not is_tighter:
+            return 0.0
+        known = self._proofs.setdefault(key_of(candidate), [])
+        rounds = None if self.model.is_mixed else 0 if known else QUICK
+        bound_s, proofs = self.cascade.closest_s(
+            candidate, goal_s, known, whole_s=whole_s, layouts=layouts, rounds=rounds
+        )
+        known += proofs
+        del known[: len(known) - KEPT]
+        return bound_s
+
+    # --- plans
+
     def evaluate(self, candidate: Candidate, *, at_most_s: float = math.inf) -> Evaluation | Misfit:
-        """The best plan of a candidate: the same one whatever ``at_most_s`` is, as far as it is faster.
+        """The best plan of a candidate: the same one whatever ``at_most_s`` is, as far as it is faster; or why there is none.
 
         Args:
             at_most_s: plans that cannot be faster than this are left unfinished (and then not remembered).
         """
+        if candidate.shares:
+            return self.shares.evaluate(candidate, at_most_s=at_most_s)
         if candidate in self._done:
             return self._done[candidate]
         best: Evaluation | None = None
@@ -89,37 +143,12 @@ class PipelineEvaluator:
         reason = f"memory: needs {needs_text(self.model, least_bytes)}"
         return self._remember(Misfit(candidate=candidate, reason=reason, needs_bytes=least_bytes))
 
-    def chained_s(
-        self,
-        candidate: Candidate,
-        goal_s: float,
-        *,
-        whole_s: float | None = None,
-        layouts: Sequence[TypedLayout] | None = None,
-    ) -> float:
-        """The bound of a pipeline by the chains of its schedule, up to a goal; else 0.
-
-        Where ranks differ it is far tighter than the others. Where they are alike it is so if blocks are of several groups, as those of an
-        encoder and a decoder, whose order no other bound counts, or if stages are pinned; few programs then say enough.
-
-        What is known of a schedule depends on what was looked at before: it decides on no order but that of early incumbents, and is
-        no part of the certificate. Arguments are those of :meth:`autopar.planner.bounds.cascade.Cascade.closest_s`.
-        """
-        is_tighter = self.model.is_mixed or self.cascade.maker.has_several_groups or self.context.stages
-        if candidate.mesh.pp == 1 or not is_tighter:
-            return 0.0
-        known = self._proofs.setdefault(key_of(candidate), [])
-        rounds = None if self.model.is_mixed else 0 if known else QUICK
-        bound_s, proofs = self.cascade.closest_s(
-            candidate, goal_s, known, whole_s=whole_s, layouts=layouts, rounds=rounds
-        )
-        known += proofs
-        del known[: len(known) - KEPT]
-        return bound_s
-
     def hopeless(self, candidate: Candidate) -> Misfit | None:
-        """Why no layout of a candidate can fit, found without solving any: ``cp`` and ``tp`` divide what one rank has at best."""
-        if self.plans.placed.has(candidate):
+        """Why no layout of a candidate can fit, found without solving any: ``cp`` and ``tp`` divide what one rank has at best.
+
+        None where that is not known.
+        """
+        if candidate.shares or self.plans.placed.is_mixed(candidate):
             return None  # what one rank has too much, a larger one may take
         option = self.context.unsplit(candidate)
         device = self.model.device
@@ -131,61 +160,10 @@ class PipelineEvaluator:
         reason = f"memory: needs at least {needs_text(self.model, needs)}"
         return Misfit(candidate=candidate, reason=reason, needs_bytes=needs)
 
-    def _remember(self, found: Evaluation | Misfit) -> Evaluation | Misfit:
-        self._done[found.candidate] = found
-        return found
-
-
-class Evaluator:
-    """Bounds and evaluates all candidates of a search.
-
-    Args:
-        context: of the search.
-    """
-
-    def __init__(self, context: SearchContext) -> None:
-        self.context, self.model, self.layouts = context, context.model, context.layouts
-        placed = Placed(context.layouts, context.model)
-        self.cascade = Cascade(context)
-        maker = self.cascade.maker
-        options = BlockOptions(
-            maker.floors, space_modes=context.modes, recompute=context.recompute, moved=context.moved
-        )
-        self.plans = LayoutPlans(context, options, placed, maker.blocks_of)
-        self.pipelines = PipelineEvaluator(context, self.cascade, self.plans)
-        self.shares = SharesEvaluator(context, placed, options, maker)
-
-    @classmethod
-    def of(cls, graph: Graph, model: CostModel, *, global_batch_size: int, pins: Pins, space: Space) -> Evaluator:
-        """The evaluator of a model, cluster, batch and space."""
-        return cls(SearchContext.of(graph, model, global_batch_size=global_batch_size, pins=pins, space=space))
-
-    def bounds_s(self, level: int, candidates: Sequence[Candidate], goal_s: float = math.inf) -> list[float]:
-        """For each candidate seconds below which it has no plan; see :class:`autopar.planner.bounds.cascade.Cascade`."""
-        pipelines = iter(self.cascade.bounds_s(level, [c for c in candidates if not c.shares], goal_s))
-        shares = iter(self.shares.bounds_s(level, [c for c in candidates if c.shares], goal_s))
-        return [next(shares if c.shares else pipelines) for c in candidates]
-
-    def closest_s(
-        self, candidate: Candidate, goal_s: float, known: Sequence[ChainProof] = (), *, whole_s: float | None = 0.0
-    ) -> tuple[float, tuple[ChainProof, ...]]:
-        """The tightest bound of a candidate, up to ``goal_s``; see :class:`autopar.planner.bounds.cascade.Cascade`."""
-        if candidate.shares:
-            return min(self.shares.bounds_s(LEVELS - 1, [candidate])[0], goal_s), ()
-        return self.cascade.closest_s(candidate, goal_s, known, whole_s=whole_s)
-
-    def chained_s(self, candidate: Candidate, goal_s: float, *, whole_s: float | None = None) -> float:
-        """Of a pipeline whose ranks differ; see :class:`PipelineEvaluator`."""
-        return 0.0 if candidate.shares else self.pipelines.chained_s(candidate, goal_s, whole_s=whole_s)
-
-    def evaluate(self, candidate: Candidate, *, at_most_s: float = math.inf) -> Evaluation | Misfit:
-        """The best plan of a candidate: the same one whatever ``at_most_s`` is, as far as it is faster; or why there is none."""
-        return (self.shares if candidate.shares else self.pipelines).evaluate(candidate, at_most_s=at_most_s)
-
-    def hopeless(self, candidate: Candidate) -> Misfit | None:
-        """Why no layout of a candidate can fit, found without solving any; None where that is not known."""
-        return None if candidate.shares else self.pipelines.hopeless(candidate)
-
     def improved(self, found: Evaluation) -> Evaluation:
         """A plan with its stages cut better still; the same one where they are given, or data ranks take unequal shares."""
         return found if found.candidate.shares else self.plans.improved(found)
+
+    def _remember(self, found: Evaluation | Misfit) -> Evaluation | Misfit:
+        self._done[found.candidate] = found
+        return found

@@ -36,6 +36,7 @@ class EqualBlocks:
         pinned: modes of blocks of the original graph.
         is_pinned: pins say which stage holds some block.
         every: see ``Space.every``.
+        moves: blocks may keep on the host what their backward needs, beside their modes of recompute.
     """
 
     def __init__(
@@ -46,10 +47,10 @@ class EqualBlocks:
         pinned: Mapping[int, Recompute],
         is_pinned: bool = False,
         every: int = 0,
+        moves: bool = False,
     ) -> None:
-        self.compact, self.class_of, self.is_pinned, self.every = compact, compact.class_of, is_pinned, every
-        self.moves = False
-        """Whether blocks may keep on the host what their backward needs, beside their modes of recompute."""
+        self.compact, self.class_of, self.is_pinned = compact, compact.class_of, is_pinned
+        self.every, self.moves = every, moves
         self.modes = [
             tuple(dict.fromkeys(m for i in members for m in ((pinned[i],) if i in pinned else modes)))
             for members in compact.members
