@@ -6,13 +6,16 @@ v virtual stages of a rank (likewise), l lines. A *line* is a law that is linear
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import combinations
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autopar.planner.bounds.instance import FIELDS, FITS, Array, PipelineInstance, forwards_done, runs_of
+
+CHUNK = 128
+"""Instances side by side at most, so that tables stay in the cache."""
 
 LARGEST = 2
 """Groups of blocks whose modes say at which prices memory is weighed against time."""
@@ -102,9 +105,9 @@ class Columns:
         found: Array = np.cumsum(own, axis=1) - own
         return found
 
-    def total(self, values: Array, *, but_last: bool = False) -> Array:
-        """Over all ranks [i], or all but the last one."""
-        found: Array = np.where(self.active & ~(but_last & self.is_last), values, 0.0).sum(axis=1)
+    def total(self, values: Array) -> Array:
+        """Over all ranks [i]."""
+        found: Array = np.where(self.active, values, 0.0).sum(axis=1)
         return found
 
     def may_end(self) -> NDArray[np.bool_]:
@@ -208,6 +211,18 @@ class Columns:
             for rate in _rates(self.backward_s[:, :, kind], self.kept_bytes[:, :, kind]):
                 found += [self.m[:, None] * rate / held for held in every]
         return np.stack(found).transpose(1, 2, 0)
+
+
+def side_by_side(instances: Sequence[PipelineInstance]) -> Iterator[tuple[list[int], Columns]]:
+    """The instances by position, those of pipelines of about the same size together."""
+    alike: dict[tuple[int, int], list[int]] = {}
+    for i, one in enumerate(instances):
+        alike.setdefault((min(one.virtual_stages, 2), one.pp.bit_length() // 4), []).append(i)
+    for places in alike.values():
+        places.sort(key=lambda i: (instances[i].pp, instances[i].virtual_stages))
+        for start in range(0, len(places), CHUNK):
+            some = places[start : start + CHUNK]
+            yield some, Columns([instances[i] for i in some])
 
 
 def _rounded_down(values: Array) -> Array:
