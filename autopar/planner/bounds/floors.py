@@ -84,15 +84,12 @@ class BlockFloors:
             tp = step.mesh.tp
             ideal = self._ideal_work(replace(unsplit.key, cp=step.mesh.cp, tp=tp), unsplit)
             added, parts = self._added_by(unsplit, step)
-            known: dict[tuple[object, ...], BlockFloor] = {}
-            found = []
-            for k, cost in enumerate(self.costs(unsplit)):
-                typed_s = block_s[k] if block_s else 0.0
-                same = unsplit.keys[k] if k else -1, self.blocks.modes[k], added[k], typed_s
-                if same not in known:
-                    known[same] = self._split_floor(cost, parts[k], ideal[k], added[k], step, tp, typed_s)
-                found.append(known[same])
-            self._tables[key] = FloorTable(blocks=tuple(found))
+            self._tables[key] = FloorTable(
+                blocks=tuple(
+                    self._split_floor(cost, parts[k], ideal[k], added[k], step, tp, block_s[k] if block_s else 0.0)
+                    for k, cost in enumerate(self.costs(unsplit))
+                )
+            )
         return self._tables[key]
 
     def _split_floor(
@@ -118,15 +115,8 @@ class BlockFloors:
     def _ideal_work(self, key: LayoutKey, unsplit: PricedLayout) -> list[list[tuple[float, float, float]]]:
         """Of each block: seconds of a forward, of both passes, and a zero; then of each mode what recompute adds, keeps, and has in passing."""
         if (key, unsplit) not in self._ideal:
-            costs = self.costs(unsplit)
-            known: dict[tuple[object, ...], list[tuple[float, float, float]]] = {}
-            made = []
-            for k, cost in enumerate(costs):
-                same = unsplit.keys[k], self.blocks.modes[k], self.is_moved[k]
-                if same not in known:
-                    known[same] = self._ideal_modes(cost, self.blocks.modes[k], key)
-                made.append(known[same])
-            self._ideal[key, unsplit] = made
+            costs = zip(self.costs(unsplit), self.blocks.modes, strict=True)
+            self._ideal[key, unsplit] = [self._ideal_modes(cost, modes, key) for cost, modes in costs]
         return self._ideal[key, unsplit]
 
     def _travels_s(self, cost: BlockCost, key: LayoutKey) -> tuple[float, float, float]:
@@ -178,15 +168,7 @@ class BlockFloors:
         if key not in self._added:
             tp = step.mesh.tp
             parts = [replace(cost, parameters=self._part(cost.parameters, tp)) for cost in self.costs(unsplit)]
-            beside = self.model.of(step).data.sends_always
-            known: dict[tuple[object, ...], Added] = {}
-            found = []
-            for k in range(len(parts)):
-                same = (k,) if beside else (k > 0, unsplit.keys[k])
-                if same not in known:
-                    known[same] = self._added_to(parts, k, step)
-                found.append(known[same])
-            self._added[key] = found, parts
+            self._added[key] = [self._added_to(parts, k, step) for k in range(len(parts))], parts
         return self._added[key]
 
     def _added_to(self, costs: Sequence[BlockCost], k: int, step: Step) -> Added:
@@ -261,25 +243,14 @@ class BlockFloors:
         self, layout: PricedLayout, costs: Sequence[BlockCost], step: Step
     ) -> tuple[list[BlockFloor], float]:
         longest_s = max(cost.forward_s + cost.communication_forward_s for cost in costs)
-        known: dict[tuple[object, ...], BlockFloor] = {}
         found, first_s = [], float("inf")
         matters = self.model.of(step).data.sends_always
         for k, cost in enumerate(costs):
-            ends = k in (0, len(costs) - 1)  # which count parameters that others do not
-            same = (
-                layout.keys[k],
-                ends and k,
-                self.blocks.modes[k],
-                self.is_moved[k],
-                frozenset(self.neighbours[k]) if matters else (),
-            )
-            if same not in known:
-                pairs = self.beside(costs, k) if matters else []
-                gather_s = self.model.of(step).block_gather_s(cost)
-                hidden_s = (1 - self.model.device.interference) * min(gather_s, longest_s)
-                first_s = min(first_s, hidden_s)
-                known[same] = self._priced_floor(cost, step, self.blocks.modes[k], gather_s - hidden_s, pairs)
-            found.append(known[same])
+            pairs = self.beside(costs, k) if matters else []
+            gather_s = self.model.of(step).block_gather_s(cost)
+            hidden_s = (1 - self.model.device.interference) * min(gather_s, longest_s)
+            first_s = min(first_s, hidden_s)
+            found.append(self._priced_floor(cost, step, self.blocks.modes[k], gather_s - hidden_s, pairs))
         return found, first_s
 
     def _priced_floor(
