@@ -17,8 +17,8 @@ from autopar.planner.space.candidates import Candidate
 from autopar.planner.stages.block_options import Placed
 from autopar.planner.stages.cut_problem import EqualBlocks
 
-Places = frozenset[int] | None
-"""The node groups that a pipeline rank lies on; None: all, which are priced as the slowest of them."""
+Places = frozenset[int]
+"""The node groups that a pipeline rank lies on; several are priced as the slowest of them."""
 
 
 class InstanceMaker:
@@ -30,6 +30,7 @@ class InstanceMaker:
 
     def __init__(self, context: SearchContext) -> None:
         self.context, self.placed = context, Placed(context.layouts, context.model)
+        self._everywhere = frozenset(range(len(context.model.cluster.groups)))
         space, compact = context.space, context.layouts.compact
         plain = tuple(mode for mode in context.modes if mode != "selective") or context.modes
         self._blocks = {
@@ -63,7 +64,7 @@ class InstanceMaker:
     def priced(self, candidate: Candidate, layout: PricedLayout) -> PipelineInstance:
         """A candidate in a layout."""
         if candidate.mesh.pp == 1:
-            return self._one_rank(candidate, layout, self._of(None, candidate))
+            return self._one_rank(candidate, layout, self._of(self._everywhere, candidate))
         step, places = self.context.step(candidate, layout), dict.fromkeys(self.places(candidate))
         layouts = {own: self._on(own, layout) for own in places}
         found = {own: self._of(own, candidate).priced(layouts[own], step) for own in places}
@@ -92,7 +93,7 @@ class InstanceMaker:
         """A candidate without a pipeline on some devices."""
         step, costs = self.context.step(candidate, layout), floors.costs(layout)
         forward_s = layout.prelude_s + floors.model.of(step).ends_s(costs[0], costs[-1])
-        made = self._instance(candidate, {None: floors.priced(layout, step)[0]})
+        made = self._instance(candidate, {self._everywhere: floors.priced(layout, step)[0]})
         read_bytes = float(sum(ChainMap(*self._reads(layout)).values()))
         return replace(
             made, forward_s=(forward_s,), limit_bytes=(self.placed.tensor_bytes(floors.model),), read_bytes=read_bytes
@@ -115,7 +116,7 @@ class InstanceMaker:
 
     def one_stage(self, candidate: Candidate, layout: PricedLayout) -> PipelineInstance:
         """A candidate without a pipeline, with what every step of it takes beside the floors of its blocks."""
-        return self._with_ends(candidate, layout, self._of(None, candidate))
+        return self._with_ends(candidate, layout, self._of(self._everywhere, candidate))
 
     def _with_ends(self, candidate: Candidate, layout: PricedLayout, on: BlockFloors) -> PipelineInstance:
         """One rank, with what every step of it takes beside the floors of its blocks.
@@ -171,7 +172,7 @@ class InstanceMaker:
     @property
     def floors(self) -> BlockFloors:
         """Of blocks on the slowest device, none of which keeps anything on the host but where pins say so."""
-        return self._floors_on(None, (), moves=False)
+        return self._floors_on(self._everywhere, (), moves=False)
 
     def blocks_of(self, candidate: Candidate) -> EqualBlocks:
         """Which blocks of a candidate may form stages."""
@@ -181,33 +182,35 @@ class InstanceMaker:
 
     def places(self, candidate: Candidate) -> tuple[Places, ...]:
         """For each pipeline rank the node groups that it lies on."""
-        return self.placed.places(candidate) if self.placed.is_mixed(candidate) else (None,) * candidate.mesh.pp
-
-    def _model(self, places: Places) -> CostModel:
-        return self.context.model if places is None else self.context.model.part(places)
+        return (
+            self.placed.places(candidate)
+            if self.placed.is_mixed(candidate)
+            else (self._everywhere,) * candidate.mesh.pp
+        )
 
     def _of(self, places: Places, candidate: Candidate) -> BlockFloors:
         # which data ranks meet depends on the order of node groups where a pipeline rank lies on several; else each holds whole ones
-        is_across = places is not None and any(len(own or ()) > 1 for own in self.places(candidate))
+        is_across = self.placed.is_mixed(candidate) and any(len(own) > 1 for own in self.places(candidate))
         return self._floors_on(places, candidate.order if is_across else (), moves=candidate.moves)
 
     def _floors_on(self, places: Places, order: tuple[int, ...], *, moves: bool) -> BlockFloors:
         key = places, order, moves
         if key not in self._floors:
-            model = self._model(places)
-            if places is not None and order:
+            model = self.context.model.part(places)
+            if order:
                 model = self.context.model.in_order(order).part(frozenset(map(order.index, places)))
             self._floors[key] = BlockFloors(self._blocks[moves], model, self._is_moved, moves=moves)
         return self._floors[key]
 
     def _on(self, places: Places, layout: PricedLayout) -> PricedLayout:
         """A layout at the prices of some devices."""
-        return layout if places is None else self.context.layouts.on_device(layout, self._model(places))
+        return self.context.layouts.on_device(layout, self.context.model.part(places))
 
     def _instance(self, candidate: Candidate, tables: dict[Places, FloorTable]) -> PipelineInstance:
         kinds = {places: i for i, places in enumerate(tables)}
         pp, v = candidate.mesh.pp, candidate.virtual_stages
-        action_s = tuple(self._model(own).device.overheads.of_actions(v)[0] if pp > 1 else 0.0 for own in tables)
+        models = [self.context.model.part(places) for places in tables]
+        action_s = tuple(model.device.overheads.of_actions(v)[0] if pp > 1 else 0.0 for model in models)
         return PipelineInstance(
             schedule=candidate.schedule,
             virtual_stages=v,
@@ -216,7 +219,7 @@ class InstanceMaker:
             groups=self._groups,
             floors=tuple(tables.values()),
             device_of_rank=tuple(kinds[places] for places in self.places(candidate)),
-            limit_bytes=tuple(self.placed.tensor_bytes(self._model(own)) for own in tables),
+            limit_bytes=tuple(map(self.placed.tensor_bytes, models)),
             forward_s=action_s,
             backward_s=action_s,
         )
