@@ -21,7 +21,7 @@ from autopar.planner.search import SearchContext
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.variants import origins
 from autopar.planner.stages.recompute import MOVED, BlockOption, CutBlock, Way, none_if_moved, useful, with_moved
-from autopar.planner.stages.stage_cut import CutBlocks, StageKinds
+from autopar.planner.stages.stage_cut import CutBlocks
 
 
 class BlockOptions:
@@ -35,7 +35,6 @@ class BlockOptions:
     def __init__(self, context: SearchContext, floors: BlockFloors) -> None:
         self.context, self.floors, self.class_of, self.model = context, floors, floors.blocks.class_of, floors.model
         self._on_hosts: dict[BlockCost, BlockCost] = {}
-        self._kinds: dict[tuple[int, ...], StageKinds] = {}
         self._made: dict[tuple[object, ...], CutBlocks] = {}
 
     def of_rank(self, layout: PricedLayout, step: Step, model: CostModel, *, moves: bool) -> CutBlocks:
@@ -49,11 +48,7 @@ class BlockOptions:
         axes = step.mesh, step.zero_stage, step.num_micro_batches, step.offload
         key = layout, model, axes, moves
         if key not in self._made:  # asked again for other schedules
-            blocks = self._blocks(layout, step, model, moves=moves)
-            keys = tuple(block.key for block in blocks)
-            if keys not in self._kinds:
-                self._kinds[keys] = StageKinds(keys)
-            self._made[key] = CutBlocks(blocks, self._kinds[keys])
+            self._made[key] = CutBlocks(self._blocks(layout, step, model, moves=moves))
         return self._made[key]
 
     def _blocks(self, layout: PricedLayout, step: Step, model: CostModel, *, moves: bool) -> list[CutBlock]:

@@ -22,10 +22,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import combinations, product
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from autopar.planner.stages.recompute import MOVED, Array, CutBlock, Recomputes, Way
@@ -62,17 +63,22 @@ class StageKinds:
         self.which[upper] = which.reshape(-1)  # numpy 2.0 gives it another dim
 
 
+@lru_cache(maxsize=64)
+def stage_kinds(keys: tuple[int, ...]) -> StageKinds:
+    """Of blocks of these keys; layouts of one model have the same ones."""
+    return StageKinds(keys)
+
+
 class CutBlocks:
     """A model's blocks in order, as the devices of one pipeline rank run them.
 
     Args:
         blocks: equal keys mean equal blocks.
-        kinds: of their keys.
     """
 
-    def __init__(self, blocks: Sequence[CutBlock], kinds: StageKinds | None = None) -> None:
+    def __init__(self, blocks: Sequence[CutBlock]) -> None:
         self.blocks = tuple(blocks)
-        self.kinds = kinds or StageKinds([b.key for b in blocks])
+        self.kinds = stage_kinds(tuple(b.key for b in blocks))
         one_of = {b.key: b for b in blocks}
         self.recomputes = Recomputes([one_of[key] for key in self.kinds.keys])
         self._taken: dict[tuple[int, int, float], list[dict[Way, int]]] = {}
@@ -290,9 +296,7 @@ class _Band:
         padded = np.full(size + most, np.inf)  # that of blocks 0:j stands at j + most
         best = padded[most:]
         best[0] = 0.0
-        shifted = np.lib.stride_tricks.as_strided(
-            padded[width - 1 :], shape=(width, size), strides=(-padded.itemsize, padded.itemsize), writeable=False
-        )  # [k, j]: that of blocks 0:j - fewest - k
+        shifted = sliding_window_view(padded, size)[:width][::-1]  # [k, j]: that of blocks 0:j - fewest - k
         found, through = [best.copy()], np.empty((width, size))
         for own in self.own:
             combine(shifted, values[own], out=through)
