@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.planner.bounds.chain_program import chain_bound
-from autopar.planner.bounds.chain_proof import ChainProof
+from autopar.planner.bounds.chain_proof import ROUNDING, ChainProof
 from autopar.planner.bounds.columns import side_by_side
 from autopar.planner.bounds.feasibility import PRECISION, excluded, feasible_bounds
 from autopar.planner.bounds.instance_maker import InstanceMaker
@@ -32,9 +32,6 @@ LEVELS = 3
 
 COARSE = 0.03
 """The precision of bounds that are raised once more before a candidate is evaluated."""
-
-ROUNDING = 1e-9
-"""A bound is below the time of its plan up to this part of it."""
 
 
 class Cascade:

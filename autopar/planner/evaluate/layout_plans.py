@@ -16,6 +16,7 @@ from autopar.cost.model import CostModel, StageCost, Step, predict_shares, share
 from autopar.errors import InfeasibleError
 from autopar.plan.plan import RECOMPUTES, Recompute
 from autopar.plan.prediction import Memory
+from autopar.planner.bounds.chain_proof import ROUNDING
 from autopar.planner.bounds.feasibility import feasible_bounds
 from autopar.planner.bounds.instance_maker import InstanceMaker
 from autopar.planner.layouts.layout import LayoutKey, PricedLayout, layout_key_of
@@ -36,9 +37,6 @@ from autopar.planner.stages.exchange import exchanged
 from autopar.planner.stages.recompute import none_if_moved
 from autopar.planner.stages.refinement import improved, refined
 from autopar.planner.stages.stage_cut import Mask, cut, every_cut, stage_masks
-
-ROUNDING = 1e-9
-"""Part of a plan's time up to which a bound may be above it."""
 
 
 class LayoutPlans:
