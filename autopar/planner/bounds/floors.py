@@ -52,12 +52,10 @@ class BlockFloors:
     Args:
         blocks: of the model, by kind.
         model: prices of the device.
-        is_moved: of each block of the compact graph whether what it keeps is pinned to the host.
-        moves: blocks may keep on the host what their backward needs.
     """
 
-    def __init__(self, blocks: EqualBlocks, model: CostModel, is_moved: Sequence[bool], *, moves: bool) -> None:
-        self.blocks, self.model, self.is_moved, self.moves = blocks, model, [*is_moved], moves
+    def __init__(self, blocks: EqualBlocks, model: CostModel) -> None:
+        self.blocks, self.model = blocks, model
         ends = [-1, *blocks.class_of, -1]
         self.neighbours: list[set[tuple[int, int]]] = [set() for _ in blocks.counts]
         """Of each block of the compact graph those before and after the blocks that it stands for; -1: there is none."""
@@ -286,7 +284,7 @@ class BlockFloors:
         if layout not in self._costs:
             found = []
             for k, cost in enumerate(layout.costs):
-                if self.is_moved[k] or self.moves:
+                if self.blocks.is_moved[k] or self.blocks.moves:
                     cost = replace(cost, saved_bytes=0, input_bytes=0, saved_input_bytes=0)
                 found.append(without_shared(cost) if k else cost)
             self._costs[layout] = found

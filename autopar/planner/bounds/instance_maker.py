@@ -31,21 +31,11 @@ class InstanceMaker:
     def __init__(self, context: SearchContext) -> None:
         self.context, self.placed = context, Placed(context.layouts, context.model)
         self._everywhere = frozenset(range(len(context.model.cluster.groups)))
-        space, compact = context.space, context.layouts.compact
-        plain = tuple(mode for mode in context.modes if mode != "selective") or context.modes
-        self._blocks = {
-            moves: EqualBlocks(
-                compact, modes=plain if moves else context.modes, pinned=context.recompute,
-                is_pinned=bool(context.stages), every=0 if space.equal_stages else space.every, moves=moves,
-            )
-            for moves in (False, True)
-        }  # fmt: skip
+        self._blocks = {moves: EqualBlocks(context, moves=moves) for moves in (False, True)}
         groups, _ = self._blocks[False].groups()
-        self._is_moved = [any(i in context.moved for i in members) for members in compact.members]
-        self._runs = runs_of(compact.class_of)
+        self._runs = runs_of(context.layouts.compact.class_of)
         self._groups = tuple(tuple(group) for group in groups)
-        self._floors: dict[tuple[Places, tuple[int, ...], bool], BlockFloors] = {}
-        self._alone: dict[CostModel, BlockFloors] = {}
+        self._floors: dict[tuple[CostModel, bool], BlockFloors] = {}
         self._sent: dict[tuple[object, ...], tuple[float, ...]] = {}
 
     def perfect_split(self, candidate: Candidate, typed: TypedLayout | None = None) -> PipelineInstance:
@@ -110,9 +100,7 @@ class InstanceMaker:
             layout: of the group's own micro-batch, at the prices of its devices.
             model: of the group alone.
         """
-        if model not in self._alone:
-            self._alone[model] = BlockFloors(self._blocks[False], model, self._is_moved, moves=False)
-        return self._with_ends(candidate, layout, self._alone[model])
+        return self._with_ends(candidate, layout, self._floors_on(model, moves=False))
 
     def one_stage(self, candidate: Candidate, layout: PricedLayout) -> PipelineInstance:
         """A candidate without a pipeline, with what every step of it takes beside the floors of its blocks."""
@@ -172,7 +160,7 @@ class InstanceMaker:
     @property
     def floors(self) -> BlockFloors:
         """Of blocks on the slowest device, none of which keeps anything on the host but where pins say so."""
-        return self._floors_on(self._everywhere, (), moves=False)
+        return self._floors_on(self.context.model, moves=False)
 
     def blocks_of(self, candidate: Candidate) -> EqualBlocks:
         """Which blocks of a candidate may form stages."""
@@ -189,18 +177,16 @@ class InstanceMaker:
         )
 
     def _of(self, places: Places, candidate: Candidate) -> BlockFloors:
+        model, order = self.context.model.part(places), candidate.order
         # which data ranks meet depends on the order of node groups where a pipeline rank lies on several; else each holds whole ones
-        is_across = self.placed.is_mixed(candidate) and any(len(own) > 1 for own in self.places(candidate))
-        return self._floors_on(places, candidate.order if is_across else (), moves=candidate.moves)
+        if order and self.placed.is_mixed(candidate) and any(len(own) > 1 for own in self.places(candidate)):
+            model = self.context.model.in_order(order).part(frozenset(map(order.index, places)))
+        return self._floors_on(model, moves=candidate.moves)
 
-    def _floors_on(self, places: Places, order: tuple[int, ...], *, moves: bool) -> BlockFloors:
-        key = places, order, moves
-        if key not in self._floors:
-            model = self.context.model.part(places)
-            if order:
-                model = self.context.model.in_order(order).part(frozenset(map(order.index, places)))
-            self._floors[key] = BlockFloors(self._blocks[moves], model, self._is_moved, moves=moves)
-        return self._floors[key]
+    def _floors_on(self, model: CostModel, *, moves: bool) -> BlockFloors:
+        if (model, moves) not in self._floors:
+            self._floors[model, moves] = BlockFloors(self._blocks[moves], model)
+        return self._floors[model, moves]
 
     def _on(self, places: Places, layout: PricedLayout) -> PricedLayout:
         """A layout at the prices of some devices."""

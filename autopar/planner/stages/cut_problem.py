@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
@@ -14,47 +14,42 @@ from autopar.cost.model import CostModel, StageCost, Step
 from autopar.cost.step.simulation import StageTimes, simulate
 from autopar.cost.step.step import own_times
 from autopar.errors import InfeasibleError
-from autopar.graph.rewrites import Compact
-from autopar.plan.plan import Recompute
 from autopar.plan.prediction import Memory
 from autopar.plan.schedule import peak_table
 from autopar.planner.layouts.layout import PricedLayout
+from autopar.planner.search import SearchContext
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.stages.recompute import Way
-from autopar.planner.stages.stage_cut import Cut, CutBlocks, KnownTimes, Mask, cut, stage_masks
+from autopar.planner.stages.stage_cut import Cut, CutBlocks, Mask, cut, stage_masks
 
 LATE = 6
 """Parts of the pipeline's ranks, of which some have short first stages."""
 
 
 class EqualBlocks:
-    """Blocks of one model, by kind.
+    """Blocks of the model of a search, by kind.
 
     Args:
-        compact: the compact graph.
-        modes: of recompute that the space allows.
-        pinned: modes of blocks of the original graph.
-        is_pinned: pins say which stage holds some block.
-        every: see ``Space.every``.
-        moves: blocks may keep on the host what their backward needs, beside their modes of recompute.
+        context: of the search.
+        moves: blocks may keep on the host what their backward needs, beside their modes of recompute, of which none is selective then.
+
+    Attributes:
+        modes: of recompute that each block of the compact graph may have.
+        is_moved: whether what it keeps is pinned to the host.
+        counts: blocks that it stands for.
     """
 
-    def __init__(
-        self,
-        compact: Compact,
-        *,
-        modes: Sequence[Recompute],
-        pinned: Mapping[int, Recompute],
-        is_pinned: bool = False,
-        every: int = 0,
-        moves: bool = False,
-    ) -> None:
-        self.compact, self.class_of, self.is_pinned = compact, compact.class_of, is_pinned
-        self.every, self.moves = every, moves
+    def __init__(self, context: SearchContext, *, moves: bool) -> None:
+        self.compact = compact = context.layouts.compact
+        self.class_of, self.is_pinned, self.moves = compact.class_of, bool(context.stages), moves
+        self.every = 0 if context.space.equal_stages else context.space.every
+        plain = tuple(mode for mode in context.modes if mode != "selective") or context.modes
+        modes, pinned = plain if moves else context.modes, context.recompute
         self.modes = [
             tuple(dict.fromkeys(m for i in members for m in ((pinned[i],) if i in pinned else modes)))
             for members in compact.members
         ]
+        self.is_moved = [any(i in context.moved for i in members) for members in compact.members]
         self.counts = [len(members) for members in compact.members]
 
     def largest(self, option: PricedLayout) -> tuple[int, ...]:
@@ -183,7 +178,6 @@ class CutProblem:
         pinned: the stage of blocks that are pinned to one.
         allowed_stages: ways in which blocks may form stages, each a mask for every stage; None: as they are quickest.
         stages_of: stages that end at some blocks, whose blocks run in some modes.
-        times: of stages, as its cuts work them out.
     """
 
     candidate: Candidate
@@ -196,7 +190,6 @@ class CutProblem:
     pinned: dict[int, int]
     allowed_stages: tuple[Sequence[Mask] | None, ...]
     stages_of: Callable[[Sequence[int], Sequence[Way]], tuple[StageCost, ...]]
-    times: KnownTimes = field(default_factory=dict)
 
     @property
     def num_blocks(self) -> int:
@@ -371,7 +364,6 @@ def _cut(problem: CutProblem, masks: Sequence[Mask], limits: Sequence[float]) ->
         limit_bytes=limits,
         num_micro_batches=problem.candidate.num_micro_batches,
         allowed=masks,
-        known=problem.times,
     )
 
 

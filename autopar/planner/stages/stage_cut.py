@@ -81,18 +81,13 @@ class CutBlocks:
         self.kinds = stage_kinds(tuple(b.key for b in blocks))
         one_of = {b.key: b for b in blocks}
         self.recomputes = Recomputes([one_of[key] for key in self.kinds.keys])
+        self._times: dict[tuple[int, float], Array] = {}
         self._taken: dict[tuple[int, int, float], list[dict[Way, int]]] = {}
 
-    def times_s(
-        self, in_flight: Sequence[int], limit_bytes: Sequence[float], allowed: Mask, known: KnownTimes
-    ) -> list[Array]:
-        """For each number of micro-batches and its limit the least time of blocks i:j at [i, j], where that may be a stage.
-
-        Args:
-            known: that were worked out for other ways to cut; more are added.
-        """
+    def times_s(self, in_flight: Sequence[int], limit_bytes: Sequence[float], allowed: Mask) -> list[Array]:
+        """For each number of micro-batches and its limit the least time of blocks i:j at [i, j], where that may be a stage."""
         asked = list(dict.fromkeys(zip(in_flight, limit_bytes, strict=True)))
-        rows = [known.setdefault((self, *key), np.full(len(self.kinds.counts), np.nan)) for key in asked]
+        rows = [self._times.setdefault(key, np.full(len(self.kinds.counts), np.nan)) for key in asked]
         used = np.unique(self.kinds.which[allowed])
         new = used[np.isnan([row[used] for row in rows]).any(axis=0)]
         if len(new):
@@ -153,10 +148,6 @@ class CutBlocks:
         return {(b.key, o.mode): o.time_s for b in self.blocks for o in b.options}
 
 
-KnownTimes = dict[tuple[CutBlocks, int, float], Array]
-"""Times of stages by what of :class:`StageKinds` they are of, for blocks, micro-batches that they hold and their limit of bytes."""
-
-
 def cut(
     ranks: Sequence[CutBlocks],
     *,
@@ -164,7 +155,6 @@ def cut(
     limit_bytes: Sequence[float],
     num_micro_batches: int,
     allowed: Sequence[Mask],
-    known: KnownTimes | None = None,
 ) -> Cut | None:
     """The best cut; None when no cut fits.
 
@@ -174,9 +164,7 @@ def cut(
         limit_bytes: that each stage may fill.
         num_micro_batches: of a step.
         allowed: for each stage whether blocks i:j may be it (:func:`stage_masks`).
-        known: times of stages in other cuts of these blocks; None: there are none.
     """
-    known = {} if known is None else known
     stages = len(in_flight)
     own = [ranks[s % len(ranks)] for s in range(stages)]
     masks = [mask.tobytes() for mask in allowed]
@@ -190,7 +178,7 @@ def cut(
         may = np.logical_or.reduce([allowed[s] for s in mine])
         if not may.any():
             return None
-        found = blocks.times_s([in_flight[s] for s in mine], [limit_bytes[s] for s in mine], may, known)
+        found = blocks.times_s([in_flight[s] for s in mine], [limit_bytes[s] for s in mine], may)
         for s, table in zip(mine, found, strict=True):
             key = blocks, in_flight[s], limit_bytes[s], masks[s]
             if key not in alike:
