@@ -85,18 +85,17 @@ class CutBlocks:
         self._taken: dict[tuple[int, int, float], list[dict[Way, int]]] = {}
 
     def times_s(self, in_flight: Sequence[int], limit_bytes: Sequence[float], allowed: Mask) -> list[Array]:
-        """For each number of micro-batches and its limit the least time of blocks i:j at [i, j], where that may be a stage."""
-        asked = list(dict.fromkeys(zip(in_flight, limit_bytes, strict=True)))
-        rows = [self._times.setdefault(key, np.full(len(self.kinds.counts), np.nan)) for key in asked]
+        """For each number of micro-batches and its limit the least times of stages, as ``kinds`` numbers them, where blocks i:j may be one."""
+        keys = list(zip(in_flight, limit_bytes, strict=True))
+        rows = {key: self._times.setdefault(key, np.full(len(self.kinds.counts), np.nan)) for key in keys}
         used = np.unique(self.kinds.which[allowed])
-        new = used[np.isnan([row[used] for row in rows]).any(axis=0)]
+        new = used[np.isnan([row[used] for row in rows.values()]).any(axis=0)]
         if len(new):
-            found = self.recomputes.times_s(self.kinds.counts[new], [a for a, _ in asked], [b for _, b in asked])
-            for row, own in zip(rows, found, strict=True):
+            held, limits = zip(*rows, strict=True)
+            found = self.recomputes.times_s(self.kinds.counts[new], held, limits)
+            for row, own in zip(rows.values(), found, strict=True):
                 row[new] = own
-        which = np.maximum(self.kinds.which, 0)
-        made = {key: np.where(allowed, row[which], np.inf) for key, row in zip(asked, rows, strict=True)}
-        return [made[key] for key in zip(in_flight, limit_bytes, strict=True)]
+        return [rows[key] for key in keys]
 
     def modes(
         self, spans: Sequence[tuple[int, int]], in_flight: Sequence[int], limit_bytes: Sequence[float]
@@ -176,14 +175,12 @@ def cut(
     which = [0] * stages
     for blocks, mine in asked.items():
         may = np.logical_or.reduce([allowed[s] for s in mine])
-        if not may.any():
-            return None
         found = blocks.times_s([in_flight[s] for s in mine], [limit_bytes[s] for s in mine], may)
-        for s, table in zip(mine, found, strict=True):
+        for s, times_s in zip(mine, found, strict=True):
             key = blocks, in_flight[s], limit_bytes[s], masks[s]
             if key not in alike:
                 alike[key] = len(tables)
-                tables.append(np.where(allowed[s], table, np.inf))
+                tables.append(np.where(allowed[s], times_s[blocks.kinds.which], np.inf))
             which[s] = alike[key]
     best = least_sum_and_slowest(tables, which, num_micro_batches)
     if best is None:
