@@ -72,8 +72,7 @@ class LayoutPlans:
         failures: list[Failure] = []
         seen: set[Stops] = set()
         for allowed in problem.allowed_stages:
-            least_s = min(at_most_s, best.time_s if best else at_most_s)
-            found = fitted(problem, allowed, math.inf if problem.devices_differ else least_s * (1 + ROUNDING))
+            found = fitted(problem, allowed)
             if isinstance(found, Fitting) and not self._host_fits(found.memory):
                 found = Failure(host_bytes=max(memory.host for memory in found.memory))
             if isinstance(found, Failure):
@@ -84,7 +83,7 @@ class LayoutPlans:
                 plan = self._plan(problem, refined(problem, found))
                 best = plan if best is None or plan.time_s < best.time_s else best
         if best is None:
-            return next((failure for failure in failures if failure.is_slow), failures[0])
+            return failures[0]
         if problem.devices_differ:
             best = self._searched(improved, problem, best)
         return self._bucketed(problem, best)

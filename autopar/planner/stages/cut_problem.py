@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cost.model import CostModel, StageCost, Step
-from autopar.cost.step.simulation import StageTimes, simulate
 from autopar.cost.step.step import own_times
 from autopar.errors import InfeasibleError
 from autopar.plan.prediction import Memory
@@ -281,18 +280,6 @@ class CutProblem:
             before_s += first_s[rank]
         return found
 
-    def least_s(self, stops: Sequence[int]) -> float:
-        """A tighter bound than :meth:`busy_s`, whatever a cut's blocks recompute: its stages simulated, without messages."""
-        once_s, times = [0.0] * self.pp, []
-        for rank, start, stop in self.spans(stops):
-            options = self.block_options[rank]
-            forward_s, time_s = options.quickest_s[:, stop] - options.quickest_s[:, start]
-            times.append(StageTimes(forward_s=float(forward_s), backward_s=float(time_s - forward_s)))
-            once_s[rank] += sum(block.once_s for block in options.blocks[start:stop])
-        own = self.candidate
-        finish_s = simulate(own.schedule, self.pp, own.num_micro_batches, times).finish_s
-        return max(end_s + after_s for end_s, after_s in zip(finish_s, once_s, strict=True))
-
 
 def evenly(blocks: int, stages: int) -> Stops:
     """Where stages of as equal numbers of blocks as can be end."""
@@ -318,11 +305,8 @@ def exactly(stops: Sequence[int], blocks: int) -> list[Mask]:
 # --- a cut that fits in memory as the memory model counts it
 
 
-def fitted(problem: CutProblem, allowed: Sequence[Mask] | None, at_most_s: float) -> Fitting | Failure:
+def fitted(problem: CutProblem, allowed: Sequence[Mask] | None) -> Fitting | Failure:
     """A cut that fits into stages that are allowed; or why there is none.
-
-    Args:
-        at_most_s: cuts that take no less whatever they recompute are left unfinished.
 
     Raises:
         InfeasibleError: the stages that are pinned cannot be cut.
@@ -332,11 +316,11 @@ def fitted(problem: CutProblem, allowed: Sequence[Mask] | None, at_most_s: float
     for found in _cuts(problem, masks):
         needs = max(memory.total for memory in found.memory)
         if problem.fits(found):
-            return Failure(is_slow=True) if problem.least_s(found.stops) >= at_most_s else found
+            return found
     lean_bytes = []
     for found in _lean(problem, masks):
         if problem.fits(found):
-            return Failure(is_slow=True) if problem.least_s(found.stops) >= at_most_s else found
+            return found
         lean_bytes.append(max(memory.total for memory in found.memory))
     return Failure(needs_bytes=min(lean_bytes, default=needs) or leanest_bytes(problem))
 

@@ -336,7 +336,7 @@ class RankCovers:
         """Stages that end at these blocks; None where none fits."""
         problem, pp = self.problem, self.problem.pp
         if problem.candidate.moves:
-            other = fitted(problem, exactly(stops, problem.num_blocks), float("inf"))
+            other = fitted(problem, exactly(stops, problem.num_blocks))
             return other if isinstance(other, Fitting) else None
         spans = problem.spans(stops)
         of_rank = [spans[rank::pp] for rank in range(pp)]
