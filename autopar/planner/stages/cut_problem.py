@@ -91,10 +91,8 @@ class EqualBlocks:
     def even_stages(self, option: PricedLayout, pp: int, virtual_stages: int) -> list[list[NDArray[np.bool_]]]:
         """Ways to cut virtual stages: for each stage whether blocks i:j may be one, see :meth:`most_blocks`.
 
-        Where blocks do not divide evenly, the first ways give those that are left to the middle of a rank's stages: the
-        first and the last of them stand in the fill and the drain of the pipeline. A rank's first stages hold the most
-        micro-batches, and the first ranks' more than others': theirs may go to their last stages. Of two stages a rank, the
-        first ranks' first ones may be those that are short.
+        Of two stages a rank, where blocks do not divide evenly, the first ranks' first ones may be those that are short: the pipeline
+        fills sooner.
         """
         stages = pp * virtual_stages
         most = self.most_blocks(option, stages)
@@ -105,19 +103,11 @@ class EqualBlocks:
         held = counted[None, :] - counted[:, None]
         each, rest = divmod(int(counted[-1]), stages)
         even = [held <= most] * stages
-        if not rest:
+        if not rest or virtual_stages != 2:
             return [even]
-        count, fewer, larger = -(-rest // pp), held <= each, held <= each + 1
-        if virtual_stages == 2:  # the pipeline fills sooner where the first stages are short
-            shares = sorted({pp * k // LATE for k in range(1, LATE)} - {0})
-            return [even, *([fewer if s < late else larger for s in range(stages)] for late in shares)]
-        middle = set(sorted(range(virtual_stages), key=lambda turn: (abs(2 * turn - virtual_stages + 1), turn))[:count])
-        last = set(range(virtual_stages - count, virtual_stages))
-        ways = [
-            [larger if s // pp in (last if s % pp < late else middle) else fewer for s in range(stages)]
-            for late in sorted({0, 1, pp // 4}, reverse=True)
-        ]
-        return [*ways, even]
+        fewer, larger = held <= each, held <= each + 1
+        shares = sorted({pp * k // LATE for k in range(1, LATE)} - {0})
+        return [even, *([fewer if s < late else larger for s in range(stages)] for late in shares)]
 
     def equal_stages(self, option: PricedLayout, stages: int) -> list[list[NDArray[np.bool_]]]:
         """The way to cut stages that hold equal numbers of blocks of the largest group, or one more; as in :meth:`even_stages`."""
