@@ -36,7 +36,6 @@ class InstanceMaker:
         self._runs = runs_of(context.layouts.compact.class_of)
         self._groups = tuple(tuple(group) for group in groups)
         self._floors: dict[tuple[CostModel, bool], BlockFloors] = {}
-        self._sent: dict[tuple[object, ...], tuple[float, ...]] = {}
 
     def perfect_split(self, candidate: Candidate, typed: TypedLayout | None = None) -> PipelineInstance:
         """A candidate as if ``cp`` and ``tp`` divided everything and sent nothing but tokens to experts.
@@ -215,13 +214,9 @@ class InstanceMaker:
     def _sent_s(self, candidate: Candidate, num_bytes: int) -> tuple[float, ...]:
         """For each pipeline rank a message of so many bytes to the next one, or back; of the last one with the first."""
         mesh, model = candidate.mesh, self.context.model.in_order(candidate.order)
-        key = (num_bytes, candidate.order, mesh)
-        if key not in self._sent:
-            if model.is_mixed:
-                self._sent[key] = tuple(model.collectives.hop_time_s(num_bytes, mesh, r) for r in range(mesh.pp))
-            else:
-                self._sent[key] = (model.collectives.send_time_s(num_bytes, mesh),) * mesh.pp
-        return self._sent[key]
+        if model.is_mixed:
+            return tuple(model.collectives.hop_time_s(num_bytes, mesh, r) for r in range(mesh.pp))
+        return (model.collectives.send_time_s(num_bytes, mesh),) * mesh.pp
 
     def _more_s(
         self, candidate: Candidate, layout: PricedLayout, sends_s: Sequence[float], back_s: Sequence[float]

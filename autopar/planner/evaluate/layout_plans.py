@@ -29,7 +29,6 @@ from autopar.planner.stages.cut_problem import (
     CutProblem,
     Failure,
     Fitting,
-    Stops,
     fitted,
     leanest_bytes,
 )
@@ -70,7 +69,6 @@ class LayoutPlans:
             return self._best_of_all(problem, at_most_s)
         best: Evaluation | None = None
         failures: list[Failure] = []
-        seen: set[Stops] = set()
         for allowed in problem.allowed_stages:
             found = fitted(problem, allowed)
             if isinstance(found, Fitting) and not self._host_fits(found.memory):
@@ -78,10 +76,8 @@ class LayoutPlans:
             if isinstance(found, Failure):
                 failures.append(found)
                 continue
-            if found.stops not in seen:  # several ways may say the same
-                seen.add(found.stops)
-                plan = self._plan(problem, refined(problem, found))
-                best = plan if best is None or plan.time_s < best.time_s else best
+            plan = self._plan(problem, refined(problem, found))
+            best = plan if best is None or plan.time_s < best.time_s else best
         if best is None:
             return failures[0]
         if problem.devices_differ:

@@ -159,7 +159,6 @@ class Placed:
         self.layouts, self.model = layouts, model
         self.compact: Compact = layouts.compact
         self._origins: dict[tuple[object, ...], tuple[frozenset[int], ...]] = {}
-        self._options: dict[tuple[PricedLayout, tuple[frozenset[int], ...]], PricedLayout] = {}
 
     def is_mixed(self, candidate: Candidate) -> bool:
         """Whether the pipeline ranks of a candidate differ; without a pipeline the slowest device is that of all."""
@@ -185,10 +184,7 @@ class Placed:
         if option.ranks or not self.is_mixed(candidate):
             return option
         places = self.places(candidate)
-        if (option, places) not in self._options:
-            ranks = tuple(self.layouts.on_device(option, self.model.part(own)) for own in places)
-            self._options[option, places] = replace(option, ranks=ranks)
-        return self._options[option, places]
+        return replace(option, ranks=tuple(self.layouts.on_device(option, self.model.part(own)) for own in places))
 
     def step(self, step: Step, option: PricedLayout) -> Step:
         """How a candidate runs, with what each rank repeats."""

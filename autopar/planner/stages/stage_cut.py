@@ -82,7 +82,6 @@ class CutBlocks:
         one_of = {b.key: b for b in blocks}
         self.recomputes = Recomputes([one_of[key] for key in self.kinds.keys])
         self._times: dict[tuple[int, float], Array] = {}
-        self._taken: dict[tuple[int, int, float], list[dict[Way, int]]] = {}
 
     def times_s(self, in_flight: Sequence[int], limit_bytes: Sequence[float], allowed: Mask) -> list[Array]:
         """For each number of micro-batches and its limit the least times of stages, as ``kinds`` numbers them, where blocks i:j may be one."""
@@ -104,16 +103,9 @@ class CutBlocks:
 
         Those that keep on the host what they need stand evenly between the others.
         """
-        keys = [
-            (int(self.kinds.which[span]), held, limit)
-            for span, held, limit in zip(spans, in_flight, limit_bytes, strict=True)
-        ]
-        new = [key for key in dict.fromkeys(keys) if key not in self._taken]  # stages of a pipeline are often equal
-        if new:
-            which, held, limits = zip(*new, strict=True)
-            made = self.recomputes.modes(self.kinds.counts[list(which)], held, limits)
-            self._taken.update(zip(new, made, strict=True))
-        return [self._in_place(*span, self._taken[key]) for span, key in zip(spans, keys, strict=True)]
+        counts = self.kinds.counts[[self.kinds.which[span] for span in spans]]
+        made = self.recomputes.modes(counts, in_flight, limit_bytes)
+        return [self._in_place(*span, own) for span, own in zip(spans, made, strict=True)]
 
     def _in_place(self, start: int, stop: int, taken: Sequence[Mapping[Way, int]]) -> list[Way]:
         left = {key: dict(own) for key, own in zip(self.kinds.keys, taken, strict=True)}
