@@ -1,7 +1,7 @@
 """Which blocks of a rank with several stages recompute, made better: one recomputes less and another one more, as long as the step gets shorter.
 
 How long a step takes depends on which of a rank's stages recompute: some of them stand in the fill or in the drain of the pipeline, some wait
-for other ranks anyway. The choices of :mod:`autopar.planner.stages.refinement` are the same for all ranks; here each rank has its own.
+for other ranks anyway. The choice of :mod:`autopar.planner.stages.refinement` counts what each rank takes by itself; here the simulation decides.
 
 As where blocks move, chains of actions that were the longest of some choice say how long other choices take at least: the stages are the
 same, so that only backwards differ. Of all changes of one rank that its memory allows (one block recomputes less, or more, or both) that
