@@ -155,11 +155,6 @@ class PipelineInstance:
         return len(self.device_of_rank)
 
     @property
-    def num_blocks(self) -> int:
-        """Of the model."""
-        return sum(count for _, count in self.runs)
-
-    @property
     def kind_of_block(self) -> NDArray[np.int64]:
         """Of each block in order."""
         return np.repeat([kind for kind, _ in self.runs], [count for _, count in self.runs])

@@ -29,7 +29,6 @@ class WholeRecompute:
     """
 
     def __init__(self, c: Columns, most: Array) -> None:
-        self.c = c
         inner = [k for k in range(len(c.counts)) if c.counts[k] - (k == c.first) - (k == c.last) > 0]
         kept, seconds = c.kept_bytes[:, :, inner], c.backward_s[:, :, inner]
         first_s = seconds.min(axis=3, keepdims=True)

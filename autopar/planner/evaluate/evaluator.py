@@ -114,10 +114,8 @@ class Evaluator:
                 bound = min(bounds_s)
                 draft = left.pop(bounds_s.index(bound))
                 # one that cannot fit says how much it needs where there is nothing else to say
-                if least <= bound and (bound < float("inf") or best or any(f.is_slow for f in failures)):
-                    failures.append(Failure(is_slow=True))
-                    continue
-                if math.isfinite(least) and self.chained_s(candidate, least, layouts=[draft]) >= least:
+                is_slow = least <= bound and (bound < math.inf or best or any(f.is_slow for f in failures))
+                if is_slow or (math.isfinite(least) and self.chained_s(candidate, least, layouts=[draft]) >= least):
                     failures.append(Failure(is_slow=True))
                     continue
                 option = self.layouts.price(draft)

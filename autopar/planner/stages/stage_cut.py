@@ -158,7 +158,6 @@ def cut(
     """
     stages = len(in_flight)
     own = [ranks[s % len(ranks)] for s in range(stages)]
-    masks = [mask.tobytes() for mask in allowed]
     asked: dict[CutBlocks, list[int]] = {}
     for s, blocks in enumerate(own):
         asked.setdefault(blocks, []).append(s)
@@ -169,7 +168,7 @@ def cut(
         may = np.logical_or.reduce([allowed[s] for s in mine])
         found = blocks.times_s([in_flight[s] for s in mine], [limit_bytes[s] for s in mine], may)
         for s, times_s in zip(mine, found, strict=True):
-            key = blocks, in_flight[s], limit_bytes[s], masks[s]
+            key = blocks, in_flight[s], limit_bytes[s], allowed[s].tobytes()
             if key not in alike:
                 alike[key] = len(tables)
                 tables.append(np.where(allowed[s], times_s[blocks.kinds.which], np.inf))
