@@ -19,7 +19,7 @@ from autopar.cost.network.placement import check_kinds, peak_flops, places_of, s
 from autopar.cost.operators.operator_times import Measured, OperatorTimes, OpTime, op_time
 from autopar.cost.step.memory import optimizer_cost
 from autopar.cost.step.pipeline_step import PipelineStep
-from autopar.cost.step.simulation import Chain, simulate, with_chains
+from autopar.cost.step.simulation import Chain, with_chains
 from autopar.cost.step.step import Runtime, StageCost, Step
 from autopar.cost.step.step_model import Ranks, StepModel
 from autopar.graph.graph import Block, Graph, Op, TensorSpec
@@ -254,12 +254,6 @@ class CostModel:
         times = pipeline.times(sums)
         simulated, chains = with_chains(step.schedule, step.mesh.pp, step.num_micro_batches, times)
         return pipeline.ended(sums, times, simulated).total_s, chains
-
-    def begun_s(self, stages: Sequence[StageCost], step: Step, num_micro_batches: int) -> float:
-        """When all ranks are done with the first so many micro-batches, if they were all; without what follows once a step."""
-        pipeline = self._pipeline(stages, step)
-        times = pipeline.times(pipeline.sums())
-        return max(simulate(step.schedule, step.mesh.pp, num_micro_batches, times).finish_s)
 
 
 def shared_step_s(models: Sequence[CostModel], stages: Sequence[StageCost], steps: Sequence[Step]) -> float:

@@ -85,7 +85,7 @@ def test_no_block_of_a_layout_is_quicker_than_its_floors(name: str) -> None:
     for candidate in list(different.values())[::3]:
         for typed in context.known_layouts(candidate):
             priced = maker.priced(candidate, context.layouts.price(typed)).floors[0].blocks
-            for lower in (maker.perfect_split(candidate), maker.typed(candidate, typed)):
+            for lower in (maker.perfect_split(candidate), maker.perfect_split(candidate, typed)):
                 for floor, own in zip(lower.floors[0].blocks, priced, strict=True):
                     assert floor.forward_s <= own.forward_s * (1 + ROUNDING)
                     assert floor.least_s <= own.least_s * (1 + ROUNDING)

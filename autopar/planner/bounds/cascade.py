@@ -13,17 +13,15 @@ Each is a function of the candidate and of the goal alone: the same alone and in
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autopar.planner.bounds.chain_program import chain_bound
-from autopar.planner.bounds.chain_proof import ChainProof
-from autopar.planner.bounds.columns import Columns
+from autopar.planner.bounds.chain_proof import ROUNDING, ChainProof
+from autopar.planner.bounds.columns import side_by_side
 from autopar.planner.bounds.feasibility import PRECISION, excluded, feasible_bounds
-from autopar.planner.bounds.instance import PipelineInstance
 from autopar.planner.bounds.instance_maker import InstanceMaker
 from autopar.planner.layouts.layout import TypedLayout
 from autopar.planner.search import SearchContext
@@ -35,9 +33,6 @@ LEVELS = 3
 COARSE = 0.03
 """The precision of bounds that are raised once more before a candidate is evaluated."""
 
-ROUNDING = 1e-9
-"""A bound is below the time of its plan up to this part of it."""
-
 
 class Cascade:
     """The bounds of one search's candidates; remembers what it has worked out.
@@ -48,16 +43,15 @@ class Cascade:
 
     def __init__(self, context: SearchContext) -> None:
         self.context, self.maker = context, InstanceMaker(context)
-        self._known: dict[tuple[object, ...], tuple[float, float]] = {}
-        """Bounds by what they are of, and the goals up to which they were worked out."""
+        self._known: dict[tuple[Candidate, TypedLayout | None], tuple[float, float]] = {}
+        """Bounds in a layout, or below all (None), and the goals up to which they were worked out."""
 
     def bounds_s(self, level: int, candidates: Sequence[Candidate], goal_s: float = math.inf) -> list[float]:
         """For each candidate seconds below which it has no plan, infinite where none fits; at ``goal_s`` it is excluded."""
         if level == 0:
             return self._work_s(candidates)
         if level < LEVELS - 1:
-            keys = [(level, c) for c in candidates]
-            return self._bounds_s(keys, [partial(self.maker.perfect_split, c) for c in candidates], goal_s, COARSE)
+            return self._bounds_s([(c, None) for c in candidates], goal_s, COARSE)
         every = [self.context.known_layouts(c) for c in candidates]
         return [min(found, default=0.0) for found in self._of_layouts_s(candidates, every, goal_s)]
 
@@ -104,7 +98,7 @@ class Cascade:
                     if found[i] >= goal_s:
                         continue
                 # of ranks that are alike, blocks in parts spread as whole ones do: integer programs take long there and raise little
-                is_near = whole_s is not None and (found[i] >= whole_s or not self.maker.is_mixed(candidate))
+                is_near = whole_s is not None and (found[i] >= whole_s or not self.maker.placed.is_mixed(candidate))
                 aim_s = 0.0 if is_near else whole_s
                 bound = chain_bound(instance, goal_s, (*known, *proofs), above_s=found[i], whole_s=aim_s, rounds=rounds)
                 if bound is not None:
@@ -116,17 +110,11 @@ class Cascade:
 
     def _work_s(self, candidates: Sequence[Candidate]) -> list[float]:
         """Of work alone, infinite where all ranks together have too little memory."""
-        alike: dict[tuple[int, int], list[int]] = {}
-        for i, c in enumerate(candidates):
-            if (0, c) not in self._known:
-                alike.setdefault((min(c.virtual_stages, 2), c.mesh.pp.bit_length()), []).append(i)
-        for own in alike.values():
-            columns = Columns([self.maker.perfect_split(candidates[i]) for i in own])
-            bounds_s = np.where(columns.holds(), columns.work_s(), np.inf).tolist()
-            self._known.update(
-                ((0, candidates[i]), (bound_s, math.inf)) for i, bound_s in zip(own, bounds_s, strict=True)
-            )
-        return [self._known[0, c][0] for c in candidates]
+        found = np.zeros(len(candidates))
+        for places, columns in side_by_side([self.maker.perfect_split(c) for c in candidates]):
+            found[places] = np.where(columns.holds(), columns.work_s(), np.inf)
+        bounds_s: list[float] = found.tolist()
+        return bounds_s
 
     def _of_layouts_s(
         self, candidates: Sequence[Candidate], layouts: Sequence[Sequence[TypedLayout]], goal_s: float
@@ -143,13 +131,9 @@ class Cascade:
                     asked.append((i, least))
             if not asked:
                 return found
-            keys = [(candidates[i], layouts[i][j]) for i, j in asked]
-            bounds_s = self._bounds_s(keys, [partial(self._priced, *key) for key in keys], goal_s, PRECISION)
+            bounds_s = self._bounds_s([(candidates[i], layouts[i][j]) for i, j in asked], goal_s, PRECISION)
             for (i, j), bound_s in zip(asked, bounds_s, strict=True):
                 found[i][j] = max(found[i][j], bound_s)
-
-    def _priced(self, candidate: Candidate, typed: TypedLayout) -> PipelineInstance:
-        return self.maker.priced(candidate, self.context.layouts.price(typed))
 
     def _typed_s(
         self, candidates: Sequence[Candidate], layouts: Sequence[Sequence[TypedLayout]], goal_s: float
@@ -170,10 +154,10 @@ class Cascade:
                     places.setdefault(typed, []).append((i, j))
 
         def excluded_at(asked: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:
-            return excluded([self.maker.typed(candidates[i], layouts[i][j]) for i, j in asked], goal_s)
+            return excluded([self.maker.perfect_split(candidates[i], layouts[i][j]) for i, j in asked], goal_s)
 
         first = [
-            min(own, key=lambda at: self._known.get((1, candidates[at[0]]), (0.0, 0.0))) for own in places.values()
+            min(own, key=lambda at: self._known.get((candidates[at[0]], None), (0.0, 0.0))) for own in places.values()
         ]
         rest = [at for own, is_out in zip(places.values(), excluded_at(first), strict=True) if is_out for at in own]
         for (i, j), is_out in zip(rest, excluded_at(rest), strict=True):
@@ -190,18 +174,18 @@ class Cascade:
         return max(m * work_s / pp, work_s / (1 - (1 - 1 / m) ** (pp * candidate.virtual_stages)))
 
     def _bounds_s(
-        self,
-        keys: Sequence[tuple[object, ...]],
-        made: Sequence[Callable[[], PipelineInstance]],
-        goal_s: float,
-        precision: float,
+        self, keys: Sequence[tuple[Candidate, TypedLayout | None]], goal_s: float, precision: float
     ) -> list[float]:
-        """Feasibility bounds of what these make, each worked out as far as it was asked for."""
+        """Feasibility bounds of candidates in layouts, or divided perfectly (None), each worked out as far as it was asked for."""
         asked = []
-        for i, key in enumerate(keys):
+        for key in keys:
             bound_s, known_goal_s = self._known.get(key, (0.0, 0.0))
             if bound_s == known_goal_s < goal_s:  # excluded up to there, and not looked at beyond
-                asked.append(i)
-        found = feasible_bounds([made[i]() for i in asked], goal_s, precision=precision).tolist()
-        self._known.update((keys[i], (bound_s, goal_s)) for i, bound_s in zip(asked, found, strict=True))
+                asked.append(key)
+        made = [
+            self.maker.priced(c, self.context.layouts.price(typed)) if typed else self.maker.perfect_split(c)
+            for c, typed in asked
+        ]
+        found = feasible_bounds(made, goal_s, precision=precision).tolist()
+        self._known.update((key, (bound_s, goal_s)) for key, bound_s in zip(asked, found, strict=True))
         return [min(self._known[key][0], goal_s) if math.isfinite(self._known[key][0]) else math.inf for key in keys]

@@ -104,9 +104,7 @@ def chain_bound(
         bounds_s = stages.least_s(known) * (1 - ROUNDING)
         place = int(bounds_s.argmax())
         best = replace(known[place], bound_s=float(bounds_s[place]))
-        if best.bound_s >= goal_s:
-            return ChainBound(time_s=best.bound_s, proof=best)
-        if rounds == 0:
+        if best.bound_s >= goal_s or rounds == 0:
             return ChainBound(time_s=best.bound_s, proof=best)
     chains = [chain for proof in known for chain in proof.chains]
     program = _Program(stages, chains) if stages.modes is None else _ModeProgram(stages, stages.modes, chains)

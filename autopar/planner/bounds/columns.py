@@ -6,14 +6,16 @@ v virtual stages of a rank (likewise), l lines. A *line* is a law that is linear
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from itertools import combinations
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.planner.bounds.instance import FIELDS, FITS, Array, PipelineInstance, forwards_done
+from autopar.planner.bounds.instance import FIELDS, FITS, Array, PipelineInstance, forwards_done, runs_of
+
+CHUNK = 128
+"""Instances side by side at most, so that tables stay in the cache."""
 
 LARGEST = 2
 """Groups of blocks whose modes say at which prices memory is weighed against time."""
@@ -39,7 +41,7 @@ class Columns:
     def __init__(self, instances: Sequence[PipelineInstance]) -> None:
         own, tables = instances[0], _tables(instances)
         kind_of, num_kinds = same_kinds(tables)
-        self.runs = _merged([(kind_of[kind], count) for kind, count in own.runs])
+        self.runs = runs_of([kind_of[kind] for kind in own.kind_of_block])
         self.groups = _joined([{kind_of[k] for k in group} for group in own.groups])
         tables = tables[:, :, [kind_of.index(k) for k in range(num_kinds)]]
         self.pp = np.array([one.pp for one in instances])
@@ -89,6 +91,8 @@ class Columns:
         """Of each kind the least of all ranks [i, k], and the micro-batch that turns first."""
         self.turns = np.where(self.virtual == 1.0, (self.held[:, :, 0] * self.is_last).sum(axis=1), 1.0)
         """Micro-batches whose forward the only stage of the last rank has done when its first backward begins [i]; 1 with several stages a rank."""
+        self.others = np.maximum(self.m[:, None, None] - self.held, 0.0) + (self.turns - 1.0)[:, None, None]
+        """Forwards that a stage has not done at its first backward, and those of the micro-batches that turn before [i, r, v]."""
         far = np.where(self.active, 0.0, np.inf)[:, :, None]
         self.least_forward_s = (self.forward_s + self.gather_s + far).min(axis=1)
         self.plain_forward_s = (self.forward_s + far).min(axis=1)
@@ -101,9 +105,9 @@ class Columns:
         found: Array = np.cumsum(own, axis=1) - own
         return found
 
-    def total(self, values: Array, *, but_last: bool = False) -> Array:
-        """Over all ranks [i], or all but the last one."""
-        found: Array = np.where(self.active & ~(but_last & self.is_last), values, 0.0).sum(axis=1)
+    def total(self, values: Array) -> Array:
+        """Over all ranks [i]."""
+        found: Array = np.where(self.active, values, 0.0).sum(axis=1)
         return found
 
     def may_end(self) -> NDArray[np.bool_]:
@@ -209,6 +213,18 @@ class Columns:
         return np.stack(found).transpose(1, 2, 0)
 
 
+def side_by_side(instances: Sequence[PipelineInstance]) -> Iterator[tuple[list[int], Columns]]:
+    """The instances by position, those of pipelines of about the same size together."""
+    alike: dict[tuple[int, int], list[int]] = {}
+    for i, one in enumerate(instances):
+        alike.setdefault((min(one.virtual_stages, 2), one.pp.bit_length() // 4), []).append(i)
+    for places in alike.values():
+        places.sort(key=lambda i: (instances[i].pp, instances[i].virtual_stages))
+        for start in range(0, len(places), CHUNK):
+            some = places[start : start + CHUNK]
+            yield some, Columns([instances[i] for i in some])
+
+
 def _rounded_down(values: Array) -> Array:
     """Values without their last bits, in which sums differ with what stands beside them in an array."""
     mantissa, exponent = np.frexp(values)
@@ -247,17 +263,6 @@ def _joined(groups: Sequence[set[int]]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(sorted(group)) for group in found)
 
 
-def _merged(runs: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Runs of which those of one kind that follow each other are one."""
-    found: list[tuple[int, int]] = []
-    for kind, count in runs:
-        if found and found[-1][0] == kind:
-            found[-1] = kind, found[-1][1] + count
-        else:
-            found.append((kind, count))
-    return tuple(found)
-
-
 def _rates(seconds: Array, kept: Array) -> list[Array]:
     """Seconds for a freed byte from each mode [i, r, o] to the next one on the lower hull of seconds against bytes, of up to three modes."""
     order = np.argsort(-kept, axis=2)
@@ -277,25 +282,16 @@ def _rates(seconds: Array, kept: Array) -> list[Array]:
     return [rate(one, other) for one, other in combinations(range(count), 2)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chain:
-    """How often each part of a block counts on a rank, in a chain of actions that has all its backwards [i, r, v].
-
-    ``base``: how often the least backward is taken off, as it is counted for all blocks.
-    """
-
-    forwards: Array
-    more: Array
-    gathers: float
-    once: float
-    base: float = 0.0
+CHAINS = 4
+"""Of each rank, see :mod:`autopar.planner.bounds.feasibility`."""
 
 
-def line_costs(c: Columns, chains: Sequence[Chain], prices: Array) -> tuple[list[Array], Array]:
+def line_costs(c: Columns, prices: Array) -> tuple[list[Array], Array]:
     """Seconds that a block adds to each chain on a stage, its bytes priced [i, r, v, l, k]; and what the last block's peak adds at least.
 
     At a price y for a byte a block adds what the cheapest of its modes does: seconds, and y times its bytes. So of any blocks on a
-    rank, seconds + y (bytes - room) <= T is a law, for any y: what they recompute need not be known.
+    rank, seconds + y (bytes - room) <= T is a law, for any y: what they recompute need not be known. All chains have all backwards of
+    the rank. With one stage a rank the last two count the least backward of all blocks already, and it is taken off here.
     """
     price, m = prices[:, :, None, :, None], c.m[:, None, None, None, None]
     held_price = price * c.held[..., None, None]
@@ -306,28 +302,13 @@ def line_costs(c: Columns, chains: Sequence[Chain], prices: Array) -> tuple[list
         peak = np.minimum(peak, own + price * c.passing_bytes[:, :, None, None, :, mode])
     extra = np.asarray(peak - best)
     best = best + price * c.static_bytes[:, :, None, None]
-    costs = []
-    for chain in chains:
-        own = chain.forwards[..., None] * c.forward_s[:, :, None] + chain.more[..., None] * c.more_s[:, :, None]
-        own = own + chain.gathers * c.gather_s[:, :, None] + chain.once * c.once_s[:, :, None]
-        costs.append(best + (own - chain.base * c.least_backward_s[:, None, None])[:, :, :, None])
-    return costs, extra
-
-
-CHAINS = 4
-"""Of each rank, see :mod:`autopar.planner.bounds.feasibility`."""
-
-
-def chains_of_ranks(c: Columns) -> tuple[Chain, Chain, Chain, Chain]:
-    """The four chains."""
-    every = np.broadcast_to(c.m[:, None, None], c.held.shape)
-    others = np.maximum(every - c.held, 0.0) + (c.turns - 1.0)[:, None, None]
-    return (
-        Chain(forwards=every, more=every, gathers=1.0, once=1.0),
-        Chain(forwards=every, more=every, gathers=1.0, once=0.0),
-        Chain(forwards=others, more=np.minimum(others + 1.0, every), gathers=0.0, once=0.0, base=float(c.v == 1)),
-        Chain(forwards=others, more=np.minimum(others + 1.0, every), gathers=0.0, once=1.0, base=float(c.v == 1)),
-    )
+    every, others = c.m[:, None, None, None], c.others[..., None]
+    forward_s, more_s, once_s = (own[:, :, None] for own in (c.forward_s, c.more_s, c.once_s))
+    whole_s = every * forward_s + every * more_s + c.gather_s[:, :, None]
+    later_s = others * forward_s + np.minimum(others + 1.0, every) * more_s
+    known_s = float(c.v == 1) * c.least_backward_s[:, None, None]
+    chains = whole_s + once_s, whole_s, later_s - known_s, later_s + once_s - known_s
+    return [best + own[:, :, :, None] for own in chains], extra
 
 
 def lean_costs(c: Columns) -> tuple[Array, Array]:

@@ -25,14 +25,14 @@ stands before the ranks that follow, so taking the most is never wrong. With vir
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.planner.bounds.columns import CHAINS, Columns, chains_of_ranks, lean_costs, line_costs
+from autopar.planner.bounds.columns import CHAINS, Columns, lean_costs, line_costs, side_by_side
 from autopar.planner.bounds.instance import Array, PipelineInstance
-from autopar.planner.bounds.whole_recompute import WholeRecompute
+from autopar.planner.bounds.whole_recompute import SLACK, WholeRecompute, between
 
 PRECISION = 5e-4
 """The ratio of a bound to the next one of the grid, less one."""
@@ -46,12 +46,6 @@ STAGES = 1024
 TRIES = 3
 """Blocks that are taken off a rank at most, where whole ones recompute longer than there is time."""
 
-SLACK = 1e-6
-"""Of a block, up to which rounding is none."""
-
-CHUNK = 128
-"""Instances side by side at most, so that tables stay in the cache."""
-
 
 def feasible_bounds(
     instances: Sequence[PipelineInstance], goal_s: float = np.inf, *, precision: float = PRECISION, whole: bool = False
@@ -63,34 +57,26 @@ def feasible_bounds(
         whole: with one stage a rank too, blocks recompute whole or not at all.
     """
     found = np.zeros(len(instances))
-    for places, test in _side_by_side(instances):
+    for places, columns in side_by_side(instances):
+        test = _test(columns)
         if whole and isinstance(test, _InOrder):
             test.recompute_whole()
-        at_once = STAGES // (test.c.active.shape[1] * test.c.v)
-        found[places] = _least(test.c.work_s(), test.possible, goal_s, float(np.log1p(precision)), at_once)
+        at_once = STAGES // (columns.active.shape[1] * columns.v)
+        found[places] = _least(columns.work_s(), test.possible, goal_s, float(np.log1p(precision)), at_once)
     return found
 
 
 def excluded(instances: Sequence[PipelineInstance], goal_s: float) -> NDArray[np.bool_]:
     """Whether :func:`feasible_bounds` of the instances, and of all with higher floors, come to a goal."""
     found = np.zeros(len(instances), dtype=bool)
-    for places, test in _side_by_side(instances):
+    for places, columns in side_by_side(instances):
         every = np.arange(len(places))
-        found[places] = ~test.possible(every, np.full(len(every), goal_s * (1 + PRECISION)))
+        found[places] = ~_test(columns).possible(every, np.full(len(every), goal_s * (1 + PRECISION)))
     return found
 
 
-def _side_by_side(instances: Sequence[PipelineInstance]) -> Iterator[tuple[list[int], _InOrder | _InAnyOrder]]:
-    """The instances by position, those of pipelines of about the same size together."""
-    alike: dict[tuple[int, int], list[int]] = {}
-    for i, one in enumerate(instances):
-        alike.setdefault((min(one.virtual_stages, 2), one.pp.bit_length() // 4), []).append(i)
-    for (v, _), places in alike.items():
-        places.sort(key=lambda i: (instances[i].pp, instances[i].virtual_stages))
-        for start in range(0, len(places), CHUNK):
-            some = places[start : start + CHUNK]
-            columns = Columns([instances[i] for i in some])
-            yield some, _InOrder(columns) if v == 1 else _InAnyOrder(columns)
+def _test(columns: Columns) -> _InOrder | _InAnyOrder:
+    return _InOrder(columns) if columns.v == 1 else _InAnyOrder(columns)
 
 
 def _least(
@@ -114,29 +100,22 @@ def _least(
             far = np.ceil(np.log(goal_s / low) / step)
         ends = np.clip(np.nan_to_num(far, nan=0.0, posinf=FARTHEST), 0, FARTHEST).astype(np.int64)
     least, most, is_known = np.full(len(low), -1), ends, np.zeros(len(low), dtype=bool)
-    first = True
+    # most are excluded by the goal, or possible soon
+    shares = np.array([1.0]) if np.isfinite(goal_s) else 2.0 ** -np.arange(10.0)[::-1]
     while len(open_):
         width = most[open_] - least[open_]
-        parts = int(np.clip(at_once // len(open_), 2, 24))
-        if first:  # most are excluded by the goal, or possible soon
-            shares = np.array([1.0]) if np.isfinite(goal_s) else 2.0 ** -np.arange(10.0)[::-1]
-        else:
-            shares = np.arange(1, parts) / parts
         points = least[open_][:, None] + np.maximum(np.ceil(width[:, None] * shares), 1).astype(np.int64)
         points = np.minimum(points, most[open_][:, None])
         times = low[open_][:, None] * np.exp(step * points)
         good = possible(np.repeat(open_, points.shape[1]), times.reshape(-1)).reshape(points.shape)
-        for j in range(points.shape[1]):
-            bad = open_[~good[:, j]]
-            least[bad] = np.maximum(least[bad], points[~good[:, j], j])
-            fine = open_[good[:, j]]
-            most[fine] = np.minimum(most[fine], points[good[:, j], j])
-            is_known[fine] = True
-        if first and np.isfinite(goal_s):
-            over = open_[~is_known[open_]]
-            found[over] = goal_s
-        first = False
+        least[open_] = np.maximum(least[open_], np.where(good, -1, points).max(axis=1))
+        most[open_] = np.minimum(most[open_], np.where(good, points, FARTHEST).min(axis=1))
+        is_known[open_] |= good.any(axis=1)
+        if np.isfinite(goal_s):
+            found[open_[~is_known[open_]]] = goal_s
         open_ = open_[is_known[open_] & (most[open_] - least[open_] > 1)]
+        parts = int(np.clip(at_once // max(len(open_), 1), 2, 24))
+        shares = np.arange(1, parts) / parts
     is_open = is_known & (least >= 0)
     found[is_open] = (low * np.exp(step * least))[is_open]
     return np.where(np.isfinite(found), np.minimum(found, goal_s), found)
@@ -164,13 +143,12 @@ class _Laws:
             is_first, c.least_forward_s @ c.counts + c.virtual * c.pp * c.first_s, c.plain_forward_s @ c.counts
         )
         all_s = all_s + c.total(c.sends_s) * c.virtual - c.total(c.sends_s * c.is_last)
-        all_s = all_s + c.total(c.backs_s, but_last=True) + c.virtual * c.total(forward_s)
+        all_s = all_s + c.total(c.backs_s * ~c.is_last) + c.virtual * c.total(forward_s)
         third = all_s[:, None] + c.total(backward_s)[:, None] - backward_s + v * m * backward_s
-        chains = chains_of_ranks(c)
-        third = third + (chains[2].forwards * c.has_stage[:, None]).sum(axis=2) * forward_s
+        third = third + (c.others * c.has_stage[:, None]).sum(axis=2) * forward_s
         ties_s = c.tie_s[:, None] * (c.is_first | c.is_last)
         times = (start_s + own_s + ties_s, start_s + own_s + end_s, third, third - end_s + ties_s)
-        costs, peak = line_costs(c, chains, prices)
+        costs, peak = line_costs(c, prices)
         peaks = self._peaks(peak)
         lean, lean_peak = lean_costs(c)
         fixed = [time_s[:, :, None] - room_s + peaks for time_s in times]
@@ -412,22 +390,10 @@ class _InAnyOrder:
         spent, had, _ = (table[:, :, lines][rows] for table in self.tables[0])
         for _ in range(TRIES):
             again_s = self.c.m[rows][:, None] * self.whole.least_s(rows, value)
-            cost = _between(had, spent, value)
+            cost = between(value[:, :, None, None], had, spent)[..., 0]
             is_late = (cost + again_s[:, :, None] > budget[:, :, lines]).any(axis=2)
             is_late &= self.c.active[rows] & (value > 0)
             if not is_late.any():
                 break
             value = value - is_late
         return value
-
-
-def _between(xs: Array, ys: Array, at: Array) -> Array:
-    """Piecewise linear through points [n, r, l, points], at places [n, r]."""
-    at = at[:, :, None]
-    place = np.clip((xs <= at[..., None]).sum(axis=3) - 1, 0, xs.shape[3] - 2)
-    one = (*np.ogrid[: xs.shape[0], : xs.shape[1], : xs.shape[2]], place)
-    other = (*one[:3], place + 1)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        slope = np.where(xs[other] > xs[one], (ys[other] - ys[one]) / (xs[other] - xs[one]), 0.0)
-    found: Array = ys[one] + (at - xs[one]) * slope
-    return found

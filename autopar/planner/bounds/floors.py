@@ -46,35 +46,16 @@ class Added:
         return self.always_s + max(work_s + i * moved_s, exposed_s)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PricedFloors:
-    """The floors of a priced layout.
-
-    Attributes:
-        table: of its blocks.
-        first_s: what the first gather of a stage takes longer, as no forward is beside it.
-        shared: parameters that the first and the last block of a pipeline have both.
-        inside: blocks between them have some of these too.
-    """
-
-    table: FloorTable
-    first_s: float
-    shared: tuple[ParameterCost, ...]
-    inside: bool
-
-
 class BlockFloors:
     """The floors of one model's blocks on one kind of device; remembers what candidates share.
 
     Args:
         blocks: of the model, by kind.
         model: prices of the device.
-        is_moved: of each block of the compact graph whether what it keeps is pinned to the host.
-        moves: blocks may keep on the host what their backward needs.
     """
 
-    def __init__(self, blocks: EqualBlocks, model: CostModel, is_moved: Sequence[bool], *, moves: bool) -> None:
-        self.blocks, self.model, self.is_moved, self.moves = blocks, model, [*is_moved], moves
+    def __init__(self, blocks: EqualBlocks, model: CostModel) -> None:
+        self.blocks, self.model = blocks, model
         ends = [-1, *blocks.class_of, -1]
         self.neighbours: list[set[tuple[int, int]]] = [set() for _ in blocks.counts]
         """Of each block of the compact graph those before and after the blocks that it stands for; -1: there is none."""
@@ -85,7 +66,7 @@ class BlockFloors:
         self._ideal: dict[tuple[LayoutKey, PricedLayout], list[list[tuple[float, float, float]]]] = {}
         self._tables: dict[tuple[object, ...], FloorTable] = {}
         self._added: dict[tuple[object, ...], tuple[list[Added], list[BlockCost]]] = {}
-        self._priced: dict[tuple[object, ...], PricedFloors] = {}
+        self._priced: dict[tuple[object, ...], tuple[FloorTable, float]] = {}
 
     # --- divided perfectly
 
@@ -101,15 +82,12 @@ class BlockFloors:
             tp = step.mesh.tp
             ideal = self._ideal_work(replace(unsplit.key, cp=step.mesh.cp, tp=tp), unsplit)
             added, parts = self._added_by(unsplit, step)
-            known: dict[tuple[object, ...], BlockFloor] = {}
-            found = []
-            for k, cost in enumerate(self.costs(unsplit)):
-                typed_s = block_s[k] if block_s else 0.0
-                same = unsplit.keys[k] if k else -1, self.blocks.modes[k], added[k], typed_s
-                if same not in known:
-                    known[same] = self._split_floor(cost, parts[k], ideal[k], added[k], step, tp, typed_s)
-                found.append(known[same])
-            self._tables[key] = FloorTable(blocks=tuple(found))
+            self._tables[key] = FloorTable(
+                blocks=tuple(
+                    self._split_floor(cost, parts[k], ideal[k], added[k], step, tp, block_s[k] if block_s else 0.0)
+                    for k, cost in enumerate(self.costs(unsplit))
+                )
+            )
         return self._tables[key]
 
     def _split_floor(
@@ -135,15 +113,8 @@ class BlockFloors:
     def _ideal_work(self, key: LayoutKey, unsplit: PricedLayout) -> list[list[tuple[float, float, float]]]:
         """Of each block: seconds of a forward, of both passes, and a zero; then of each mode what recompute adds, keeps, and has in passing."""
         if (key, unsplit) not in self._ideal:
-            costs = self.costs(unsplit)
-            known: dict[tuple[object, ...], list[tuple[float, float, float]]] = {}
-            made = []
-            for k, cost in enumerate(costs):
-                same = unsplit.keys[k], self.blocks.modes[k], self.is_moved[k]
-                if same not in known:
-                    known[same] = self._ideal_modes(cost, self.blocks.modes[k], key)
-                made.append(known[same])
-            self._ideal[key, unsplit] = made
+            costs = zip(self.costs(unsplit), self.blocks.modes, strict=True)
+            self._ideal[key, unsplit] = [self._ideal_modes(cost, modes, key) for cost, modes in costs]
         return self._ideal[key, unsplit]
 
     def _travels_s(self, cost: BlockCost, key: LayoutKey) -> tuple[float, float, float]:
@@ -195,15 +166,7 @@ class BlockFloors:
         if key not in self._added:
             tp = step.mesh.tp
             parts = [replace(cost, parameters=self._part(cost.parameters, tp)) for cost in self.costs(unsplit)]
-            beside = self.model.of(step).data.sends_always
-            known: dict[tuple[object, ...], Added] = {}
-            found = []
-            for k in range(len(parts)):
-                same = (k,) if beside else (k > 0, unsplit.keys[k])
-                if same not in known:
-                    known[same] = self._added_to(parts, k, step)
-                found.append(known[same])
-            self._added[key] = found, parts
+            self._added[key] = [self._added_to(parts, k, step) for k in range(len(parts))], parts
         return self._added[key]
 
     def _added_to(self, costs: Sequence[BlockCost], k: int, step: Step) -> Added:
@@ -242,13 +205,15 @@ class BlockFloors:
 
     # --- a priced layout
 
-    def priced(self, layout: PricedLayout, step: Step) -> PricedFloors:
-        """Of a layout whose blocks are priced, with sums of gradients."""
+    def priced(self, layout: PricedLayout, step: Step) -> tuple[FloorTable, float]:
+        """Of a layout whose blocks are priced, with sums of gradients; and what a stage's first gather takes longer, as no forward is beside it."""
         key = (layout, *_kind(step))
         if key not in self._priced:
             shared = at_both_ends(layout.costs) if step.mesh.pp > 1 else ()
-            costs, inside = [*self.costs(layout)], are_inside(layout.costs, shared)
-            if shared and not inside:  # the rank of the last block has no other that brings these
+            costs = [*self.costs(layout)]
+            if shared and not are_inside(
+                layout.costs, shared
+            ):  # the rank of the last block has no other that brings these
                 costs[-1] = layout.costs[-1]
             found, first_s = self._priced_blocks(layout, costs, step)
             more_s = self._sums_s(layout, costs, [floor.once_s for floor in found], step)
@@ -258,7 +223,7 @@ class BlockFloors:
                     for floor, own_s in zip(found, more_s, strict=True)
                 )
             )
-            self._priced[key] = PricedFloors(table=table, first_s=first_s, shared=shared, inside=inside)
+            self._priced[key] = table, first_s
         return self._priced[key]
 
     def _sums_s(
@@ -276,25 +241,14 @@ class BlockFloors:
         self, layout: PricedLayout, costs: Sequence[BlockCost], step: Step
     ) -> tuple[list[BlockFloor], float]:
         longest_s = max(cost.forward_s + cost.communication_forward_s for cost in costs)
-        known: dict[tuple[object, ...], BlockFloor] = {}
         found, first_s = [], float("inf")
         matters = self.model.of(step).data.sends_always
         for k, cost in enumerate(costs):
-            ends = k in (0, len(costs) - 1)  # which count parameters that others do not
-            same = (
-                layout.keys[k],
-                ends and k,
-                self.blocks.modes[k],
-                self.is_moved[k],
-                frozenset(self.neighbours[k]) if matters else (),
-            )
-            if same not in known:
-                pairs = self.beside(costs, k) if matters else []
-                gather_s = self.model.of(step).block_gather_s(cost)
-                hidden_s = (1 - self.model.device.interference) * min(gather_s, longest_s)
-                first_s = min(first_s, hidden_s)
-                known[same] = self._priced_floor(cost, step, self.blocks.modes[k], gather_s - hidden_s, pairs)
-            found.append(known[same])
+            pairs = self.beside(costs, k) if matters else []
+            gather_s = self.model.of(step).block_gather_s(cost)
+            hidden_s = (1 - self.model.device.interference) * min(gather_s, longest_s)
+            first_s = min(first_s, hidden_s)
+            found.append(self._priced_floor(cost, step, self.blocks.modes[k], gather_s - hidden_s, pairs))
         return found, first_s
 
     def _priced_floor(
@@ -330,7 +284,7 @@ class BlockFloors:
         if layout not in self._costs:
             found = []
             for k, cost in enumerate(layout.costs):
-                if self.is_moved[k] or self.moves:
+                if self.blocks.is_moved[k] or self.blocks.moves:
                     cost = replace(cost, saved_bytes=0, input_bytes=0, saved_input_bytes=0)
                 found.append(without_shared(cost) if k else cost)
             self._costs[layout] = found

@@ -16,17 +16,19 @@ Of what blocks add to a step once beside their optimizer step and FSDP's reducti
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cost.blocks.block_cost import BlockCost, ParameterCost
 from autopar.cost.model import CostModel, Step
-from autopar.cost.step.data_parallel import DataParallel, itemsize
-from autopar.cost.step.gradient_buckets import is_fsdps, sum_axes
+from autopar.cost.step.data_parallel import itemsize
+from autopar.cost.step.gradient_buckets import Summed, is_fsdps
 from autopar.cost.step.pipeline_step import ties_s
 
 Array = NDArray[np.float64]
@@ -153,11 +155,6 @@ class PipelineInstance:
         return len(self.device_of_rank)
 
     @property
-    def num_blocks(self) -> int:
-        """Of the model."""
-        return sum(count for _, count in self.runs)
-
-    @property
     def kind_of_block(self) -> NDArray[np.int64]:
         """Of each block in order."""
         return np.repeat([kind for kind, _ in self.runs], [count for _, count in self.runs])
@@ -225,16 +222,10 @@ def runs_of(kinds: Sequence[int]) -> tuple[tuple[int, int], ...]:
     >>> runs_of([0, 1, 1, 2])
     ((0, 1), (1, 2), (2, 1))
     """
-    found: list[tuple[int, int]] = []
-    for kind in kinds:
-        if found and found[-1][0] == kind:
-            found[-1] = kind, found[-1][1] + 1
-        else:
-            found.append((kind, 1))
-    return tuple(found)
+    return tuple((kind, len([*own])) for kind, own in groupby(kinds))
 
 
-Sums = dict[tuple[str, ...], int]
+Sums = Counter[tuple[str, ...]]
 """Bytes of gradients by the axes over which they are summed."""
 
 
@@ -252,12 +243,8 @@ def least_sums_s(
     """
     if model.collectives.is_measured:  # a table of times need not be of straight lines
         return [0.0] * len(costs)
-    data = model.of(step).data
-    known: dict[tuple[ParameterCost, ...], tuple[Sums, Sums]] = {}
-    for cost in costs:
-        if cost.parameters not in known:
-            known[cost.parameters] = _bytes(cost.parameters, data, itemsize(model.precision.storage))
-    beside, late = ([known[cost.parameters][part] for cost in costs] for part in (0, 1))
+    summed, size = model.of(step).summed, itemsize(model.precision.storage)
+    beside, late = ([_bytes(cost, summed, size, late=is_late) for cost in costs] for is_late in (False, True))
     beside_s, late_s = (_seconds(model, sums, counts, step) for sums in (beside, late))
     if not any(beside_s):
         return late_s
@@ -269,33 +256,20 @@ def least_sums_s(
     return [after + interference * sent + left for after, sent, left in zip(late_s, beside_s, left_s, strict=True)]
 
 
-def _bytes(parameters: Sequence[ParameterCost], data: DataParallel, size: int) -> tuple[Sums, Sums]:
-    """Of the all-reduces beside the last backward, and of those after it."""
-    beside: Sums = {}
-    late: Sums = {}
-    known: dict[tuple[object, ...], tuple[str, ...]] = {}
-    for p in parameters:
-        if not p.trained:
-            continue
-        is_late = is_fsdps(p, data.uses_fsdp)
-        key = (p.spread, is_late, p.gradient_sum_axes)  # what the axes depend on
-        axes = known.get(key)
-        if axes is None:
-            axes = known[key] = sum_axes(p, data.mesh, data.uses_fsdp)
-        if not axes:
-            continue
-        found = late if is_late else beside
-        numel = p.shard_numel(data.mesh.dp_shard) if is_late else p.numel
-        found[axes] = found.get(axes, 0) + numel * size
-    return beside, late
+def _bytes(cost: BlockCost, summed: Summed, size: int, *, late: bool) -> Sums:
+    """Of a block's all-reduces beside the last backward, or of those after it."""
+    found: Sums = Counter()
+    for p, axes in summed.of(cost.parameters, late=late):
+        found[axes] += (p.shard_numel(summed.mesh.dp_shard) if late else p.numel) * size
+    return found
 
 
 def _seconds(model: CostModel, sums: Sequence[Sums], counts: Sequence[int], step: Step) -> list[float]:
     """Of each block's bytes, each as one of those of all blocks together."""
-    total: Sums = {}
+    total: Sums = Counter()
     for own, n in zip(sums, counts, strict=True):
         for axes, size in own.items():
-            total[axes] = total.get(axes, 0) + n * size
+            total[axes] += n * size
     rate = {axes: model.of(step).sum_s(axes, size, copied_bytes=0) / size for axes, size in total.items() if size}
     return [sum(size * rate[axes] for axes, size in own.items() if size) for own in sums]
 

@@ -7,18 +7,18 @@ from collections import ChainMap
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autopar.cost.model import CostModel, StageCost, Step
+from autopar.cost.model import CostModel, StageCost
 from autopar.plan.plan import Recompute
-from autopar.planner.bounds.floors import BlockFloors, PricedFloors
-from autopar.planner.bounds.instance import FloorTable, PipelineInstance, runs_of, tie_s
+from autopar.planner.bounds.floors import BlockFloors
+from autopar.planner.bounds.instance import FloorTable, PipelineInstance, are_inside, at_both_ends, runs_of, tie_s
 from autopar.planner.layouts.layout import PricedLayout, TypedLayout
 from autopar.planner.search import SearchContext
 from autopar.planner.space.candidates import Candidate
-from autopar.planner.space.variants import origins
+from autopar.planner.stages.block_options import Placed
 from autopar.planner.stages.cut_problem import EqualBlocks
 
-Places = frozenset[int] | None
-"""The node groups that a pipeline rank lies on; None: all, which are priced as the slowest of them."""
+Places = frozenset[int]
+"""The node groups that a pipeline rank lies on; several are priced as the slowest of them."""
 
 
 class InstanceMaker:
@@ -29,32 +29,20 @@ class InstanceMaker:
     """
 
     def __init__(self, context: SearchContext) -> None:
-        self.context = context
-        space, compact = context.space, context.layouts.compact
-        plain = tuple(mode for mode in context.modes if mode != "selective") or context.modes
-        self._blocks = {
-            moves: EqualBlocks(
-                compact, modes=plain if moves else context.modes, pinned=context.recompute,
-                is_pinned=bool(context.stages), every=0 if space.equal_stages else space.every,
-            )
-            for moves in (False, True)
-        }  # fmt: skip
-        self._blocks[True].moves = True
+        self.context, self.placed = context, Placed(context.layouts, context.model)
+        self._everywhere = frozenset(range(len(context.model.cluster.groups)))
+        self._blocks = {moves: EqualBlocks(context, moves=moves) for moves in (False, True)}
         groups, _ = self._blocks[False].groups()
-        self._is_moved = [any(i in context.moved for i in members) for members in compact.members]
-        self._runs = runs_of(compact.class_of)
+        self._runs = runs_of(context.layouts.compact.class_of)
         self._groups = tuple(tuple(group) for group in groups)
-        self._floors: dict[tuple[Places, tuple[int, ...], bool], BlockFloors] = {}
-        self._alone: dict[CostModel, BlockFloors] = {}
-        self._places: dict[tuple[object, ...], tuple[Places, ...]] = {}
-        self._sent: dict[tuple[object, ...], tuple[float, ...]] = {}
+        self._floors: dict[tuple[CostModel, bool], BlockFloors] = {}
 
-    def perfect_split(self, candidate: Candidate) -> PipelineInstance:
-        """A candidate as if ``cp`` and ``tp`` divided everything and sent nothing but tokens to experts."""
-        return self.typed(candidate, None)
+    def perfect_split(self, candidate: Candidate, typed: TypedLayout | None = None) -> PipelineInstance:
+        """A candidate as if ``cp`` and ``tp`` divided everything and sent nothing but tokens to experts.
 
-    def typed(self, candidate: Candidate, typed: TypedLayout | None) -> PipelineInstance:
-        """A candidate in a layout that is not priced: as if divided perfectly, but for the seconds of its blocks; None: in any."""
+        Args:
+            typed: a layout that is not priced, whose blocks take what they do in it at least; None: any.
+        """
         unsplit = self.context.unsplit(candidate)
         step, tables = self.context.step(candidate, unsplit), {}
         block_s = typed.solution.block_s if typed is not None and typed.solution is not None else ()
@@ -65,37 +53,40 @@ class InstanceMaker:
     def priced(self, candidate: Candidate, layout: PricedLayout) -> PipelineInstance:
         """A candidate in a layout."""
         if candidate.mesh.pp == 1:
-            return self._one_rank(candidate, layout, self.context.model, self._of(None, candidate))
+            return self._one_rank(candidate, layout, self._of(self._everywhere, candidate))
         step, places = self.context.step(candidate, layout), dict.fromkeys(self.places(candidate))
         layouts = {own: self._on(own, layout) for own in places}
         found = {own: self._of(own, candidate).priced(layouts[own], step) for own in places}
-        made = self._instance(candidate, {own: floors.table for own, floors in found.items()})
+        made = self._instance(candidate, {own: table for own, (table, _) in found.items()})
         prelude_s = [layouts[own].prelude_s for own in places]
-        sends, back = self._sends_s(candidate, layout)
-        one, reads = next(iter(found.values())), [sum(own.values()) for own in self._reads(layout)]
+        there, back = _sent_bytes(layout)
+        sends_s, back_s = self._sent_s(candidate, there), self._sent_s(candidate, back)
+        reads, shared = [sum(own.values()) for own in self._reads(layout)], at_both_ends(layout.costs)
         return replace(
             made,
             forward_s=tuple(prelude + own for prelude, own in zip(prelude_s, made.forward_s, strict=True)),
-            first_s=min(own.first_s for own in found.values()),
-            sends_s=sends,
-            sends_back_s=back,
-            sends_more_s=self._more_s(candidate, layout, sends, back),
-            sent_bytes=float(_sent_bytes(layout)[0]),
+            first_s=min(first_s for _, first_s in found.values()),
+            sends_s=sends_s,
+            sends_back_s=back_s,
+            sends_more_s=self._more_s(candidate, layout, sends_s, back_s),
+            sent_bytes=float(there),
             read_bytes=float(min(reads[1:-1], default=0)),
-            tie_s=self._tie_s(candidate, one, step),
+            tie_s=tie_s(
+                self.context.model.in_order(candidate.order), shared, step, inside=are_inside(layout.costs, shared)
+            ),
             most_blocks=self._most_blocks(candidate, layout),
             ends=self._ends(candidate),
         )
 
-    def _one_rank(
-        self, candidate: Candidate, layout: PricedLayout, model: CostModel, floors: BlockFloors
-    ) -> PipelineInstance:
+    def _one_rank(self, candidate: Candidate, layout: PricedLayout, floors: BlockFloors) -> PipelineInstance:
         """A candidate without a pipeline on some devices."""
         step, costs = self.context.step(candidate, layout), floors.costs(layout)
-        forward_s = layout.prelude_s + model.of(step).ends_s(costs[0], costs[-1])
-        made = self._instance(candidate, {None: floors.priced(layout, step).table})
+        forward_s = layout.prelude_s + floors.model.of(step).ends_s(costs[0], costs[-1])
+        made = self._instance(candidate, {self._everywhere: floors.priced(layout, step)[0]})
         read_bytes = float(sum(ChainMap(*self._reads(layout)).values()))
-        return replace(made, forward_s=(forward_s,), limit_bytes=(self._limit_of(model),), read_bytes=read_bytes)
+        return replace(
+            made, forward_s=(forward_s,), limit_bytes=(self.placed.tensor_bytes(floors.model),), read_bytes=read_bytes
+        )
 
     def _reads(self, layout: PricedLayout) -> list[dict[str, int]]:
         """The inputs and prelude values that each block of the model reads, in bytes; a stage keeps them once."""
@@ -108,17 +99,13 @@ class InstanceMaker:
             layout: of the group's own micro-batch, at the prices of its devices.
             model: of the group alone.
         """
-        if model not in self._alone:
-            self._alone[model] = BlockFloors(self._blocks[False], model, self._is_moved, moves=False)
-        return self._with_ends(candidate, layout, model, self._one_rank(candidate, layout, model, self._alone[model]))
+        return self._with_ends(candidate, layout, self._floors_on(model, moves=False))
 
     def one_stage(self, candidate: Candidate, layout: PricedLayout) -> PipelineInstance:
         """A candidate without a pipeline, with what every step of it takes beside the floors of its blocks."""
-        return self._with_ends(candidate, layout, self.context.model, self.priced(candidate, layout))
+        return self._with_ends(candidate, layout, self._of(self._everywhere, candidate))
 
-    def _with_ends(
-        self, candidate: Candidate, layout: PricedLayout, model: CostModel, made: PipelineInstance
-    ) -> PipelineInstance:
+    def _with_ends(self, candidate: Candidate, layout: PricedLayout, on: BlockFloors) -> PipelineInstance:
         """One rank, with what every step of it takes beside the floors of its blocks.
 
         Beside what is counted of each block the step has parts that depend on what is beside what: gathers and reductions at
@@ -126,6 +113,7 @@ class InstanceMaker:
         beside it, so that they are least where all blocks recompute as much as they may: what the whole step then takes over
         the floors is a part of every step, whatever recomputes. Sums take as long as in the quickest size of buckets.
         """
+        model, made = on.model, self._one_rank(candidate, layout, on)
         step, compact = self.context.step(candidate, layout), self.context.layouts.compact
         m, floors = made.num_micro_batches, made.floors[0].blocks
         slowest: list[Recompute] = []
@@ -145,7 +133,7 @@ class InstanceMaker:
 
     def _most_blocks(self, candidate: Candidate, layout: PricedLayout) -> float:
         """Of the largest group on a stage: virtual stages of equal devices are cut as evenly as whole blocks allow."""
-        if candidate.virtual_stages == 1 or self.is_mixed(candidate):
+        if candidate.virtual_stages == 1 or self.placed.is_mixed(candidate):
             return math.inf
         return self._blocks[False].most_blocks(layout, candidate.mesh.pp * candidate.virtual_stages)
 
@@ -171,7 +159,7 @@ class InstanceMaker:
     @property
     def floors(self) -> BlockFloors:
         """Of blocks on the slowest device, none of which keeps anything on the host but where pins say so."""
-        return self._floors_on(None, (), moves=False)
+        return self._floors_on(self.context.model, moves=False)
 
     def blocks_of(self, candidate: Candidate) -> EqualBlocks:
         """Which blocks of a candidate may form stages."""
@@ -179,52 +167,35 @@ class InstanceMaker:
 
     # --- devices
 
-    def is_mixed(self, candidate: Candidate) -> bool:
-        """Whether the pipeline ranks of a candidate differ; without a pipeline the slowest device is that of all."""
-        return self.context.model.is_mixed and candidate.mesh.pp > 1
-
     def places(self, candidate: Candidate) -> tuple[Places, ...]:
         """For each pipeline rank the node groups that it lies on."""
-        if not self.is_mixed(candidate):
-            return (None,) * candidate.mesh.pp
-        key = (candidate.order, candidate.mesh.pp, candidate.mesh.world_size)
-        if key not in self._places:
-            self._places[key] = origins(candidate, self.context.model.cluster)
-        return self._places[key]
-
-    def _model(self, places: Places) -> CostModel:
-        return self.context.model if places is None else self.context.model.part(places)
+        return (
+            self.placed.places(candidate)
+            if self.placed.is_mixed(candidate)
+            else (self._everywhere,) * candidate.mesh.pp
+        )
 
     def _of(self, places: Places, candidate: Candidate) -> BlockFloors:
+        model, order = self.context.model.part(places), candidate.order
         # which data ranks meet depends on the order of node groups where a pipeline rank lies on several; else each holds whole ones
-        is_across = places is not None and any(len(own or ()) > 1 for own in self.places(candidate))
-        return self._floors_on(places, candidate.order if is_across else (), moves=candidate.moves)
+        if order and self.placed.is_mixed(candidate) and any(len(own) > 1 for own in self.places(candidate)):
+            model = self.context.model.in_order(order).part(frozenset(map(order.index, places)))
+        return self._floors_on(model, moves=candidate.moves)
 
-    def _floors_on(self, places: Places, order: tuple[int, ...], *, moves: bool) -> BlockFloors:
-        key = places, order, moves
-        if key not in self._floors:
-            model = self._model(places)
-            if places is not None and order:
-                model = self.context.model.in_order(order).part(frozenset(map(order.index, places)))
-            self._floors[key] = BlockFloors(self._blocks[moves], model, self._is_moved, moves=moves)
-        return self._floors[key]
+    def _floors_on(self, model: CostModel, *, moves: bool) -> BlockFloors:
+        if (model, moves) not in self._floors:
+            self._floors[model, moves] = BlockFloors(self._blocks[moves], model)
+        return self._floors[model, moves]
 
     def _on(self, places: Places, layout: PricedLayout) -> PricedLayout:
         """A layout at the prices of some devices."""
-        return layout if places is None else self.context.layouts.on_device(layout, self._model(places))
-
-    def _limit_bytes(self, places: Places) -> float:
-        return self._limit_of(self._model(places))
-
-    def _limit_of(self, model: CostModel) -> float:
-        """For tensors, what the device reserves left out."""
-        device, limit = model.device, math.floor(model.memory_limit_bytes / self.context.model.memory_spread)
-        return (limit - device.reserved_bytes) / (1 + device.fragmentation)
+        return self.context.layouts.on_device(layout, self.context.model.part(places))
 
     def _instance(self, candidate: Candidate, tables: dict[Places, FloorTable]) -> PipelineInstance:
         kinds = {places: i for i, places in enumerate(tables)}
         pp, v = candidate.mesh.pp, candidate.virtual_stages
-        action_s = tuple(self._model(own).device.overheads.of_actions(v)[0] if pp > 1 else 0.0 for own in tables)
+        models = [self.context.model.part(places) for places in tables]
+        action_s = tuple(model.device.overheads.of_actions(v)[0] if pp > 1 else 0.0 for model in models)
         return PipelineInstance(
             schedule=candidate.schedule,
             virtual_stages=v,
@@ -233,28 +204,19 @@ class InstanceMaker:
             groups=self._groups,
             floors=tuple(tables.values()),
             device_of_rank=tuple(kinds[places] for places in self.places(candidate)),
-            limit_bytes=tuple(map(self._limit_bytes, tables)),
+            limit_bytes=tuple(map(self.placed.tensor_bytes, models)),
             forward_s=action_s,
             backward_s=action_s,
         )
 
     # --- messages
 
-    def _sends_s(self, candidate: Candidate, layout: PricedLayout) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """For each pipeline rank the least that a message to the next one takes, and one back; from the last one to the first."""
-        there, back = _sent_bytes(layout)
-        return self._sent_s(candidate, there), self._sent_s(candidate, back)
-
     def _sent_s(self, candidate: Candidate, num_bytes: int) -> tuple[float, ...]:
-        """For each pipeline rank a message of so many bytes to the next one, or back."""
+        """For each pipeline rank a message of so many bytes to the next one, or back; of the last one with the first."""
         mesh, model = candidate.mesh, self.context.model.in_order(candidate.order)
-        key = (num_bytes, candidate.order, mesh)
-        if key not in self._sent:
-            if model.is_mixed:
-                self._sent[key] = tuple(model.collectives.hop_time_s(num_bytes, mesh, r) for r in range(mesh.pp))
-            else:
-                self._sent[key] = (model.collectives.send_time_s(num_bytes, mesh),) * mesh.pp
-        return self._sent[key]
+        if model.is_mixed:
+            return tuple(model.collectives.hop_time_s(num_bytes, mesh, r) for r in range(mesh.pp))
+        return (model.collectives.send_time_s(num_bytes, mesh),) * mesh.pp
 
     def _more_s(
         self, candidate: Candidate, layout: PricedLayout, sends_s: Sequence[float], back_s: Sequence[float]
@@ -268,11 +230,6 @@ class InstanceMaker:
             tuple((max(there[r] - sends_s[r], 0.0), max(back[r] - back_s[r], 0.0)) for there, back in of_kind)
             for r in range(candidate.mesh.pp)
         )
-
-    def _tie_s(self, candidate: Candidate, floors: PricedFloors, step: Step) -> float:
-        """What the first and the last rank take once a step to sum the gradients of parameters that both have."""
-        model = self.context.model.in_order(candidate.order)
-        return tie_s(model, floors.shared, step, inside=floors.inside) if floors.shared else 0.0
 
 
 def _sent_bytes(layout: PricedLayout) -> tuple[int, int]:

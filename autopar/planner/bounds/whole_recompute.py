@@ -29,7 +29,6 @@ class WholeRecompute:
     """
 
     def __init__(self, c: Columns, most: Array) -> None:
-        self.c = c
         inner = [k for k in range(len(c.counts)) if c.counts[k] - (k == c.first) - (k == c.last) > 0]
         kept, seconds = c.kept_bytes[:, :, inner], c.backward_s[:, :, inner]
         first_s = seconds.min(axis=3, keepdims=True)
@@ -83,10 +82,10 @@ class WholeRecompute:
         sums = np.concatenate([np.zeros((len(n), 1)), np.cumsum(np.diff(ends, axis=1) * held, axis=1)], axis=1)
 
         def held_by(blocks: Array) -> Array:
-            return _line(blocks, ends, sums)
+            return between(blocks, ends, sums)
 
         def blocks_of(total: Array) -> Array:
-            return np.where(total > sums[:, -1:] * (1 + 1e-12), np.inf, _line(total, sums, ends))
+            return np.where(total > sums[:, -1:] * (1 + 1e-12), np.inf, between(total, sums, ends))
 
         every = held_by(n[:, None])[:, 0]
         # as few in the mode that frees more as leave the rest to the other one
@@ -107,12 +106,11 @@ class WholeRecompute:
         return found
 
 
-def _line(at: Array, xs: Array, ys: Array) -> Array:
-    """Piecewise linear through the points of each row [n, points], at some places [n, m]."""
-    place = np.clip((xs[:, None, :] <= at[:, :, None]).sum(axis=2) - 1, 0, xs.shape[1] - 2)
-    row = np.arange(len(xs))[:, None]
-    x0, y0, x1, y1 = xs[row, place], ys[row, place], xs[row, place + 1], ys[row, place + 1]
+def between(at: Array, xs: Array, ys: Array) -> Array:
+    """Piecewise linear through points [..., points], at places [..., m]; beyond the last point as there."""
+    place = np.clip((xs[..., None, :] <= at[..., None]).sum(axis=-1) - 1, 0, xs.shape[-1] - 2)
+    x0, y0, x1, y1 = (np.take_along_axis(own, place + more, axis=-1) for more in (0, 1) for own in (xs, ys))
     with np.errstate(divide="ignore", invalid="ignore"):
         slope = np.where(x1 > x0, (y1 - y0) / (x1 - x0), 0.0)
-    found: Array = y0 + (np.minimum(at, xs[:, -1:]) - x0) * slope
+    found: Array = y0 + (np.minimum(at, xs[..., -1:]) - x0) * slope
     return found

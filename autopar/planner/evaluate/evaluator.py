@@ -1,6 +1,6 @@
 """One candidate evaluated: its layouts, and the best plan in any of them.
 
-Candidates are of two kinds, pipelines and data ranks with unequal shares, each with an evaluator of its own.
+Candidates are of two kinds, pipelines and data ranks with unequal shares; the latter have an evaluator of their own.
 """
 
 from __future__ import annotations
@@ -20,74 +20,49 @@ from autopar.planner.search import SLOW, Evaluation, Misfit, SearchContext, need
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import Space
-from autopar.planner.stages.block_options import BlockOptions, Placed
+from autopar.planner.stages.block_options import BlockOptions
 from autopar.planner.stages.cut_problem import Failure
 
 QUICK = 4
 """Chain programs that are solved before evaluations where ranks are alike, for the first candidate of each schedule."""
 
 
-class PipelineEvaluator:
-    """Evaluates candidates whose data ranks take equal shares.
+class Evaluator:
+    """Bounds and evaluates all candidates of a search.
 
     Args:
         context: of the search.
-        cascade: bounds.
-        plans: of one layout.
     """
 
-    def __init__(self, context: SearchContext, cascade: Cascade, plans: LayoutPlans) -> None:
-        self.context, self.cascade, self.plans = context, cascade, plans
-        self.model, self.layouts = context.model, context.layouts
+    def __init__(self, context: SearchContext) -> None:
+        self.context, self.model, self.layouts = context, context.model, context.layouts
+        self.cascade = Cascade(context)
+        maker = self.cascade.maker
+        options = BlockOptions(context, maker.floors)
+        self.plans = LayoutPlans(context, options, maker)
+        self.shares = SharesEvaluator(context, options, maker)
         self._done: dict[Candidate, Evaluation | Misfit] = {}
         self._proofs: dict[Key, list[ChainProof]] = {}
 
-    def evaluate(self, candidate: Candidate, *, at_most_s: float = math.inf) -> Evaluation | Misfit:
-        """The best plan of a candidate: the same one whatever ``at_most_s`` is, as far as it is faster.
+    @classmethod
+    def of(cls, graph: Graph, model: CostModel, *, global_batch_size: int, pins: Pins, space: Space) -> Evaluator:
+        """The evaluator of a model, cluster, batch and space."""
+        return cls(SearchContext.of(graph, model, global_batch_size=global_batch_size, pins=pins, space=space))
 
-        Args:
-            at_most_s: plans that cannot be faster than this are left unfinished (and then not remembered).
-        """
-        if candidate in self._done:
-            return self._done[candidate]
-        best: Evaluation | None = None
-        failures: list[Failure] = []
-        try:
-            left = [*self.context.typed_layouts(candidate)]
-            while left:
-                least = min(at_most_s, best.time_s if best else at_most_s)
-                bounds_s = self.cascade.layout_bounds_s(candidate, left, least)
-                bound = min(bounds_s)
-                draft = left.pop(bounds_s.index(bound))
-                # one that cannot fit says how much it needs where there is nothing else to say
-                if least <= bound and (bound < float("inf") or best or any(f.is_slow for f in failures)):
-                    failures.append(Failure(is_slow=True))
-                    continue
-                if math.isfinite(least) and self.chained_s(candidate, least, layouts=[draft]) >= least:
-                    failures.append(Failure(is_slow=True))
-                    continue
-                option = self.layouts.price(draft)
-                found = self.plans.best(candidate, option, least, may_fit=bound < math.inf)
-                if isinstance(found, Failure):
-                    failures.append(found)
-                elif best is None or found.time_s < best.time_s:
-                    best = found
-        except InfeasibleError as error:
-            return self._remember(Misfit(candidate=candidate, reason=str(error)))
-        cut_short = any(failure.is_slow for failure in failures)
-        if best is not None:
-            # of what takes longer, cuts were given up that may be quicker
-            return best if best.time_s >= at_most_s else self._remember(best)
-        if cut_short:
-            return Misfit(candidate=candidate, reason=SLOW)
-        on_device = [failure.needs_bytes for failure in failures if not failure.host_bytes]
-        if not on_device:
-            least, has = min(failure.host_bytes for failure in failures), self.model.host.memory_bytes or 0
-            reason = f"memory of the host: needs {readable(least)} of {readable(has)} a device"
-            return self._remember(Misfit(candidate=candidate, reason=reason))
-        least_bytes = min(on_device)
-        reason = f"memory: needs {needs_text(self.model, least_bytes)}"
-        return self._remember(Misfit(candidate=candidate, reason=reason, needs_bytes=least_bytes))
+    # --- bounds
+
+    def bounds_s(self, level: int, candidates: Sequence[Candidate], goal_s: float = math.inf) -> list[float]:
+        """For each candidate seconds below which it has no plan; see :class:`autopar.planner.bounds.cascade.Cascade`."""
+        pipelines = iter(self.cascade.bounds_s(level, [c for c in candidates if not c.shares], goal_s))
+        return [self.shares.bound_s(level, c) if c.shares else next(pipelines) for c in candidates]
+
+    def closest_s(
+        self, candidate: Candidate, goal_s: float, known: Sequence[ChainProof] = (), *, whole_s: float | None = 0.0
+    ) -> tuple[float, tuple[ChainProof, ...]]:
+        """The tightest bound of a candidate, up to ``goal_s``; see :class:`autopar.planner.bounds.cascade.Cascade`."""
+        if candidate.shares:
+            return min(self.shares.bound_s(LEVELS - 1, candidate), goal_s), ()
+        return self.cascade.closest_s(candidate, goal_s, known, whole_s=whole_s)
 
     def chained_s(
         self,
@@ -117,9 +92,61 @@ class PipelineEvaluator:
         del known[: len(known) - KEPT]
         return bound_s
 
+    # --- plans
+
+    def evaluate(self, candidate: Candidate, *, at_most_s: float = math.inf) -> Evaluation | Misfit:
+        """The best plan of a candidate: the same one whatever ``at_most_s`` is, as far as it is faster; or why there is none.
+
+        Args:
+            at_most_s: plans that cannot be faster than this are left unfinished (and then not remembered).
+        """
+        if candidate.shares:
+            return self.shares.evaluate(candidate, at_most_s=at_most_s)
+        if candidate in self._done:
+            return self._done[candidate]
+        best: Evaluation | None = None
+        failures: list[Failure] = []
+        try:
+            left = [*self.context.typed_layouts(candidate)]
+            while left:
+                least = min(at_most_s, best.time_s if best else at_most_s)
+                bounds_s = self.cascade.layout_bounds_s(candidate, left, least)
+                bound = min(bounds_s)
+                draft = left.pop(bounds_s.index(bound))
+                # one that cannot fit says how much it needs where there is nothing else to say
+                is_slow = least <= bound and (bound < math.inf or best or any(f.is_slow for f in failures))
+                if is_slow or (math.isfinite(least) and self.chained_s(candidate, least, layouts=[draft]) >= least):
+                    failures.append(Failure(is_slow=True))
+                    continue
+                option = self.layouts.price(draft)
+                found = self.plans.best(candidate, option, least, may_fit=bound < math.inf)
+                if isinstance(found, Failure):
+                    failures.append(found)
+                elif best is None or found.time_s < best.time_s:
+                    best = found
+        except InfeasibleError as error:
+            return self._remember(Misfit(candidate=candidate, reason=str(error)))
+        cut_short = any(failure.is_slow for failure in failures)
+        if best is not None:
+            # of what takes longer, cuts were given up that may be quicker
+            return best if best.time_s >= at_most_s else self._remember(best)
+        if cut_short:
+            return Misfit(candidate=candidate, reason=SLOW)
+        on_device = [failure.needs_bytes for failure in failures if not failure.host_bytes]
+        if not on_device:
+            least, has = min(failure.host_bytes for failure in failures), self.model.host.memory_bytes or 0
+            reason = f"memory of the host: needs {readable(least)} of {readable(has)} a device"
+            return self._remember(Misfit(candidate=candidate, reason=reason))
+        least_bytes = min(on_device)
+        reason = f"memory: needs {needs_text(self.model, least_bytes)}"
+        return self._remember(Misfit(candidate=candidate, reason=reason, needs_bytes=least_bytes))
+
     def hopeless(self, candidate: Candidate) -> Misfit | None:
-        """Why no layout of a candidate can fit, found without solving any: ``cp`` and ``tp`` divide what one rank has at best."""
-        if self.plans.placed.has(candidate):
+        """Why no layout of a candidate can fit, found without solving any: ``cp`` and ``tp`` divide what one rank has at best.
+
+        None where that is not known.
+        """
+        if candidate.shares or self.plans.placed.is_mixed(candidate):
             return None  # what one rank has too much, a larger one may take
         option = self.context.unsplit(candidate)
         device = self.model.device
@@ -131,61 +158,10 @@ class PipelineEvaluator:
         reason = f"memory: needs at least {needs_text(self.model, needs)}"
         return Misfit(candidate=candidate, reason=reason, needs_bytes=needs)
 
-    def _remember(self, found: Evaluation | Misfit) -> Evaluation | Misfit:
-        self._done[found.candidate] = found
-        return found
-
-
-class Evaluator:
-    """Bounds and evaluates all candidates of a search.
-
-    Args:
-        context: of the search.
-    """
-
-    def __init__(self, context: SearchContext) -> None:
-        self.context, self.model, self.layouts = context, context.model, context.layouts
-        placed = Placed(context.layouts, context.model)
-        self.cascade = Cascade(context)
-        maker = self.cascade.maker
-        options = BlockOptions(
-            maker.floors, space_modes=context.modes, recompute=context.recompute, moved=context.moved
-        )
-        self.plans = LayoutPlans(context, options, placed, maker.blocks_of)
-        self.pipelines = PipelineEvaluator(context, self.cascade, self.plans)
-        self.shares = SharesEvaluator(context, placed, options, maker)
-
-    @classmethod
-    def of(cls, graph: Graph, model: CostModel, *, global_batch_size: int, pins: Pins, space: Space) -> Evaluator:
-        """The evaluator of a model, cluster, batch and space."""
-        return cls(SearchContext.of(graph, model, global_batch_size=global_batch_size, pins=pins, space=space))
-
-    def bounds_s(self, level: int, candidates: Sequence[Candidate], goal_s: float = math.inf) -> list[float]:
-        """For each candidate seconds below which it has no plan; see :class:`autopar.planner.bounds.cascade.Cascade`."""
-        pipelines = iter(self.cascade.bounds_s(level, [c for c in candidates if not c.shares], goal_s))
-        shares = iter(self.shares.bounds_s(level, [c for c in candidates if c.shares], goal_s))
-        return [next(shares if c.shares else pipelines) for c in candidates]
-
-    def closest_s(
-        self, candidate: Candidate, goal_s: float, known: Sequence[ChainProof] = (), *, whole_s: float | None = 0.0
-    ) -> tuple[float, tuple[ChainProof, ...]]:
-        """The tightest bound of a candidate, up to ``goal_s``; see :class:`autopar.planner.bounds.cascade.Cascade`."""
-        if candidate.shares:
-            return min(self.shares.bounds_s(LEVELS - 1, [candidate])[0], goal_s), ()
-        return self.cascade.closest_s(candidate, goal_s, known, whole_s=whole_s)
-
-    def chained_s(self, candidate: Candidate, goal_s: float, *, whole_s: float | None = None) -> float:
-        """Of a pipeline whose ranks differ; see :class:`PipelineEvaluator`."""
-        return 0.0 if candidate.shares else self.pipelines.chained_s(candidate, goal_s, whole_s=whole_s)
-
-    def evaluate(self, candidate: Candidate, *, at_most_s: float = math.inf) -> Evaluation | Misfit:
-        """The best plan of a candidate: the same one whatever ``at_most_s`` is, as far as it is faster; or why there is none."""
-        return (self.shares if candidate.shares else self.pipelines).evaluate(candidate, at_most_s=at_most_s)
-
-    def hopeless(self, candidate: Candidate) -> Misfit | None:
-        """Why no layout of a candidate can fit, found without solving any; None where that is not known."""
-        return None if candidate.shares else self.pipelines.hopeless(candidate)
-
     def improved(self, found: Evaluation) -> Evaluation:
         """A plan with its stages cut better still; the same one where they are given, or data ranks take unequal shares."""
         return found if found.candidate.shares else self.plans.improved(found)
+
+    def _remember(self, found: Evaluation | Misfit) -> Evaluation | Misfit:
+        self._done[found.candidate] = found
+        return found

@@ -16,20 +16,19 @@ from autopar.cost.model import CostModel, StageCost, Step, predict_shares, share
 from autopar.errors import InfeasibleError
 from autopar.plan.plan import RECOMPUTES, Recompute
 from autopar.plan.prediction import Memory
+from autopar.planner.bounds.chain_proof import ROUNDING
 from autopar.planner.bounds.feasibility import feasible_bounds
 from autopar.planner.bounds.instance_maker import InstanceMaker
 from autopar.planner.layouts.layout import LayoutKey, PricedLayout, layout_key_of
 from autopar.planner.search import SLOW, Evaluation, Misfit, SearchContext, needs_text
 from autopar.planner.space.candidates import Candidate
-from autopar.planner.stages.block_options import BlockOptions, Placed
+from autopar.planner.stages.block_options import BlockOptions
 from autopar.planner.stages.cut_problem import (
     MAX_CUTS,
     MORE,
     CutProblem,
-    EqualBlocks,
     Failure,
     Fitting,
-    Stops,
     fitted,
     leanest_bytes,
 )
@@ -38,9 +37,6 @@ from autopar.planner.stages.recompute import none_if_moved
 from autopar.planner.stages.refinement import improved, refined
 from autopar.planner.stages.stage_cut import Mask, cut, every_cut, stage_masks
 
-ROUNDING = 1e-9
-"""Part of a plan's time up to which a bound may be above it."""
-
 
 class LayoutPlans:
     """Plans of one model's candidates, layout by layout.
@@ -48,14 +44,11 @@ class LayoutPlans:
     Args:
         context: of the search.
         options: prices of blocks.
-        placed: what differs where ranks have different devices.
-        rows_of: which blocks may form stages.
+        maker: which blocks may form stages, and what differs where ranks have different devices.
     """
 
-    def __init__(
-        self, context: SearchContext, options: BlockOptions, placed: Placed, rows_of: Callable[[Candidate], EqualBlocks]
-    ) -> None:
-        self.context, self.options, self.placed, self.rows_of = context, options, placed, rows_of
+    def __init__(self, context: SearchContext, options: BlockOptions, maker: InstanceMaker) -> None:
+        self.context, self.options, self.placed, self.blocks_of = context, options, maker.placed, maker.blocks_of
         self.pinned, self.buckets = dict(context.stages), context.buckets
 
     def best(
@@ -72,27 +65,23 @@ class LayoutPlans:
         problem = self.problem(candidate, layout)
         if not may_fit and not self.pinned:
             return Failure(needs_bytes=leanest_bytes(problem))
-        if self.rows_of(candidate).tries_all(problem.num_stages):
+        if self.blocks_of(candidate).tries_all(problem.num_stages):
             return self._best_of_all(problem, at_most_s)
         best: Evaluation | None = None
         failures: list[Failure] = []
-        seen: set[Stops] = set()
         for allowed in problem.allowed_stages:
-            least_s = min(at_most_s, best.time_s if best else at_most_s)
-            found = fitted(problem, allowed, math.inf if problem.devices_differ else least_s * (1 + ROUNDING))
+            found = fitted(problem, allowed)
             if isinstance(found, Fitting) and not self._host_fits(found.memory):
                 found = Failure(host_bytes=max(memory.host for memory in found.memory))
             if isinstance(found, Failure):
                 failures.append(found)
                 continue
-            if found.stops not in seen:  # several ways may say the same
-                seen.add(found.stops)
-                plan = self._plan(problem, refined(problem, found))
-                best = plan if best is None or plan.time_s < best.time_s else best
+            plan = self._plan(problem, refined(problem, found))
+            best = plan if best is None or plan.time_s < best.time_s else best
         if best is None:
-            return next((failure for failure in failures if failure.is_slow), failures[0])
+            return failures[0]
         if problem.devices_differ:
-            best = self._moved(problem, best)
+            best = self._searched(improved, problem, best)
         return self._bucketed(problem, best)
 
     def improved(self, found: Evaluation) -> Evaluation:
@@ -103,18 +92,16 @@ class LayoutPlans:
         if found.candidate.mesh.pp == 1:
             return found
         problem = self.problem(found.candidate, found.option).with_buckets(found.bucket_bytes)
-        is_given = self.pinned or self.options.moved or self.context.space.equal_stages
+        is_given = self.pinned or self.context.moved or self.context.space.equal_stages
         if not is_given and not problem.devices_differ:  # else stages stay, or its evaluation did so
-            found = self._moved(problem, found)
-        return self._bucketed(problem, self._exchanged(problem, found))
+            found = self._searched(improved, problem, found)
+        return self._bucketed(problem, self._searched(exchanged, problem, found))
 
-    def _exchanged(self, problem: CutProblem, found: Evaluation) -> Evaluation:
-        plan = exchanged(problem, problem.fitting(found.stops, found.modes), found.time_s)
-        other = self._plan(problem, plan)
-        return other if other.time_s < found.time_s else found
-
-    def _moved(self, problem: CutProblem, found: Evaluation) -> Evaluation:
-        plan = improved(problem, problem.fitting(found.stops, found.modes), found.time_s)
+    def _searched(
+        self, search: Callable[[CutProblem, Fitting, float], Fitting], problem: CutProblem, found: Evaluation
+    ) -> Evaluation:
+        """The plan that a local search finds from another one, if it is faster."""
+        plan = search(problem, problem.fitting(found.stops, found.modes), found.time_s)
         other = self._plan(problem, plan)
         return other if other.time_s < found.time_s and self._host_fits(plan.memory) else found
 
@@ -122,10 +109,11 @@ class LayoutPlans:
         """A candidate in a layout, as stages are cut for it."""
         layout = self.placed.option(candidate, layout)
         step = self.placed.step(self.context.step(candidate, layout), layout)
-        model, mesh = self.placed.ordered(candidate), candidate.mesh
+        model, mesh = self.context.model.in_order(candidate.order), candidate.mesh
+        parts = model.parts(mesh)
         options = tuple(
             self.options.of_rank(layout.of_rank(rank), step, part, moves=candidate.moves)
-            for rank, part in enumerate(model.parts(mesh))
+            for rank, part in enumerate(parts)
         )
         return CutProblem(
             candidate=candidate,
@@ -133,8 +121,8 @@ class LayoutPlans:
             layout=layout,
             model=model,
             block_options=options,
-            memory_limits=self.placed.limits(candidate),
-            tensor_limits=self.placed.tensor_limits(candidate),
+            memory_limits=tuple(map(self.placed.fitting_bytes, parts)),
+            tensor_limits=tuple(map(self.placed.tensor_bytes, parts)),
             pinned=self.pinned,
             allowed_stages=tuple(self._allowed(candidate, layout)),
             stages_of=lambda stops, modes: self.options.stages(stops, modes, layout, mesh.pp),
@@ -142,7 +130,7 @@ class LayoutPlans:
 
     def _allowed(self, candidate: Candidate, layout: PricedLayout) -> Sequence[Sequence[Mask] | None]:
         """Ways in which blocks may form stages, by the laws of the space."""
-        rows, pp, v = self.rows_of(candidate), candidate.mesh.pp, candidate.virtual_stages
+        rows, pp, v = self.blocks_of(candidate), candidate.mesh.pp, candidate.virtual_stages
         if self.context.space.equal_stages:
             return rows.equal_stages(layout, pp * v)
         if v == 1 or layout.ranks:  # devices that differ hold what they are fast enough for
@@ -240,19 +228,16 @@ class SharesEvaluator:
 
     Args:
         context: of the search.
-        placed: prices on the devices of node groups.
         options: prices of blocks.
         maker: of what relaxations read.
     """
 
-    def __init__(self, context: SearchContext, placed: Placed, options: BlockOptions, maker: InstanceMaker) -> None:
-        self.context, self.placed, self.options, self.maker = context, placed, options, maker
+    def __init__(self, context: SearchContext, options: BlockOptions, maker: InstanceMaker) -> None:
+        self.context, self.options, self.maker = context, options, maker
         self.layouts, self.model = context.layouts, context.model
         self._alone: dict[tuple[int, ...], tuple[CostModel, ...]] = {}
         self._shared: dict[Candidate, _Shared] = {}
-        self._least: dict[Candidate, float] = {}
-        self._fastest: dict[Candidate, float] = {}
-        self._fitting: dict[Candidate, float] = {}
+        self._bounds: dict[tuple[int, Candidate], float] = {}
         self._found: dict[Candidate, Evaluation | Misfit] = {}
 
     def seconds(self, place: int, size: int, vocab_multiple: int = 1) -> float:
@@ -263,50 +248,43 @@ class SharesEvaluator:
 
     # --- bounds
 
-    def bounds_s(self, level: int, candidates: Sequence[Candidate], goal_s: float = math.inf) -> list[float]:
-        """Seconds below which each candidate has no plan, infinite where none fits; each level as the module says."""
-        bound_s = (self._computation_s, self._fastest_s, self._fitting_s)[level]
-        return [bound_s(c) for c in candidates]
+    def bound_s(self, level: int, candidate: Candidate) -> float:
+        """Seconds below which a candidate has no plan, infinite where none fits; each level as the module says."""
+        if (level, candidate) not in self._bounds:
+            made = (self._computation_s, self._fastest_s, self._fitting_s)[level]
+            self._bounds[level, candidate] = made(candidate)
+        return self._bounds[level, candidate]
 
     def _computation_s(self, candidate: Candidate) -> float:
-        if candidate not in self._least:
-            groups = zip(self._places(candidate), candidate.shares, strict=True)
-            longest_s = max(self.seconds(place, share, candidate.vocab_multiple) for place, share in groups)
-            self._least[candidate] = candidate.num_micro_batches * longest_s * (1 - ROUNDING)
-        return self._least[candidate]
+        groups = zip(self._places(candidate), candidate.shares, strict=True)
+        longest_s = max(self.seconds(place, share, candidate.vocab_multiple) for place, share in groups)
+        return candidate.num_micro_batches * longest_s * (1 - ROUNDING)
 
     def _fastest_s(self, candidate: Candidate) -> float:
-        if candidate not in self._fastest:
-            parts = self._parts(candidate)
-            made = self._stages(parts, self.options.fastest_modes())
-            time_s = min(shared_step_s(parts.models, made, steps) for steps in self._in_buckets(parts, made))
-            self._fastest[candidate] = time_s * (1 - ROUNDING)
-        return self._fastest[candidate]
+        parts = self._parts(candidate)
+        made = self._stages(parts, self.options.fastest_modes())
+        return min(shared_step_s(parts.models, made, own) for own in self._in_buckets(parts, made)) * (1 - ROUNDING)
 
     def _fitting_s(self, candidate: Candidate) -> float:
         """What the group takes that needs longest in its own memory, infinite where one does not fit whatever it recomputes.
 
         All groups recompute the same, so that none takes less than by itself. Of blocks that are pinned to the host it is not known.
         """
+        fastest_s = self.bound_s(1, candidate)
         if self.context.moved:
-            return self._fastest_s(candidate)
-        if candidate not in self._fitting:
-            parts = self._parts(candidate)
-            groups = [
-                self.maker.of_group(candidate, option, model)
-                for option, model in zip(parts.options, parts.models, strict=True)
-            ]
-            is_held = all(group.holds_in_order() for group in groups)
-            time_s = float(max(feasible_bounds(groups))) * (1 - ROUNDING) if is_held else math.inf
-            self._fitting[candidate] = max(self._fastest_s(candidate), time_s)
-        return self._fitting[candidate]
+            return fastest_s
+        parts = self._parts(candidate)
+        groups = [self.maker.of_group(candidate, *own) for own in zip(parts.options, parts.models, strict=True)]
+        if not all(group.holds_in_order() for group in groups):
+            return math.inf
+        return max(fastest_s, float(max(feasible_bounds(groups))) * (1 - ROUNDING))
 
     # --- evaluation
 
     def evaluate(self, candidate: Candidate, *, at_most_s: float = math.inf) -> Evaluation | Misfit:
-        """The best plan of a candidate; see :class:`PipelineEvaluator`."""
+        """The best plan of a candidate; see :meth:`autopar.planner.evaluate.evaluator.Evaluator.evaluate`."""
         if candidate not in self._found:
-            if self._fastest_s(candidate) >= at_most_s:
+            if self.bound_s(1, candidate) >= at_most_s:
                 return Misfit(candidate=candidate, reason=SLOW)
             self._found[candidate] = self._evaluated(candidate)
         return self._found[candidate]
@@ -358,15 +336,14 @@ class SharesEvaluator:
         own = [self._needed(*group) for group in zip(parts.models, parts.options, parts.steps, strict=True)]
         most = tuple(max(block, key=RECOMPUTES.index) for block in zip(*own, strict=True))
         leanest = tuple(
-            self.context.recompute.get(i, max(self.options.space_modes, key=RECOMPUTES.index)) for i in range(len(most))
+            self.context.recompute.get(i, max(self.context.modes, key=RECOMPUTES.index)) for i in range(len(most))
         )
         return [*dict.fromkeys((*own, most, leanest))]
 
     def _needed(self, model: CostModel, option: PricedLayout, step: Step) -> Modes:
         """What one group has to recompute; what it can where that is not enough."""
-        options, device = self.options.of_rank(option, step, model, moves=False), model.device
-        most = self._limit(model)
-        limit = (most - device.reserved_bytes) / (1 + device.fragmentation)
+        options = self.options.of_rank(option, step, model, moves=False)
+        most, limit = self.maker.placed.fitting_bytes(model), self.maker.placed.tensor_bytes(model)
         blocks = len(options.blocks)
         for _ in range(MAX_CUTS):
             found = cut(
@@ -381,11 +358,10 @@ class SharesEvaluator:
             limit += MORE * spare
         return tuple(none_if_moved(min(block.options, key=lambda o: o.held_bytes).mode) for block in options.blocks)
 
-    def _limit(self, model: CostModel) -> int:
-        return math.floor(model.memory_limit_bytes / self.model.memory_spread)
-
     def _all_fit(self, parts: _Shared, memory: Sequence[Memory]) -> bool:
-        return all(m.total <= self._limit(model) for m, model in zip(memory, parts.models, strict=True))
+        return all(
+            m.total <= self.maker.placed.fitting_bytes(model) for m, model in zip(memory, parts.models, strict=True)
+        )
 
     # --- what groups do
 
@@ -400,7 +376,7 @@ class SharesEvaluator:
     def _parts(self, candidate: Candidate) -> _Shared:
         if candidate not in self._shared:
             if candidate.order not in self._alone:
-                self._alone[candidate.order] = self.placed.ordered(candidate).alone()
+                self._alone[candidate.order] = self.model.in_order(candidate.order).alone()
             groups = zip(self._places(candidate), candidate.shares, strict=True)
             options = tuple(self._option(place, share, candidate.vocab_multiple) for place, share in groups)
             steps = tuple(self.context.step(candidate, option) for option in options)

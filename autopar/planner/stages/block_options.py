@@ -7,7 +7,7 @@ pipeline rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.cost.model import BlockCost, CostModel, StageCost, Step
@@ -17,34 +17,24 @@ from autopar.plan.plan import RECOMPUTES, Recompute
 from autopar.planner.bounds.floors import BlockFloors, without_shared
 from autopar.planner.layouts.catalogue import Layouts
 from autopar.planner.layouts.layout import PricedLayout
+from autopar.planner.search import SearchContext
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.variants import origins
 from autopar.planner.stages.recompute import MOVED, BlockOption, CutBlock, Way, none_if_moved, useful, with_moved
-from autopar.planner.stages.stage_cut import CutBlocks, StageKinds
+from autopar.planner.stages.stage_cut import CutBlocks
 
 
 class BlockOptions:
     """The blocks of one model; remembers what candidates share.
 
     Args:
-        floors: of the model, whose compact graph and modes of recompute they are for.
-        space_modes: modes of recompute that the space allows.
-        recompute: pinned modes by block of the original graph.
-        moved: blocks of it whose activations live on the host.
+        context: of the search.
+        floors: of the model, whose compact graph they are for.
     """
 
-    def __init__(
-        self,
-        floors: BlockFloors,
-        *,
-        space_modes: tuple[Recompute, ...],
-        recompute: Mapping[int, Recompute],
-        moved: frozenset[int],
-    ) -> None:
-        self.floors, self.class_of, self.model = floors, floors.blocks.class_of, floors.model
-        self.space_modes, self.recompute, self.moved = space_modes, recompute, moved
+    def __init__(self, context: SearchContext, floors: BlockFloors) -> None:
+        self.context, self.floors, self.class_of, self.model = context, floors, floors.blocks.class_of, floors.model
         self._on_hosts: dict[BlockCost, BlockCost] = {}
-        self._kinds: dict[tuple[int, ...], StageKinds] = {}
         self._made: dict[tuple[object, ...], CutBlocks] = {}
 
     def of_rank(self, layout: PricedLayout, step: Step, model: CostModel, *, moves: bool) -> CutBlocks:
@@ -58,21 +48,17 @@ class BlockOptions:
         axes = step.mesh, step.zero_stage, step.num_micro_batches, step.offload
         key = layout, model, axes, moves
         if key not in self._made:  # asked again for other schedules
-            blocks = self._blocks(layout, step, model, moves=moves)
-            keys = tuple(block.key for block in blocks)
-            if keys not in self._kinds:
-                self._kinds[keys] = StageKinds(keys)
-            self._made[key] = CutBlocks(blocks, self._kinds[keys])
+            self._made[key] = CutBlocks(self._blocks(layout, step, model, moves=moves))
         return self._made[key]
 
     def _blocks(self, layout: PricedLayout, step: Step, model: CostModel, *, moves: bool) -> list[CutBlock]:
         made: dict[tuple[int, Recompute | None, bool], CutBlock] = {}
         blocks, beside = [], self._beside(layout) if model.of(step).data.sends_always else {}
         for index, (k, cost) in enumerate(zip(self.class_of, self.costs(layout), strict=True)):
-            pinned = self.recompute.get(index)
+            pinned = self.context.recompute.get(index)
             key = (layout.keys[k], pinned, cost.offloads)
             if key not in made:
-                modes: tuple[Way, ...] = (pinned,) if pinned else self.space_modes
+                modes: tuple[Way, ...] = (pinned,) if pinned else self.context.modes
                 if moves and not cost.offloads:
                     modes = with_moved(modes) if not pinned or pinned == "none" else modes
                 made[key] = self._block(len(made), cost, modes, step, model, beside.get(layout.keys[k], ()))
@@ -89,7 +75,7 @@ class BlockOptions:
     def costs(self, layout: PricedLayout) -> list[BlockCost]:
         """Of each block of the original graph."""
         costs = [layout.costs[k] for k in self.class_of]
-        for index in self.moved:
+        for index in self.context.moved:
             costs[index] = self._on_host(costs[index])
         return costs
 
@@ -150,8 +136,8 @@ class BlockOptions:
 
     def fastest_modes(self) -> tuple[Recompute, ...]:
         """Of each block the one that takes the least time."""
-        free = min(self.space_modes, key=RECOMPUTES.index)
-        return tuple(self.recompute.get(index, free) for index in range(len(self.class_of)))
+        free = min(self.context.modes, key=RECOMPUTES.index)
+        return tuple(self.context.recompute.get(index, free) for index in range(len(self.class_of)))
 
     def least_bytes(self, candidate: Candidate, layout: PricedLayout, step: Step) -> float:
         """Tensors of the fullest rank at least: the average rank, or a single block."""
@@ -173,15 +159,10 @@ class Placed:
         self.layouts, self.model = layouts, model
         self.compact: Compact = layouts.compact
         self._origins: dict[tuple[object, ...], tuple[frozenset[int], ...]] = {}
-        self._options: dict[tuple[PricedLayout, tuple[frozenset[int], ...]], PricedLayout] = {}
 
-    def has(self, candidate: Candidate) -> bool:
+    def is_mixed(self, candidate: Candidate) -> bool:
         """Whether the pipeline ranks of a candidate differ; without a pipeline the slowest device is that of all."""
         return self.model.is_mixed and candidate.mesh.pp > 1
-
-    def ordered(self, candidate: Candidate) -> CostModel:
-        """The model of the cluster with its ranks in the candidate's order."""
-        return self.model.in_order(candidate.order)
 
     def places(self, candidate: Candidate) -> tuple[frozenset[int], ...]:
         """For each pipeline rank the node groups that it lies on, by position in the cluster as given."""
@@ -190,25 +171,20 @@ class Placed:
             self._origins[key] = origins(candidate, self.model.cluster)
         return self._origins[key]
 
-    def limits(self, candidate: Candidate) -> tuple[int, ...]:
-        """The largest predicted peak that fits on each pipeline rank."""
-        spread = self.model.memory_spread
-        return tuple(math.floor(part.memory_limit_bytes / spread) for part in self._parts(candidate))
+    def fitting_bytes(self, part: CostModel) -> int:
+        """The largest predicted peak that fits on the devices of some node groups, by the widest interval of all devices."""
+        return math.floor(part.memory_limit_bytes / self.model.memory_spread)
 
-    def tensor_limits(self, candidate: Candidate) -> tuple[float, ...]:
+    def tensor_bytes(self, part: CostModel) -> float:
         """Likewise for tensors, what the device reserves left out."""
-        parts = zip(self._parts(candidate), self.limits(candidate), strict=True)
-        return tuple((limit - p.device.reserved_bytes) / (1 + p.device.fragmentation) for p, limit in parts)
+        return (self.fitting_bytes(part) - part.device.reserved_bytes) / (1 + part.device.fragmentation)
 
     def option(self, candidate: Candidate, option: PricedLayout) -> PricedLayout:
         """A layout with its prices on each pipeline rank; as it is where it has them, or where ranks are alike."""
-        if option.ranks or not self.has(candidate):
+        if option.ranks or not self.is_mixed(candidate):
             return option
         places = self.places(candidate)
-        if (option, places) not in self._options:
-            ranks = tuple(self.layouts.on_device(option, self.model.part(own)) for own in places)
-            self._options[option, places] = replace(option, ranks=ranks)
-        return self._options[option, places]
+        return replace(option, ranks=tuple(self.layouts.on_device(option, self.model.part(own)) for own in places))
 
     def step(self, step: Step, option: PricedLayout) -> Step:
         """How a candidate runs, with what each rank repeats."""
@@ -222,6 +198,3 @@ class Placed:
         times = [[cost.forward_s + cost.backward_s for cost in own.costs] for own in options]
         members = zip(*times, self.compact.members, strict=True)
         return float(sum(min(own) * len(blocks) for *own, blocks in members))
-
-    def _parts(self, candidate: Candidate) -> tuple[CostModel, ...]:
-        return self.ordered(candidate).parts(candidate.mesh)

@@ -3,57 +3,52 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cost.model import CostModel, StageCost, Step
-from autopar.cost.step.simulation import StageTimes, simulate
 from autopar.cost.step.step import own_times
 from autopar.errors import InfeasibleError
-from autopar.graph.rewrites import Compact
-from autopar.plan.plan import Recompute
 from autopar.plan.prediction import Memory
 from autopar.plan.schedule import peak_table
 from autopar.planner.layouts.layout import PricedLayout
+from autopar.planner.search import SearchContext
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.stages.recompute import Way
-from autopar.planner.stages.stage_cut import Cut, CutBlocks, KnownTimes, Mask, cut, stage_masks
+from autopar.planner.stages.stage_cut import Cut, CutBlocks, Mask, cut, stage_masks
 
 LATE = 6
 """Parts of the pipeline's ranks, of which some have short first stages."""
 
 
 class EqualBlocks:
-    """Blocks of one model, by kind.
+    """Blocks of the model of a search, by kind.
 
     Args:
-        compact: the compact graph.
-        modes: of recompute that the space allows.
-        pinned: modes of blocks of the original graph.
-        is_pinned: pins say which stage holds some block.
-        every: see ``Space.every``.
+        context: of the search.
+        moves: blocks may keep on the host what their backward needs, beside their modes of recompute, of which none is selective then.
+
+    Attributes:
+        modes: of recompute that each block of the compact graph may have.
+        is_moved: whether what it keeps is pinned to the host.
+        counts: blocks that it stands for.
     """
 
-    def __init__(
-        self,
-        compact: Compact,
-        *,
-        modes: Sequence[Recompute],
-        pinned: Mapping[int, Recompute],
-        is_pinned: bool = False,
-        every: int = 0,
-    ) -> None:
-        self.compact, self.class_of, self.is_pinned, self.every = compact, compact.class_of, is_pinned, every
-        self.moves = False
-        """Whether blocks may keep on the host what their backward needs, beside their modes of recompute."""
+    def __init__(self, context: SearchContext, *, moves: bool) -> None:
+        self.compact = compact = context.layouts.compact
+        self.class_of, self.is_pinned, self.moves = compact.class_of, bool(context.stages), moves
+        self.every = 0 if context.space.equal_stages else context.space.every
+        plain = tuple(mode for mode in context.modes if mode != "selective") or context.modes
+        modes, pinned = plain if moves else context.modes, context.recompute
         self.modes = [
             tuple(dict.fromkeys(m for i in members for m in ((pinned[i],) if i in pinned else modes)))
             for members in compact.members
         ]
+        self.is_moved = [any(i in context.moved for i in members) for members in compact.members]
         self.counts = [len(members) for members in compact.members]
 
     def largest(self, option: PricedLayout) -> tuple[int, ...]:
@@ -96,10 +91,8 @@ class EqualBlocks:
     def even_stages(self, option: PricedLayout, pp: int, virtual_stages: int) -> list[list[NDArray[np.bool_]]]:
         """Ways to cut virtual stages: for each stage whether blocks i:j may be one, see :meth:`most_blocks`.
 
-        Where blocks do not divide evenly, the first ways give those that are left to the middle of a rank's stages: the
-        first and the last of them stand in the fill and the drain of the pipeline. A rank's first stages hold the most
-        micro-batches, and the first ranks' more than others': theirs may go to their last stages. Of two stages a rank, the
-        first ranks' first ones may be those that are short.
+        Of two stages a rank, where blocks do not divide evenly, the first ranks' first ones may be those that are short: the pipeline
+        fills sooner.
         """
         stages = pp * virtual_stages
         most = self.most_blocks(option, stages)
@@ -110,19 +103,11 @@ class EqualBlocks:
         held = counted[None, :] - counted[:, None]
         each, rest = divmod(int(counted[-1]), stages)
         even = [held <= most] * stages
-        if not rest:
+        if not rest or virtual_stages != 2:
             return [even]
-        count, fewer, larger = -(-rest // pp), held <= each, held <= each + 1
-        if virtual_stages == 2:  # the pipeline fills sooner where the first stages are short
-            shares = sorted({pp * k // LATE for k in range(1, LATE)} - {0})
-            return [even, *([fewer if s < late else larger for s in range(stages)] for late in shares)]
-        middle = set(sorted(range(virtual_stages), key=lambda turn: (abs(2 * turn - virtual_stages + 1), turn))[:count])
-        last = set(range(virtual_stages - count, virtual_stages))
-        ways = [
-            [larger if s // pp in (last if s % pp < late else middle) else fewer for s in range(stages)]
-            for late in sorted({0, 1, pp // 4}, reverse=True)
-        ]
-        return [*ways, even]
+        fewer, larger = held <= each, held <= each + 1
+        shares = sorted({pp * k // LATE for k in range(1, LATE)} - {0})
+        return [even, *([fewer if s < late else larger for s in range(stages)] for late in shares)]
 
     def equal_stages(self, option: PricedLayout, stages: int) -> list[list[NDArray[np.bool_]]]:
         """The way to cut stages that hold equal numbers of blocks of the largest group, or one more; as in :meth:`even_stages`."""
@@ -182,7 +167,6 @@ class CutProblem:
         pinned: the stage of blocks that are pinned to one.
         allowed_stages: ways in which blocks may form stages, each a mask for every stage; None: as they are quickest.
         stages_of: stages that end at some blocks, whose blocks run in some modes.
-        times: of stages, as its cuts work them out.
     """
 
     candidate: Candidate
@@ -195,7 +179,6 @@ class CutProblem:
     pinned: dict[int, int]
     allowed_stages: tuple[Sequence[Mask] | None, ...]
     stages_of: Callable[[Sequence[int], Sequence[Way]], tuple[StageCost, ...]]
-    times: KnownTimes = field(default_factory=dict)
 
     @property
     def num_blocks(self) -> int:
@@ -287,18 +270,6 @@ class CutProblem:
             before_s += first_s[rank]
         return found
 
-    def least_s(self, stops: Sequence[int]) -> float:
-        """A tighter bound than :meth:`busy_s`, whatever a cut's blocks recompute: its stages simulated, without messages."""
-        once_s, times = [0.0] * self.pp, []
-        for rank, start, stop in self.spans(stops):
-            options = self.block_options[rank]
-            forward_s, time_s = options.quickest_s[:, stop] - options.quickest_s[:, start]
-            times.append(StageTimes(forward_s=float(forward_s), backward_s=float(time_s - forward_s)))
-            once_s[rank] += sum(block.once_s for block in options.blocks[start:stop])
-        own = self.candidate
-        finish_s = simulate(own.schedule, self.pp, own.num_micro_batches, times).finish_s
-        return max(end_s + after_s for end_s, after_s in zip(finish_s, once_s, strict=True))
-
 
 def evenly(blocks: int, stages: int) -> Stops:
     """Where stages of as equal numbers of blocks as can be end."""
@@ -324,11 +295,8 @@ def exactly(stops: Sequence[int], blocks: int) -> list[Mask]:
 # --- a cut that fits in memory as the memory model counts it
 
 
-def fitted(problem: CutProblem, allowed: Sequence[Mask] | None, at_most_s: float) -> Fitting | Failure:
+def fitted(problem: CutProblem, allowed: Sequence[Mask] | None) -> Fitting | Failure:
     """A cut that fits into stages that are allowed; or why there is none.
-
-    Args:
-        at_most_s: cuts that take no less whatever they recompute are left unfinished.
 
     Raises:
         InfeasibleError: the stages that are pinned cannot be cut.
@@ -338,11 +306,11 @@ def fitted(problem: CutProblem, allowed: Sequence[Mask] | None, at_most_s: float
     for found in _cuts(problem, masks):
         needs = max(memory.total for memory in found.memory)
         if problem.fits(found):
-            return Failure(is_slow=True) if problem.least_s(found.stops) >= at_most_s else found
+            return found
     lean_bytes = []
     for found in _lean(problem, masks):
         if problem.fits(found):
-            return Failure(is_slow=True) if problem.least_s(found.stops) >= at_most_s else found
+            return found
         lean_bytes.append(max(memory.total for memory in found.memory))
     return Failure(needs_bytes=min(lean_bytes, default=needs) or leanest_bytes(problem))
 
@@ -370,7 +338,6 @@ def _cut(problem: CutProblem, masks: Sequence[Mask], limits: Sequence[float]) ->
         limit_bytes=limits,
         num_micro_batches=problem.candidate.num_micro_batches,
         allowed=masks,
-        known=problem.times,
     )
 
 

@@ -1,7 +1,7 @@
 """Which blocks of a rank with several stages recompute, made better: one recomputes less and another one more, as long as the step gets shorter.
 
 How long a step takes depends on which of a rank's stages recompute: some of them stand in the fill or in the drain of the pipeline, some wait
-for other ranks anyway. The choices of :mod:`autopar.planner.stages.refinement` are the same for all ranks; here each rank has its own.
+for other ranks anyway. The choice of :mod:`autopar.planner.stages.refinement` counts what each rank takes by itself; here the simulation decides.
 
 As where blocks move, chains of actions that were the longest of some choice say how long other choices take at least: the stages are the
 same, so that only backwards differ. Of all changes of one rank that its memory allows (one block recomputes less, or more, or both) that
@@ -31,14 +31,13 @@ class _Change:
     """Of the mode of one block; none at all where ``stage`` is -1."""
 
     stage: int
-    turn: int
     block: int
     mode: Way
     time_s: float
     held_bytes: float
 
 
-_NONE = _Change(stage=-1, turn=0, block=-1, mode="none", time_s=0.0, held_bytes=0.0)
+_NONE = _Change(stage=-1, block=-1, mode="none", time_s=0.0, held_bytes=0.0)
 
 
 def exchanged(problem: CutProblem, found: Fitting, time_s: float) -> Fitting:
@@ -118,7 +117,7 @@ def _changes(problem: CutProblem, found: Fitting, chains: _Chains, goal_s: float
         changes = [_NONE, *_changes_of(problem, found, rank)]
         peaks = problem.peaks(rank)
         more_s = backwards[:, [c.stage for c in changes]] * np.array([c.time_s for c in changes])
-        more_bytes = peaks[:, [c.turn for c in changes]] * np.array([c.held_bytes for c in changes])
+        more_bytes = peaks[:, [c.stage // problem.pp for c in changes]] * np.array([c.held_bytes for c in changes])
         ends_s = (base_s[:, None, None] + more_s[:, :, None] + more_s[:, None, :]).max(axis=0)
         fits = (more_bytes[:, :, None] + more_bytes[:, None, :] + needs[rank][:, None, None] <= 0).all(axis=0)
         for i, j in zip(*np.nonzero(np.triu(fits & (ends_s < goal_s), 1)), strict=True):
@@ -144,7 +143,6 @@ def _changes_of(problem: CutProblem, found: Fitting, rank: int) -> list[_Change]
             changes += [
                 _Change(
                     stage=rank + turn * problem.pp,
-                    turn=turn,
                     block=i,
                     mode=other.mode,
                     time_s=other.time_s - options[mode].time_s,

@@ -154,7 +154,10 @@ class Recomputes:
     def __init__(self, kinds: Sequence[CutBlock]) -> None:
         self.kinds = tuple(kinds)
         self.static_bytes = np.array([block.static_bytes for block in kinds])
-        self._may_move = any(option.mode == MOVED for block in kinds for option in block.options)
+        none = BlockOption(mode=MOVED, time_s=0.0, held_bytes=0.0, transient_bytes=0.0)
+        self._may_move = np.array([any(o.mode == MOVED for o in block.options) for block in kinds])
+        self._must_move = np.array([all(o.mode == MOVED for o in block.options) for block in kinds])
+        self._moving = [next((o for o in block.options if o.mode == MOVED), none) for block in kinds]
         plain = [[o for o in block.options if o.mode != MOVED] for block in kinds]
         self._plain = [own or list(block.options) for own, block in zip(plain, kinds, strict=True)]
         self._levels = _levels(self._plain)
@@ -213,14 +216,9 @@ class Recomputes:
 
     def _moved(self, counts: NDArray[np.int64]) -> list[NDArray[np.int64]]:
         """How many blocks of each kind keep on the host what they need: the same part of all that may."""
-        none = np.zeros_like(counts)
-        if not self._may_move:
-            return [none]
-        may = np.array([any(o.mode == MOVED for o in block.options) for block in self.kinds])
-        must = np.array([all(o.mode == MOVED for o in block.options) for block in self.kinds])
-        own = np.where(may, counts, 0)
+        own = np.where(self._may_move, counts, 0)
         most = int(own.max(initial=0))
-        fixed = np.where(must, counts, 0)
+        fixed = np.where(self._must_move, counts, 0)
         return [np.maximum(own * part // max(most, 1), fixed) for part in range(most + 1)]
 
     def _solved(
@@ -231,50 +229,25 @@ class Recomputes:
         Args:
             in_flight, limit_bytes: of shapes that broadcast to [limits, stages].
         """
-        level, plain = self._levels, counts - moved
+        level, plain, own = self._levels, counts - moved, self._moving
         static = counts @ self.static_bytes
-        move = self._moves(moved)
-        passing = np.maximum(level.passing_bytes[:, None], move.passing_bytes[None])
+        moved_bytes = ((moved > 0) * np.array([o.transient_bytes for o in own])).max(axis=1)
+        passing = np.maximum(level.passing_bytes[:, None], moved_bytes[None])
         room = (limit_bytes - static - passing[:, None]) / in_flight
-        time_s = (plain @ self._time_s.T).T + move.time_s
-        need = (plain @ self._held_bytes.T).T[:, None] + move.held_bytes - room
+        more_s = np.array([o.time_s + block.more_s for o, block in zip(own, self.kinds, strict=True)])
+        time_s = (plain @ self._time_s.T).T + moved @ more_s
+        need = (plain @ self._held_bytes.T).T[:, None] + moved @ np.array([o.held_bytes for o in own]) - room
         allowed = ((plain > 0) @ (level.first < 0).T == 0).T
         found_s, taken = _covered(level, plain, need)
         found_s = found_s + time_s[:, None]
-        if self._may_move:
-            forward_s = (plain @ self._forward_s.T).T + move.forward_s
-            waits = np.maximum(move.down_s - forward_s, 0.0)[:, None]
-            waits = waits + np.maximum(move.up_s - (found_s - forward_s[:, None]), 0.0) + move.last_up_s
+        if moved.any():
+            forward_s = (plain @ self._forward_s.T).T + moved @ np.array([o.forward_s for o in own])
+            down_s, up_s = moved @ np.array([o.down_s for o in own]), moved @ np.array([o.up_s for o in own])
+            last_up_s = (moved.sum(axis=1) > 0) * min((o.up_s for o in own if o.up_s), default=0.0)
+            waits = np.maximum(down_s - forward_s, 0.0)[:, None]
+            waits = waits + np.maximum(up_s - (found_s - forward_s[:, None]), 0.0) + last_up_s
             found_s = found_s + waits
         return np.where(allowed[:, None], found_s, np.inf), taken
-
-    def _moves(self, moved: NDArray[np.int64]) -> _Moves:
-        none = BlockOption(mode=MOVED, time_s=0.0, held_bytes=0.0, transient_bytes=0.0)
-        own = [next((o for o in block.options if o.mode == MOVED), none) for block in self.kinds]
-        more_s = [block.more_s for block in self.kinds]
-        ups = [o.up_s for o in own if o.up_s]
-        return _Moves(
-            time_s=moved @ np.array([o.time_s + m for o, m in zip(own, more_s, strict=True)]),
-            forward_s=moved @ np.array([o.forward_s for o in own]),
-            held_bytes=moved @ np.array([o.held_bytes for o in own]),
-            passing_bytes=((moved > 0) * np.array([o.transient_bytes for o in own])).max(axis=1),
-            down_s=moved @ np.array([o.down_s for o in own]),
-            up_s=moved @ np.array([o.up_s for o in own]),
-            last_up_s=(moved.sum(axis=1) > 0) * min(ups, default=0.0),
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Moves:
-    """Of the blocks of stages that keep on the host what they need, together [stages]."""
-
-    time_s: Array
-    forward_s: Array
-    held_bytes: Array
-    passing_bytes: Array
-    down_s: Array
-    up_s: Array
-    last_up_s: Array
 
 
 def _levels(kinds: Sequence[Sequence[BlockOption]]) -> _Levels:

@@ -6,10 +6,6 @@ are weighed together against its fullest moments: of all steps to a leaner mode 
 one is taken that frees most of what the rank has too much for its seconds, until no moment has too much, and steps that turn out not to be
 needed are taken back: the greedy algorithm of covering programs (Dobson 1982).
 
-Of choices that take equally long the quickest are those that recompute on the same turn on all ranks: ranks run their stages of one turn
-side by side, and wait for each other. Which turn is best depends on the fill and the drain of the pipeline: each is tried, and the
-simulation judges.
-
 A block moves as long as the simulated step gets shorter. The cut balances what each rank takes. Which of several stages has one block more
 decides how the pipeline fills and drains, and what ranks that differ wait for; the simulation works that out action by action. A step is as
 long as its longest chain of actions (:mod:`autopar.cost.step.simulation`), and with other stages the same actions still follow each other:
@@ -33,15 +29,8 @@ from autopar.plan.prediction import Memory
 from autopar.planner.stages.cut_problem import CutProblem, Fitting, Modes, Stops, allows, exactly, fitted
 from autopar.planner.stages.recompute import MOVED, Array, Way, lower_hull
 
-BEGUN = 2
-"""Micro-batches for each pipeline rank by which choices are compared where a step has more."""
-
 MAX_CHOICES = 4
 """Times that ranks choose again because the memory model finds more than they counted."""
-
-TIE = 1 + 1e-9
-"""Ratio of times that are equal but for rounding."""
-
 
 TINY_S = 1e-12
 """Seconds that a step takes at least, so that what is freed for each second is finite."""
@@ -75,28 +64,19 @@ def refined(problem: CutProblem, found: Fitting) -> Fitting:
     if problem.candidate.virtual_stages == 1 or problem.candidate.moves or not {"selective", "full"} & {*found.modes}:
         return found
     covered = _covered(problem, found.stops, range(problem.pp))
-    if covered is None:
+    if covered is None or covered[0] == found.modes:
         return found
-    choices = [own for own in covered[0].choices() if own != found.modes]
-    every = [found.made, *(problem.stages_of(found.stops, modes) for modes in choices)]
-    count = min(problem.candidate.num_micro_batches, BEGUN * problem.pp)
-    ends_s = [problem.model.begun_s(made, problem.step, count) for made in every]
-    for place in np.argsort(ends_s, kind="stable").tolist():
-        if place == 0:
-            break
-        other = problem.fitting(found.stops, choices[place - 1])
-        if problem.fits(other):
-            return other if problem.time_s(other) < problem.time_s(found) else found
-    return found
+    other = problem.fitting(found.stops, covered[0])
+    return other if problem.fits(other) and problem.time_s(other) < problem.time_s(found) else found
 
 
-def _covered(problem: CutProblem, stops: Stops, ranks: Sequence[int]) -> tuple[_Cover, Modes, Sequence[Memory]] | None:
-    """Of some ranks a cover, its quickest choice, and their memory, which is as much as they have; None where there is none.
+def _covered(problem: CutProblem, stops: Stops, ranks: Sequence[int]) -> tuple[Modes, Sequence[Memory]] | None:
+    """The modes in which some ranks take the least time, and their memory, which is as much as they have; None where there are none.
 
     What a rank needs in passing depends on what it recomputes: it is taken from one choice for the next one, from none at all on.
     Blocks of other ranks are in their quickest modes.
     """
-    steps = [_rank_steps(problem, stops, rank) for rank in ranks]
+    cover = _Cover(problem, stops, ranks)
     limits = [problem.memory_limits[rank] for rank in ranks]
     modes = problem.quickest_modes(stops)
     made = problem.stages_of(stops, modes)
@@ -104,19 +84,18 @@ def _covered(problem: CutProblem, stops: Stops, ranks: Sequence[int]) -> tuple[_
     held = _held(made)
     needs = _needs(problem, memory, held)
     for _ in range(MAX_CHOICES):
-        cover = _Cover(problem, stops, ranks, steps, needs)
         if _fit(memory, limits):
-            return cover, modes, memory
-        taken, time_s = cover.taken([(0, 0)])
-        if not np.isfinite(time_s).all():
+            break
+        taken = cover.taken(needs)
+        if taken is None:
             return None
-        modes = cover.modes(taken[:, 0])
+        modes = cover.modes(taken)
         memory = problem.model.memory(problem.stages_of(stops, modes), problem.step, ranks)
         needs = [
             own if now.total <= limit else np.maximum(np.maximum(own, more), own + now.total - limit)
             for own, more, now, limit in zip(needs, _needs(problem, memory, held), memory, limits, strict=True)
         ]
-    return (_Cover(problem, stops, ranks, steps, needs), modes, memory) if _fit(memory, limits) else None
+    return (modes, memory) if _fit(memory, limits) else None
 
 
 def _fit(memory: Sequence[Memory], limits: Sequence[int]) -> bool:
@@ -175,99 +154,62 @@ def _rank_steps(problem: CutProblem, stops: Stops, rank: int) -> list[_Step]:
 
 
 class _Cover:
-    """Of some ranks: what they have too much at their fullest moments, and the steps that free some of it.
+    """The steps of some ranks, and what they free at the ranks' fullest moments.
 
     Attributes:
         steps: of each rank.
-        needs: [ranks, moments]; of fewer moments the rest has nothing too much.
         freed: by one block [ranks, steps, moments].
-        time_s, sizes, turns, previous: [ranks, steps]; of fewer steps the rest is of no blocks.
+        time_s, sizes, previous: [ranks, steps]; of fewer steps the rest is of no blocks.
     """
 
-    def __init__(
-        self,
-        problem: CutProblem,
-        stops: Stops,
-        ranks: Sequence[int],
-        steps: Sequence[Sequence[_Step]],
-        needs: Sequence[Array],
-    ) -> None:
-        self.problem, self.stops, self.steps = problem, stops, steps
-        shape = len(steps), max(map(len, steps))
-        moments = max(map(len, needs))
-        self.needs = np.full((len(steps), moments), -np.inf)
-        self.freed = np.zeros((*shape, moments))
-        self.time_s, self.sizes = np.ones(shape), np.zeros(shape)
-        self.turns, self.previous = np.full(shape, -1), np.full(shape, -1)
-        for place, (rank, own) in enumerate(zip(ranks, steps, strict=True)):
-            peaks = problem.peaks(rank)
-            self.needs[place, : len(needs[place])] = needs[place]
+    def __init__(self, problem: CutProblem, stops: Stops, ranks: Sequence[int]) -> None:
+        self.problem, self.stops = problem, stops
+        self.steps = [_rank_steps(problem, stops, rank) for rank in ranks]
+        peaks = [problem.peaks(rank) for rank in ranks]
+        shape = len(ranks), max(1, *map(len, self.steps))
+        self.freed = np.zeros((*shape, max(map(len, peaks))))
+        self.time_s, self.sizes, self.previous = np.ones(shape), np.zeros(shape), np.full(shape, -1)
+        for place, (moments, own) in enumerate(zip(peaks, self.steps, strict=True)):
             for i, step in enumerate(own):
-                self.freed[place, i, : len(peaks)] = peaks[:, step.turn] * step.freed_bytes
+                self.freed[place, i, : len(moments)] = moments[:, step.turn] * step.freed_bytes
                 self.time_s[place, i], self.sizes[place, i] = max(step.time_s, TINY_S), len(step.blocks)
-                self.turns[place, i], self.previous[place, i] = step.turn, step.previous
+                self.previous[place, i] = step.previous
 
-    def taken(self, variants: Sequence[tuple[int, int]]) -> tuple[Array, Array]:
-        """How often steps are taken [ranks, variants, steps], and their seconds [ranks, variants]; infinite where too little is freed.
+    def taken(self, needs: Sequence[Array]) -> Array | None:
+        """How often steps are taken [ranks, steps]; None where too little is freed.
 
         Args:
-            variants: turns, and how many steps are taken on them before others.
+            needs: bytes that each rank has too much at its moments.
         """
-        ranks, steps = self.sizes.shape
-        taken = np.zeros((ranks, len(variants), steps))
-        left = np.repeat(self.needs[:, None], len(variants), axis=1)
-        if not steps:
-            return taken, np.where(left.max(axis=2) > 0, np.inf, 0.0)
-        first = self.turns[:, None] == np.array([turn for turn, _ in variants])[:, None]
-        counts = np.array([count for _, count in variants], dtype=float)
-        rows, columns = np.indices(left.shape[:2])
+        every, taken = np.arange(len(needs)), np.zeros(self.sizes.shape)
+        left = np.full((len(needs), self.freed.shape[2]), -np.inf)  # of fewer moments the rest has nothing too much
+        for place, own in enumerate(needs):
+            left[place, : len(own)] = own
         while True:
             missing = np.maximum(left, 0.0)
-            useful = np.minimum(self.freed[:, None], missing[:, :, None]).sum(axis=3)
+            useful = np.minimum(self.freed, missing[:, None]).sum(axis=2)
             room = self._limits(taken) - taken
-            gains = np.where((room > 0) & (useful > 0), useful / self.time_s[:, None], 0.0)
-            forced = np.maximum(counts - (taken * first).sum(axis=2), 0.0)
-            own = gains * (first & (forced > 0)[:, :, None])
-            gains = np.where((own > 0).any(axis=2, keepdims=True), own, gains)
-            best = gains.argmax(axis=2)
-            may = gains[rows, columns, best] > 0
+            gains = np.where((room > 0) & (useful > 0), useful / self.time_s, 0.0)
+            best = gains.argmax(axis=1)
+            may = gains[every, best] > 0
             if not may.any():
                 break
-            freed = self.freed[rows, best]
-            whole = np.where((missing > 0) & (freed > 0), missing / np.maximum(freed, 1.0), np.inf).min(axis=2)
-            number = np.clip(np.floor(whole), 1.0, room[rows, columns, best])
-            number = np.where(forced > 0, np.minimum(number, forced), number) * may
-            taken[rows, columns, best] += number
-            left = left - number[:, :, None] * freed
-        every, some = np.arange(ranks), np.arange(len(variants))
+            freed = self.freed[every, best]
+            whole = np.where((missing > 0) & (freed > 0), missing / np.maximum(freed, 1.0), np.inf).min(axis=1)
+            number = np.clip(np.floor(whole), 1.0, room[every, best]) * may
+            taken[every, best] += number
+            left = left - number[:, None] * freed
         for place in np.argsort(-self.time_s, axis=1, kind="stable").T:
-            own = taken[every, :, place]
+            own = taken[every, place]
             if not own.any():
                 continue
-            freed = self.freed[every, place][:, None]
-            onward = (taken * (self.previous == place[:, None])[:, None]).sum(axis=2)
-            spare = np.where(freed > 0, -left / np.maximum(freed, 1.0), np.inf).min(axis=2)
+            freed = self.freed[every, place]
+            onward = (taken * (self.previous == place[:, None])).sum(axis=1)
+            spare = np.where(freed > 0, -left / np.maximum(freed, 1.0), np.inf).min(axis=1)
             back = np.clip(np.floor(spare), 0.0, own - onward)
-            taken[every[:, None], some, place[:, None]] -= back
-            left = left + back[:, :, None] * freed
-        time_s = (taken * self.time_s[:, None]).sum(axis=2)
-        return taken, np.where(left.max(axis=2) > 0, np.inf, time_s)
-
-    def choices(self) -> list[Modes]:
-        """Modes of all blocks, one choice for each turn that is preferred: of each rank's quickest choices that with most on the turn."""
-        most = max((len(step.blocks) for own in self.steps for step in own), default=0)
-        turns = range(self.problem.candidate.virtual_stages)
-        variants = [(0, 0), *((turn, count) for turn in turns for count in range(1, most + 1))]
-        taken, time_s = self.taken(variants)
-        is_least = time_s <= time_s.min(axis=1, keepdims=True) * TIE
-        ranks = np.arange(len(taken))
-        chosen = [time_s.argmin(axis=1)]
-        for turn in turns:
-            own = np.array([i for i, (which, count) in enumerate(variants) if which == turn and count], dtype=np.int64)
-            if len(own):
-                last = len(own) - 1 - is_least[:, own][:, ::-1].argmax(axis=1)
-                chosen.append(np.where(is_least[:, own].any(axis=1), own[last], chosen[0]))
-        return [*dict.fromkeys(self.modes(taken[ranks, own]) for own in chosen)]
+            taken[every, place] -= back
+            left = left + back[:, None] * freed
+        return None if (left > 0).any() else taken
 
     def modes(self, taken: Array) -> Modes:
         """Of all blocks, by how often each rank takes its steps [ranks, steps]; of equal ones of a stage the first recompute the most.
@@ -283,9 +225,8 @@ class _Cover:
 
     def _limits(self, taken: Array) -> Array:
         """How often each step may be taken: by the blocks that took the one before it."""
-        every = np.arange(len(taken))[:, None, None], np.arange(taken.shape[1])[:, None]
-        before = taken[*every, np.maximum(self.previous, 0)[:, None]]
-        found: Array = np.where((self.previous >= 0)[:, None], before, self.sizes[:, None])
+        before = np.take_along_axis(taken, np.maximum(self.previous, 0), axis=1)
+        found: Array = np.where(self.previous >= 0, before, self.sizes)
         return found
 
 
@@ -336,7 +277,7 @@ class RankCovers:
         """Stages that end at these blocks; None where none fits."""
         problem, pp = self.problem, self.problem.pp
         if problem.candidate.moves:
-            other = fitted(problem, exactly(stops, problem.num_blocks), float("inf"))
+            other = fitted(problem, exactly(stops, problem.num_blocks))
             return other if isinstance(other, Fitting) else None
         spans = problem.spans(stops)
         of_rank = [spans[rank::pp] for rank in range(pp)]
@@ -348,8 +289,8 @@ class RankCovers:
             found = _covered(problem, stops, asked)
             if found is None:
                 return None
-            for rank, memory in zip(asked, found[2], strict=True):
-                self._known[keys[rank]] = [found[1][start:stop] for _, start, stop in of_rank[rank]], memory
+            for rank, memory in zip(asked, found[1], strict=True):
+                self._known[keys[rank]] = [found[0][start:stop] for _, start, stop in of_rank[rank]], memory
         known = [self._known[key] for key in keys]
         modes = tuple(mode for s, (rank, _, _) in enumerate(spans) for mode in known[rank][0][s // pp])
         made = problem.stages_of(stops, modes)

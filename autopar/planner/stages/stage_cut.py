@@ -22,10 +22,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import combinations, product
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from autopar.planner.stages.recompute import MOVED, Array, CutBlock, Recomputes, Way
@@ -62,40 +63,38 @@ class StageKinds:
         self.which[upper] = which.reshape(-1)  # numpy 2.0 gives it another dim
 
 
+@lru_cache(maxsize=64)
+def stage_kinds(keys: tuple[int, ...]) -> StageKinds:
+    """Of blocks of these keys; layouts of one model have the same ones."""
+    return StageKinds(keys)
+
+
 class CutBlocks:
     """A model's blocks in order, as the devices of one pipeline rank run them.
 
     Args:
         blocks: equal keys mean equal blocks.
-        kinds: of their keys.
     """
 
-    def __init__(self, blocks: Sequence[CutBlock], kinds: StageKinds | None = None) -> None:
+    def __init__(self, blocks: Sequence[CutBlock]) -> None:
         self.blocks = tuple(blocks)
-        self.kinds = kinds or StageKinds([b.key for b in blocks])
+        self.kinds = stage_kinds(tuple(b.key for b in blocks))
         one_of = {b.key: b for b in blocks}
         self.recomputes = Recomputes([one_of[key] for key in self.kinds.keys])
-        self._taken: dict[tuple[int, int, float], list[dict[Way, int]]] = {}
+        self._times: dict[tuple[int, float], Array] = {}
 
-    def times_s(
-        self, in_flight: Sequence[int], limit_bytes: Sequence[float], allowed: Mask, known: KnownTimes
-    ) -> list[Array]:
-        """For each number of micro-batches and its limit the least time of blocks i:j at [i, j], where that may be a stage.
-
-        Args:
-            known: that were worked out for other ways to cut; more are added.
-        """
-        asked = list(dict.fromkeys(zip(in_flight, limit_bytes, strict=True)))
-        rows = [known.setdefault((self, *key), np.full(len(self.kinds.counts), np.nan)) for key in asked]
+    def times_s(self, in_flight: Sequence[int], limit_bytes: Sequence[float], allowed: Mask) -> list[Array]:
+        """For each number of micro-batches and its limit the least times of stages, as ``kinds`` numbers them, where blocks i:j may be one."""
+        keys = list(zip(in_flight, limit_bytes, strict=True))
+        rows = {key: self._times.setdefault(key, np.full(len(self.kinds.counts), np.nan)) for key in keys}
         used = np.unique(self.kinds.which[allowed])
-        new = used[np.isnan([row[used] for row in rows]).any(axis=0)]
+        new = used[np.isnan([row[used] for row in rows.values()]).any(axis=0)]
         if len(new):
-            found = self.recomputes.times_s(self.kinds.counts[new], [a for a, _ in asked], [b for _, b in asked])
-            for row, own in zip(rows, found, strict=True):
+            held, limits = zip(*rows, strict=True)
+            found = self.recomputes.times_s(self.kinds.counts[new], held, limits)
+            for row, own in zip(rows.values(), found, strict=True):
                 row[new] = own
-        which = np.maximum(self.kinds.which, 0)
-        made = {key: np.where(allowed, row[which], np.inf) for key, row in zip(asked, rows, strict=True)}
-        return [made[key] for key in zip(in_flight, limit_bytes, strict=True)]
+        return [rows[key] for key in keys]
 
     def modes(
         self, spans: Sequence[tuple[int, int]], in_flight: Sequence[int], limit_bytes: Sequence[float]
@@ -104,16 +103,9 @@ class CutBlocks:
 
         Those that keep on the host what they need stand evenly between the others.
         """
-        keys = [
-            (int(self.kinds.which[span]), held, limit)
-            for span, held, limit in zip(spans, in_flight, limit_bytes, strict=True)
-        ]
-        new = [key for key in dict.fromkeys(keys) if key not in self._taken]  # stages of a pipeline are often equal
-        if new:
-            which, held, limits = zip(*new, strict=True)
-            made = self.recomputes.modes(self.kinds.counts[list(which)], held, limits)
-            self._taken.update(zip(new, made, strict=True))
-        return [self._in_place(*span, self._taken[key]) for span, key in zip(spans, keys, strict=True)]
+        counts = self.kinds.counts[[self.kinds.which[span] for span in spans]]
+        made = self.recomputes.modes(counts, in_flight, limit_bytes)
+        return [self._in_place(*span, own) for span, own in zip(spans, made, strict=True)]
 
     def _in_place(self, start: int, stop: int, taken: Sequence[Mapping[Way, int]]) -> list[Way]:
         left = {key: dict(own) for key, own in zip(self.kinds.keys, taken, strict=True)}
@@ -147,10 +139,6 @@ class CutBlocks:
         return {(b.key, o.mode): o.time_s for b in self.blocks for o in b.options}
 
 
-KnownTimes = dict[tuple[CutBlocks, int, float], Array]
-"""Times of stages by what of :class:`StageKinds` they are of, for blocks, micro-batches that they hold and their limit of bytes."""
-
-
 def cut(
     ranks: Sequence[CutBlocks],
     *,
@@ -158,7 +146,6 @@ def cut(
     limit_bytes: Sequence[float],
     num_micro_batches: int,
     allowed: Sequence[Mask],
-    known: KnownTimes | None = None,
 ) -> Cut | None:
     """The best cut; None when no cut fits.
 
@@ -168,12 +155,9 @@ def cut(
         limit_bytes: that each stage may fill.
         num_micro_batches: of a step.
         allowed: for each stage whether blocks i:j may be it (:func:`stage_masks`).
-        known: times of stages in other cuts of these blocks; None: there are none.
     """
-    known = {} if known is None else known
     stages = len(in_flight)
     own = [ranks[s % len(ranks)] for s in range(stages)]
-    masks = [mask.tobytes() for mask in allowed]
     asked: dict[CutBlocks, list[int]] = {}
     for s, blocks in enumerate(own):
         asked.setdefault(blocks, []).append(s)
@@ -182,14 +166,12 @@ def cut(
     which = [0] * stages
     for blocks, mine in asked.items():
         may = np.logical_or.reduce([allowed[s] for s in mine])
-        if not may.any():
-            return None
-        found = blocks.times_s([in_flight[s] for s in mine], [limit_bytes[s] for s in mine], may, known)
-        for s, table in zip(mine, found, strict=True):
-            key = blocks, in_flight[s], limit_bytes[s], masks[s]
+        found = blocks.times_s([in_flight[s] for s in mine], [limit_bytes[s] for s in mine], may)
+        for s, times_s in zip(mine, found, strict=True):
+            key = blocks, in_flight[s], limit_bytes[s], allowed[s].tobytes()
             if key not in alike:
                 alike[key] = len(tables)
-                tables.append(np.where(allowed[s], table, np.inf))
+                tables.append(np.where(allowed[s], times_s[blocks.kinds.which], np.inf))
             which[s] = alike[key]
     best = least_sum_and_slowest(tables, which, num_micro_batches)
     if best is None:
@@ -290,9 +272,7 @@ class _Band:
         padded = np.full(size + most, np.inf)  # that of blocks 0:j stands at j + most
         best = padded[most:]
         best[0] = 0.0
-        shifted = np.lib.stride_tricks.as_strided(
-            padded[width - 1 :], shape=(width, size), strides=(-padded.itemsize, padded.itemsize), writeable=False
-        )  # [k, j]: that of blocks 0:j - fewest - k
+        shifted = sliding_window_view(padded, size)[:width][::-1]  # [k, j]: that of blocks 0:j - fewest - k
         found, through = [best.copy()], np.empty((width, size))
         for own in self.own:
             combine(shifted, values[own], out=through)

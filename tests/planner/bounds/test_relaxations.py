@@ -310,7 +310,9 @@ def test_no_bound_is_lower_when_the_goal_rises(instance: PipelineInstance, parts
 @SOME
 @given(st.lists(instances(), min_size=2, max_size=5), st.sampled_from([math.inf, 12.0]))
 def test_a_bound_is_the_same_alone_and_in_company(every: Sequence[PipelineInstance], goal_s: float) -> None:
-    together = [replace(one, runs=every[0].runs) for one in every if one.pp * one.virtual_stages <= every[0].num_blocks]
+    together = [
+        replace(one, runs=every[0].runs) for one in every if one.pp * one.virtual_stages <= len(every[0].kind_of_block)
+    ]
     alone = [float(feasible_bounds([one], goal_s)[0]) for one in together]
     assert feasible_bounds(together, goal_s).tolist() == alone
     assert feasible_bounds(together[::-1], goal_s).tolist() == alone[::-1]

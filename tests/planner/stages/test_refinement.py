@@ -66,7 +66,7 @@ def problems(made: Planner) -> Iterator[CutProblem]:
 def cuts(made: Planner) -> Iterator[tuple[CutProblem, Fitting]]:
     for problem in problems(made):
         for allowed in problem.allowed_stages:
-            found = fitted(problem, allowed, float("inf"))
+            found = fitted(problem, allowed)
             if isinstance(found, Fitting):
                 yield problem, found
 
@@ -192,10 +192,6 @@ def test_a_plan_is_the_same_whatever_time_is_known(
 def test_a_cut_is_never_below_its_bound(graph: Graph) -> None:
     for problem, found in [*cuts(of_equal_ranks(graph, THREE, 16, "433MB")), *cuts(of_two_kinds())]:
         assert problem.busy_s(found.stops, found.modes) <= problem.time_s(found) * (1 + 1e-9)
-        assert problem.busy_s(found.stops, problem.quickest_modes(found.stops)) <= problem.least_s(found.stops) * (
-            1 + 1e-9
-        )
-        assert problem.least_s(found.stops) <= problem.time_s(found) * (1 + 1e-9)
 
 
 def test_what_ranks_recompute_is_the_same_remembered_from_other_cuts(graph: Graph) -> None:
