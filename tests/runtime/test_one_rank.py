@@ -623,7 +623,7 @@ def test_a_smaller_batch_of_samples_that_depend_on_each_other_is_refused(kind: s
         3: r"divides 4, or none. .*drop_last=True.* or make it one of 2 or 4 samples; evaluations take any number",
         1: "of one sample a batch norm has no statistics. .*drop_last=True",
     }.items():
-        why = "depend on each other. .*drop_last=True" if kind == "exact" else why
+        why = "numbers in this model count samples. .*drop_last=True" if kind == "exact" else why
         with pytest.raises(
             UsageError, match=rf"A batch of {size} samples is smaller than that of the plan \(4\).*{why}"
         ):

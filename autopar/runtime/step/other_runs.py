@@ -161,13 +161,14 @@ def partial_of(program: Program, num_samples: int, data_rank: int, *, trains: bo
     graph, plan = program.graph, program.plan
     meeting = _meeting(program, trains=trains)
     bound = next((op for op in meeting if op.target == OVER_DATA and moves_samples(op)), None)
-    if graph.exact or graph.mixing or bound is not None:
+    meet = bool(graph.mixing) or bound is not None
+    if graph.exact or meet:
         raise _refused(
             program,
             num_samples,
-            "and samples of this model depend on each other",
+            "and samples of this model depend on each other" if meet else "and numbers in this model count samples",
             where=graph.mixing or (_place(bound) if bound is not None else graph.name),
-            otherwise="fill it up with further samples",
+            otherwise="fill it up with further samples" if meet else "take means in it, no sums over len(x)",
         )
     if not meeting:
         return partial_batch(plan, num_samples, data_rank)
