@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -43,13 +43,13 @@ class Converter:
     env: dict[str, Value] = field(default_factory=dict)
     module: str = ""
 
-    def run(self, nodes: Iterable[fx.Node], owner: torch.nn.Module, env: dict[str, Value], grad: bool) -> list[Value]:
-        """Converts the calls among ``nodes`` and returns the outputs.
+    def run(self, owner: fx.GraphModule, env: dict[str, Value], *, grad: bool) -> list[Value]:
+        """Converts the calls of ``owner`` and returns the outputs.
 
         Raises:
             TraceError: a region that cannot be inlined.
         """
-        for node in nodes:
+        for node in owner.graph.nodes:
             if node.op == "call_function":
                 self.module = module_of(node)
                 env[node.name] = self._call(node, owner, env, grad)
@@ -85,7 +85,7 @@ class Converter:
             assert isinstance(index, int)
             return values[index]
         if isinstance(target, torch._ops.HigherOrderOperator):
-            return self._region(node, target, owner, env, grad)
+            return self._region(node, str(target._name), owner, env, grad)
         if not isinstance(target, torch._ops.OpOverload):
             raise TraceError(
                 f"'{target}' is not a torch operator, so it cannot be traced", where=source_of(node), fix=_REPLACE
@@ -116,16 +116,8 @@ class Converter:
                 fix=_REPLACE,
             ) from error
 
-    def _region(
-        self,
-        node: fx.Node,
-        target: torch._ops.HigherOrderOperator,
-        owner: torch.nn.Module,
-        env: dict[str, Value],
-        grad: bool,
-    ) -> Value:
-        """Inlines a region that torch keeps as a graph of its own."""
-        name = str(target._name)
+    def _region(self, node: fx.Node, name: str, owner: torch.nn.Module, env: dict[str, Value], grad: bool) -> Value:
+        """Inlines a region that torch keeps as a graph of its own; ``name``: of the operator that runs it."""
         args = list(node.args)
         if name == "wrap_with_set_grad_enabled":
             if args[0] and not grad:
@@ -149,7 +141,7 @@ class Converter:
         inner = _inner(owner, head)
         places = [n for n in inner.graph.nodes if n.op == "placeholder"]
         scope = {place.name: _argument(value, env) for place, value in zip(places, operands, strict=False)}
-        return tuple(self.run(inner.graph.nodes, inner, scope, grad))
+        return tuple(self.run(inner, scope, grad=grad))
 
 
 _REPLACE = "Replace the call in the model by torch operators"

@@ -67,10 +67,6 @@ def outermost(paths: Sequence[str] | dict[str, None]) -> tuple[str, ...]:
     return tuple(p for p in paths if not any(p.startswith(f"{other}.") for other in paths))
 
 
-def _entered() -> tuple[TorchFunctionMode, ...]:
-    return tuple(_get_current_function_mode_stack())  # type: ignore[no-untyped-call]
-
-
 @dataclass(slots=True)
 class Found:
     """What was found about the regions of a model, kept over the exports that its trace takes.
@@ -102,7 +98,7 @@ class Regions:
     model: torch.nn.Module
     batch_size: int
     found: Found
-    modes: tuple[TorchFunctionMode, ...] = field(default_factory=_entered)
+    modes: list[TorchFunctionMode] = field(default_factory=_get_current_function_mode_stack)
     known_at: int | None = None
 
     def swap(self, copied: torch.nn.Module, paths: Sequence[str]) -> None:

@@ -200,7 +200,7 @@ def _traced(job: _Job, times: int = 1) -> tuple[Graph, Sequence[repeated_steps.C
     inputs = inputs_of(batch, batch_size)
     parameters, buffers = declare(builder, converter.env, program, model, inputs, batch)
     try:
-        outputs = converter.run(program.graph.nodes, program.graph_module, converter.env, grad=True)
+        outputs = converter.run(program.graph_module, converter.env, grad=True)
     except TraceError as error:
         raise _within(error, converter.module) from error
     loss = over_samples(builder, loss_output(program, outputs, builder), inputs, batch_size)

@@ -137,9 +137,13 @@ def _clone(builder: Builder, call: Call) -> Value:
 def _expand(builder: Builder, call: Call) -> Value:
     source = call.args[0]
     assert isinstance(source, Ref)
-    if builder.shape(source) == call.spec.shape:
+    return _expanded(builder, call, source, call.spec)
+
+
+def _expanded(builder: Builder, call: Call, source: Ref, spec: TensorSpec) -> Ref:
+    if builder.shape(source) == spec.shape:
         return source
-    return builder.emit(call, "aten.expand.default", (source, call.spec.shape))
+    return builder.emit(call, "aten.expand.default", (source, spec.shape), spec)
 
 
 def _broadcast(builder: Builder, call: Call) -> Value:
@@ -149,8 +153,7 @@ def _broadcast(builder: Builder, call: Call) -> Value:
     assert isinstance(given, tuple)
     for source, spec in zip(given, call.outputs, strict=True):
         assert isinstance(source, Ref) and spec is not None
-        same = builder.shape(source) == spec.shape
-        made.append(source if same else builder.emit(call, "aten.expand.default", (source, spec.shape), spec))
+        made.append(_expanded(builder, call, source, spec))
     return tuple(made)
 
 
@@ -162,10 +165,7 @@ def _repeat(builder: Builder, call: Call) -> Value:
     padded = (1,) * (len(repeats) - len(shape)) + shape
     if any(times != 1 and size != 1 for times, size in zip(repeats, padded, strict=True)):
         return _copies(builder, call, source) if _is_outer(padded, call.spec.shape) else generic(builder, call)
-    whole = view_to(builder, call, source, padded)
-    if padded == call.spec.shape:
-        return whole
-    return builder.emit(call, "aten.expand.default", (whole, call.spec.shape), call.spec)
+    return _expanded(builder, call, view_to(builder, call, source, padded), call.spec)
 
 
 def _is_outer(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
@@ -313,22 +313,22 @@ def _permute(builder: Builder, call: Call) -> Value:
 def _to_copy(builder: Builder, call: Call) -> Value:
     source = call.args[0]
     assert isinstance(source, Ref)
-    if builder.specs[source].dtype == call.spec.dtype:
+    return cast_to(builder, call, source, call.spec.dtype)
+
+
+def cast_to(builder: Builder, call: Call, source: Ref, dtype: torch.dtype) -> Ref:
+    """``source`` in a dtype."""
+    spec = builder.specs[source]
+    if spec.dtype == dtype:
         return source
-    return builder.emit(call, "aten.to.dtype", (source, call.spec.dtype))
+    return builder.emit(call, "aten.to.dtype", (source, dtype), replace(spec, dtype=dtype))
 
 
 def _copy(builder: Builder, call: Call) -> Value:
     """copy(destination, source): the source in the destination's shape and dtype."""
     source = call.args[1]
     assert isinstance(source, Ref)
-    spec = call.spec
-    if builder.specs[source].dtype != spec.dtype:
-        out = TensorSpec(shape=builder.shape(source), dtype=spec.dtype)
-        source = builder.emit(call, "aten.to.dtype", (source, spec.dtype), out)
-    if builder.shape(source) != spec.shape:
-        source = builder.emit(call, "aten.expand.default", (source, spec.shape), spec)
-    return source
+    return _expanded(builder, call, cast_to(builder, call, source, call.spec.dtype), call.spec)
 
 
 def _dropout(builder: Builder, call: Call) -> Value:

@@ -12,7 +12,7 @@ from torch import Tensor
 from autopar.graph.graph import Argument, Input, Op, Ref, TensorSpec
 from autopar.ops import plain
 from autopar.tracing.builder import Builder, Call, Value
-from autopar.tracing.forms.basic import Handler, generic, view_to
+from autopar.tracing.forms.basic import Handler, cast_to, generic, view_to
 
 _NONE, _MEAN, _SUM = 0, 1, 2
 _HALVES = (torch.float16, torch.bfloat16)
@@ -69,8 +69,8 @@ def _weighted(builder: Builder, call: Call, function: str, given: dict[str, Argu
     assert isinstance(logits, Ref)
     dtype = builder.specs[logits].dtype
     dtype = torch.float32 if dtype in _HALVES else dtype
-    weight = _cast(builder, call, weight, dtype)
-    given = given | {"self": _cast(builder, call, logits, dtype), "weight": weight}
+    weight = cast_to(builder, call, weight, dtype)
+    given = given | {"self": cast_to(builder, call, logits, dtype), "weight": weight}
     values = tuple(_SUM if name == "reduction" else value for name, value in given.items())
     spec = TensorSpec(shape=(), dtype=dtype)
     total = builder.emit(call, function, values, spec)
@@ -97,15 +97,8 @@ def _in_one_dtype(builder: Builder, call: Call) -> Call:
     assert isinstance(source, Ref)
     if not isinstance(weight, Ref):
         return call
-    weight = _cast(builder, call, weight, builder.specs[source].dtype)
+    weight = cast_to(builder, call, weight, builder.specs[source].dtype)
     return replace(call, args=tuple((given | {"weight": weight}).values()), kwargs={})
-
-
-def _cast(builder: Builder, call: Call, value: Ref, dtype: torch.dtype) -> Ref:
-    spec = builder.specs[value]
-    if spec.dtype == dtype:
-        return value
-    return builder.emit(call, "aten.to.dtype", (value, dtype), TensorSpec(shape=spec.shape, dtype=dtype))
 
 
 def _nll(builder: Builder, call: Call) -> Value:
