@@ -85,14 +85,11 @@ class CollectiveModel:
 
     def _neighbours(self, mesh: Mesh, here: int | None = None) -> tuple[GroupShape, ...]:
         """Shapes of pairs of ranks of neighbouring pipeline ranks; ``here``: of those of one of these and the next one alone."""
-        key = (mesh, ("send", str(here)))
-        if key not in self._groups:
-            place = ("send", mesh.pp, mesh.world_size, here)
-            if place not in self._placed:
-                fabric = self._fabric
-                self._placed[place] = send_shape(mesh, fabric) if here is None else hop_shape(mesh, fabric, here)
-            self._groups[key] = self._placed[place]
-        return self._groups[key]
+        place = ("send", mesh.pp, mesh.world_size, here)
+        if place not in self._placed:
+            fabric = self._fabric
+            self._placed[place] = send_shape(mesh, fabric) if here is None else hop_shape(mesh, fabric, here)
+        return self._placed[place]
 
     def shape_time_s(self, kind: str, num_bytes: float, shape: GroupShape) -> float:
         """Time of a collective of one group."""
