@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import product
 from typing import Any
 
@@ -66,12 +67,6 @@ class Marginals:
     def decode(self, entries: Sequence[Entry]) -> list[tuple[int, ...]]:
         """The assignments of all variables that reach these entries, which must be finite."""
         return [tuple(assignment) for assignment in self.decoder(entries).tolist()]
-
-
-def marginalise(energy: Energy, keep: tuple[int, ...], *, max_entries: int = MAX_TABLE_ENTRIES) -> Marginals:
-    """The minimum over all variables but ``keep``, for every combination of those; of one energy."""
-    prepared = prepare(energy, keep, max_entries=max_entries)
-    return prepared.solve_all([factor.table[None] for factor in energy.factors], 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -205,18 +200,7 @@ def _parts(step: EliminationStep, tables: Sequence[Table]) -> list[Table]:
 def _sum(step: EliminationStep, parts: Sequence[Table]) -> Table:
     """The sum of the parts of a step, the energies side by side in front."""
     full = (max([len(part) for part in parts], default=1), *step.shape)
-    total: Table | None = None
-    is_view = True
-    for part in parts:
-        if total is None:
-            total = part
-        elif not is_view and total.shape == full:
-            total += part
-        else:
-            total, is_view = total + part, False
-    if total is None:
-        return np.zeros(full)
-    return total if total.shape == full else np.broadcast_to(total, full).copy()
+    return np.broadcast_to(reduce(np.add, parts) if parts else np.zeros(()), full)
 
 
 @dataclass(frozen=True, slots=True)
