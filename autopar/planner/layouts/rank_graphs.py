@@ -39,13 +39,11 @@ class _MicroGraphs:
 
     Attributes:
         batch: the typing by which.
-        first: of those.
-        resizer: makes the others of it, where they follow.
+        resizer: makes the others of the first one, where they follow.
     """
 
     batch: Typing
     graphs: dict[int, Graph] = field(default_factory=dict)
-    first: Graph | None = None
     resizer: Resizer | None = None
 
 
@@ -111,10 +109,8 @@ class RankGraphs:
         if micro.resizer is not None:
             return micro.resizer.run(typing, micro_batch_size)
         local = shard(graph, typing, global_batch_size=self.global_batch_size, micro_batch_size=micro_batch_size)
-        if micro.first is None:
-            micro.first = local
-            if can_resize(graph, local, typing):
-                micro.resizer = Resizer(graph, local, typing, self.global_batch_size)
+        if not micro.graphs and can_resize(graph, local, typing):  # the first of them
+            micro.resizer = Resizer(graph, local, typing, self.global_batch_size)
         return local
 
     def before_tp(self, key: LayoutKey, kind: str) -> Compact:
