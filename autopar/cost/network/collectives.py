@@ -62,8 +62,6 @@ class CollectiveModel:
             if place not in self._placed:
                 self._placed[place] = group_shape(mesh, axes, self._fabric, self.only)
             shapes = self._groups[mesh, axes] = self._placed[place]
-        if len(shapes) == 1:
-            return self.shape_time_s(kind, num_bytes, shapes[0])
         return max([self.shape_time_s(kind, num_bytes, shape) for shape in shapes])
 
     @property

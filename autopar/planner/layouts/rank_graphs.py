@@ -126,7 +126,8 @@ class RankGraphs:
             else:
                 graph = self.micro(key.micro_batch_size)
                 graph = spread(graph, key.ep_data) if key.ep_data > 1 else graph
-                graph = padded(graph, key.tp, key.vocab_multiple)
+                wanted = lengths(graph, key.tp, key.vocab_multiple)
+                graph = pad(graph, wanted) if wanted else graph
             self._before_tp[key, kind] = replace(self.compact, graph=graph)
         return self._before_tp[key, kind]
 
@@ -224,12 +225,6 @@ class RankGraphs:
     def mesh(self, key: LayoutKey) -> Mesh:
         """A mesh of the whole cluster with these degrees."""
         return key.mesh(self.model.cluster.world_size)
-
-
-def padded(graph: Graph, ranks: int, multiple: int) -> Graph:
-    """With every vocabulary as long as ``ranks`` and ``multiple`` want it; the same graph where they are."""
-    wanted = lengths(graph, ranks, multiple)
-    return pad(graph, wanted) if wanted else graph
 
 
 def padding_of(graph: Graph) -> tuple[PaddedParameter, ...]:
