@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from itertools import product
 from typing import Any
 
@@ -200,7 +199,18 @@ def _parts(step: EliminationStep, tables: Sequence[Table]) -> list[Table]:
 def _sum(step: EliminationStep, parts: Sequence[Table]) -> Table:
     """The sum of the parts of a step, the energies side by side in front."""
     full = (max([len(part) for part in parts], default=1), *step.shape)
-    return np.broadcast_to(reduce(np.add, parts) if parts else np.zeros(()), full)
+    total: Table | None = None
+    is_view = True
+    for part in parts:
+        if total is None:
+            total = part
+        elif not is_view and total.shape == full:
+            total += part
+        else:
+            total, is_view = total + part, False
+    if total is None:
+        return np.zeros(full)
+    return total if total.shape == full else np.broadcast_to(total, full).copy()
 
 
 @dataclass(frozen=True, slots=True)
