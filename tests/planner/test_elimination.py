@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from autopar.planner.sharding.elimination import MAX_TABLE_ENTRIES, Entry, marginalise, minimise_by_milp
+from autopar.planner.sharding.elimination import MAX_TABLE_ENTRIES, Entry, Marginals, minimise_by_milp, prepare
 from autopar.planner.sharding.energy import Energy, Factor, Minimum, Table, elimination_order
 
 
@@ -66,6 +66,12 @@ class SolverLaws:
         found = self.solve(pairwise([np.array([3e-9, 1e-9, 2e-9])], {}))
         assert found is not None
         assert found.assignment == (1,)
+
+
+def marginalise(energy: Energy, keep: tuple[int, ...], *, max_entries: int = MAX_TABLE_ENTRIES) -> Marginals:
+    """The minimum over all variables but ``keep``, for every combination of those."""
+    prepared = prepare(energy, keep, max_entries=max_entries)
+    return prepared.solve_all([factor.table[None] for factor in energy.factors], 1)
 
 
 def minimise(energy: Energy, *, max_entries: int = MAX_TABLE_ENTRIES) -> Minimum | None:

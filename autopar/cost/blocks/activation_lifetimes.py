@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 
@@ -20,7 +20,6 @@ class Wiring:
         number: of each value.
         maker: position of the operator that makes a value.
         reads, makes: for each operator its operands and outputs.
-        distinct: ``reads`` without repeats.
         is_counted: for each value whether it counts where it is kept: what the batch brings and parameters are there anyway.
         is_parameter: for each value.
         inputs, outputs: values of earlier blocks that it reads, and its own that others read.
@@ -28,7 +27,6 @@ class Wiring:
         across: values that are alive behind it.
         constants: names of the buffers.
         shared: whether other blocks read its parameters, in their order.
-        fan_in: values whose gradients are added up because several of its operators read them, and how many sums that are.
         same: for each operator the position of the first that is the same call of operands of the same specs, whatever the
             shapes are; empty: nobody knows.
         lifetimes: by the values in whose storages the values lie.
@@ -38,7 +36,6 @@ class Wiring:
     number: dict[Ref, int]
     maker: dict[int, int]
     reads: tuple[tuple[int, ...], ...]
-    distinct: tuple[tuple[int, ...], ...]
     makes: tuple[tuple[int, ...], ...]
     is_counted: tuple[bool, ...]
     is_parameter: tuple[bool, ...]
@@ -48,7 +45,6 @@ class Wiring:
     across: tuple[Ref, ...]
     constants: frozenset[str]
     shared: tuple[bool, ...]
-    fan_in: tuple[tuple[int, int], ...]
     same: tuple[int, ...] = ()
     lifetimes: dict[tuple[int, ...], Lifetimes] = field(default_factory=dict)
 
@@ -89,14 +85,12 @@ def _wiring(graph: Graph, block: Block) -> Wiring:
     counts = iter(range(made))
     makes = tuple([tuple([next(counts) for _ in op.outputs]) for op in ops])
     outside = values[made:]
-    distinct = tuple([tuple(dict.fromkeys(own)) for own in reads])
     same = graph._index.named.get(SAME)
     return Wiring(
         values=values,
         number=number,
         maker={v: i for i, own in enumerate(makes) for v in own},
         reads=reads,
-        distinct=distinct,
         makes=makes,
         is_counted=tuple([ref.name not in parameters and ref.name not in free for ref in values]),
         is_parameter=tuple([ref.name in parameters for ref in values]),
@@ -111,32 +105,8 @@ def _wiring(graph: Graph, block: Block) -> Wiring:
                 for p in graph.block_parameters(block)
             ]
         ),
-        fan_in=tuple(_fan_in(graph, ops, distinct, values)),
         same=() if same is None else same(block),
     )
-
-
-def _fan_in(
-    graph: Graph, ops: Sequence[Op], distinct: Sequence[Sequence[int]], values: Sequence[Ref]
-) -> Iterator[tuple[int, int]]:
-    for v, count in gradient_uses(ops, distinct).items():
-        if count > 1 and graph.spec(values[v]).requires_grad and not graph.is_parameter(values[v]):
-            yield v, count - 1
-
-
-def gradient_uses(ops: Sequence[Op], distinct: Sequence[Sequence[int]], beside: Collection[int] = ()) -> dict[int, int]:
-    """How many operators read each value and have gradients, so that each of them brings one for it.
-
-    Args:
-        distinct: of each operator the values that it reads, each once.
-        beside: positions of operators that do not count.
-    """
-    uses: dict[int, int] = {}
-    for i, (op, own) in enumerate(zip(ops, distinct, strict=True)):
-        if i not in beside and any(spec.requires_grad for spec in op.outputs):
-            for v in own:
-                uses[v] = uses.get(v, 0) + 1
-    return uses
 
 
 def lifetimes_of(ops: Sequence[Op], wiring: Wiring, roots: Sequence[int]) -> Lifetimes:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from autopar.cost.blocks.activation_lifetimes import Storages, Wiring, gradient_uses, wiring_of
+from autopar.cost.blocks.activation_lifetimes import Storages, Wiring, wiring_of
 from autopar.cost.blocks.block_cost import SENDING, BlockCost, Message, ParameterCost, Remade, messages
 from autopar.cost.network.collectives import CollectiveModel
 from autopar.cost.operators.operator_times import OperatorTimes, OpTime, time_of_work
@@ -173,7 +174,7 @@ def _kept(storages: Storages, inputs: Mapping[int, int]) -> Remade:
 
 
 def fan_in_bytes(
-    ops: Sequence[Op], wiring: Wiring, specs: Sequence[TensorSpec], beside: Collection[int] = ()
+    ops: Sequence[Op], wiring: Wiring, specs: Sequence[TensorSpec], beside: Collection[int]
 ) -> Iterator[int]:
     """Adding up the gradients of values that several operators of the block read: bytes of each sum.
 
@@ -181,11 +182,11 @@ def fan_in_bytes(
         specs: of the values of ``wiring``.
         beside: positions of operators that do not count.
     """
-    if not beside:
-        for v, count in wiring.fan_in:
-            yield from (3 * specs[v].num_bytes,) * count
-        return
-    for v, count in gradient_uses(ops, wiring.distinct, beside).items():
+    uses: Counter[int] = Counter()
+    for i, (op, own) in enumerate(zip(ops, wiring.reads, strict=True)):
+        if i not in beside and any(spec.requires_grad for spec in op.outputs):
+            uses.update(list(dict.fromkeys(own)))
+    for v, count in uses.items():
         if count > 1 and specs[v].requires_grad and not wiring.is_parameter[v]:
             yield from (3 * specs[v].num_bytes,) * (count - 1)
 

@@ -62,8 +62,6 @@ class CollectiveModel:
             if place not in self._placed:
                 self._placed[place] = group_shape(mesh, axes, self._fabric, self.only)
             shapes = self._groups[mesh, axes] = self._placed[place]
-        if len(shapes) == 1:
-            return self.shape_time_s(kind, num_bytes, shapes[0])
         return max([self.shape_time_s(kind, num_bytes, shape) for shape in shapes])
 
     @property
@@ -85,14 +83,11 @@ class CollectiveModel:
 
     def _neighbours(self, mesh: Mesh, here: int | None = None) -> tuple[GroupShape, ...]:
         """Shapes of pairs of ranks of neighbouring pipeline ranks; ``here``: of those of one of these and the next one alone."""
-        key = (mesh, ("send", str(here)))
-        if key not in self._groups:
-            place = ("send", mesh.pp, mesh.world_size, here)
-            if place not in self._placed:
-                fabric = self._fabric
-                self._placed[place] = send_shape(mesh, fabric) if here is None else hop_shape(mesh, fabric, here)
-            self._groups[key] = self._placed[place]
-        return self._groups[key]
+        place = ("send", mesh.pp, mesh.world_size, here)
+        if place not in self._placed:
+            fabric = self._fabric
+            self._placed[place] = send_shape(mesh, fabric) if here is None else hop_shape(mesh, fabric, here)
+        return self._placed[place]
 
     def shape_time_s(self, kind: str, num_bytes: float, shape: GroupShape) -> float:
         """Time of a collective of one group."""

@@ -28,9 +28,11 @@ from autopar.graph.graph import Argument, Op, Ref, TensorSpec
 from autopar.hardware.device import Device
 from autopar.hardware.device_rates import MatmulRate
 from autopar.hardware.link import OperatorTable
+from autopar.rules.apply import OVER_DATA
+from autopar.rules.other_kernels import EXPERT_TARGETS as SPLIT_EXPERTS
 
 ONE_RANK = "autopar.experts"
-EXPERT_TARGETS = frozenset((ONE_RANK, *(f"{ONE_RANK}_{name}" for name in ("split", "dispatch", "dispatch_split"))))
+EXPERT_TARGETS = SPLIT_EXPERTS | {ONE_RANK}
 
 _GROUPED = re.compile(r"(?<![a-z0-9])(g?h(20|100|200|800)|g?b(100|200|300))(?![a-z0-9])")
 """Names of GPUs of compute capability 9 and 10; any other one is priced as reading and looping, which all can do."""
@@ -151,9 +153,7 @@ def _is_grouped(op: Op, device: Device) -> bool:
 Source = Literal["measured", "interpolated", "scaled", "roofline"]
 Key = tuple[object, ...]
 
-NOT_ALONE = frozenset(
-    ("autopar.opaque", "autopar.change_over_data", "autopar.attention_ring", "autopar.attention_gathered")
-) | frozenset(f"autopar.experts_{name}" for name in ("split", "dispatch", "dispatch_split"))
+NOT_ALONE = SPLIT_EXPERTS | {"autopar.opaque", OVER_DATA, "autopar.attention_ring", "autopar.attention_gathered"}
 """Operators that cannot be run by one process at one rank's shapes."""
 
 

@@ -170,13 +170,11 @@ def _saved(op: Op, operands: Specs) -> tuple[tuple[int, ...], bool]:
         return (0,), False
     if target in _SAVE_CONDITION:
         return _SAVE_CONDITION[target], False
+    if target in ("aten.mul.Tensor", "aten.div.Tensor") and len(operands) == 1:
+        return (), False
     if target == "aten.mul.Tensor":
-        if len(operands) == 1:
-            return (), False
         return tuple(i for i in (0, 1) if operands[1 - i].requires_grad), False
     if target == "aten.div.Tensor":
-        if len(operands) == 1:
-            return (), False
         return (0, 1) if operands[1].requires_grad else (1,), False
     return tuple(i for i, spec in enumerate(operands) if _has_gradients(spec)), _has_gradients(op.spec)
 

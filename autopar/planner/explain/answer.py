@@ -164,7 +164,7 @@ def block_layouts(layouts: Layouts, option: PricedLayout) -> tuple[tuple[BlockLa
     mine = []
     for i, block in enumerate(graph.blocks):
         typings = [_batch_layout(layouts, i)]
-        if option.ep_data > 1:
+        if option.key.ep_data > 1:
             typings.append(_spread_layout(layouts, i))
         typings += [_named(layouts, i, found) for found in (option.sequence, option.solution) if found is not None]
         layout = BlockLayout(block_hash=block.hash, typings=tuple(typings))
@@ -178,8 +178,8 @@ def mixtures(layouts: Layouts, option: PricedLayout) -> tuple[str, ...]:
     for op, count in calls(graph, layouts):
         if op.target != EXPERTS:
             continue
-        spread_here = option.ep_data > 1 and DISPATCH in strategy_names(graph, (op,))
-        parts = [f"experts spread and tokens sent over {option.ep_data} data ranks"] if spread_here else []
+        spread_here = option.key.ep_data > 1 and DISPATCH in strategy_names(graph, (op,))
+        parts = [f"experts spread and tokens sent over {option.key.ep_data} data ranks"] if spread_here else []
         for axis, found in ((CP, option.sequence), (TP, option.solution)):
             if found is not None:
                 parts.append(f"{axis}={found.typing.size} '{found.typing.strategies[op.name].name}'")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from autopar.cost.blocks.block_cost import ParameterCost
 from autopar.cost.model import BlockCost, CostModel
@@ -34,31 +35,6 @@ MIXTURES = (EXPERTS, SPREAD_EXPERTS)
 
 Order = tuple[int, int]
 """Orders of magnitude of a load; see :attr:`autopar.planner.layouts.layout.Load.order`."""
-
-
-@dataclass(frozen=True, slots=True)
-class _ExpertsAsPinned:
-    """Keeps the strategies that split experts over ``tp`` as well, or do not: what the pins of ``ep`` say of it.
-
-    Attributes:
-        ep_data: data ranks over which experts are split.
-        narrow: keeps those of an operator's strategies that it may take otherwise; None: all.
-    """
-
-    pins: Pins
-    ep_data: int
-    tp: int
-    narrow: Narrow | None
-
-    def __call__(self, op: Op, offered: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
-        if self.narrow is not None:
-            offered = self.narrow(op, offered)
-        if op.target not in MIXTURES:
-            return offered
-        outside = self.ep_data if op.target == SPREAD_EXPERTS else 1
-        return tuple(
-            s for s in offered if self.pins.allows("ep", outside * (self.tp if s.target in EXPERT_TARGETS else 1))
-        )
 
 
 class TpTypings:
@@ -117,12 +93,23 @@ class TpTypings:
                 pricing=self.graphs.axis_pricing(TP, key),
                 owners=self.graphs.owners,
                 rests=self._rests(compact.graph, key.tp),
-                narrow=_ExpertsAsPinned(self.pins, key.ep_data, key.tp, self.narrow),
+                narrow=partial(self._kept, key),
                 changes=self._changes.setdefault(communicating, {}),
                 saved=self._saved.setdefault((self.graphs.key_before_tp(key), kind), {}),
             )
             self._solvers[key, kind] = AxisSolver(compact, costs, self.graphs.structures)
         return self._solvers[key, kind]
+
+    def _kept(self, key: LayoutKey, op: Op, offered: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
+        """Those of an operator's strategies that it may take; the pins of ``ep`` say whether experts are split over ``tp`` as well."""
+        if self.narrow is not None:
+            offered = self.narrow(op, offered)
+        if op.target not in MIXTURES:
+            return offered
+        outside = key.ep_data if op.target == SPREAD_EXPERTS else 1
+        return tuple(
+            s for s in offered if self.pins.allows("ep", outside * (key.tp if s.target in EXPERT_TARGETS else 1))
+        )
 
     def _rests(self, graph: Graph, tp: int) -> Mapping[str, Sequence[Type]]:
         rests: dict[str, Sequence[Type]] = {}

@@ -105,11 +105,6 @@ class PricedLayout:
     at_best: bool = False
     ranks: tuple[PricedLayout, ...] = ()
 
-    @property
-    def ep_data(self) -> int:
-        """Data ranks over which experts are split."""
-        return self.key.ep_data
-
     def of_rank(self, pp_rank: int) -> PricedLayout:
         """The layout as the devices of a pipeline rank run it."""
         return self.ranks[pp_rank] if self.ranks else self
@@ -150,7 +145,7 @@ def layout_key_of(candidate: Candidate) -> LayoutKey:
 def expert_degree(layout: PricedLayout, tp: int) -> int:
     """Over how many ranks a layout splits experts: those of ``ep_data``, times ``tp`` where any mixture does."""
     chosen = layout.solution.typing.strategies.values() if layout.solution is not None else ()
-    return layout.ep_data * (tp if any(strategy.target in EXPERT_TARGETS for strategy in chosen) else 1)
+    return layout.key.ep_data * (tp if any(strategy.target in EXPERT_TARGETS for strategy in chosen) else 1)
 
 
 def _round(n: int) -> int:

@@ -39,13 +39,11 @@ class _MicroGraphs:
 
     Attributes:
         batch: the typing by which.
-        first: of those.
-        resizer: makes the others of it, where they follow.
+        resizer: makes the others of the first one, where they follow.
     """
 
     batch: Typing
     graphs: dict[int, Graph] = field(default_factory=dict)
-    first: Graph | None = None
     resizer: Resizer | None = None
 
 
@@ -111,10 +109,8 @@ class RankGraphs:
         if micro.resizer is not None:
             return micro.resizer.run(typing, micro_batch_size)
         local = shard(graph, typing, global_batch_size=self.global_batch_size, micro_batch_size=micro_batch_size)
-        if micro.first is None:
-            micro.first = local
-            if can_resize(graph, local, typing):
-                micro.resizer = Resizer(graph, local, typing, self.global_batch_size)
+        if not micro.graphs and can_resize(graph, local, typing):  # the first of them
+            micro.resizer = Resizer(graph, local, typing, self.global_batch_size)
         return local
 
     def before_tp(self, key: LayoutKey, kind: str) -> Compact:
@@ -130,7 +126,8 @@ class RankGraphs:
             else:
                 graph = self.micro(key.micro_batch_size)
                 graph = spread(graph, key.ep_data) if key.ep_data > 1 else graph
-                graph = padded(graph, key.tp, key.vocab_multiple)
+                wanted = lengths(graph, key.tp, key.vocab_multiple)
+                graph = pad(graph, wanted) if wanted else graph
             self._before_tp[key, kind] = replace(self.compact, graph=graph)
         return self._before_tp[key, kind]
 
@@ -228,12 +225,6 @@ class RankGraphs:
     def mesh(self, key: LayoutKey) -> Mesh:
         """A mesh of the whole cluster with these degrees."""
         return key.mesh(self.model.cluster.world_size)
-
-
-def padded(graph: Graph, ranks: int, multiple: int) -> Graph:
-    """With every vocabulary as long as ``ranks`` and ``multiple`` want it; the same graph where they are."""
-    wanted = lengths(graph, ranks, multiple)
-    return pad(graph, wanted) if wanted else graph
 
 
 def padding_of(graph: Graph) -> tuple[PaddedParameter, ...]:

@@ -35,7 +35,7 @@ from autopar.planner.sharding.block_table import (
     crossing_types,
     narrow_boundaries,
 )
-from autopar.planner.sharding.elimination import Entry, Marginals, Prepared, marginalise, prepare
+from autopar.planner.sharding.elimination import Entry, Marginals, Prepared, prepare
 from autopar.planner.sharding.energy import Energy, Factor, Table, Weights
 from autopar.planner.sharding.resharding import Structures
 from autopar.planner.sharding.strategy_energy import Choice, rests_of
@@ -326,7 +326,7 @@ def _variables(block: BlockProblem) -> tuple[int, ...]:
 
 def _assignments(block: BlockProblem) -> _Assignments:
     """Each with the changes of type that take least time beside it."""
-    marginals = marginalise(block.problem.energy(Weights()), _variables(block))
+    marginals = block.problem.solve_all(_variables(block), [Weights()])
     entries = [Entry(0, tuple(index)) for index in np.argwhere(np.isfinite(marginals.tables[0])).tolist()]
     by_boundary: dict[tuple[int, ...], list[Assignment]] = {}
     for assignment in marginals.decode(entries):

@@ -122,11 +122,9 @@ class AxisCosts:
     _calls: dict[Hashable, int] = field(default_factory=dict)
     _works: dict[tuple[int, Hashable], Cost] = field(default_factory=dict)
     parts: Fraction = field(init=False)
-    _by_bytes: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.parts = Fraction(self.size)
-        self._by_bytes = self.pricing.changes_by_bytes
 
     # --- choices
 
@@ -227,13 +225,13 @@ class AxisCosts:
         spec = self.graph.spec(ref)
         if self.graph.is_parameter(ref):
             return spec, self.owners.get(ref.name, 1)
-        return (spec.num_bytes, spec.requires_grad) if self._by_bytes else spec
+        return (spec.num_bytes, spec.requires_grad) if self.pricing.changes_by_bytes else spec
 
     def change(self, ref: Ref, source: Type, target: Type) -> Cost | None:
         """A change of type, forward and backward; None where there is none."""
         spec = self.graph.spec(ref)
         key: Hashable = spec, source, target
-        if self._by_bytes:
+        if self.pricing.changes_by_bytes:
             key = (
                 spec.num_bytes, spec.requires_grad, source.kind, target.kind, source == target, source.dim > 0,
                 target.dim > 0,

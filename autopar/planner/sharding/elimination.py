@@ -68,12 +68,6 @@ class Marginals:
         return [tuple(assignment) for assignment in self.decoder(entries).tolist()]
 
 
-def marginalise(energy: Energy, keep: tuple[int, ...], *, max_entries: int = MAX_TABLE_ENTRIES) -> Marginals:
-    """The minimum over all variables but ``keep``, for every combination of those; of one energy."""
-    prepared = prepare(energy, keep, max_entries=max_entries)
-    return prepared.solve_all([factor.table[None] for factor in energy.factors], 1)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prepared:
     """What solving an energy needs to know apart from its finite costs.

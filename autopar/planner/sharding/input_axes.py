@@ -213,11 +213,9 @@ def _reachable(
     graph: Graph, offered: Mapping[str, tuple[Strategy, ...]], *, totals: bool
 ) -> dict[str, tuple[Strategy, ...]]:
     """Keep the strategies whose operands can arrive as they want them; the first operator without any is named."""
-    types: dict[str, list[set[Type]]] = {b.name: [{R, I}] for b in graph.buffers}
+    types: dict[str, list[set[Type]]] = {b.name: [{R, I, P} if totals else {R, I}] for b in graph.buffers}
     types |= {i.name: [{R, I} if i.batch_dim is None else {S(i.batch_dim)}] for i in graph.inputs}
     types |= {p.name: [{R} if p.spec.requires_grad else {R, I}] for p in graph.parameters}
-    if totals:
-        types |= {b.name: [{R, I, P}] for b in graph.buffers}
     kept: dict[str, tuple[Strategy, ...]] = {}
     for op in (*graph.prelude, *graph.ops):
         arriving = [types[ref.name][ref.index] for ref in op.operands]

@@ -197,11 +197,6 @@ class Problem:
             ]
         return self._prepared
 
-    def energy(self, weights: Weights) -> Energy:
-        """All tables, weighted."""
-        factors = tuple(Factor(scope=f.scope, table=f.weighted([weights])[0]) for f in self.factors)
-        return Energy(sizes=tuple(len(s) for s in self.states), factors=factors)
-
     def choice(self, assignment: Sequence[int]) -> Choice:
         """An assignment by name."""
         strategies = {name: self.states[v][assignment[v]] for name, v in self.ops.items()}

@@ -12,6 +12,7 @@ one is a projection of all combinations that keep the constraints asked so far.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -137,9 +138,7 @@ def _table(problem: Problem, pins: Pins, early: Sequence[Constraint]) -> Table:
     values = other_values(problem, pins, degrees)
     left = _kept(columns(DEGREES, degrees), early)
     rest = _kept(columns(tuple(values), product(*values.values())), early)
-    rows, times = len(left["pp"]), len(rest["zero"])
-    table = {key: np.repeat(column, times) for key, column in left.items()}
-    table |= {key: np.tile(column, rows) for key, column in rest.items()}
+    table = _product(left, rest)
     table["num_micro_batches"] = num_micro_batches(table, problem.global_batch_size)
     return table
 
@@ -301,17 +300,9 @@ Read = tuple[Constraint, frozenset[str]]
 """A constraint and the columns that it reads."""
 
 
-class _Asked(dict[str, Column]):
-    """One row of ones that has the columns that were read."""
-
-    def __missing__(self, name: str) -> Column:
-        self[name] = np.ones(1, dtype=np.int64)
-        return self[name]
-
-
 def columns_of(constraint: Constraint) -> frozenset[str]:
     """The columns that a constraint reads, the same in every table."""
-    asked = _Asked()
+    asked = defaultdict[str, Column](lambda: np.ones(1, dtype=np.int64))  # has the columns that were read
     constraint.holds(asked)
     return frozenset(asked.keys() - {"num_micro_batches"}).union(_SAMPLES if "num_micro_batches" in asked else ())
 
@@ -348,23 +339,18 @@ def any_row(
         held = _distinct({name: c for name, c in held.items() if any(name in read for _, read in left)})
         name = next(name for name in rest if any(name in read for _, read in left))
         rest.remove(name)
-        held = _with(held, name, np.array(values[name], dtype=np.int64))
+        held = _product(held, {name: np.array(values[name], dtype=np.int64)})
 
 
-def _with(table: Mapping[str, Column], name: str, values: Column) -> dict[str, Column]:
-    """Every row with every value."""
-    rows = len(next(iter(table.values()))) if table else 1
-    made = {key: np.repeat(column, len(values)) for key, column in table.items()}
-    return {**made, name: np.tile(values, rows)}
+def _product(left: Table, right: Table) -> dict[str, Column]:
+    """Every row of one table with every row of the other; a table without columns has one row."""
+    rows, times = (len(next(iter(table.values()), (None,))) for table in (left, right))
+    found = {name: np.repeat(column, times) for name, column in left.items()}
+    return found | {name: np.tile(column, rows) for name, column in right.items()}
 
 
 def _distinct(table: dict[str, Column]) -> dict[str, Column]:
     """Each row once."""
     if not table:
         return table
-    code = np.zeros(len(next(iter(table.values()))), dtype=np.int64)
-    for column in table.values():
-        kinds, which = np.unique(column, return_inverse=True)
-        code = code * len(kinds) + which
-    first = np.unique(code, return_index=True)[1]
-    return {name: column[first] for name, column in table.items()}
+    return dict(zip(table, np.unique(np.stack(list(table.values())), axis=1), strict=True))

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from autopar.graph.rewrites import length
 from autopar.hardware.device_rates import ALIGNED_ELEMENTS
 from autopar.plan.schedule import SCHEDULES
-from autopar.planner.space.pin_syntax import BUCKET, ChoicePin, NumberPin
+from autopar.planner.space.pin_syntax import BUCKET, RELATIONS, ChoicePin, NumberPin
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import ATTENTION_KINDS, Space
 
@@ -353,12 +353,12 @@ def _are_stages(t: Table, *, least: int, most: int) -> NDArray[np.bool_]:
 
 
 def _number(t: Table, pin: NumberPin) -> NDArray[np.bool_]:
+    holds = RELATIONS[pin.relation]
     if pin.key == "ep":  # of the layout, which has to choose between the two
-        pairs = zip(t["ep_data"], t["tp"], strict=True)
-        known = {pair: pin.holds(int(pair[0])) or pin.holds(int(pair[0] * pair[1])) for pair in set(pairs)}
-        return np.array([known[pair] for pair in zip(t["ep_data"], t["tp"], strict=True)])
-    column = t["dp_replicate"] * t["dp_shard"] if pin.key == "dp" else t[pin.key]
-    return np.array([pin.holds(int(v)) for v in np.unique(column)])[np.unique(column, return_inverse=True)[1]]
+        found: NDArray[np.bool_] = holds(t["ep_data"], pin.value) | holds(t["ep_data"] * t["tp"], pin.value)
+    else:
+        found = holds(t["dp_replicate"] * t["dp_shard"] if pin.key == "dp" else t[pin.key], pin.value)
+    return found
 
 
 def is_pinned(pins: Pins, *keys: str) -> bool:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 from autopar.errors import UsageError
 from autopar.plan.mesh import Type, parse_type
@@ -15,7 +16,7 @@ from autopar.plan.schedule import SCHEDULES
 from autopar.planner.space.space import ATTENTION_KINDS
 from autopar.util.formatting import plain_table
 
-_RELATIONS: dict[str, Callable[[int, int], bool]] = {
+RELATIONS: dict[str, Callable[[Any, int], Any]] = {
     "=": operator.eq,
     "==": operator.eq,
     "!=": operator.ne,
@@ -24,6 +25,8 @@ _RELATIONS: dict[str, Callable[[int, int], bool]] = {
     "<": operator.lt,
     ">": operator.gt,
 }
+"""By their sign; of numbers, and of columns of them."""
+
 ACTIVATIONS = "activations"
 
 BUCKET = "bucket_bytes"
@@ -59,7 +62,7 @@ class NumberPin:
     value: int
 
     def holds(self, found: int) -> bool:
-        return _RELATIONS[self.relation](found, self.value)
+        return bool(RELATIONS[self.relation](found, self.value))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.plan.schedule import SCHEDULES
-from autopar.planner.space.candidates import Candidate
+from autopar.planner.space.candidates import DEGREES, Candidate
 from autopar.planner.space.constraints import pin_constraints
 from autopar.planner.space.pins import Pins
 
@@ -111,12 +111,7 @@ def _tried(pool: Sequence[Candidate], table: Mapping[str, NDArray[np.int64]], ru
 
 def _table(pool: Sequence[Candidate]) -> dict[str, NDArray[np.int64]]:
     """What the rules speak of, a column each."""
-    columns = {
-        "pp": [c.mesh.pp for c in pool],
-        "dp_replicate": [c.mesh.dp_replicate for c in pool],
-        "dp_shard": [c.mesh.dp_shard for c in pool],
-        "cp": [c.mesh.cp for c in pool],
-        "tp": [c.mesh.tp for c in pool],
+    columns = {key: [getattr(c.mesh, key) for c in pool] for key in DEGREES} | {
         "zero": [c.zero_stage for c in pool],
         "micro_batch": [c.micro_batch_size for c in pool],
         "schedule": [SCHEDULES.index(c.schedule) for c in pool],

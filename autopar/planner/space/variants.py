@@ -34,18 +34,18 @@ from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import Hosted
 
 
-def in_orders(pool: Sequence[Candidate], cluster: Cluster, pins: Pins | None = None) -> list[Candidate]:
+def in_orders(pool: Sequence[Candidate], cluster: Cluster, pins: Pins) -> list[Candidate]:
     """Each candidate in each order of the node groups that puts its pipeline ranks on other groups; the given one first.
 
     Raises:
         UsageError: pins allow none of the orders.
     """
     every = cluster.orders
-    orders = [order for order in every if pins is None or pins.allows("groups", "-".join(map(str, order)))]
+    orders = [order for order in every if _is_allowed(order, pins)]
     if not orders:
         raise UsageError(
             "The cluster has no order of node groups that holds for "
-            + (", ".join(pin.text for pin in pins.pins if pin.text.startswith("groups")) if pins else "the pins"),
+            + ", ".join(pin.text for pin in pins.pins if pin.text.startswith("groups")),
             where=cluster.name,
             fix=f"Choose one of: {', '.join('-'.join(map(str, order)) for order in every)}",
         )
@@ -60,17 +60,17 @@ def in_orders(pool: Sequence[Candidate], cluster: Cluster, pins: Pins | None = N
             for order in orders if candidate.mesh.pp > 1 else orders[:1]:
                 different.setdefault(origins(replace(candidate, order=order), cluster), order)
             known[pipeline] = [order if order != every[0] else () for order in different.values()]
-        found += [
-            candidate if order == candidate.order else replace(candidate, order=order) for order in known[pipeline]
-        ]
+        found += [replace(candidate, order=order) if order else candidate for order in known[pipeline]]
     return found
+
+
+def _is_allowed(order: Sequence[int], pins: Pins) -> bool:
+    return pins.allows("groups", "-".join(map(str, order)))
 
 
 def origins(candidate: Candidate, cluster: Cluster) -> tuple[frozenset[int], ...]:
     """For each pipeline rank the node groups that it lies on, by position in the cluster as given."""
-    if not candidate.order:
-        return places_of(candidate.mesh, cluster)
-    order = candidate.order
+    order = candidate.order or tuple(range(len(cluster.groups)))
     return tuple(frozenset(order[i] for i in own) for own in places_of(candidate.mesh, cluster.reordered(order)))
 
 
@@ -79,7 +79,7 @@ def rank_groups(candidate: Candidate, cluster: Cluster) -> tuple[RankGroup, ...]
     if cluster.is_homogeneous:
         return ()
     found, start = [], 0
-    for group in cluster.reordered(candidate.order).groups if candidate.order else cluster.groups:
+    for group in cluster.reordered(candidate.order or tuple(range(len(cluster.groups)))).groups:
         found.append(RankGroup(start=start, stop=start + group.num_devices, device=group.device.name))
         start += group.num_devices
     return tuple(found)
@@ -182,8 +182,7 @@ def shared(problem: Problem, pins: Pins, cluster: Cluster, seconds: Seconds, *, 
     wanted = fixed or not pins.allows(SHARES, EQUAL) or (problem.space.data_shares and len(cluster.devices) > 1)
     if not wanted or mixing or cluster.is_homogeneous:
         return []
-    orders = (order for order in cluster.orders if pins.allows("groups", "-".join(map(str, order))))
-    order = next(orders, cluster.orders[0])
+    order = next((order for order in cluster.orders if _is_allowed(order, pins)), cluster.orders[0])
     ranks = [cluster.groups[place].num_devices for place in order]
     alone, others = _alone(problem, pins)
     meshes = sorted({(c.mesh, c.zero_stage, c.vocab_multiple) for c in candidates(alone, others)}, key=_degrees)
