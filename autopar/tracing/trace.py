@@ -254,7 +254,7 @@ def _larger(graph: Graph, job: _Job) -> Graph:
         raise repeated_steps.CountError(
             f"The model runs with {graph.batch_size} samples, but not with {2 * graph.batch_size}",
             where=error.where,
-            got=error.short,
+            got=error.got or error.problem,
             fix="Take sizes from the inputs: x.shape[0]",
         ) from error
 
