@@ -19,6 +19,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import FP32
 from autopar.tracing.trace import trace
+from tests.support.kept import kept_bytes
 
 MODEL = CostModel(Cluster.parse("cpu:1x4"), FP32, "adamw")
 B, S, H = 4, 64, 96
@@ -60,19 +61,8 @@ def graph_of(model: nn.Module) -> Graph:
 
 def autograd_bytes(model: nn.Module) -> int:
     """Bytes of distinct storages that autograd keeps, parameters aside."""
-    mine = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept: dict[int, torch.UntypedStorage] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in mine:
-            kept[storage.data_ptr()] = storage
-        return tensor
-
     ids = torch.zeros(B, S, dtype=torch.long)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(ids, ids)
-    return sum(storage.nbytes() for storage in kept.values())
+    return kept_bytes(lambda: model(ids, ids), model.parameters())
 
 
 @pytest.mark.slow

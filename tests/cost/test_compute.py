@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,13 +18,15 @@ from autopar.graph.graph import Argument, Op, Ref, TensorSpec
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.device_rates import CurvePoint
 from autopar.tracing.trace import trace
+from tests.support.kept import kept_bytes
+from tests.support.planner import graphs
+from tests.support.small_models import model_of
 
 H100 = Cluster.parse("h100-sxm5-80gb:1x8").devices[0]
 BF16, F32 = torch.bfloat16, torch.float32
 
 
-def spec(*shape: int, dtype: torch.dtype = BF16, grad: bool = True) -> TensorSpec:
-    return TensorSpec(shape=shape, dtype=dtype, requires_grad=grad)
+spec = partial(graphs.spec, dtype=BF16)
 
 
 def op(target: str, args: tuple[Argument, ...], out: TensorSpec) -> Op:
@@ -192,18 +195,7 @@ def test_recurrent_networks_on_cpu_keep_what_is_predicted(
     )
     done = work(call, operands, "cpu")
     predicted = operands[0].num_bytes + done.saved_bytes + done.saves_output * call.spec.num_bytes
-    weights = {p.untyped_storage().data_ptr() for p in net.parameters()}
-    kept: dict[int, tuple[int, torch.Tensor]] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = (storage.nbytes(), tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        made, _ = net(x)
-    found = sum(size for place, (size, _) in kept.items() if place not in weights)
-    assert made.requires_grad
+    found = kept_bytes(lambda: net(x), net.parameters())
     is_exact = dtype == torch.float64 or kind != "LSTM" or "proj_size" in options
     assert predicted == (found if is_exact else pytest.approx(found, rel=0.05))
 
@@ -218,17 +210,9 @@ def test_ctc_losses_keep_what_torch_keeps() -> None:
     refs = tuple(Ref(name) for name in "abcd")
     out = TensorSpec(shape=(samples,), dtype=torch.float32, requires_grad=True)
     done = work(Op(name="y", target="autopar.ctc_losses", args=(*refs, 0, False), outputs=(out,)), specs, "cpu")
-    kept: dict[int, int] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        losses = torch.nn.functional.ctc_loss(log_probs, *rest, reduction="none")
-    assert losses.requires_grad
+    found = kept_bytes(lambda: torch.nn.functional.ctc_loss(log_probs, *rest, reduction="none"))
     predicted = sum(specs[i].num_bytes for i in done.saved) + out.num_bytes + done.saved_bytes
-    assert predicted == pytest.approx(sum(kept.values()), rel=0.05)
+    assert predicted == pytest.approx(found, rel=0.05)
 
 
 @pytest.mark.slow
@@ -239,17 +223,8 @@ def test_ctc_losses_keep_what_torch_keeps() -> None:
 def test_recurrent_networks_multiply_each_row_with_each_matrix(kind: str, options: dict[str, Any]) -> None:
     """Torch's counter knows none of it; by hand, and one step of time after the other."""
 
-    class Net(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = getattr(torch.nn, kind)(16, 24, batch_first=True, **options)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            made: torch.Tensor = self.net(x)[0]
-            return made.square().mean()
-
-    net, samples, steps = Net(), 4, 10
-    graph = trace(net, (torch.zeros(samples, steps, 16),))
+    net, samples, steps = getattr(torch.nn, kind)(16, 24, batch_first=True, **options), 4, 10
+    graph = trace(model_of(lambda self, x: self.net(x)[0].square().mean(), net=net), (torch.zeros(samples, steps, 16),))
     (call,) = [one for one in graph.ops if kind.lower() in one.target]
     done = work(call, operand_specs(call, graph.spec))
     assert done.flops == 2 * samples * steps * sum(p.numel() for p in net.parameters() if p.dim() == 2)

@@ -21,13 +21,10 @@ from autopar.hardware.cluster import Cluster
 from autopar.hardware.link import OperatorTable, OperatorTime
 from autopar.hardware.read import load_profile, profile_to_dict
 from autopar.plan.plan import FP32
+from tests.support.planner.graphs import spec
 
 CPU = Cluster.parse("cpu:1x1").devices[0]
 X, W = Ref("x"), Ref("w")
-
-
-def spec(*shape: int, grad: bool = True) -> TensorSpec:
-    return TensorSpec(shape=shape, dtype=torch.float32, requires_grad=grad)
 
 
 def linear(rows: int) -> tuple[Op, tuple[TensorSpec, ...]]:

@@ -8,10 +8,8 @@ import pytest
 import torch
 
 from autopar import api
-from autopar.models.resolve import resolve_model
 from autopar.plan.plan import Plan
 from autopar.verification.against_one_device import verify
-from autopar.verification.compared_models import VerifiedModel
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.distributed import jobs
 from tests.support.distributed.layouts import clips_as_one_device, goes_on
@@ -83,17 +81,3 @@ def test_mixed_precision_keeps_spread_experts_in_float32_at_rest(pool: WorkerPoo
         for way in ("step", "call"):
             assert rank[way][name].dtype == torch.float32
             assert (rank[way][name] - wanted).norm() <= 0.05 * wanted.norm()
-
-
-FAMILY = (
-    "hf:mixtral?num_hidden_layers=1&hidden_size=16&num_attention_heads=2&num_key_value_heads=2&intermediate_size=16"
-    "&vocab_size=32&num_local_experts=4&output_router_logits=true&router_aux_loss_coef=1.0"
-)
-
-
-def test_the_router_loss_of_a_family_is_that_of_the_global_batch(pool: WorkerPool) -> None:
-    subject = VerifiedModel(resolve_model(FAMILY, sequence_length=6), masked=True)
-    graph = subject.trace()
-    plan = api.estimate(graph, cluster="cpu:1x4", global_batch_size=8, pins=["ep=4", "dp_shard=4"])
-    assert plan.num_micro_batches == 1
-    verify(subject, plan, graph, steps=2, pool=pool, run_timeout_s=60.0).check()

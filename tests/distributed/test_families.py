@@ -154,19 +154,6 @@ def test_stages_without_a_layer_equal_one_device(
     report.check()
 
 
-def test_heads_that_tp_does_not_divide_equal_one_device(pool: WorkerPool) -> None:
-    """SegFormer of 1 and 2 heads: the second attention is split by heads, the first one in another way or not at all."""
-    spec = (
-        "hf:segformer?num_encoder_blocks=2&depths=[1,1]&sr_ratios=[8,4]&hidden_sizes=[16,32]&patch_sizes=[7,3]&strides=[4,4]"
-        "&num_attention_heads=[1,2]&mlp_ratios=[2,2]&decoder_hidden_size=32&num_labels=5"
-    )
-    subject = VerifiedModel(resolve_model(spec), masked=True)
-    graph = subject.trace()
-    pins = ["tp=2", "micro_batch=1", "*.stages.1.*q_proj.weight=tp:S(0)"]
-    plan = api.search(graph, cluster="cpu:1x2", global_batch_size=8, pins=pins)
-    verify(subject, plan, graph, steps=2, pool=pool, run_timeout_s=60.0).check()
-
-
 def test_statistics_over_the_batch_take_one_micro_batch() -> None:
     subject = VerifiedModel(resolve_model("tests.distributed.test_families:normalised"), masked=True)
     graph = subject.trace()

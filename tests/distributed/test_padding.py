@@ -23,7 +23,6 @@ LAYOUTS = {
     "tp4": ["tp=4"],
     "pp2 x tp2": ["pp=2", "tp=2"],
     "tp2 x dp2 ZeRO 3": ["tp=2", "dp_shard=2", "zero=3"],
-    "tp2 x dp2": ["tp=2", "dp_replicate=2", "zero=0"],
 }
 
 

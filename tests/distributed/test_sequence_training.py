@@ -90,4 +90,4 @@ def test_checkpoint_goes_on_without_cp_and_back(pool: WorkerPool, tmp_path: Path
     graph = graph_of(subject)
     ring, gather = planned(graph, "ring", "cp=2", "tp=2"), planned(graph, "gather", "cp=2", "dp_shard=2", "zero=3")
     other = make_plan(graph, Mesh(dp_shard=2, tp=2), global_batch_size=16, micro_batch_size=2, zero_stage=1)
-    goes_on(pool, subject, graph, batches(subject, 3), tmp_path, ring, other, gather, other, ring)
+    goes_on(pool, subject, graph, batches(subject, 3), tmp_path, ring, other, gather, ring)

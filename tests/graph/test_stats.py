@@ -14,6 +14,7 @@ from autopar.graph.graph import Graph, Ref
 from autopar.graph.interpreter import evaluate
 from autopar.models.resolve import resolve_model
 from autopar.report.summaries import backward_flops, op_flops
+from tests.support.kept import kept_bytes
 from tests.support.zoo import loss_of, subject, traced
 
 
@@ -48,18 +49,7 @@ def test_what_backward_keeps_is_what_autograd_saves(kind: str) -> None:
 
 def _saved_by_autograd(graph: Graph, model: torch.nn.Module, batch: dict[str, Tensor]) -> int:
     whole = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
-    ours = {p.untyped_storage().data_ptr() for p in whole.values()}
-    sizes: dict[int, int] = {}
-    alive: list[Tensor] = []
-
-    def keep(tensor: Tensor) -> Tensor:
-        alive.append(tensor)
-        sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        evaluate(graph, batch, whole, dict(model.named_buffers()))
-    return sum(size for pointer, size in sizes.items() if pointer not in ours)
+    return kept_bytes(lambda: evaluate(graph, batch, whole, dict(model.named_buffers())), whole.values())
 
 
 def _saved_by_count(graph: Graph) -> int:

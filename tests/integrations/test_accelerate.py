@@ -13,7 +13,7 @@ from autopar.plan.plan import FP16, FP64
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.close import assert_close
 from tests.support.integrations import accelerated
-from tests.support.integrations.ranks import PLANS, graph_in, plan_of
+from tests.support.integrations.ranks import ACCUMULATED, graph_in, plan_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -23,8 +23,7 @@ def wanted(count: int) -> dict[str, Any]:
     return accelerated.alone(count)
 
 
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize(("name", "count"), ACCUMULATED)
 def test_a_loop_equals_one_process(pair: WorkerPool, graph: Graph, name: str, count: int) -> None:
     """The order of samples too, though ranks had different seeds."""
     ranks = pair.run(accelerated.parallel, plan_of(name, graph), graph, count, timeout_s=200.0)

@@ -14,7 +14,7 @@ from autopar.plan.plan import BF16
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.close import assert_close
 from tests.support.integrations import hf
-from tests.support.integrations.ranks import PLANS, graph_in, plan_of
+from tests.support.integrations.ranks import ACCUMULATED, graph_in, plan_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -35,8 +35,7 @@ def assert_logs_close(found: list[dict[str, float]], expected: list[dict[str, fl
         assert mine == pytest.approx(theirs, rel=2e-5), theirs["step"]
 
 
-@pytest.mark.parametrize("accumulated", [1, 2])
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize(("name", "accumulated"), ACCUMULATED)
 def test_what_is_logged_equals_one_process(
     pair: WorkerPool, graph: Graph, tmp_path: Path, name: str, accumulated: int
 ) -> None:

@@ -13,7 +13,7 @@ from autopar.plan.plan import FP16
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.close import assert_close
 from tests.support.integrations import lit
-from tests.support.integrations.ranks import PLANS, graph_in, plan_of
+from tests.support.integrations.ranks import ACCUMULATED, graph_in, plan_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -23,8 +23,7 @@ def wanted(accumulated: int) -> dict[str, Any]:
     return lit.alone(Path("unused"), {"accumulate_grad_batches": accumulated})
 
 
-@pytest.mark.parametrize("accumulated", [1, 2])
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize(("name", "accumulated"), ACCUMULATED)
 def test_a_training_equals_one_process(
     pair: WorkerPool, graph: Graph, tmp_path: Path, name: str, accumulated: int
 ) -> None:

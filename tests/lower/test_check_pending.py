@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 
 import pytest
 import torch
 
-from autopar.graph.graph import Block, Graph, Input, Op, Parameter, Ref, TensorSpec
+from autopar.graph.graph import Block, Graph, Input, Op, Parameter, Ref
 from autopar.lower.check_types import typecheck
 from autopar.lower.program import Program, lower
 from autopar.plan.mesh import Mesh, P
@@ -18,13 +19,11 @@ from autopar.rules import table as rules
 from autopar.rules.strategy import Typing
 from tests.support.lower import chooser
 from tests.support.lower.models import plan_of
+from tests.support.planner import graphs
 from tools.campaigns.pairs import Pair, check_pair
 
 MESH = Mesh(cp=2, tp=2)
-
-
-def spec(*shape: int, grad: bool = True) -> TensorSpec:
-    return TensorSpec(shape=shape, dtype=torch.float64, requires_grad=grad)
+spec = partial(graphs.spec, dtype=torch.float64)
 
 
 def attention_graph() -> Graph:

@@ -152,15 +152,6 @@ def test_fewer_heads_of_keys_than_ranks(heads: int) -> None:
     assert [kind for name, kind in at_rest(plan).items() if name.endswith("q_proj.weight")] == [S(0)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("dim", "tp"), [(1, 4), (0, 2)])
-def test_a_table_of_257_words_by_rows_and_columns(dim: int, tp: int) -> None:
-    name = "transformer.wte.weight"
-    plan = checked(GPT, 17, [f"tp={tp}", f"{name}=tp:S({dim})"])
-    assert at_rest(plan)[name] == S(dim)
-    assert {entry.length % tp for entry in plan.padding} == {0}
-
-
 class Convolved(nn.Module):
     """Two convolutions (the second grouped, if so) with a norm between them."""
 

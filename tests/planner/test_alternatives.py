@@ -12,13 +12,7 @@ from autopar.planner.layouts.layout import layout_key_of
 from autopar.planner.planner import Planner
 from autopar.planner.search import Evaluation, Limits, Outcome
 from autopar.planner.space.pins import Pins
-from tests.support.planner.graphs import mlp
 from tests.support.planner.tasks import task_of
-
-
-@pytest.fixture(scope="module")
-def graph() -> Graph:
-    return mlp(layers=6, batch=2, width=64, hidden=256)
 
 
 @pytest.fixture(scope="module")

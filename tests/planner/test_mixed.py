@@ -18,7 +18,6 @@ from autopar.planner.planner import Planner
 from autopar.planner.search import Evaluation
 from autopar.planner.space.space import load_space
 from tests.support.mixed_clusters import slow_group, two_kinds
-from tests.support.planner.graphs import mlp
 from tests.support.planner.tasks import ROUNDING, check_search, planner_of
 
 PINS = ["pp=2", "dp_replicate=2", "dp_shard=1", "tp=1", "zero=0", "micro_batch=2", "schedule=1F1B"]
@@ -27,14 +26,9 @@ PINS = ["pp=2", "dp_replicate=2", "dp_shard=1", "tp=1", "zero=0", "micro_batch=2
 # --- bounds
 
 
-@pytest.fixture(scope="module")
-def graph() -> Graph:
-    return mlp(layers=6, batch=2, width=64, hidden=256)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("memory", [None, 400 * 2**20 + 1_500_000, 400 * 2**20 + 1_200_000])
-def test_a_mode_of_recompute_more_makes_no_candidate_slower(graph: Graph, memory: int | None) -> None:
+@pytest.mark.parametrize("memory", [400 * 2**20 + 1_500_000, 400 * 2**20 + 1_200_000])
+def test_a_mode_of_recompute_more_makes_no_candidate_slower(graph: Graph, memory: int) -> None:
     cluster = two_kinds(factor=3.0, slow_memory=memory)
     some, more = (
         planner_of(graph, "data_shares=equal", cluster=cluster, space=replace(load_space("default"), recompute=modes))

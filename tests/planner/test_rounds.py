@@ -29,7 +29,6 @@ from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.preferences import rules, seeds
 from autopar.planner.space.space import SamplerName, load_space
 from tests.support.cli_runner import Run
-from tests.support.planner.graphs import mlp
 from tests.support.planner.interleaved import Board, Known, View, in_turns, interleave
 from tests.support.planner.tasks import task_of
 
@@ -215,11 +214,6 @@ def test_a_sampler_whose_package_is_missing_is_named_with_the_remedy(graph: Grap
     space = replace(load_space("quick"), sampler="cmaes", exhaustive=1)
     with pytest.raises(UsageError, match=r"Missing package cmaes.* pip install 'autopar\[cmaes\]'"):
         Planner(task_of(graph, space=space)).search(limits=Limits())
-
-
-@pytest.fixture(scope="module")
-def graph() -> Graph:
-    return mlp(layers=6, batch=2, width=64, hidden=256)
 
 
 def planner_of(graph: Graph, sampler: SamplerName, trials: int = 12) -> Planner:

@@ -33,11 +33,6 @@ def family(spec: str, length: int) -> Graph:
 
 
 @pytest.fixture(scope="module")
-def graph() -> Graph:
-    return mlp(layers=6, batch=2, width=64, hidden=256)
-
-
-@pytest.fixture(scope="module")
 def told() -> list[tuple[str, int, int]]:
     """What the search for ``plan`` tells of its progress."""
     return []

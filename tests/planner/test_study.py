@@ -413,23 +413,23 @@ def shared(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_processes_give_the_plan_of_one_and_survive_deaths(
-    graph: Graph, planner: Planner, alone: Plan, shared: str
+    graph: Graph, planner: Planner, alone: Plan, tmp_path: Path
 ) -> None:
     """One process is killed with its first claim, one as it would tell of it; four others leave nothing better to find.
 
     Bounds that were found together say within their precision which candidates come next: one that is as near to the best
     may be looked at once more, and is told slow.
     """
-    opened = shared.replace("postgresql:", "postgresql+psycopg:")
-    assert work_in_processes(planner, shared, [1, 2]) == [-signal.SIGKILL, -signal.SIGKILL]
-    states = [trial.state for trial in trials_of(opened)]
+    url = f"sqlite:///{tmp_path / 'study.db'}"
+    assert work_in_processes(planner, url, [1, 2]) == [-signal.SIGKILL, -signal.SIGKILL]
+    states = [trial.state for trial in trials_of(url)]
     assert states.count(TrialState.RUNNING) == 2
     assert set(states) <= {TrialState.RUNNING, TrialState.WAITING}
-    assert work_in_processes(planner, shared, [0] * 4) == [0] * 4
-    before = trials_of(opened)
+    assert work_in_processes(planner, url, [0] * 4) == [0] * 4
+    before = trials_of(url)
     assert all(trial.state.is_finished() for trial in before)
-    assert same(search(graph, storage=shared), alone)
-    assert all(trial.state == TrialState.PRUNED for trial in trials_of(opened)[len(before) :])
+    assert same(search(graph, storage=url), alone)
+    assert all(trial.state == TrialState.PRUNED for trial in trials_of(url)[len(before) :])
 
 
 @pytest.mark.slow

@@ -17,12 +17,9 @@ from autopar.graph.graph import TensorSpec
 from autopar.plan.mesh import I, P, R, S
 from autopar.rules.grammar import Pattern, bind, enumerate_strategies, parse
 from autopar.rules.strategy import Strategy
+from tests.support.planner.graphs import spec
 
 LINEAR = "b... k+, n k+, n -> b... n; linear 0+2?, 1+2?"
-
-
-def spec(*shape: int, grad: bool = True, dtype: torch.dtype = torch.float32) -> TensorSpec:
-    return TensorSpec(shape=shape, dtype=dtype, requires_grad=grad)
 
 
 def by_name(line: str, operands: tuple[TensorSpec, ...], output: TensorSpec, size: object = 2) -> dict[str, Strategy]:

@@ -19,7 +19,7 @@ from autopar.rules.by_execution import call, verify_rule
 from autopar.rules.local_calls import Local, localize
 from autopar.rules.strategy import Strategy
 from autopar.rules.table import RuleTable, default_table, has_rule, register_rule, strategies
-from tests.support.rule_examples import Example, Maker
+from tests.support.rule_examples import Example, Maker, spec_of
 
 TP, TWO = "tp", Fraction(2)
 
@@ -27,11 +27,7 @@ TP, TWO = "tp", Fraction(2)
 def prepared(example: Example) -> tuple[Op, tuple[TensorSpec, ...]]:
     """The call with output specs, and the specs of its operands."""
     outputs = call(example.op, example.operands)
-    return replace(example.op, outputs=tuple(map(_spec, outputs))), tuple(map(_spec, example.operands))
-
-
-def _spec(x: torch.Tensor) -> TensorSpec:
-    return TensorSpec(shape=tuple(x.shape), dtype=x.dtype, requires_grad=x.requires_grad)
+    return replace(example.op, outputs=tuple(map(spec_of, outputs))), tuple(map(spec_of, example.operands))
 
 
 def named(example: Example, axis: str = TP, size: Fraction = TWO) -> dict[str, Strategy]:

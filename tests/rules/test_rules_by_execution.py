@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from autopar.graph.graph import TensorSpec
 from autopar.rules.by_execution import _gloo, _in_threads, call, verify_rule
 from autopar.rules.grammar import Pattern, enumerate_strategies
 from autopar.rules.table import RuleTable, default_table, torch_rules
@@ -24,6 +23,7 @@ from tests.support.rule_examples import (
     moved,
     products,
     reductions,
+    spec_of,
     whole,
 )
 
@@ -108,8 +108,8 @@ def _survivors(seed: int) -> set[tuple[str, str]]:
         if needs_other_axis(example):
             continue
         dense = call(example.op, example.operands)
-        outputs = tuple(_spec(tensor) for tensor in dense)
-        operands = tuple(_spec(tensor) for tensor in example.operands)
+        outputs = tuple(spec_of(tensor) for tensor in dense)
+        operands = tuple(spec_of(tensor) for tensor in example.operands)
         op = replace(example.op, outputs=outputs)
         pattern = table.pattern(op, operands)
         for label in pattern.frozen:
@@ -121,7 +121,3 @@ def _survivors(seed: int) -> set[tuple[str, str]]:
                     survivors.add((op.target, label))
     assert mutants > 100
     return survivors
-
-
-def _spec(tensor: object) -> TensorSpec:
-    return TensorSpec(shape=tuple(tensor.shape), dtype=tensor.dtype, requires_grad=tensor.requires_grad)  # type: ignore[attr-defined]

@@ -11,24 +11,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.graph.graph import TensorSpec
 from autopar.ops import sequence as sequence_ops
 from autopar.rules import table as rules
 from autopar.rules.by_execution import _in_threads, verify_rule
 from autopar.rules.strategy import Strategy
-from tests.support.rule_examples import Example, Maker
+from tests.support.rule_examples import Example, Maker, spec_of
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
 
 
-def spec(tensor: torch.Tensor) -> TensorSpec:
-    return TensorSpec(shape=tuple(tensor.shape), dtype=tensor.dtype, requires_grad=tensor.requires_grad)
-
-
 def offered(example: Example, size: int, axis: str = "cp") -> dict[str, Strategy]:
     result = torch.nn.functional.scaled_dot_product_attention(*example.operands[:3], enable_gqa=True)
-    op = replace(example.op, outputs=(spec(result),))
-    operands = tuple(spec(tensor) for tensor in example.operands)
+    op = replace(example.op, outputs=(spec_of(result),))
+    operands = tuple(spec_of(tensor) for tensor in example.operands)
     return {s.name: s for s in rules.strategies(op, operands, axis=axis, size=Fraction(size))}
 
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from functools import partial
 
 import pytest
 import torch
 
 from autopar.errors import RuleError
-from autopar.graph.graph import Block, Graph, Op, Parameter, Ref, TensorSpec
+from autopar.graph.graph import Block, Graph, Op, Parameter, Ref
 from autopar.graph.graph import Input as Leaf
 from autopar.plan.mesh import I, P, R, S, Type
 from autopar.rules.apply import shard
 from autopar.rules.by_execution import verify_rule
 from autopar.rules.strategy import RING, ZIGZAG_SAFE, Strategy, Typing, check_strategy
 from autopar.rules.table import default_table
+from tests.support.planner import graphs
 from tests.support.rule_examples import every
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
@@ -56,8 +58,7 @@ def test_what_knows_its_part_is_refused() -> None:
         check_strategy(Strategy(name="s", inputs=(), outputs=(), target=target), "here")
 
 
-def spec(*shape: int, grad: bool = True) -> TensorSpec:
-    return TensorSpec(shape=shape, dtype=torch.float64, requires_grad=grad)
+spec = partial(graphs.spec, dtype=torch.float64)
 
 
 def ring_graph(length: int = 8) -> Graph:

@@ -92,5 +92,5 @@ def test_a_script_gets_the_plan_its_ranks_and_its_arguments(
     assert [found["debug"] for found in said] == [True, True]
     assert said[0]["loss"] == said[1]["loss"]
     assert "mesh=tp=2, rank=1 of 2, stage=0 of 1" in said[1]["repr"]
-    Path("fails.py").write_text("raise SystemExit(3)")
-    assert run("run", "plan.json", "fails.py").code == 1
+    monkeypatch.setattr("autopar.runtime.job.command", lambda *_, **__: ["sh", "-c", "exit 3"])
+    assert run("run", "plan.json", "train.py").code == 3, "as the launcher ends"

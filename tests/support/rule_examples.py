@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from autopar.graph.graph import Op, Ref, map_refs
+from autopar.graph.graph import Op, Ref, TensorSpec, map_refs
 from autopar.graph.operator_kinds import draws_random
 from autopar.ops.kernels import resolve
 from autopar.rules.table import RuleTable
@@ -19,6 +19,10 @@ OUTSIDE = frozenset((
     # a region is code of a model, a change over data runs on other ranks: tests/lower/test_opaque.py runs both in programs
     "autopar.opaque", "autopar.change_over_data",
 ))  # fmt: skip
+
+
+def spec_of(tensor: Tensor) -> TensorSpec:
+    return TensorSpec(shape=tuple(tensor.shape), dtype=tensor.dtype, requires_grad=tensor.requires_grad)
 
 
 @dataclass(frozen=True)

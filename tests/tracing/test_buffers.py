@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from autopar.errors import TraceError
-from autopar.graph.interpreter import step
 from autopar.tracing.trace import trace
-from tests.support.close import assert_close
 from tests.support.distributed.remembering import Remembering
+from tests.support.small_models import model_of, same_as_the_model
 
 Write = Callable[[nn.Module, Tensor], Tensor]
 
@@ -30,28 +30,9 @@ class Writing(nn.Module):
         return (self.write(self, self.linear(x)) ** 2).mean()
 
 
-def same_as_the_model(model: nn.Module, batch: dict[str, Tensor], steps: int = 2, *, exact: bool = False) -> None:
-    """Loss, gradients and buffers of the graph are the model's, step after step; the batch is not touched."""
-    model = model.double()
-    graph = trace(model, (), {name: value.clone() for name, value in batch.items()}, exact=exact)
-    parameters = dict(model.named_parameters())
-    for _ in range(steps):
-        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        found, changed = step(graph, {k: v.clone() for k, v in batch.items()}, parameters, before)
-        output = model(**{k: v.clone() for k, v in batch.items()})
-        wanted = output["loss"] if isinstance(output, dict) else output
-        assert_close(found, wanted)
-        ours = torch.autograd.grad(found, list(parameters.values()), allow_unused=True)
-        theirs = torch.autograd.grad(wanted, list(parameters.values()), allow_unused=True)
-        assert_close([0.0 if g is None else g for g in ours], [0.0 if g is None else g for g in theirs])
-        after = dict(model.named_buffers())
-        assert_close({**before, **changed}, after)
-        assert changed.keys() >= {name for name in after if not torch.equal(before[name], after[name])}
-
-
 @pytest.mark.parametrize("statistics", [True, False])
 def test_statistics_averages_power_iterations_and_counters(statistics: bool) -> None:
-    same_as_the_model(Remembering(statistics), {"x": torch.randn(6, 8, dtype=torch.float64)}, steps=3)
+    same_as_the_model(Remembering(statistics).double(), {"x": torch.randn(6, 8, dtype=torch.float64)}, steps=3)
 
 
 def _relu(module: nn.Module, y: Tensor) -> Tensor:
@@ -245,7 +226,7 @@ def _teacher(module: nn.Module, y: Tensor) -> Tensor:
     ids=lambda write: write.__name__.strip("_"),
 )  # fmt: skip
 def test_in_place_operators_mean_what_they_mean_on_one_device(write: Write) -> None:
-    same_as_the_model(Writing(write), {"x": torch.randn(6, 4, dtype=torch.float64)})
+    same_as_the_model(Writing(write).double(), {"x": torch.randn(6, 4, dtype=torch.float64)}, steps=2)
 
 
 class Drawn(nn.Module):
@@ -289,7 +270,7 @@ class Drawn(nn.Module):
 
 @pytest.mark.parametrize("seed", range(10))
 def test_writes_to_parts_in_any_order_mean_what_they_mean_on_one_device(seed: int) -> None:
-    same_as_the_model(Drawn(seed), {"x": torch.randn(6, 4, dtype=torch.float64)}, steps=1, exact=True)
+    same_as_the_model(Drawn(seed).double(), {"x": torch.randn(6, 4, dtype=torch.float64)}, exact=True)
 
 
 @pytest.mark.parametrize(
@@ -305,18 +286,15 @@ def test_what_the_program_itself_has_made_is_written_without_a_second_trace(
     assert not [op.target for op in graph.ops if op.target.split(".")[1].endswith("_")]
 
 
-class OnItsInput(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x.mul_(2.0)
-        return (self.linear(x) + x).pow(2).mean()
+def _on_its_input(self: Any, x: Tensor) -> Tensor:
+    x.mul_(2.0)
+    return (self.linear(x) + x).pow(2).mean()
 
 
 def test_an_input_written_in_place_counts_as_written() -> None:
-    same_as_the_model(OnItsInput(), {"x": torch.randn(6, 4, dtype=torch.float64)}, steps=1)
+    same_as_the_model(
+        model_of(_on_its_input, linear=nn.Linear(4, 4)).double(), {"x": torch.randn(6, 4, dtype=torch.float64)}
+    )
 
 
 def _clamped(module: nn.Module, y: Tensor) -> Tensor:

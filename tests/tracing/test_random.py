@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from autopar.planner.sharding.input_axes import solve_batch
 from autopar.rules import table as rules
 from autopar.rules.apply import shard
 from autopar.tracing.trace import trace
-from tests.support.close import assert_close
+from tests.support.small_models import model_of, same_as_the_model
 
 
 class _Model(nn.Module):
@@ -108,30 +109,20 @@ def test_a_mask_of_windows_is_split_with_the_samples_that_it_is_repeated_for() -
         typing = solve_batch(compact(graph))
         local = shard(graph, typing, global_batch_size=4, micro_batch_size=1)
         assert any(op.spec.shape[0] == 3 for op in (*local.prelude, *local.ops) if op.spec.shape)
-        batch = torch.randn(4, 6)
-        whole = {name: p.detach() for name, p in model.named_parameters()}
-        assert_close(evaluate(graph, {"x": batch}, whole), model(batch))
+        same_as_the_model(model, {"x": torch.randn(4, 6)}, graph)
 
 
 def test_dots_in_an_equation_and_normed_weights_have_rules() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
-            self.weight = nn.Parameter(torch.randn(6, 3))
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = self.first(x)
+        scores = torch.einsum("...qd,...kd->...qk", y, y)
+        return torch.einsum("...d,de", scores @ y, self.weight).square().mean()
 
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.first(x)
-            scores = torch.einsum("...qd,...kd->...qk", y, y)
-            return torch.einsum("...d,de", scores @ y, self.weight).square().mean()
-
-    model = Model()
-    graph = trace(model, (torch.zeros(4, 2, 5, 6),))
+    first = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
+    model = model_of(forward, first=first, weight=nn.Parameter(torch.randn(6, 3)))
+    graph = same_as_the_model(model, {"x": torch.randn(4, 2, 5, 6)})
     assert not any("..." in op.args[0] for op in graph.ops if op.target == "aten.einsum.default")
     solve_batch(compact(graph))
-    batch = torch.randn(4, 2, 5, 6)
-    whole = {name: p.detach() for name, p in model.named_parameters()}
-    assert_close(evaluate(graph, {"x": batch}, whole), model(batch))
 
 
 class Noisy(nn.Module):
@@ -187,26 +178,12 @@ def test_parts_are_drawn_by_themselves_where_no_number_depends_on_another() -> N
     assert offered("aten.randperm.default", (4,), out=(4,)) == {"replicate": False}
 
 
-class _Recurrent(nn.Module):
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.first = nn.Linear(6, 8)
-        self.net = getattr(nn, kind)(8, 8, num_layers=2, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.net(self.first(x))[0]
-        return made.square().mean()
-
-
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
 def test_recurrent_networks_pass_gradients_on_and_their_samples_are_apart(kind: str) -> None:
     """They count as random for the dropout between their layers; there is none here."""
-    model, x = _Recurrent(kind), torch.randn(4, 3, 6)
-    graph = trace(model, (x,))
-    parameters = dict(model.named_parameters())
-    expected = torch.autograd.grad(model(x), list(parameters.values()))
-    found = torch.autograd.grad(evaluate(graph, {"x": x}, parameters, {}), list(parameters.values()))
-    assert_close(found, expected)
+    net = getattr(nn, kind)(8, 8, num_layers=2, batch_first=True)
+    model = model_of(lambda self, x: self.net(self.first(x))[0].square().mean(), first=nn.Linear(6, 8), net=net)
+    graph = same_as_the_model(model, {"x": torch.randn(4, 3, 6)})
     (op,) = [op for op in graph.ops if kind.lower() in op.target]
     assert {spec.shape for spec in op.outputs[1:]} == {(2, 4, 8)}  # torch 2.11 exports (2, 1, 4, 8) of an LSTM
     assert solve_batch(compact(graph)).strategies[op.name].outputs[0] == S(0)

@@ -8,15 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.graph.graph import Graph
-from autopar.graph.interpreter import evaluate
 from autopar.graph.rewrites import compact
 from autopar.plan.mesh import S
 from autopar.planner.sharding.input_axes import solve_batch
 from autopar.rules.apply import shard
 from autopar.tracing.trace import trace
 from autopar.verification.against_one_device import _without_dropout
-from tests.support.close import assert_close
+from tests.support.small_models import model_of, same_as_the_model
 
 
 class Recurrent(nn.Module):
@@ -30,16 +28,6 @@ class Recurrent(nn.Module):
         made, ends = self.net(x)
         ends = ends if isinstance(ends, tuple) else (ends,)
         return sum((end.square().mean() for end in ends), made.square().mean())
-
-
-def compare(model: nn.Module, graph: Graph, batch: dict[str, Tensor]) -> None:
-    """Loss and gradients are those of the module."""
-    parameters = dict(model.named_parameters())
-    expected = model(**batch)
-    found = evaluate(graph, batch, parameters, {})
-    assert_close(found, expected)
-    wanted = torch.autograd.grad(expected, list(parameters.values()))
-    assert_close(torch.autograd.grad(found, list(parameters.values())), wanted)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +46,7 @@ def test_dropout_between_layers_is_that_of_all_others(kind: str, options: dict[s
     assert len(dropped) == 2
     assert len({op.args[2] for op in dropped}) == 2
     model.net.dropout = 0.0
-    compare(model, _without_dropout(graph), {"x": x})
+    same_as_the_model(model, {"x": x}, _without_dropout(graph))
 
 
 def test_parts_of_a_batch_draw_numbers_of_their_own() -> None:
@@ -99,16 +87,14 @@ def test_bags_of_one_length_are_split_by_samples(options: dict[str, Any]) -> Non
     (op,) = [op for op in graph.ops if "bag" in op.target]
     assert op.target == "autopar.embedding_bag"
     assert op.args[4] == (options["padding_idx"] % 32 if "padding_idx" in options else -1)
-    dense = Bags(**options | {"sparse": False})
-    compare(dense, graph, {"ids": _IDS})
+    same_as_the_model(Bags(**options | {"sparse": False}), {"ids": _IDS}, graph)
     if not options.get("scale_grad_by_freq"):
         assert solve_batch(compact(graph)).strategies[op.name].outputs[0] == S(0)
 
 
 def test_rows_of_a_bag_may_have_factors() -> None:
     model, batch = Bags(mode="sum"), {"ids": _IDS, "weights": torch.rand(4, 6)}
-    graph = trace(model, (), batch)
-    compare(model, graph, batch)
+    graph = same_as_the_model(model, batch)
     (op,) = [op for op in graph.ops if "bag" in op.target]
     assert solve_batch(compact(graph)).strategies[op.name].inputs[1:] == (S(0), S(0))
 
@@ -117,26 +103,20 @@ def test_rows_of_a_bag_may_have_factors() -> None:
 def test_bags_of_different_lengths_keep_their_offsets(mode: str) -> None:
     model = Bags(mode=mode, include_last_offset=True)
     batch = {"ids": _IDS.flatten(), "offsets": torch.tensor([0, 2, 2, 9, 24])}
-    graph = trace(model, (), batch)
-    assert any(op.target == "autopar.embedding_bag_ragged" for op in graph.ops)
-    compare(model, graph, batch)
+    assert any(op.target == "autopar.embedding_bag_ragged" for op in same_as_the_model(model, batch).ops)
 
 
-class Sparse(nn.Module):
-    """A table and bags whose gradients torch makes sparse."""
-
-    def __init__(self, *, sparse: bool = True) -> None:
-        super().__init__()
-        self.rows, self.bags = nn.Embedding(32, 8, sparse=sparse), nn.EmbeddingBag(32, 8, sparse=sparse)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        made: Tensor = (self.rows(ids).sum(1) + self.bags(ids)).square().mean()
-        return made
+def of_tables(*, sparse: bool) -> nn.Module:
+    """Of a table and bags whose gradients torch makes sparse, if so."""
+    return model_of(
+        lambda self, ids: (self.rows(ids).sum(1) + self.bags(ids)).square().mean(),
+        rows=nn.Embedding(32, 8, sparse=sparse),
+        bags=nn.EmbeddingBag(32, 8, sparse=sparse),
+    )
 
 
 def test_gradients_of_sparse_embeddings_are_dense_and_a_note_says_so() -> None:
-    graph = trace(Sparse(), (_IDS,))
+    graph, dense = trace(of_tables(sparse=True), (_IDS,)), of_tables(sparse=False)
     assert [note for note in graph.notes if "sparse=True" in note]
-    dense = Sparse(sparse=False)
     assert not any("sparse=True" in note for note in trace(dense, (_IDS,)).notes)
-    compare(dense, graph, {"ids": _IDS})
+    same_as_the_model(dense, {"ids": _IDS}, graph)

@@ -8,28 +8,14 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from autopar.errors import TraceError
-from autopar.graph.graph import Graph
-from autopar.graph.interpreter import evaluate
 from autopar.tracing.trace import trace
-from tests.support.close import assert_close
 from tests.support.distributed.oddities import Checkpointed, Force
 from tests.support.lower import unusual as u
-
-
-def check_loss_and_gradients(graph: Graph, model: nn.Module, batch: dict[str, Tensor]) -> None:
-    named = dict(model.named_parameters())
-    found = evaluate(graph, batch, named, dict(model.named_buffers()), model)
-    mine = torch.autograd.grad(found, list(named.values()))
-    wanted = model(**batch)
-    assert_close(found, wanted)
-    wanted.backward()  # of the older checkpoints nothing else is allowed
-    for a, b in zip(mine, named.values(), strict=True):
-        assert_close(a, torch.zeros_like(b) if b.grad is None else b.grad)
+from tests.support.small_models import model_of, same_as_the_model
 
 
 def test_what_is_checkpointed_is_traced_as_it_is() -> None:
-    model = Checkpointed()
-    check_loss_and_gradients(trace(model, (), u.batch()), model, u.batch())
+    same_as_the_model(Checkpointed(), u.batch())
 
 
 class Forces(u.Around):
@@ -46,10 +32,8 @@ def test_a_gradient_that_the_model_itself_takes_is_refused_and_one_of_a_module_i
     batch["x"].requires_grad_()
     with pytest.raises(TraceError, match=r"gradient that forward takes itself.*autograd\.grad.*a separate module"):
         trace(Forces(), (), batch)
-    model = u.Around(Force)
-    graph = trace(model, (), u.batch())
+    graph = same_as_the_model(u.Around(Force), u.batch())
     assert "opaque" in graph.notes[0] and "inner" in graph.notes[0] and not graph.mixing
-    check_loss_and_gradients(graph, model, u.batch())
 
 
 class Packed(nn.Module):
@@ -62,18 +46,8 @@ class Packed(nn.Module):
         return pad_packed_sequence(self.cells(packed)[0], batch_first=True, total_length=x.shape[1])[0].mean(1)
 
 
-class Tagger(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Packed()
-
-    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-        return self.inner(x, lengths).square().mean()
-
-
 def test_packed_sequences_of_a_module_run_as_written_though_no_length_may_be_0() -> None:
     torch.manual_seed(0)
-    model, batch = Tagger(), {"x": torch.randn(4, 6, 8), "lengths": torch.tensor([3, 6, 1, 2])}
-    graph = trace(model, (), batch)
+    model = model_of(lambda self, x, lengths: self.inner(x, lengths).square().mean(), inner=Packed())
+    graph = same_as_the_model(model, {"x": torch.randn(4, 6, 8), "lengths": torch.tensor([3, 6, 1, 2])})
     assert "opaque" in graph.notes[0] and not graph.mixing
-    check_loss_and_gradients(graph, model, batch)

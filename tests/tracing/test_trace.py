@@ -7,6 +7,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -21,6 +22,7 @@ from autopar.models.resolve import resolve_model
 from autopar.rules.by_execution import verify_rule
 from autopar.tracing.trace import trace
 from tests.support.close import assert_close
+from tests.support.small_models import model_of, same_as_the_model
 from tests.support.zoo import LENGTH, description, loss_of, subject, traced, traced_on_meta
 
 CASES = [
@@ -108,18 +110,6 @@ def test_a_causal_mask_is_recognised_and_a_padding_mask_is_kept(kind: str) -> No
     assert all(padded.is_prelude(op.args[3]) for op in attention(padded))
 
 
-class Masked(nn.Module):
-    """Attention under a mask of its own, held in a buffer."""
-
-    def __init__(self, mask: Tensor) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
-        self.register_buffer("mask", mask)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(x * self.weight, x, x, attn_mask=self.mask[:6, :6]).sum()
-
-
 @pytest.mark.parametrize(
     ("mask", "causal", "kept"),
     [
@@ -134,7 +124,11 @@ class Masked(nn.Module):
     ],
 )
 def test_only_the_exact_lower_triangle_is_causal(mask: Tensor, causal: bool, kept: bool) -> None:
-    (op,) = attention(trace(Masked(mask), (torch.ones(2, 3, 6, 4),)))
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x * self.weight, x, x, attn_mask=self.mask[:6, :6]).sum()
+
+    model = model_of(forward, weight=nn.Parameter(torch.ones(4)), mask=nn.Buffer(mask))
+    (op,) = attention(trace(model, (torch.ones(2, 3, 6, 4),)))
     assert (op.args[5], op.args[3] is not None) == (causal, kept)
 
 
@@ -314,32 +308,17 @@ def test_losses_are_what_torch_computes(loss) -> None:  # type: ignore[no-untype
 # --- errors -----------------------------------------------------------------------------------------
 
 
-class Branching(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
+def test_control_flow_on_data_is_told_by_its_line() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
         h = self.linear(x)
         if h.sum() > 0:  # the line
             h = h * 2
         return h.sum()
 
-
-def test_control_flow_on_data_is_told_by_its_line() -> None:
     with pytest.raises(TraceError, match=r"test_trace\.py:\d+") as caught:
-        trace(Branching(), (torch.ones(2, 4),))
+        trace(model_of(forward, linear=nn.Linear(4, 4)), (torch.ones(2, 4),))
     assert "if h.sum() > 0:" in caught.value.problem
     assert "torch.where" in caught.value.fix
-
-
-class Broken(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.linear(x) @ x).sum()
 
 
 class Packed(nn.Module):
@@ -370,8 +349,11 @@ def test_a_failure_of_the_exported_program_names_the_line_too(writes: bool, said
 
 
 def test_a_failure_in_forward_names_the_line_and_the_reason() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return (self.linear(x) @ x).sum()
+
     with pytest.raises(TraceError, match=r"self\.linear") as caught:
-        trace(Broken(), (torch.ones(2, 4),))
+        trace(model_of(forward, linear=nn.Linear(4, 4)), (torch.ones(2, 4),))
     assert "test_trace.py" in caught.value.where
 
 
@@ -425,32 +407,15 @@ def _held(thing: object) -> nn.Module:
 
 
 def test_a_cast_to_the_dtype_that_a_module_has_is_nothing() -> None:
-    class Casts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.inner = self.inner.to(torch.float32)
-            return self.inner(x).sum()
+    def forward(self: Any, x: Tensor) -> Tensor:
+        self.inner = self.inner.to(torch.float32)
+        return self.inner(x).sum()
 
     usual = nn.Module.to
-    graph = trace(Casts(), (torch.zeros(2, 4),))
+    graph = trace(model_of(forward, inner=nn.Linear(4, 4)), (torch.zeros(2, 4),))
     assert not graph.notes
     assert [op.target for op in graph.ops].count("aten.linear.default") == 1
     assert nn.Module.to is usual
-
-
-class Turned(nn.Module):
-    """A product whose weight is turned by ``turn``."""
-
-    def __init__(self, turn: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(6, 4, dtype=torch.float64))
-        self.turn = turn
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x @ self.turn(self.weight)).square().sum()
 
 
 @pytest.mark.parametrize(
@@ -461,34 +426,25 @@ class Turned(nn.Module):
     ],
 )  # fmt: skip
 def test_a_product_with_a_turned_weight_is_linear_however_it_is_written(turn: Callable[[Tensor], Tensor]) -> None:
-    model, x = Turned(turn), torch.randn(3, 4, dtype=torch.float64)
-    graph = trace(model, (x,))
+    weight, x = nn.Parameter(torch.randn(6, 4, dtype=torch.float64)), torch.randn(3, 4, dtype=torch.float64)
+    model = model_of(lambda self, x: (x @ turn(self.weight)).square().sum(), weight=weight)
+    graph = same_as_the_model(model, {"x": x})
     assert graph.ops[0].target == "aten.linear.default"
     assert not any("permute" in op.target or "transpose" in op.target for op in graph.ops)
-    loss = evaluate(graph, {"x": x}, dict(model.named_parameters()))
-    assert_close(loss, model(x))
-    assert_close(torch.autograd.grad(loss, model.weight), torch.autograd.grad(model(x), model.weight))
 
 
 @pytest.mark.parametrize("shape", [(3,), (3, 5), (3, 5, 2)])
 def test_tensors_are_turned_as_torch_turns_them(shape: tuple[int, ...]) -> None:
-    class Turns(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(*shape, dtype=torch.float64))
+    def forward(self: Any, x: Tensor) -> Tensor:
+        w = self.weight
+        turned = w.T.exp() if len(shape) < 3 else w.mT.exp() + w.permute(0, -1, 1)
+        waves = torch.arange(turned.numel(), dtype=x.dtype).reshape(turned.shape).sin()
+        return (turned * waves).sum() * x.sum()
 
-        def forward(self, x: Tensor) -> Tensor:
-            w = self.weight
-            turned = w.T.exp() if len(shape) < 3 else w.mT.exp() + w.permute(0, -1, 1)
-            waves = torch.arange(turned.numel(), dtype=x.dtype).reshape(turned.shape).sin()
-            return (turned * waves).sum() * x.sum()
-
+    model = model_of(forward, weight=nn.Parameter(torch.randn(*shape, dtype=torch.float64)))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*is deprecated", UserWarning)
-        model, x = Turns(), torch.randn(2, dtype=torch.float64)
-        loss = evaluate(trace(model, (x,)), {"x": x}, dict(model.named_parameters()))
-        assert_close(loss, model(x))
-        assert_close(torch.autograd.grad(loss, model.weight), torch.autograd.grad(model(x), model.weight))
+        same_as_the_model(model, {"x": torch.randn(2, dtype=torch.float64)})
 
 
 @pytest.mark.parametrize(
@@ -502,16 +458,11 @@ def test_tensors_are_turned_as_torch_turns_them(shape: tuple[int, ...]) -> None:
 def test_masks_are_known_by_one_copy_of_what_they_repeat(chosen: Callable[[Tensor], Tensor]) -> None:
     """A bias of all samples and heads was computed whole: of a T5 11B, 67 million elements in each layer."""
 
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 8, dtype=torch.float64)
+    def forward(self: Any, x: Tensor) -> Tensor:
+        mask = torch.ones(8, 8, dtype=torch.bool).tril()[None, None].expand(len(x), 2**20, 8, 8)
+        return (self.linear(x)[:, None, None] + chosen(mask)[:, :1]).sum()
 
-        def forward(self, x: Tensor) -> Tensor:
-            mask = torch.ones(8, 8, dtype=torch.bool).tril()[None, None].expand(len(x), 2**20, 8, 8)
-            return (self.linear(x)[:, None, None] + chosen(mask)[:, :1]).sum()
-
-    model, x = Masked(), torch.randn(4, 8, dtype=torch.float64)
+    model, x = model_of(forward, linear=nn.Linear(8, 8, dtype=torch.float64)), torch.randn(4, 8, dtype=torch.float64)
     graph = trace(model, (x,))
     assert not any("where" in op.target or "fill" in op.target for op in (*graph.prelude, *graph.ops))
     wanted = (model.linear(x)[:, None, None] + chosen(torch.ones(8, 8, dtype=torch.bool).tril())[None]).sum()
@@ -519,65 +470,43 @@ def test_masks_are_known_by_one_copy_of_what_they_repeat(chosen: Callable[[Tenso
 
 
 def test_an_error_of_the_model_itself_asks_for_other_inputs() -> None:
-    class Asks(nn.Module):
-        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-            if mask is None:
-                raise ValueError("a mask, please")
-            return (x * mask).sum()
+    def forward(self: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if mask is None:
+            raise ValueError("a mask, please")
+        return (x * mask).sum()
 
     with pytest.raises(TraceError, match=r"fails on its example inputs.*a mask, please.*package\.module:factory"):
-        trace(Asks(), (torch.zeros(2, 4),))
+        trace(model_of(forward), (torch.zeros(2, 4),))
 
 
 def test_a_constant_of_one_number_without_a_stride_is_kept() -> None:
-    class Held(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(3, 4)
-            self.register_buffer("ids", torch.ones((), dtype=torch.int64).expand(1, 1))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return (x * self.table(self.ids)).sum()
-
-    model, x = Held(), torch.randn(2, 4)
-    found = evaluate(trace(model, (x,)), {"x": x}, dict(model.named_parameters()), dict(model.named_buffers()))
-    assert_close(found, model(x))
+    ids = nn.Buffer(torch.ones((), dtype=torch.int64).expand(1, 1))
+    model = model_of(lambda self, x: (x * self.table(self.ids)).sum(), table=nn.Embedding(3, 4), ids=ids)
+    same_as_the_model(model, {"x": torch.randn(2, 4)})
 
 
 def test_a_loss_without_parameters_is_refused() -> None:
-    class Constant(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.sum()
-
     with pytest.raises(TraceError, match="depends on no parameter"):
-        trace(Constant(), (torch.zeros(2, 4),))
+        trace(model_of(lambda self, x: x.sum()), (torch.zeros(2, 4),))
 
 
 @pytest.mark.parametrize("cut", ["frozen", "detached"])
 def test_a_loss_that_trains_nothing_is_refused(cut: str) -> None:
-    class Cut(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4).requires_grad_(cut != "frozen")
+    def forward(self: Any, x: Tensor) -> Tensor:
+        made = self.linear(x)
+        return (made.detach() if cut == "detached" else made).mean()
 
-        def forward(self, x: Tensor) -> Tensor:
-            made = self.linear(x)
-            return (made.detach() if cut == "detached" else made).mean()
-
+    model = model_of(forward, linear=nn.Linear(4, 4).requires_grad_(cut != "frozen"))
     with pytest.raises(TraceError, match=r"depends on no parameter that is trained.*leave requires_grad on"):
-        trace(Cut(), (torch.zeros(2, 4),))
+        trace(model, (torch.zeros(2, 4),))
 
 
 def test_repeated_slices_are_as_many_as_a_rank_has() -> None:
-    class Repeats(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.groups = nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.groups(x).repeat_interleave(4, dim=1, output_size=32).square().sum()
-
-    (op,) = (o for o in trace(Repeats(), (torch.zeros(2, 8),)).ops if "repeat_interleave" in o.target)
+    model = model_of(
+        lambda self, x: self.groups(x).repeat_interleave(4, dim=1, output_size=32).square().sum(),
+        groups=nn.Linear(8, 8),
+    )
+    (op,) = (o for o in trace(model, (torch.zeros(2, 8),)).ops if "repeat_interleave" in o.target)
     x = torch.randn(2, 8, dtype=torch.float64, requires_grad=True)
     assert verify_rule(op, [x], size=2) == []
 

@@ -9,67 +9,44 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import TraceError
-from autopar.graph.interpreter import evaluate
 from autopar.models.resolve import resolve_model
 from autopar.models.specs import MeanSquareLoss
 from autopar.tracing import convert
 from autopar.tracing.trace import trace
-from tests.support.close import assert_close
-
-
-class Batched(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.norm = nn.Linear(4, 6), nn.BatchNorm1d(6)
-
-    def forward(self, x: Tensor) -> dict[str, Any]:
-        y = self.norm(self.linear(x))
-        return {"y": y, "loss": y.pow(3).mean()}
-
-
-def _gradients(model: nn.Module, batch: dict[str, Tensor], loss: Tensor) -> dict[str, Tensor]:
-    model.zero_grad()
-    loss.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+from tests.support.small_models import model_of, same_as_the_model
 
 
 def test_batch_norm_is_one_operator_and_gives_its_running_statistics() -> None:
-    model, batch = Batched().double(), {"x": torch.randn(6, 4, dtype=torch.float64)}
-    graph = trace(model, (), batch)
+    def forward(self: Any, x: Tensor) -> dict[str, Any]:
+        y = self.norm(self.linear(x))
+        return {"y": y, "loss": y.pow(3).mean()}
+
+    model = model_of(forward, linear=nn.Linear(4, 6), norm=nn.BatchNorm1d(6)).double()
+    graph = same_as_the_model(model, {"x": torch.randn(6, 4, dtype=torch.float64)})
     assert [op.target for op in graph.ops if "norm" in op.target] == ["autopar.batch_norm_running"]
     assert [m.buffer for m in graph.mutations] == [
         "b_norm_running_mean",
         "b_norm_running_var",
         "b_norm_num_batches_tracked",
     ]
-    expected = model(**batch)["loss"]
-    wanted = _gradients(model, batch, expected)
-    found = evaluate(graph, batch, dict(model.named_parameters()), dict(model.named_buffers()))
-    assert_close(found, expected)
-    assert_close(_gradients(model, batch, found), wanted)
 
 
-class Picked(nn.Module):
+def picked() -> nn.Module:
     """The row of each sample at a place of its own, counted from the front or from the end."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, place: Tensor) -> Tensor:
+    def forward(self: Any, x: Tensor, place: Tensor) -> Tensor:
         h = self.linear(x)
         return h[torch.arange(x.shape[0]), place].square().sum()
 
+    return model_of(forward, linear=nn.Linear(4, 4))
+
 
 def test_a_row_of_each_sample_is_a_gather() -> None:
-    model = Picked().double()
     batch = {"x": torch.randn(3, 5, 4, dtype=torch.float64), "place": torch.tensor([0, -1, 3])}
-    graph = trace(model, (), batch)
+    graph = same_as_the_model(picked().double(), batch)
     targets = [op.target for op in graph.ops]
     assert "aten.gather.default" in targets
     assert "aten.index.Tensor" not in targets
-    found = evaluate(graph, batch, dict(model.named_parameters()), {})
-    assert_close(found, model(**batch))
 
 
 @pytest.mark.slow
@@ -105,6 +82,6 @@ def test_a_call_that_no_form_fits_is_named_with_its_line(monkeypatch: pytest.Mon
     monkeypatch.setitem(convert._ALL_HANDLERS, "aten.index.Tensor", fails)
     batch = {"x": torch.ones(3, 5, 4), "place": torch.tensor([0, 1, 3])}
     with pytest.raises(TraceError, match="no such form") as caught:
-        trace(Picked(), (), batch)
+        trace(picked(), (), batch)
     assert "test_trace_images.py" in caught.value.where
     assert "aten.index.Tensor" in caught.value.problem

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from autopar.verification.rank_pool import WorkerPool
 from autopar.verification.reference import DoubleSubject, traced_in_double, worst
 from autopar.verification.results import NUDGES
 from tests.support.close import assert_close
+from tests.support.small_models import model_of
 
 
 def row(**changes: object) -> RankErrors:
@@ -115,12 +117,23 @@ class Casts(nn.Module):
         return torch.softmax(y, -1, dtype=torch.float32).square().sum() + torch.ones(1).mean()
 
 
-class CastSubject:
-    def build(self) -> nn.Module:
-        return Casts()
+class Made:
+    """A subject of two functions: of a model, and of a batch of so many samples by a seed."""
+
+    def __init__(
+        self, build: Callable[[], nn.Module], batch: Callable[[int, int], torch.Tensor], name: str = "x"
+    ) -> None:
+        self.build, self.batch, self.name = build, batch, name
 
     def make_batch(self, batch_size: int, *, seed: int, padded: bool = False) -> dict[str, torch.Tensor]:
-        return {"x": torch.randn(batch_size, 7, generator=torch.Generator().manual_seed(seed))}
+        return {self.name: self.batch(batch_size, seed)}
+
+
+def normal(width: int) -> Callable[[int, int], torch.Tensor]:
+    return lambda count, seed: torch.randn(count, width, generator=torch.Generator().manual_seed(seed))
+
+
+CASTS = Made(Casts, normal(7))
 
 
 def test_grouped_products_have_a_float64() -> None:
@@ -140,7 +153,7 @@ def test_grouped_products_have_a_float64() -> None:
 
 
 def test_a_model_in_float64_rounds_nowhere_to_float32() -> None:
-    wide = DoubleSubject(CastSubject())
+    wide = DoubleSubject(CASTS)
     batch = wide.make_batch(2, seed=0)
     model = wide.build()
     with in_double():
@@ -150,35 +163,21 @@ def test_a_model_in_float64_rounds_nowhere_to_float32() -> None:
     y = batch["x"] * weight * model.scale + torch.arange(7, dtype=torch.float64) / 3.0
     assert found.dtype == torch.float64
     assert float(found.detach()) == pytest.approx(float(torch.softmax(y, -1).square().sum() + 1), rel=1e-15)
-    graph = trace(Casts(), (), CastSubject().make_batch(2, seed=0))
+    graph = trace(Casts(), (), CASTS.make_batch(2, seed=0))
     doubled = traced_in_double(wide, graph)
     assert doubled is not None
     assert doubled.fingerprint == graph.fingerprint
     assert float(evaluate(doubled, batch, {"weight": weight})) == pytest.approx(float(found.detach()), rel=1e-15)
 
 
-class Looks(nn.Module):
-    """A table with fewer rows than its inputs ask for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(2, 4)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.table(ids).square().mean()  # type: ignore[no-any-return]
-
-
-class LooksSubject:
-    def build(self) -> nn.Module:
-        return Looks()
-
-    def make_batch(self, batch_size: int, *, seed: int, padded: bool = False) -> dict[str, torch.Tensor]:
-        return {"ids": torch.full((batch_size, 3), 7)}
-
-
 def test_a_model_that_fails_on_one_device_is_told_by_its_line() -> None:
-    subject = LooksSubject()
-    graph = trace(Looks(), (), subject.make_batch(2, seed=0))
+    """Its table has fewer rows than its inputs ask for."""
+
+    def model() -> nn.Module:
+        return model_of(lambda self, ids: self.table(ids).square().mean(), table=nn.Embedding(2, 4))
+
+    subject = Made(model, lambda count, _: torch.full((count, 3), 7), "ids")
+    graph = trace(model(), (), subject.make_batch(2, seed=0))
     plan = autopar.search(graph, cluster="cpu:1x1", global_batch_size=2)
     with pytest.raises(
         VerificationError, match=r"test_verify\.py:\d+: One device alone cannot train .*IndexError.*fit the model"
@@ -187,62 +186,36 @@ def test_a_model_that_fails_on_one_device_is_told_by_its_line() -> None:
 
 
 def test_a_model_that_draws_noise_of_its_own_is_no_reference() -> None:
-    class Noisy(nn.Module):
-        def __init__(self, noise: float) -> None:
-            super().__init__()
-            self.noise = noise
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (x + self.noise * torch.rand_like(x)).square().mean()
-
-    class Made:
-        def __init__(self, noise: float) -> None:
-            self.noise = noise
-
-        def build(self) -> nn.Module:
-            return Noisy(self.noise)
-
-        def make_batch(self, batch_size: int, *, seed: int, padded: bool = False) -> dict[str, torch.Tensor]:
-            return {"x": torch.ones(batch_size, 3)}
-
     def run(noise: float) -> None:
         plan, pool = cast("Plan", SimpleNamespace(global_batch_size=4)), cast("WorkerPool", None)
-        _Run(plan=plan, steps=1, padded=False, timeout_s=1.0, pool=pool)._check_repeats(Made(noise))
+        _Run(plan=plan, steps=1, padded=False, timeout_s=1.0, pool=pool)._check_repeats(
+            Made(lambda: model_of(lambda self, x: (x + noise * torch.rand_like(x)).square().mean()), normal(3))
+        )
 
     run(0.0)
     with pytest.raises(VerificationError, match=r"One device gives two losses for one batch: .*Turn off what"):
         run(0.1)
 
 
-class Kinked(nn.Module):
-    """A unit on the kink of its ReLU: a rounding of the weight turns its gradient on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (torch.relu(self.weight - 1.0) * 3 + self.weight * x).sum()
-
-
-class KinkedSubject:
-    def build(self) -> nn.Module:
-        return Kinked()
-
-    def make_batch(self, batch_size: int, *, seed: int, padded: bool = False) -> dict[str, torch.Tensor]:
-        return {"x": torch.ones(1)}
+KINKED = Made(
+    lambda: model_of(
+        lambda self, x: (torch.relu(self.weight - 1.0) * 3 + self.weight * x).sum(), weight=nn.Parameter(torch.ones(()))
+    ),
+    lambda *_: torch.ones(1),
+)
+"""A unit on the kink of its ReLU: a rounding of the weight turns its gradient on."""
 
 
 def test_one_device_whose_parameters_move_by_a_rounding_shows_a_kink() -> None:
     """At the weight itself the gradient is 1; a rounding above, it is 4."""
     plan, pool = cast("Plan", SimpleNamespace(global_batch_size=1)), cast("WorkerPool", None)
     run = _Run(plan=plan, steps=1, padded=False, timeout_s=1.0, pool=pool)
-    truth = run._reference(DoubleSubject(KinkedSubject()))
+    truth = run._reference(DoubleSubject(KINKED))
     alone = Confirmation(rows=(double(),), alone=row(gradient=0.0))
 
     def judged(gradient: float) -> VerifyReport:
         report = VerifyReport(steps=1, reference_losses=(1.0,), rows=(row(gradient=gradient),))
-        return replace(report, confirmation=run._nudged(KinkedSubject(), alone, report, truth))
+        return replace(report, confirmation=run._nudged(KINKED, alone, report, truth))
 
     kink = judged(3.0)
     assert kink.passed
@@ -256,34 +229,28 @@ def test_one_device_whose_parameters_move_by_a_rounding_shows_a_kink() -> None:
     assert wrong.verdict.startswith("wrong in float32: ")
 
 
-class Shifted(nn.Module):
+def shifted() -> nn.Module:
     """A shift that is taken out again: its gradient is zero but for rounding."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.shift = nn.Parameter(torch.linspace(0.3, 1.0, 64)), nn.Parameter(torch.full((64,), 0.1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         y = x * self.weight + self.shift
         return (y - y.mean(0)).square().mul(x).sum()
 
+    weight, shift = nn.Parameter(torch.linspace(0.3, 1.0, 64)), nn.Parameter(torch.full((64,), 0.1))
+    return model_of(forward, weight=weight, shift=shift)
 
-class ShiftedSubject:
-    def build(self) -> nn.Module:
-        return Shifted()
 
-    def make_batch(self, batch_size: int, *, seed: int, padded: bool = False) -> dict[str, torch.Tensor]:
-        return {"x": torch.randn(7, 64, generator=torch.Generator().manual_seed(seed))}
+SHIFTED = Made(shifted, normal(64))
 
 
 def test_rounding_in_float64_is_measured_by_one_device_in_float64() -> None:
     plan, pool = cast("Plan", SimpleNamespace(global_batch_size=7)), cast("WorkerPool", None)
     run = _Run(plan=plan, steps=1, padded=False, timeout_s=1.0, pool=pool)
-    truth = run._reference(DoubleSubject(ShiftedSubject()))
+    truth = run._reference(DoubleSubject(SHIFTED))
 
     def judged(error: float) -> Confirmation:
         found = Confirmation(rows=(double(gradient=error),), alone=row())
-        return run._nudged_double(ShiftedSubject(), found, truth)
+        return run._nudged_double(SHIFTED, found, truth)
 
     own = max(r.error for r in judged(9e-8).nudged_double)
     assert own < 1e-9  # of a gradient that is zero but for rounding

@@ -65,11 +65,13 @@ def traced_in_half(kind: str) -> Any:
 
 
 def planned(layout: str, kind: str, dropout: float = 0.0, **changes: Any) -> tuple[HfSubject, Any, Any]:
-    subject, graph = traced(kind, dropout)
     mesh, options = LAYOUTS[layout]
-    plan = make_plan(
-        graph, mesh, global_batch_size=16, micro_batch_size=micro_batch_size(mesh, 16), **{**options, **changes}
-    )
+    return planned_on(mesh, kind, dropout, **{**options, **changes})
+
+
+def planned_on(mesh: Mesh, kind: str = "gpt2", dropout: float = 0.0, **options: Any) -> tuple[HfSubject, Any, Any]:
+    subject, graph = traced(kind, dropout)
+    plan = make_plan(graph, mesh, global_batch_size=16, micro_batch_size=micro_batch_size(mesh, 16), **options)
     return subject, plan, graph
 
 

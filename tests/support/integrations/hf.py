@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import transformers
-from accelerate.state import AcceleratorState, GradientState
 
 from autopar.errors import UsageError
 from autopar.graph.graph import Graph
 from autopar.plan.plan import Plan
+from tests.support.integrations.accelerated import forget
 from tests.support.integrations.ranks import BATCH, SUBJECT, Texts
 from tests.support.parallel import on_rank
 from tests.support.said import said
@@ -82,8 +82,7 @@ def trained(
 
 def alone(folder: str, changes: dict[str, Any], **options: Any) -> dict[str, Any]:
     """In this process, without autopar."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    forget()
     return trained(transformers.Trainer, SUBJECT.build(), folder, changes, **options)
 
 
@@ -91,8 +90,7 @@ def parallel(plan: Plan, graph: Graph, folder: str, changes: dict[str, Any], opt
     """One rank."""
     from autopar.integrations.hf import Trainer
 
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    forget()
     model = SUBJECT.build()
     with as_under_torchrun():
         par = on_rank(model, plan, graph)
@@ -112,7 +110,7 @@ def refused(plan: Plan, graph: Graph, folder: str) -> list[str]:
     with as_under_torchrun():
         par = on_rank(model, plan, graph)
         for given, changes, options in asked:
-            AcceleratorState._reset_state(reset_partial_state=True)
+            forget()
             options |= {"train_dataset": Texts(), "eval_dataset": Texts()}
             found.append(said(UsageError, Trainer, given or par, arguments(folder, **changes), **options))
         trainer = Trainer(par, arguments(folder), train_dataset=Texts(), eval_dataset=Texts())

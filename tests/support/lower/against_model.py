@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import autopar
@@ -16,13 +14,11 @@ from autopar.graph.graph import Graph, Parameter
 from autopar.graph.interpreter import part_of
 from autopar.lower.check_types import typecheck
 from autopar.lower.program import Program, lower
-from autopar.ops import collectives
 from autopar.ops.opaque import Holder
-from autopar.plan.mesh import DATA_AXES
 from autopar.plan.plan import Plan
 from autopar.tracing.trace import LossFunction, pick_loss
 from tests.support.close import assert_close
-from tests.support.lower.ranks import run_program, run_ranks, run_sums, slice_of
+from tests.support.lower.ranks import run_ranks, sharded, slice_of
 
 
 def check(
@@ -59,7 +55,10 @@ def check(
         own = whole[name]
         return torch.zeros_like(own) if own.grad is None else own.grad
 
-    for rank, (found, gradients) in enumerate(run_ranks(plan.mesh, lambda rank: _rank(program, whole, values, rank))):
+    def work(rank: int) -> tuple[Tensor, dict[str, Tensor]]:
+        return sharded(program, values, lambda p: _own(program, p, whole[p.fqn].detach(), rank), rank)
+
+    for rank, (found, gradients) in enumerate(run_ranks(plan.mesh, work)):
         assert_close(found, loss.detach(), 1e-5, f"rank {rank}")
         expected = {p.name: _own(program, p, dense(p.fqn), rank) for p in program.graph.parameters}
         assert_close(gradients, expected, 1e-4, f"rank {rank}")
@@ -73,41 +72,3 @@ def _own(program: Program, parameter: Parameter, whole: Tensor, rank: int) -> Te
     if parameter.key in lengths:
         value = torch.cat((value, value.new_zeros(lengths[parameter.key] - value.shape[0], *value.shape[1:])))
     return slice_of(value, parameter.layout, program.mesh, rank)
-
-
-def _rank(program: Program, whole: Mapping[str, nn.Parameter], batch: Mapping[str, Tensor], rank: int) -> Any:
-    """Loss and gradients of the global batch on one rank; ``batch`` also holds buffers that steps change."""
-    graph, mesh = program.graph, program.mesh
-    size, count = program.plan.micro_batch_size, program.plan.num_micro_batches
-    first, inputs = mesh.data_index(rank) * count, {i.name for i in graph.inputs}
-    batches = [
-        {
-            **{name: value for name, value in batch.items() if name not in inputs},
-            **{name: batch[name][(first + m) * size : (first + m + 1) * size] for name in inputs},
-        }
-        for m in range(count)
-    ]
-    totals = run_sums(program, batches, _sum)
-    leaves = {
-        p.name: _own(program, p, whole[p.fqn].detach(), rank).clone().requires_grad_(p.spec.requires_grad)
-        for p in graph.parameters
-    }
-    loss = torch.zeros(())
-    for part in batches:
-        made = run_program(program, leaves, part, totals)
-        made.backward()
-        loss += made.detach()
-    _sum(loss)
-    gradients = {}
-    for parameter in graph.parameters:
-        leaf = leaves[parameter.name]
-        gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.contiguous()
-        for axis in (*DATA_AXES, *parameter.gradient_sum_axes):
-            dist.all_reduce(gradient, group=collectives.group(axis))
-        gradients[parameter.name] = gradient
-    return loss, gradients
-
-
-def _sum(value: Tensor) -> None:
-    for axis in DATA_AXES:
-        dist.all_reduce(value, group=collectives.group(axis))

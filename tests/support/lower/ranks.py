@@ -1,4 +1,4 @@
-"""Test help: all ranks of a small mesh as threads of this process, and a plain interpreter of graphs."""
+"""Test help: all ranks of a small mesh as threads of this process, and programs and graphs run on them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 import threading
 import time
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,10 +21,11 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
     _uninstall_threaded_pg,
 )
 
-from autopar.graph.graph import Argument, Graph, Ref
+from autopar.graph import interpreter
+from autopar.graph.graph import Graph, Parameter, Ref
 from autopar.lower.program import Program
-from autopar.ops import collectives, kernels
-from autopar.plan.mesh import EXPERT_AXIS, EXPERT_MESH_AXES, MESH_AXES, Mesh
+from autopar.ops import collectives
+from autopar.plan.mesh import DATA_AXES, EXPERT_AXIS, EXPERT_MESH_AXES, MESH_AXES, Mesh
 from tests.support.close import assert_close
 
 TIMEOUT_S = 60.0
@@ -187,21 +188,10 @@ def _end(threads: list[threading.Thread]) -> None:
 
 def interpret(graph: Graph, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """The loss of a graph, run operator by operator on whole tensors (by name of input and parameter)."""
-    env: dict[Ref, Any] = {Ref(name): tensor for name, tensor in tensors.items()}
+    env = {Ref(name): tensor for name, tensor in tensors.items()}
     env |= {Ref(b.name): b.value for b in graph.buffers if b.value is not None}
-
-    def value(argument: Argument) -> Any:
-        if isinstance(argument, Ref):
-            return env[argument]
-        return [value(item) for item in argument] if isinstance(argument, tuple) else argument
-
-    for op in (*graph.prelude, *graph.ops):
-        result = kernels.resolve(op.target)(*map(value, op.args), **{key: value(item) for key, item in op.kwargs})
-        many = result if isinstance(result, (tuple, list)) else (result,)
-        env |= {Ref(op.name, i): item for i, item in enumerate(many)}
-    found = env[graph.loss]
-    assert isinstance(found, torch.Tensor)
-    return found
+    interpreter.run((*graph.prelude, *graph.ops), env)
+    return env[graph.loss]
 
 
 def slice_of(tensor: torch.Tensor, layout: Any, mesh: Mesh, rank: int) -> torch.Tensor:
@@ -278,39 +268,50 @@ def dense(graph: Graph, whole: dict[str, torch.Tensor]) -> tuple[torch.Tensor, d
 
 
 def sharded(
-    program: Program, whole: dict[str, torch.Tensor], rank: int
+    program: Program, tensors: Mapping[str, torch.Tensor], own: Callable[[Parameter], torch.Tensor], rank: int
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss and gradients of the global batch on one rank, micro-batch by micro-batch, data ranks included."""
+    """Loss and gradients of the global batch on one rank, micro-batch by micro-batch, data ranks included.
+
+    ``tensors``: inputs, and buffers that steps change, by name; ``own``: this rank's part of a parameter, of which a leaf is made.
+    """
     graph, mesh = program.graph, program.mesh
     size, count = program.plan.micro_batch_size, program.plan.num_micro_batches
-    first = mesh.data_index(rank) * count
+    first, inputs = mesh.data_index(rank) * count, {i.name for i in graph.inputs}
     batches = [
-        {i.name: whole[i.name][(first + m) * size : (first + m + 1) * size] for i in graph.inputs} for m in range(count)
+        {n: x[(first + m) * size : (first + m + 1) * size] if n in inputs else x for n, x in tensors.items()}
+        for m in range(count)
     ]
-    totals = run_sums(program, batches, lambda value: dist.all_reduce(value, group=collectives.group("dp_replicate")))
-    leaves = parts(graph, whole, mesh, rank)
+    totals = run_sums(program, batches, lambda value: _sum(value, DATA_AXES))
+    leaves = {p.name: own(p).detach().clone().requires_grad_(p.spec.requires_grad) for p in graph.parameters}
     loss = torch.zeros(())
     for batch in batches:
         part = run_program(program, leaves, batch, totals)
         part.backward()
         loss += part.detach()
-    dist.all_reduce(loss, group=collectives.group("dp_replicate"))
+    _sum(loss, DATA_AXES)
     gradients = {}
     for parameter in graph.parameters:
-        gradient = leaves[parameter.name].grad
-        assert gradient is not None, parameter.name
-        for axis in ("dp_replicate", *parameter.gradient_sum_axes):
-            dist.all_reduce(gradient, group=collectives.group(axis))
-        gradients[parameter.name] = gradient
+        leaf = leaves[parameter.name]
+        gradients[parameter.name] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.contiguous()
+        _sum(gradients[parameter.name], (*DATA_AXES, *parameter.gradient_sum_axes))
     return loss, gradients
+
+
+def _sum(value: torch.Tensor, axes: Iterable[str]) -> None:
+    for axis in axes:
+        dist.all_reduce(value, group=collectives.group(axis))
 
 
 def assert_as_one_device(
     program: Program, whole: dict[str, torch.Tensor], loss: torch.Tensor, gradients: Mapping[str, torch.Tensor]
 ) -> None:
     """Every rank has the loss, and its part of every gradient."""
-    mesh = program.mesh
-    for rank, (got, found) in enumerate(run_ranks(mesh, lambda rank: sharded(program, whole, rank))):
+    mesh, tensors = program.mesh, {i.name: whole[i.name] for i in program.graph.inputs}
+
+    def work(rank: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return sharded(program, tensors, lambda p: slice_of(whole[p.name], p.layout, mesh, rank), rank)
+
+    for rank, (got, found) in enumerate(run_ranks(mesh, work)):
         expected = {p.name: slice_of(gradients[p.name], p.layout, mesh, rank) for p in program.graph.parameters}
         assert_close(got, loss, 1e-5, f"rank {rank}")
         assert_close(found, expected, 1e-4, f"rank {rank}")

@@ -1,0 +1,51 @@
+"""Models of one function, and the check that a traced graph computes what its model does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.graph.graph import Graph
+from autopar.graph.interpreter import step
+from autopar.tracing.trace import trace
+from tests.support.close import assert_close
+
+
+def model_of(forward: Callable[..., Any], **parts: Any) -> nn.Module:
+    """A module with these attributes (modules, parameters, buffers, whatever else), which ``forward`` gets as its first argument."""
+    model = type("Model", (nn.Module,), {"forward": forward})()
+    for name, part in parts.items():
+        setattr(model, name, part)
+    return model
+
+
+def same_as_the_model(
+    model: nn.Module, batch: dict[str, Tensor], graph: Graph | None = None, *, steps: int = 1, exact: bool = False
+) -> Graph:
+    """Loss, gradients (where there is none, zeros) and buffers of the graph are the model's, step after step; the batch is not
+    touched. Without ``graph`` it is the model's trace (``exact``: for this batch size), which is given back."""
+
+    def given() -> dict[str, Tensor]:
+        return {name: value.clone() for name, value in batch.items()}
+
+    graph = graph or trace(model, (), given(), exact=exact)
+    parameters = dict(model.named_parameters())
+    for _ in range(steps):
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        found, changed = step(graph, given(), parameters, before, model)
+        mine = torch.autograd.grad(found, list(parameters.values()), allow_unused=True)
+        output = model(**given())
+        wanted = output["loss"] if isinstance(output, dict) else output
+        model.zero_grad()
+        wanted.backward()  # the one way that older checkpoints allow
+        assert_close(found, wanted)
+        theirs = [parameter.grad for parameter in parameters.values()]
+        zeros = [torch.zeros_like(parameter) for parameter in parameters.values()]
+        assert_close(*([z if g is None else g for z, g in zip(zeros, some, strict=True)] for some in (mine, theirs)))
+        after = dict(model.named_buffers())
+        assert_close({**before, **changed}, after)
+        assert changed.keys() >= {name for name in after if not torch.equal(before[name], after[name])}
+    return graph
