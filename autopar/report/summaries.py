@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from autopar.graph.graph import Graph
 from autopar.plan.run_log import RunRecord
-from autopar.plan.text import batch_text, diff_plans, fits, schedule_text, time_parts, zero_text
+from autopar.plan.text import batch_text, diff_plans, schedule_text, time_parts, zero_text
 from autopar.planner.search import flops_of_block
 from autopar.rules.table import has_rule
 from autopar.util.formatting import flops, num_bytes, plain_table, ranges, seconds, share
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def plan_summary(plan: Plan) -> dict[str, Any]:
     """What ``search --json``, ``estimate --json`` and ``show --json`` print; seconds and bytes."""
-    predicted, search = plan.predicted, plan.search
+    predicted = plan.predicted
     return {
         "model": asdict(plan.model),
         "cluster": plan.cluster,
@@ -58,20 +58,13 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
             "peak_memory_interval_bytes": list(predicted.peak_memory_interval_bytes),
             "memory_limit_bytes": predicted.memory_limit_bytes,
             "memory_limits_bytes": list(predicted.memory_limits_bytes),
-            "fits": fits(plan),
+            "fits": predicted.fits,
             "mfu": predicted.mfu,
             "tokens_per_s": predicted.tokens_per_s,
             "breakdown": asdict(predicted.breakdown),
             "memory": [asdict(memory) for memory in predicted.memory],
         },
-        "search": {
-            "wall_time_s": search.wall_time_s,
-            "candidates": search.candidates,
-            "evaluated": search.evaluated,
-            "lower_bound_s": search.lower_bound_s,
-            "gap": search.gap,
-            "reasons": list(search.reasons),
-        },
+        "search": asdict(plan.search),
         "pins": list(plan.pins),
         "notes": list(plan.notes),
     }
