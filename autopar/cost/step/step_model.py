@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import groupby
 from typing import TypeAlias
 
@@ -102,7 +103,6 @@ class StepModel:
         self._memory: dict[Runs, StageMemory] = {}
         self._rank_sums: dict[tuple[tuple[BlockCost, ...], ...], RankSums] = {}
         self._gradients: dict[tuple[Runs, ...], Mapping[str, float]] = {}
-        self._scalars_s: float | None = None
 
     # --- a block
 
@@ -239,13 +239,12 @@ class StepModel:
 
     # --- once a step
 
+    @cached_property
     def scalars_s(self) -> float:
         """What every rank sums once a step, whatever its blocks: counts of the batch, the loss, the norm."""
-        if self._scalars_s is None:
-            mesh, time_s = self.step.mesh, self.ranks.collectives.time_s
-            found = scalars(self.data, self.step.totals, clips=self.step.clips)
-            self._scalars_s = sum([time_s("all_reduce", num_bytes, mesh, axes) for axes, num_bytes in found])
-        return self._scalars_s
+        mesh, time_s = self.step.mesh, self.ranks.collectives.time_s
+        found = scalars(self.data, self.step.totals, clips=self.step.clips)
+        return sum([time_s("all_reduce", num_bytes, mesh, axes) for axes, num_bytes in found])
 
     def sum_s(self, axes: tuple[str, ...], num_bytes: int, copied_bytes: int) -> float:
         """One all-reduce of gradients, of which some are read into its buffer and written there."""

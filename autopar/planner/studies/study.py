@@ -124,9 +124,6 @@ KEYS = (
     *("groups", "offload", "vocab_multiple"),
 )
 Value = int | str
-_NOTHING = "none"
-_EARLIER: dict[str, Value] = {"offload": _NOTHING, "vocab_multiple": 1}
-"""Of trials that were written before there was such a key."""
 _INTERRUPTED = "interrupted"
 _PLACE = "autopar "
 """Begins the names of the study's attributes that say what it is of."""
@@ -238,7 +235,7 @@ class Study:
             trials = self.storage.get_all_trials(self.id, deepcopy=False)
         self._running, self._waiting = {}, {}
         for trial in trials:
-            index = self._index.get(tuple(trial.params.get(key, _EARLIER.get(key, "")) for key in KEYS))
+            index = self._index.get(tuple(trial.params.get(key, "") for key in KEYS))
             if index is None or trial.number in self._read:
                 continue
             self._seen.add(index)
@@ -355,7 +352,7 @@ def params(candidate: Candidate) -> dict[str, Value]:
         "zero": candidate.zero_stage,
         "schedule": f"{candidate.schedule} v={candidate.virtual_stages}",
         "groups": ("-".join(map(str, candidate.order)) or "in order") + _shares(candidate),
-        "offload": ", ".join(candidate.on_host) or _NOTHING,
+        "offload": ", ".join(candidate.on_host) or "none",
         "vocab_multiple": candidate.vocab_multiple,
     }
 
