@@ -128,27 +128,6 @@ def schedule_numbers(name: str, pp: int, virtual_stages: int, num_micro_batches:
     return numbers
 
 
-def schedule_moments(name: str, pp: int, virtual_stages: int, num_micro_batches: int) -> NDArray[np.int64] | None:
-    """For each of these actions a moment later than those of the action before on its rank and of the one that it needs.
-
-    The steps of forwards and backwards (see :func:`_steps`) move on evenly: the forward of a step is on the next rank as much later
-    as its backward is sooner, so that what a rank does in turn stays side by side. None where a round of virtual stages has fewer
-    micro-batches than there are ranks: then these steps wait for each other.
-    """
-    v, m, rank = virtual_stages, num_micro_batches, np.arange(pp)[:, None]
-    is_backward, step = _steps(name, pp, v, m)
-    if name == "Interleaved1F1B":
-        # the first stage of a turn waits for the last one of the turn before, a round of steps before
-        if (per_round := m // max(1, m // pp)) < pp:
-            return None
-        later, last = 2, 2 * ((v - 1) * per_round + 2 * (pp - 1))
-    elif name == "GPipe":
-        later, last = 1, 2 * (m - 1 + pp - 1)
-    else:
-        later, last = 1, 2 * (pp - 1)
-    return 2 * step + np.where(is_backward, last + 1 - later * rank, later * rank)
-
-
 def _steps(
     name: str, pp: int, virtual_stages: int, num_micro_batches: int
 ) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import pytest
 import torch.distributed.pipelining.schedules as torch_schedules
@@ -17,7 +17,6 @@ from autopar.plan.schedule import (
     dependencies,
     peak_table,
     schedule_actions,
-    schedule_moments,
     schedule_numbers,
 )
 
@@ -152,29 +151,3 @@ def test_numbers_are_the_actions(name: str, pp: int, v: int, m: int) -> None:
     actions = schedule_actions(name, pp, v, m)
     wanted = [[(2 * a.stage + (a.kind == "B")) * m + a.micro_batch for a in own] for own in actions]
     assert schedule_numbers(name, pp, v, m).tolist() == wanted
-
-
-MOMENTS = [
-    *((name, pp, 1, m) for name in ("GPipe", "1F1B") for pp in (1, 2, 5) for m in (pp, pp + 1, 3 * pp)),
-    ("none", 1, 1, 5),
-    ("GPipe", 4, 1, 2),
-    *(("Interleaved1F1B", pp, v, m) for pp in (2, 3, 8) for v in (2, 3, 5) for m in (pp, 2 * pp, 7 * pp)),
-    ("Interleaved1F1B", 4, 3, 7),
-    ("Interleaved1F1B", 4, 2, 10),
-]
-
-
-@pytest.mark.parametrize(("name", "pp", "v", "m"), MOMENTS)
-def test_actions_have_moments_after_what_they_need(name: str, pp: int, v: int, m: int) -> None:
-    moments = schedule_moments(name, pp, v, m)
-    assert moments is not None
-    actions = schedule_actions(name, pp, v, m)
-    at = dict(zip(sum(actions, ()), moments.reshape(-1).tolist(), strict=True))
-    for own in actions:
-        assert all(at[one] < at[after] for one, after in pairwise(own))
-    for action, moment in at.items():
-        assert all(at[need] < moment for need in dependencies(action, pp * v - 1))
-
-
-def test_rounds_of_fewer_micro_batches_than_ranks_have_no_moments() -> None:
-    assert schedule_moments("Interleaved1F1B", 4, 3, 2) is None

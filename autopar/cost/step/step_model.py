@@ -97,7 +97,6 @@ class StepModel:
         self.data: DataParallel = ranks.runtime.data_parallel(step, ranks.precision)
         self.summed = Summed(step.mesh, self.data.uses_fsdp)
         self._blocks: dict[BlockCost, Unit] = {}
-        self._states: dict[Unit, State] = {}
         self._stages: dict[Runs, list[Unit]] = {}
         self._sums: dict[tuple[Runs, float, float], StageSums] = {}
         self._memory: dict[Runs, StageMemory] = {}
@@ -145,10 +144,8 @@ class StepModel:
 
     def _state(self, unit: Unit) -> State:
         """Bytes of parameters, gradients and optimizer states of a unit on one rank."""
-        if unit not in self._states:
-            count, on_host = self.step.num_micro_batches, self.step.offloads_optimizer
-            self._states[unit] = state_bytes(unit, self.data, self.ranks.optimizer, count, on_host=on_host)
-        return self._states[unit]
+        count, on_host = self.step.num_micro_batches, self.step.offloads_optimizer
+        return state_bytes(unit, self.data, self.ranks.optimizer, count, on_host=on_host)
 
     def block_static_bytes(self, block: BlockCost) -> int:
         """Bytes of a rank for a block whatever micro-batches it holds: its state, and what stays gathered."""

@@ -137,14 +137,8 @@ def _neighbours(
 def _spreads(pool: Sequence[Candidate], best: Candidate) -> list[float]:
     """How far the degrees of each are from those of the best, less than any other choice counts."""
     mine = (*best.mesh.degrees, best.micro_batch_size)
-    known: dict[tuple[int, ...], float] = {}
-    found = []
-    for candidate in pool:
-        own = (*candidate.mesh.degrees, candidate.micro_batch_size)
-        if own not in known:
-            known[own] = sum(max(x / y, y / x) for x, y in zip(own, mine, strict=True)) / 1e6
-        found.append(known[own])
-    return found
+    every = ((*candidate.mesh.degrees, candidate.micro_batch_size) for candidate in pool)
+    return [sum(max(x / y, y / x) for x, y in zip(own, mine, strict=True)) / 1e6 for own in every]
 
 
 def _compare(evaluator: Evaluator, best: Evaluation, other: Candidate, bound_s: float) -> tuple[str, Evaluation | None]:
