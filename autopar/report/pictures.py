@@ -229,10 +229,8 @@ def _pipeline(plan: Plan) -> str:
         )
     height = row * plan.mesh.pp
     keys = "".join(
-        f'<span class="key" style="background:{colour}"></span>{name}&ensp;'
-        for name, colour in zip(
-            ("forward", "backward", "data parallel", "optimizer"), _SPAN_COLOURS.values(), strict=True
-        )
+        f'<span class="key" style="background:{colour}"></span>{_CATEGORY.get(kind, kind)}&ensp;'
+        for kind, colour in _SPAN_COLOURS.items()
     )
     return (
         f'<svg viewBox="0 0 {width:.0f} {height}" height="{height}" preserveAspectRatio="none" role="img"'

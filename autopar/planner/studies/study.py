@@ -219,12 +219,8 @@ class Study:
             for index, numbers in open_.items():
                 result = self.results.get(index)
                 if result is None and open_ is self._waiting and (least_s := excluded_s(index)) is not None:
-                    is_finite = math.isfinite(least_s)
-                    result = (
-                        Result(at_least_s=least_s)
-                        if is_finite
-                        else Result(reason="memory: fits in no layout, by a bound")
-                    )
+                    no_layout = Result(reason="memory: fits in no layout, by a bound")
+                    result = Result(at_least_s=least_s) if math.isfinite(least_s) else no_layout
                 if result is not None:
                     with answering(self.url):
                         self._end([self._id(n) for n in numbers], *_written(result))
