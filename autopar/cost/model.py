@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache, partial
 
 from autopar.cost.blocks.block_cost import BlockCost
 from autopar.cost.blocks.block_work import BlockWork, block_work, price_block
@@ -99,7 +100,7 @@ class CostModel:
         self._optimizer_name = optimizer
         self._parts: dict[frozenset[int], CostModel] = {}
         self._orders: dict[tuple[int, ...], CostModel] = {}
-        self._steps: dict[Step, StepModel] = {}
+        self._step_model = lru_cache(maxsize=KNOWN_STEPS)(partial(StepModel, self.ranks))
 
     # --- operators and blocks
 
@@ -181,12 +182,7 @@ class CostModel:
 
     def of(self, step: Step) -> StepModel:
         """Prices of blocks and stages in a step."""
-        found = self._steps.get(step)
-        if found is None:
-            if len(self._steps) >= KNOWN_STEPS:
-                del self._steps[next(iter(self._steps))]
-            found = self._steps[step] = StepModel(self.ranks, step)
-        return found
+        return self._step_model(step)
 
     def _pipeline(self, stages: Sequence[StageCost], step: Step) -> PipelineStep:
         parts = [part.of(step) for part in self.parts(step.mesh)]

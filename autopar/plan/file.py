@@ -135,7 +135,7 @@ def _decode(hint: Any, value: Any, place: str) -> Any:
         return parse_type(value)
     if hint is float or hint is int:
         return hint(value)
-    if is_tuple(hint):
+    if get_origin(hint) is tuple:
         items = get_args(hint)
         hints: Sequence[Any] = items[:1] * len(value) if items[-1] is Ellipsis else items
         return tuple(_decode(h, v, f"{place}[{i}]") for i, (h, v) in enumerate(zip(hints, value, strict=True)))
@@ -329,7 +329,7 @@ def schema_of(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
         return scalars[hint]
     if get_origin(hint) is Literal:
         return {"enum": list(get_args(hint))}
-    if is_tuple(hint):
+    if get_origin(hint) is tuple:
         items = get_args(hint)
         if items[-1] is Ellipsis:
             return {"type": "array", "items": schema_of(items[0], definitions)}
@@ -346,11 +346,6 @@ def schema_of(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
             definitions[cls.__name__] = _object(cls, definitions)
         return {"$ref": f"#/$defs/{cls.__name__}"}
     raise TypeError(f"no schema for a field of type {hint}")
-
-
-def is_tuple(hint: Any) -> bool:
-    """Whether an annotation is ``tuple[...]``."""
-    return get_origin(hint) is tuple
 
 
 def has_default(field: dataclasses.Field[Any]) -> bool:

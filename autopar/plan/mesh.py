@@ -15,9 +15,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import cache
-from itertools import product
 from math import prod
 from typing import Literal
+
+import numpy as np
 
 from autopar.errors import UsageError
 
@@ -100,36 +101,16 @@ class Mesh:
             rank, found[axis] = divmod(rank, degree)
         return {axis: found[axis] for axis in MESH_AXES}
 
-    def rank(self, coordinate: dict[str, int]) -> int:
-        """The rank at a position."""
-        rank = 0
-        for axis, degree in zip(MESH_AXES, self.degrees, strict=True):
-            rank = rank * degree + coordinate[axis]
-        return rank
-
     def group(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
         """Ranks that differ from ``rank`` on ``axes`` alone, ascending, itself included."""
-        names, degrees, axes = self.cut(axes)
-        here = rank
-        places = []
-        for degree in reversed(degrees):
-            here, place = divmod(here, degree)
-            places.append(place)
-        ranges = [
-            range(degree) if axis in axes else (place,)
-            for axis, degree, place in zip(names, degrees, reversed(places), strict=True)
-        ]
-        found = []
-        for position in product(*ranges):
-            number = 0
-            for degree, place in zip(degrees, position, strict=True):
-                number = number * degree + place
-            found.append(number)
-        return tuple(found)
+        return next(group for group in self.groups(axes) if rank in group)
 
     def groups(self, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        """All groups over ``axes``: a partition of the world."""
-        return tuple(dict.fromkeys(self.group(rank, axes) for rank in range(self.world_size)))
+        """All groups over ``axes``: a partition of the world, in the order of their first ranks."""
+        names, degrees, axes = self.cut(axes)
+        inside = [i for i, name in enumerate(names) if name in axes]
+        ranks = np.moveaxis(np.arange(self.world_size).reshape(degrees), inside, range(-len(inside), 0))
+        return tuple(map(tuple, ranks.reshape(-1, self.size(axes)).tolist()))
 
     def data_index(self, rank: int) -> int:
         """Which part of the global batch a rank takes, of ``data``."""

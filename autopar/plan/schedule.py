@@ -7,7 +7,6 @@ https://arxiv.org/pdf/2104.04473). Stage ``s`` runs on pipeline rank ``s % pp``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -101,16 +100,14 @@ def schedule_actions(name: str, pp: int, virtual_stages: int, num_micro_batches:
     0F0 0F1 0B0 0F2 0B1 0B2
     1F0 1B0 1F1 1B1 1F2 1B2
     """
-    check_schedule(name, pp, virtual_stages, num_micro_batches)
-    if name == "Interleaved1F1B":
-        return tuple(_interleaved(rank, pp, virtual_stages, num_micro_batches) for rank in range(pp))
-    ranks = []
-    for rank in range(pp):
-        warm = num_micro_batches if name == "GPipe" else min(num_micro_batches, pp - rank)
-        ranks.append(tuple(_one_stage(rank, warm, num_micro_batches)))
-    return tuple(ranks)
+    numbers = schedule_numbers(name, pp, virtual_stages, num_micro_batches)
+    stages, rest = np.divmod(numbers, 2 * num_micro_batches)
+    backwards, batches = np.divmod(rest, num_micro_batches)
+    rows = zip(stages.tolist(), backwards.tolist(), batches.tolist(), strict=True)
+    return tuple(tuple(Action(s, "B" if b else "F", i) for s, b, i in zip(*row, strict=True)) for row in rows)
 
 
+@lru_cache(maxsize=8)  # asked for rank by rank
 def schedule_numbers(name: str, pp: int, virtual_stages: int, num_micro_batches: int) -> NDArray[np.int64]:
     """The actions of :func:`schedule_actions` as numbers [ranks, actions]: those of a stage side by side, its forwards and then its backwards.
 
@@ -129,27 +126,6 @@ def schedule_numbers(name: str, pp: int, virtual_stages: int, num_micro_batches:
     turn = np.where(is_backward, virtual_stages - 1 - turn, turn)
     numbers: NDArray[np.int64] = (2 * (turn * pp + rank) + is_backward) * m + rounds * per_round + batch
     return numbers
-
-
-def schedule_moments(name: str, pp: int, virtual_stages: int, num_micro_batches: int) -> NDArray[np.int64] | None:
-    """For each of these actions a moment later than those of the action before on its rank and of the one that it needs.
-
-    The steps of forwards and backwards (see :func:`_steps`) move on evenly: the forward of a step is on the next rank as much later
-    as its backward is sooner, so that what a rank does in turn stays side by side. None where a round of virtual stages has fewer
-    micro-batches than there are ranks: then these steps wait for each other.
-    """
-    v, m, rank = virtual_stages, num_micro_batches, np.arange(pp)[:, None]
-    is_backward, step = _steps(name, pp, v, m)
-    if name == "Interleaved1F1B":
-        # the first stage of a turn waits for the last one of the turn before, a round of steps before
-        if (per_round := m // max(1, m // pp)) < pp:
-            return None
-        later, last = 2, 2 * ((v - 1) * per_round + 2 * (pp - 1))
-    elif name == "GPipe":
-        later, last = 1, 2 * (m - 1 + pp - 1)
-    else:
-        later, last = 1, 2 * (pp - 1)
-    return 2 * step + np.where(is_backward, last + 1 - later * rank, later * rank)
 
 
 def _steps(
@@ -173,120 +149,32 @@ def _steps(
     return is_backward, np.where(after < 0, place, np.where(drains, place - count, both))
 
 
-@lru_cache(maxsize=8)  # asked for rank by rank
-def _numbers(name: str, pp: int, virtual_stages: int, num_micro_batches: int) -> NDArray[np.int64]:
-    return schedule_numbers(name, pp, virtual_stages, num_micro_batches)
-
-
-def _one_stage(stage: int, warm: int, num_micro_batches: int) -> list[Action]:
-    """``warm`` forwards, then backward and forward in turn, then the backwards that are left."""
-    actions = [Action(stage, "F", i) for i in range(warm)]
-    for i in range(num_micro_batches):
-        actions.append(Action(stage, "B", i))
-        if warm + i < num_micro_batches:
-            actions.append(Action(stage, "F", warm + i))
-    return actions
-
-
-def _interleaved(rank: int, pp: int, virtual_stages: int, num_micro_batches: int) -> tuple[Action, ...]:
-    """As torch's ``ScheduleInterleaved1F1B._calculate_single_rank_operations`` without its empty slots."""
-    per_round = num_micro_batches // max(1, num_micro_batches // pp)
-    total = virtual_stages * num_micro_batches
-    warm = min((virtual_stages - 1) * per_round + 2 * (pp - 1 - rank), total)
-    done = {"F": [0] * virtual_stages, "B": [0] * virtual_stages}
-    actions = []
-
-    def add(kind: Literal["F", "B"], step: int) -> None:
-        turn = step // per_round % virtual_stages
-        if kind == "B":
-            turn = virtual_stages - 1 - turn
-        actions.append(Action(turn * pp + rank, kind, done[kind][turn]))
-        done[kind][turn] += 1
-
-    for step in range(total + warm):
-        if step < total:
-            add("F", step)
-        if step >= warm:
-            add("B", step - warm)
-    return tuple(actions)
-
-
-def in_flight(actions: Sequence[Action], stage: int) -> int:
-    """The most micro-batches of which ``stage`` holds activations at once.
-
-    >>> [in_flight(rank, stage) for stage, rank in enumerate(schedule_actions("1F1B", 4, 1, 8))]
-    [4, 3, 2, 1]
-    """
-    live = peak = 0
-    for action in actions:
-        if action.stage == stage:
-            live += 1 if action.kind == "F" else -1
-            peak = max(peak, live)
-    return peak
-
-
 @lru_cache(maxsize=4096)
-def live_peaks(
-    name: str, pp: int, virtual_stages: int, num_micro_batches: int, rank: int
-) -> tuple[tuple[int, ...], ...]:
+def peak_table(name: str, pp: int, virtual_stages: int, num_micro_batches: int, rank: int) -> NDArray[np.int64]:
     """How many micro-batches each of a rank's stages holds at its fullest moments.
 
     Returns:
-        Counts by virtual stage (stage ``v * pp + rank``), for the moments that no other moment exceeds on every stage:
+        Counts [moments, virtual stages] (stage ``v * pp + rank``), for the moments that no other moment exceeds on every stage:
         the peak of any weighted sum over the stages is reached at one of them.
     """
     check_schedule(name, pp, virtual_stages, num_micro_batches)
     if name == "Interleaved1F1B" and num_micro_batches % pp == 0:  # rounds of pp repeat: a few show the peak
         num_micro_batches = min(num_micro_batches, 4 * pp)
     elif name == "1F1B":
-        return ((min(num_micro_batches, pp - rank),),)
+        return np.array([[min(num_micro_batches, pp - rank)]])
     elif name != "Interleaved1F1B":
-        return ((num_micro_batches if name == "GPipe" else 1,),)
+        return np.array([[num_micro_batches if name == "GPipe" else 1]])
     m = num_micro_batches
-    row = _numbers(name, pp, virtual_stages, m)[rank] // m  # twice the stage, one more backward
+    row = schedule_numbers(name, pp, virtual_stages, m)[rank] // m  # twice the stage, one more backward
     is_backward = row % 2
     last = np.flatnonzero(
         (is_backward == 0) & (np.append(is_backward[1:], 1) == 1)
     )  # after a forward one more is fuller
     live = np.cumsum(np.eye(virtual_stages, dtype=np.int64)[row // 2 // pp] * (1 - 2 * is_backward)[:, None], axis=0)
-    moments = np.array(sorted({*map(tuple, live[last].tolist())}))
+    moments = np.unique(live[last], axis=0)
     as_full = (moments[:, None] <= moments[None]).all(axis=2).sum(axis=1)
-    return tuple(map(tuple, moments[as_full == 1].tolist()))
-
-
-@lru_cache(maxsize=4096)
-def peak_table(name: str, pp: int, virtual_stages: int, num_micro_batches: int, rank: int) -> NDArray[np.int64]:
-    """:func:`live_peaks` as an array [moments, virtual stages]."""
-    return np.array(live_peaks(name, pp, virtual_stages, num_micro_batches, rank), dtype=np.int64)
-
-
-def draw_schedule(actions: Actions) -> str:
-    """A picture for a terminal: one row a rank, one column a unit of time (forward and backward take one each).
-
-    >>> print(draw_schedule(schedule_actions("1F1B", 2, 1, 2)))
-    rank 0 | 0F0 0F1  .  0B0  .  0B1
-    rank 1 |  .  1F0 1B0 1F1 1B1  .
-    """
-    ends: dict[Action, int] = {}
-    last_stage = max(action.stage for rank in actions for action in rank)
-    at = [0] * len(actions)
-    rows: list[list[str]] = [[] for _ in actions]
-    time, left = 0, sum(len(rank) for rank in actions)
-    while left:
-        finished = dict(ends)
-        for rank, queue in enumerate(actions):
-            ready = at[rank] < len(queue) and all(
-                need in finished for need in dependencies(queue[at[rank]], last_stage)
-            )
-            rows[rank].append(str(queue[at[rank]]) if ready else ".")
-            if ready:
-                ends[queue[at[rank]]] = time
-                at[rank] += 1
-                left -= 1
-        time += 1
-    width = max(len(cell) for row in rows for cell in row)
-    lines = (f"rank {i} | " + " ".join(cell.center(width) for cell in row) for i, row in enumerate(rows))
-    return "\n".join(line.rstrip() for line in lines)
+    found: NDArray[np.int64] = moments[as_full == 1]
+    return found
 
 
 def dependencies(action: Action, last_stage: int) -> tuple[Action, ...]:

@@ -107,7 +107,7 @@ def _offload(plan: Plan) -> str:
 def _prediction(plan: Plan) -> str:
     predicted = plan.predicted
     low, high = predicted.step_time_interval_s
-    verdict = "fits" if fits(plan) else "does not fit"
+    verdict = "fits" if plan.predicted.fits else "does not fit"
     rows = [
         ("step time", f"{seconds(predicted.step_time_s)} (between {seconds(low)} and {seconds(high)})"),
         ("throughput", f"{predicted.tokens_per_s:,.0f} tokens/s, MFU {share(predicted.mfu, 1)}"),
@@ -147,7 +147,7 @@ def _memory(plan: Plan) -> str:
     rows = [
         (
             str(memory.group if plan.data_shares else memory.pp_rank),
-            *(num_bytes(getattr(memory, name)) for name in MEMORY_PARTS),
+            *(num_bytes(part) for _, part in memory_parts(memory)),
             num_bytes(memory.total),
             *((num_bytes(plan.predicted.limit_of(memory)),) if plan.groups else ()),
             "yes" if plan.predicted.rank_fits(memory) else "no",
@@ -279,11 +279,6 @@ def groups_text(plan: Plan) -> str:
 def devices_text(plan: Plan, pp_rank: int) -> str:
     """The devices that a pipeline rank lies on, where nodes differ."""
     return " + ".join(plan.devices_of(pp_rank))
-
-
-def fits(plan: Plan) -> bool:
-    """Whether the upper end of every rank's memory stays under its limit."""
-    return plan.predicted.fits
 
 
 def memory_text(plan: Plan) -> str:

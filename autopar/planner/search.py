@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from autopar.cost.model import CostModel, Step
-from autopar.cost.operators.work import work
+from autopar.cost.operators.work import operand_specs, work
 from autopar.errors import InfeasibleError, UsageError
-from autopar.graph.graph import Graph
+from autopar.graph.graph import Block, Graph
 from autopar.graph.rewrites import Compact
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.device import KernelKind
@@ -244,7 +244,7 @@ class SearchContext:
             stages=pins.stages(graph),
             moved=moved,
             buckets=pins.buckets(space.bucket_bytes),
-            flops_per_sample=flops_per_sample(layouts.compact, model),
+            flops_per_sample=flops_per_sample(layouts.compact, model.device.kernel_kind),
             tokens_per_sample=tokens_per_sample(graph),
         )
 
@@ -303,23 +303,16 @@ def readable(num_bytes: float) -> str:
     return f"{num_bytes:.0f} bytes"
 
 
-def flops_per_sample(compact: Compact, model: CostModel) -> float:
+def flops_per_sample(compact: Compact, kind: KernelKind) -> float:
     """Products of matrices, forward and backward."""
-    known: dict[str, float] = {}
-    for index, block in enumerate(compact.graph.blocks):
-        if block.hash not in known:
-            known[block.hash] = flops_of_block(compact, index, model.device.kernel_kind)
     blocks = zip(compact.graph.blocks, compact.members, strict=True)
-    return sum(known[block.hash] * len(members) for block, members in blocks)
+    return sum(flops_of_block(compact.graph, block, kind) * len(members) for block, members in blocks)
 
 
-def flops_of_block(compact: Compact, index: int, kind: KernelKind) -> float:
+def flops_of_block(graph: Graph, block: Block, kind: KernelKind = "cuda") -> float:
     """Products of matrices of one block and one sample, forward and backward."""
-    graph, total = compact.graph, 0.0
-    for op in graph.block_ops(graph.blocks[index]):
-        done = work(op, [graph.spec(ref) for ref in op.operands], kind)
-        total += done.flops + done.backward_flops
-    return total / graph.batch_size
+    found = [work(op, operand_specs(op, graph.spec), kind) for op in graph.block_ops(block)]
+    return sum(done.flops + done.backward_flops for done in found) / graph.batch_size
 
 
 def tokens_per_sample(graph: Graph) -> int:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from autopar.plan.text import batch_text, micro_batch_text, schedule_text, zero_text
+from autopar.plan.text import batch_text, diff_plans, micro_batch_text, render_plan, schedule_text, zero_text
+from autopar.report.summaries import plan_summary
 from autopar.util.formatting import num_bytes, plain_table, seconds, share
 
 if TYPE_CHECKING:
@@ -19,8 +20,6 @@ _LEFT = ("mesh", "schedule", "recompute")
 
 def render_answer(answer: Answer) -> str:
     """The value, what was tried, and the plan."""
-    from autopar.plan.text import render_plan
-
     priced = answer.cost is not None
     head = ("tried", *(("cost of a step",) if priced else ()), *_HEAD)
     rows = [
@@ -35,8 +34,6 @@ def render_answer(answer: Answer) -> str:
 
 def answer_summary(answer: Answer) -> dict[str, Any]:
     """The same as JSON values."""
-    from autopar.report.summaries import plan_summary
-
     return {
         "answer": answer.value,
         "cost": answer.cost,
@@ -64,9 +61,6 @@ def render_sweep(name: str, swept: Sequence[Swept]) -> str:
 
 def sweep_summary(name: str, swept: Sequence[Swept]) -> dict[str, Any]:
     """The same as JSON values, with what changes in the plan."""
-    from autopar.plan.text import diff_plans
-    from autopar.report.summaries import plan_summary
-
     base = _base(swept)
     found = []
     for s in swept:
@@ -103,8 +97,6 @@ def render_front(points: Sequence[Point]) -> str:
 
 def front_summary(points: Sequence[Point]) -> dict[str, Any]:
     """The same as JSON values."""
-    from autopar.report.summaries import plan_summary
-
     return {
         "front": [
             {
@@ -183,8 +175,6 @@ def render_result(result: StudyResult) -> str:
 
 def study_summary(result: StudyResult) -> dict[str, Any]:
     """The same as JSON values."""
-    from autopar.report.summaries import plan_summary
-
     study = result.study
     return {
         "study": study.name,

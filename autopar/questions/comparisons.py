@@ -49,13 +49,7 @@ def sweep(ask: Ask, name: str, factors: Sequence[float]) -> tuple[Swept, ...]:
     found = []
     for factor in factors:
         ask.say(f"{name} x {factor:g}")
-        planner = ask.planner(scaled(whole, {name: factor}))
-        found.append(
-            Swept(
-                factor=factor,
-                plan=planner.fastest(Limits(max_step_time_s=ask.max_step_time_s), processes=ask.processes),
-            )
-        )
+        found.append(Swept(factor=factor, plan=ask.fastest(scaled(whole, {name: factor}))))
     return tuple(found)
 
 
@@ -189,15 +183,16 @@ def undominated(points: Sequence[Point], objectives: Sequence[Objective]) -> tup
 def _plans(ask: Ask, text: str, cluster: Cluster, *, with_memory: bool) -> Iterator[tuple[Plan, float]]:
     """The fastest plan of a cluster and the memory that it leaves; then those with ever less memory."""
     whole = min(device.memory_bytes for device in cluster.devices)
-    limits, factor = Limits(max_step_time_s=ask.max_step_time_s), 1.0
+    factor = 1.0
     if with_memory and (planner := ask.planner(cluster)).is_sampled:
         ask.say(f"trying {text}, time and memory")
-        yield from ((plan, 1 - peak_bytes(plan.predicted) / whole) for plan in planner.front(limits))
+        plans = planner.front(Limits(max_step_time_s=ask.max_step_time_s))
+        yield from ((plan, 1 - peak_bytes(plan.predicted) / whole) for plan in plans)
         return
     while True:
         ask.say(f"trying {text}" + (f", {100 * factor:.0f} % of its memory" if factor < 1 else ""))
         limited = cluster if factor == 1.0 else scaled(cluster, {"device.memory": factor})
-        plan = ask.planner(limited).fastest(limits, processes=ask.processes)
+        plan = ask.fastest(limited)
         if plan is None:
             return
         taken = peak_bytes(plan.predicted) / whole

@@ -54,12 +54,12 @@ class Ask:
     progress: Progress | None = None
     processes: int = 1
 
-    def planner(self, cluster: Cluster, *, pins: Sequence[str] = (), explains: bool = False) -> Planner:
-        """A planner for ``cluster``, with more pins."""
+    def planner(self, cluster: Cluster) -> Planner:
+        """A planner for ``cluster``; without candidates its pool is empty."""
         request = Request(
             cluster=cluster,
             global_batch_size=self.global_batch_size,
-            pins=(*self.pins, *pins),
+            pins=self.pins,
             precision=self.precision,
             optimizer=self.optimizer,
             space=self.space,
@@ -67,7 +67,16 @@ class Ask:
             cache_dir=self.cache_dir,
         )
         graph = self.graph_at(self.global_batch_size, self.sequence)
-        return Planner(task_of(graph, request), explains=explains)
+        return Planner(task_of(graph, request), explains=False)
+
+    def fastest(self, cluster: Cluster) -> Plan | None:
+        """The fastest plan for ``cluster`` within ``max_step_time_s``; None: there is none."""
+        return self.planner(cluster).fastest(Limits(max_step_time_s=self.max_step_time_s), processes=self.processes)
+
+    @property
+    def within(self) -> str:
+        """The limit of time, where there is one, as the end of a sentence."""
+        return "" if self.max_step_time_s is None else f" within {self.max_step_time_s:g} s"
 
     def say(self, what: str) -> None:
         """Tells the user what is tried."""
@@ -148,7 +157,7 @@ def smallest_cluster(ask: Ask) -> Answer:
     trials = []
     for text, cluster in _with_time(ask, ask.cluster):
         ask.say(f"trying {text}")
-        plan = ask.planner(cluster).fastest(Limits(max_step_time_s=ask.max_step_time_s), processes=ask.processes)
+        plan = ask.fastest(cluster)
         missing = "" if plan else _none_within(ask)
         trials.append(Trial(value=text, num_devices=cluster.world_size, plan=plan, missing=missing))
         if plan is not None:
@@ -176,8 +185,7 @@ def cheapest_cluster(ask: Ask, prices: Mapping[str, float], others: Sequence[str
             per_second = price * cluster.world_size / 3600
             as_cheap_s = best.cost / per_second if best and best.cost else math.inf
             most_s = min(ask.max_step_time_s or math.inf, as_cheap_s)
-            limits = Limits(max_step_time_s=None if most_s == math.inf else most_s)
-            plan = ask.planner(cluster).fastest(limits, processes=ask.processes)
+            plan = replace(ask, max_step_time_s=None if most_s == math.inf else most_s).fastest(cluster)
             cost = plan.predicted.step_time_s * per_second if plan else None
             missing = "" if plan else "none cheaper" if most_s == as_cheap_s < math.inf else _none_within(ask)
             trials.append(Trial(value=text, num_devices=cluster.world_size, plan=plan, cost=cost, missing=missing))
@@ -282,17 +290,14 @@ def _least_time_s(planner: Planner) -> float:
 
 
 def _none_within(ask: Ask) -> str:
-    return "none fits" if ask.max_step_time_s is None else f"none within {ask.max_step_time_s:g} s"
+    return f"none{ask.within or ' fits'}"
 
 
 def _no_cluster(ask: Ask, kinds: Sequence[str]) -> InfeasibleError:
-    within = "" if ask.max_step_time_s is None else f" within {ask.max_step_time_s:g} s"
     return InfeasibleError(
-        f"No plan fits on any size up to {', '.join(kinds)}{within}", fix="Allow more time, more nodes, or drop a pin"
+        f"No plan fits on any size up to {', '.join(kinds)}{ask.within}",
+        fix="Allow more time, more nodes, or drop a pin",
     )
-
-
-# --- numbers of the cluster
 
 
 # --- the largest that fits
@@ -306,22 +311,9 @@ def longest_sequence(ask: Ask, *, step: int) -> Answer:
     Raises:
         InfeasibleError: ``step`` itself has no plan.
     """
-    cluster = Cluster.parse(ask.cluster, cache_dir=ask.cache_dir)
-
-    def missing(times: int) -> str:
-        ask.say(f"trying {times * step:,} tokens")
-        try:
-            return _missing(replace(ask, sequence=times * step), cluster)
-        except UsageError:  # longer than the model's own positions
-            if times == 1:
-                raise
-            return "the model takes no such length"
-
     return _largest(
         ask,
-        missing,
         lambda n: replace(ask, sequence=n * step),
-        cluster,
         "tokens",
         lambda n: n * step,
         most=max(MAX_SEQUENCE // step, 1),
@@ -338,8 +330,7 @@ def largest_batch(ask: Ask) -> Answer:
     Raises:
         InfeasibleError: not one sample has a plan.
     """
-    cluster = Cluster.parse(ask.cluster, cache_dir=ask.cache_dir)
-    world = cluster.world_size
+    world = Cluster.parse(ask.cluster, cache_dir=ask.cache_dir).world_size
     small = divisors(world)
 
     def samples(n: int) -> int:
@@ -348,24 +339,16 @@ def largest_batch(ask: Ask) -> Answer:
     def at(n: int) -> Ask:
         return replace(ask, global_batch_size=samples(n), pins=(*ask.pins, "num_micro_batches=1"))
 
-    def missing(n: int) -> str:
-        ask.say(f"trying {samples(n):,} samples")
-        return _missing(at(n), cluster)
-
     asked = ask.global_batch_size
     most = len(small) - 1 + asked // world if asked >= world else sum(size <= asked for size in small)
     limit = f"no larger ones than the global batch of {asked:,} are tried"
-    return _largest(ask, missing, at, cluster, "samples", samples, most=most, limit=limit)
+    return _largest(ask, at, "samples", samples, most=most, limit=limit)
 
 
 def _missing(ask: Ask, cluster: Cluster) -> str:
     """Why there is no plan; empty where there is one."""
-    planner = ask.planner(cluster)
-    if ask.max_step_time_s is None:
-        found = _fits(planner)
-    else:
-        limits = Limits(max_step_time_s=ask.max_step_time_s)
-        found = planner.fastest(limits, processes=ask.processes) is not None
+    has_no_limit = ask.max_step_time_s is None
+    found = _fits(ask.planner(cluster)) if has_no_limit else ask.fastest(cluster) is not None
     return "" if found else _none_within(ask)
 
 
@@ -379,9 +362,7 @@ def _fits(planner: Planner) -> bool:
 
 def _largest(
     ask: Ask,
-    missing: Callable[[int], str],
     at: Callable[[int], Ask],
-    cluster: Cluster,
     unit: Literal["tokens", "samples"],
     value: Callable[[int], int],
     *,
@@ -389,10 +370,17 @@ def _largest(
     limit: str,
 ) -> Answer:
     """The largest n up to ``most`` that misses nothing; by doubling, then by bisection up to the first that does."""
+    cluster = Cluster.parse(ask.cluster, cache_dir=ask.cache_dir)
     trials: dict[int, str] = {}
 
     def tried(n: int) -> bool:
-        trials[n] = missing(n)
+        ask.say(f"trying {value(n):,} {unit}")
+        try:
+            trials[n] = _missing(at(n), cluster)
+        except UsageError:  # longer than the model's own positions
+            if n == 1 or unit != "tokens":
+                raise
+            trials[n] = "the model takes no such length"
         return not trials[n]
 
     low, high = 0, 1
@@ -402,11 +390,10 @@ def _largest(
         middle = (low + high) // 2
         low, high = (middle, high) if tried(middle) else (low, middle)
     if low == 0:
-        within = "" if ask.max_step_time_s is None else f" within {ask.max_step_time_s:g} s"
         raise InfeasibleError(
-            f"No plan fits {value(1):,} {unit} on {ask.cluster}{within}", fix="Take more devices, or drop a pin"
+            f"No plan fits {value(1):,} {unit} on {ask.cluster}{ask.within}", fix="Take more devices, or drop a pin"
         )
-    plan = at(low).planner(cluster).fastest(Limits(max_step_time_s=ask.max_step_time_s), processes=ask.processes)
+    plan = at(low).fastest(cluster)
     assert plan is not None
     made = (
         Trial(

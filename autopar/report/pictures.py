@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,6 @@ from autopar.plan.schedule import Action, dependencies, schedule_actions
 from autopar.plan.text import (
     batch_text,
     devices_text,
-    fits,
     groups_text,
     layout_groups,
     memory_parts,
@@ -69,20 +69,16 @@ def timeline(plan: Plan) -> list[Span]:
 def _spans_of_pipeline(plan: Plan) -> list[Span]:
     """Each action starts when its rank is free and what it depends on has ended."""
     pp, last_stage = plan.mesh.pp, len(plan.stages) - 1
-    queues = schedule_actions(plan.schedule, pp, plan.virtual_stages, plan.num_micro_batches)
+    queues = [*map(deque, schedule_actions(plan.schedule, pp, plan.virtual_stages, plan.num_micro_batches))]
     ends: dict[Action, float] = {}
-    at, free_s = [0] * pp, [0.0] * pp
+    free_s = [0.0] * pp
     spans: list[Span] = []
-    total = sum(map(len, queues))
-    while len(spans) < total:
+    while any(queues):
         before = len(spans)
         for rank, queue in enumerate(queues):
-            while at[rank] < len(queue):
-                action = queue[at[rank]]
-                needs = dependencies(action, last_stage)
-                if any(need not in ends for need in needs):
-                    break
-                start_s = max([free_s[rank], *(ends[need] for need in needs)])
+            while queue and all(need in ends for need in dependencies(queue[0], last_stage)):
+                action = queue.popleft()
+                start_s = max([free_s[rank], *(ends[need] for need in dependencies(action, last_stage))])
                 ends[action] = free_s[rank] = start_s + plan.predicted.stage_times[action.stage][action.kind == "B"]
                 spans.append(
                     Span(
@@ -95,7 +91,6 @@ def _spans_of_pipeline(plan: Plan) -> list[Span]:
                         micro_batch=action.micro_batch,
                     )
                 )
-                at[rank] += 1
         assert len(spans) > before, "a schedule never waits for itself"
     return spans
 
@@ -176,7 +171,7 @@ def render_html(plan: Plan) -> str:
 def _facts(plan: Plan) -> list[tuple[str, str]]:
     predicted, search = plan.predicted, plan.search
     low, high = predicted.step_time_interval_s
-    verdict = "fits" if fits(plan) else '<span class="no">does not fit</span>'
+    verdict = "fits" if predicted.fits else '<span class="no">does not fit</span>'
     bound = f"bound {seconds(search.lower_bound_s)}, gap {share(search.gap, 1)}"
     return [
         ("model", f"{count(plan.model.num_parameters)} parameters, {plan.model.tokens_per_sample:,} tokens a sample"),
@@ -234,10 +229,8 @@ def _pipeline(plan: Plan) -> str:
         )
     height = row * plan.mesh.pp
     keys = "".join(
-        f'<span class="key" style="background:{colour}"></span>{name}&ensp;'
-        for name, colour in zip(
-            ("forward", "backward", "data parallel", "optimizer"), _SPAN_COLOURS.values(), strict=True
-        )
+        f'<span class="key" style="background:{colour}"></span>{_CATEGORY.get(kind, kind)}&ensp;'
+        for kind, colour in _SPAN_COLOURS.items()
     )
     return (
         f'<svg viewBox="0 0 {width:.0f} {height}" height="{height}" preserveAspectRatio="none" role="img"'

@@ -198,7 +198,7 @@ def _structure(
     if "deterministic" in site.practices:
         works = tuple(filled(done, graph) for done in works)
     members = tuple(len(m) for m in layouts.compact.members)
-    flops = tuple(flops_of_block(layouts.compact, i, kind) for i in range(len(members)))
+    flops = tuple(flops_of_block(layouts.compact.graph, b, kind) for b in layouts.compact.graph.blocks)
     return Structure(works=works, members=members, block_flops=flops)
 
 

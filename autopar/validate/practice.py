@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 from autopar.cost.network.collectives import CollectiveModel
 from autopar.cost.operators.work import LINEAR
-from autopar.cost.step.data_parallel import DataParallel, Unit, itemsize
+from autopar.cost.step.data_parallel import DataParallel, Parts, Unit, itemsize
 from autopar.cost.step.simulation import StageTimes
-from autopar.cost.step.step import Parts, Runtime, StageMessages, StageSums, Step
+from autopar.cost.step.step import Runtime, StageMessages, StageSums, Step
 from autopar.errors import UsageError
 from autopar.graph.graph import Graph, Op, Ref
 from autopar.hardware.cluster import Cluster
@@ -309,10 +309,10 @@ class ForeignRuntime(Runtime):
         moved_s = collectives.time_s("all_gather", whole, data.mesh, ("dp_shard",))
         return moved_s + 2 * whole / device.memory_bandwidth_bytes_per_s
 
-    def reduce_s(self, parts: Parts, data: DataParallel, collectives: CollectiveModel, device: Device) -> float:
-        """By an all-reduce or a reduce-scatter."""
-        kind = "all_reduce" if "all_reduces_sums" in self.practices else "reduce_scatter"
-        return self._reduced_s(kind, parts, data, collectives, device)
+    @property
+    def reduction(self) -> str:
+        """An all-reduce or a reduce-scatter."""
+        return "all_reduce" if "all_reduces_sums" in self.practices else "reduce_scatter"
 
     def adding_s(self, units: Sequence[Unit], data: DataParallel, num_micro_batches: int, device: Device) -> float:
         """Where a kernel casts each gradient, the sums are there from the first micro-batch on, filled with zeros."""

@@ -139,7 +139,8 @@ def pieces(split: Split, whole: torch.Tensor, layout: Any) -> dict[tuple[int, in
 def test_a_part_is_cut_axis_by_axis(zigzag: tuple[str, ...]) -> None:
     split = Split(MESH, 2, frozenset(zigzag))
     whole = torch.arange(4 * 8).view(4, 8)
-    at = split.coordinate(MESH.rank({"pp": 0, "dp_replicate": 1, "dp_shard": 0, "cp": 1, "tp": 0}), 1)
+    assert MESH.coordinate(6) == {"pp": 0, "dp_replicate": 1, "dp_shard": 0, "cp": 1, "tp": 0}
+    at = split.coordinate(6, 1)
     columns = [2, 3] if zigzag else [4, 5]
     assert split.part(whole, LAYOUT, at).tolist() == [[3 * 8 + column for column in columns]]
 

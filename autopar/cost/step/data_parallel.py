@@ -45,8 +45,8 @@ def is_mixed(precision: Precision) -> bool:
     return len({precision.compute, precision.storage, precision.reduce}) > 1
 
 
-_Part: TypeAlias = tuple[ParameterCost, int]
-"""A parameter that is not of experts over data ranks, and the elements of it that the fullest rank of dp_shard keeps."""
+Parts: TypeAlias = Sequence[tuple[ParameterCost, int]]
+"""Parameters that are not of experts over data ranks, each with the elements of it that the fullest rank of dp_shard keeps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +119,7 @@ class DataParallel:
             return True
         return self.is_pipelined or ((self.zero_stage < 2 or self.reduces_last) and num_micro_batches > 1)
 
-    def padded(self, parts: Sequence[_Part]) -> int:
+    def padded(self, parts: Parts) -> int:
         """Elements that FSDP moves: shards of equal size; scalars are not its own."""
         return self.mesh.dp_shard * sum([part for p, part in parts if p.shape])
 

@@ -74,7 +74,6 @@ class PipelineStep:
     def times(self, sums: Sequence[StageSums]) -> list[StageTimes]:
         """What the pipeline simulates of each stage: of the stage, its place and the block before it alone."""
         stages, mesh, times, received_s = self.stages, self.step.mesh, [], 0.0
-        sends: dict[tuple[int, int | None], float] = {}
         for s, own in enumerate(sums):
             ranks = self.parts[s % mesh.pp].ranks
             before = stages[s - 1].blocks[-1] if s and stages[s - 1].blocks else None
@@ -84,8 +83,8 @@ class PipelineStep:
             messages = StageMessages(
                 sent_bytes=sent,
                 received_bytes=received,
-                sent_s=self._send_s(sent, s, sends),
-                sent_back_s=self._send_s(received, s - 1, sends),
+                sent_s=self._send_s(sent, s),
+                sent_back_s=self._send_s(received, s - 1),
                 received_s=received_s,
                 forward_host_s=host_s[0],
                 backward_host_s=host_s[1],
@@ -105,17 +104,13 @@ class PipelineStep:
         every = [self._of_rank(rank, sums, times, pipeline, ties) for rank in range(self.step.mesh.pp)]
         return max(every, key=lambda found: found.total_s)
 
-    def _send_s(self, num_bytes: int, sender: int, known: dict[tuple[int, int | None], float]) -> float:
-        """Of a message to or from the stage after ``sender``; ``known``: of bytes and link."""
+    def _send_s(self, num_bytes: int, sender: int) -> float:
+        """Of a message to or from the stage after ``sender``."""
         mesh = self.step.mesh
-        hop = sender % mesh.pp if self.by_hop and mesh.pp > 1 else None
-        if (num_bytes, hop) not in known:
-            size = self.parts[0].ranks.runtime.message_bytes(num_bytes, mesh)
-            if hop is None:
-                known[num_bytes, hop] = self.collectives.send_time_s(size, mesh)
-            else:
-                known[num_bytes, hop] = self.collectives.hop_time_s(size, mesh, hop)
-        return known[num_bytes, hop]
+        size = self.parts[0].ranks.runtime.message_bytes(num_bytes, mesh)
+        if self.by_hop and mesh.pp > 1:
+            return self.collectives.hop_time_s(size, mesh, sender % mesh.pp)
+        return self.collectives.send_time_s(size, mesh)
 
     def _host_s(self, s: int, overheads: Overheads) -> tuple[float, float]:
         """What the schedule and its messages take of the host for one forward and one backward of a stage."""
@@ -142,7 +137,7 @@ class PipelineStep:
         sent = part.gradients_s(stages, runs)
         tail = sum(data.tail_s(stage) for stage in units) + sum(s.data_last_s for s in sums)
         tail *= runtime.late_share(device)
-        tail += sent["data"] + ties_s(self.collectives, ties, self.step, rank) + part.scalars_s()
+        tail += sent["data"] + ties_s(self.collectives, ties, self.step, rank) + part.scalars_s
         first = runtime.first_gathers_s(sums, flat, data, device)
         always = sum(s.data_forward_s + s.data_backward_s for s in sums)
         optimizer_s, offload_s = part.stepped_s(flat)

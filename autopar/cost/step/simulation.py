@@ -16,7 +16,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.plan.schedule import check_schedule, schedule_moments, schedule_numbers
+from autopar.plan.schedule import check_schedule, schedule_numbers
 
 ROUNDS = (5, 10, 20)
 """Of as many micro-batches as there are ranks, after which it is looked whether all ranks repeat themselves."""
@@ -97,11 +97,7 @@ def compiled(name: str, pp: int, virtual_stages: int, num_micro_batches: int) ->
     needs = np.where(is_backward, every + 2 * m, every - 2 * m)
     last = every >= 2 * (stages - 1) * m
     needs = np.where(is_backward & last, every - m, np.where(~is_backward & (stage == 0), -1, needs))
-    moments = schedule_moments(name, pp, virtual_stages, num_micro_batches)
-    if moments is None:
-        took = _in_turn(numbers, needs)
-    else:
-        took = numbers.reshape(-1)[np.argsort(moments, axis=None, kind="stable")]
+    took = _in_turn(numbers, needs)
     positions = np.full(len(every) + 1, -1)  # one more for the actions that need nothing
     positions[took] = every
     made = needs // (2 * m)  # the stage before, or the one after

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from autopar.cost.blocks.block_cost import BlockCost, ParameterCost
 from autopar.cost.network.collectives import CollectiveModel
-from autopar.cost.step.data_parallel import DataParallel, Unit, itemsize
+from autopar.cost.step.data_parallel import DataParallel, Parts, Unit, itemsize
 from autopar.cost.step.simulation import StageTimes
 from autopar.hardware.device import Device, HostLink
 from autopar.plan.mesh import Mesh
@@ -199,10 +199,6 @@ def _after_backwards(schedule: str, pp: int, virtual_stages: int, num_micro_batc
     return tuple(found)
 
 
-Parts: TypeAlias = Sequence[tuple[ParameterCost, int]]
-"""Parameters that are not of experts over data ranks, each with the elements of it that the fullest rank of dp_shard keeps."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMessages:
     """What a stage and its neighbours send for one micro-batch, and what that takes of the host.
@@ -225,6 +221,11 @@ class StageMessages:
 
 class Runtime:
     """autopar's own; a program that does otherwise overrides what differs."""
+
+    @property
+    def reduction(self) -> str:
+        """The collective that sums gradients over dp_shard."""
+        return "reduce_scatter"
 
     def data_parallel(self, step: Step, precision: Precision) -> DataParallel:
         """How the data axes run."""
@@ -270,14 +271,9 @@ class Runtime:
 
     def reduce_s(self, parts: Parts, data: DataParallel, collectives: CollectiveModel, device: Device) -> float:
         """Summing the gradients of trained parameters over dp_shard, and copying them into the buffer that is reduced."""
-        return self._reduced_s("reduce_scatter", parts, data, collectives, device)
-
-    def _reduced_s(
-        self, kind: str, parts: Parts, data: DataParallel, collectives: CollectiveModel, device: Device
-    ) -> float:
         compute, reduced = itemsize(data.precision.compute), itemsize(data.precision.reduce)
         padded = data.padded(parts)
-        moved_s = collectives.time_s(kind, padded * reduced, data.mesh, ("dp_shard",))
+        moved_s = collectives.time_s(self.reduction, padded * reduced, data.mesh, ("dp_shard",))
         return moved_s + padded * (compute + reduced) / device.memory_bandwidth_bytes_per_s
 
     def adding_s(self, units: Sequence[Unit], data: DataParallel, num_micro_batches: int, device: Device) -> float:

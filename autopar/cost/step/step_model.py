@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import groupby
 from typing import TypeAlias
 
@@ -96,13 +97,11 @@ class StepModel:
         self.data: DataParallel = ranks.runtime.data_parallel(step, ranks.precision)
         self.summed = Summed(step.mesh, self.data.uses_fsdp)
         self._blocks: dict[BlockCost, Unit] = {}
-        self._states: dict[Unit, State] = {}
         self._stages: dict[Runs, list[Unit]] = {}
         self._sums: dict[tuple[Runs, float, float], StageSums] = {}
         self._memory: dict[Runs, StageMemory] = {}
         self._rank_sums: dict[tuple[tuple[BlockCost, ...], ...], RankSums] = {}
         self._gradients: dict[tuple[Runs, ...], Mapping[str, float]] = {}
-        self._scalars_s: float | None = None
 
     # --- a block
 
@@ -145,10 +144,8 @@ class StepModel:
 
     def _state(self, unit: Unit) -> State:
         """Bytes of parameters, gradients and optimizer states of a unit on one rank."""
-        if unit not in self._states:
-            count, on_host = self.step.num_micro_batches, self.step.offloads_optimizer
-            self._states[unit] = state_bytes(unit, self.data, self.ranks.optimizer, count, on_host=on_host)
-        return self._states[unit]
+        count, on_host = self.step.num_micro_batches, self.step.offloads_optimizer
+        return state_bytes(unit, self.data, self.ranks.optimizer, count, on_host=on_host)
 
     def block_static_bytes(self, block: BlockCost) -> int:
         """Bytes of a rank for a block whatever micro-batches it holds: its state, and what stays gathered."""
@@ -239,13 +236,12 @@ class StepModel:
 
     # --- once a step
 
+    @cached_property
     def scalars_s(self) -> float:
         """What every rank sums once a step, whatever its blocks: counts of the batch, the loss, the norm."""
-        if self._scalars_s is None:
-            mesh, time_s = self.step.mesh, self.ranks.collectives.time_s
-            found = scalars(self.data, self.step.totals, clips=self.step.clips)
-            self._scalars_s = sum([time_s("all_reduce", num_bytes, mesh, axes) for axes, num_bytes in found])
-        return self._scalars_s
+        mesh, time_s = self.step.mesh, self.ranks.collectives.time_s
+        found = scalars(self.data, self.step.totals, clips=self.step.clips)
+        return sum([time_s("all_reduce", num_bytes, mesh, axes) for axes, num_bytes in found])
 
     def sum_s(self, axes: tuple[str, ...], num_bytes: int, copied_bytes: int) -> float:
         """One all-reduce of gradients, of which some are read into its buffer and written there."""

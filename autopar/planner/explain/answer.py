@@ -7,14 +7,14 @@ search.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from autopar.cost.model import CostModel
 from autopar.cost.operators.work import operand_specs, work
 from autopar.errors import InfeasibleError
-from autopar.graph.graph import Graph, Op
-from autopar.plan.mesh import I, S
+from autopar.graph.graph import Block, Graph, Op
+from autopar.plan.mesh import I, S, Type
 from autopar.plan.plan import AxisTyping, BlockLayout, BlockPlan, ModelInfo, Plan, SearchRecord, StagePlan
 from autopar.planner.evaluate.evaluator import Evaluator
 from autopar.planner.explain.reasons import (
@@ -34,7 +34,6 @@ from autopar.planner.layouts.catalogue import TP, Layouts
 from autopar.planner.layouts.layout import PricedLayout, expert_degree
 from autopar.planner.layouts.rank_graphs import padding_notes
 from autopar.planner.search import Evaluation, Limits, Misfit, Outcome, Task, memory_of_devices, readable
-from autopar.planner.sharding.block_chain import AxisSolution
 from autopar.planner.sharding.input_axes import BATCH, CP
 from autopar.planner.space.candidates import Candidate, conflict, remedies
 from autopar.planner.space.constraints import Problem
@@ -45,6 +44,7 @@ from autopar.planner.stages.recompute import MOVED, none_if_moved
 from autopar.rules.local_graphs import AXIS as SPREAD
 from autopar.rules.local_graphs import DISPATCH, EXPERTS, spread_parameters, strategy_names
 from autopar.rules.missing import Found, key_of
+from autopar.rules.strategy import Strategy
 
 LEAST_REPEATED = 0.1
 """Part of the FLOPs that a plan says it repeats; below lie routers and small heads."""
@@ -163,10 +163,13 @@ def block_layouts(layouts: Layouts, option: PricedLayout) -> tuple[tuple[BlockLa
     graph, made = layouts.compact.graph, dict[BlockLayout, int]()
     mine = []
     for i, block in enumerate(graph.blocks):
-        typings = [_batch_layout(layouts, i)]
+        typings = [_batch_layout(graph, block, layouts.batch.strategies)]
         if option.key.ep_data > 1:
-            typings.append(_spread_layout(layouts, i))
-        typings += [_named(layouts, i, found) for found in (option.sequence, option.solution) if found is not None]
+            typings.append(_spread_layout(graph, block))
+        for found in (option.sequence, option.solution):
+            if found is not None:
+                boundary = _boundary(graph, block, found.typing.strategies)
+                typings.append(replace(found.blocks[i], parameter_names=_names(graph, block), boundary=boundary))
         layout = BlockLayout(block_hash=block.hash, typings=tuple(typings))
         mine.append(made.setdefault(layout, len(made)))
     return tuple(made), tuple(mine[k] for k in layouts.compact.class_of)
@@ -211,43 +214,34 @@ def repeated(layouts: Layouts, option: PricedLayout) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _batch_layout(layouts: Layouts, index: int) -> AxisTyping:
-    graph = layouts.compact.graph
-    block = graph.blocks[index]
-    made = layouts.batch.strategies
+def _batch_layout(graph: Graph, block: Block, made: Mapping[str, Strategy]) -> AxisTyping:
     return AxisTyping(
         axis=BATCH,
         strategies=tuple(made[op.name].name for op in graph.block_ops(block)),
         parameters=tuple(I for _ in graph.block_parameters(block)),
-        parameter_names=_names(layouts, index),
-        boundary=tuple(made[ref.name].outputs[ref.index] for ref in graph.block_outputs(block)),
+        parameter_names=_names(graph, block),
+        boundary=_boundary(graph, block, made),
     )
 
 
-def _spread_layout(layouts: Layouts, index: int) -> AxisTyping:
+def _spread_layout(graph: Graph, block: Block) -> AxisTyping:
     """On ``ep_data`` experts are split, everything else goes on with its rank's samples."""
-    graph = layouts.compact.graph
-    block = graph.blocks[index]
-    ops, split = graph.block_ops(block), spread_parameters(graph, graph.block_ops(block))
+    ops = graph.block_ops(block)
+    split = spread_parameters(graph, ops)
     return AxisTyping(
         axis=SPREAD,
         strategies=tuple(strategy_names(graph, ops)),
         parameters=tuple(S(0) if p.name in split else I for p in graph.block_parameters(block)),
-        parameter_names=_names(layouts, index),
+        parameter_names=_names(graph, block),
     )
 
 
-def _named(layouts: Layouts, index: int, solution: AxisSolution) -> AxisTyping:
-    graph = layouts.compact.graph
-    outputs = graph.block_outputs(graph.blocks[index])
-    boundary = tuple(solution.typing.strategies[ref.name].outputs[ref.index] for ref in outputs)
-    return replace(solution.blocks[index], parameter_names=_names(layouts, index), boundary=boundary)
+def _boundary(graph: Graph, block: Block, made: Mapping[str, Strategy]) -> tuple[Type, ...]:
+    return tuple(made[ref.name].outputs[ref.index] for ref in graph.block_outputs(block))
 
 
-def _names(layouts: Layouts, index: int) -> tuple[str, ...]:
-    block = layouts.compact.graph.blocks[index]
-    prefix = f"{block.label}."
-    return tuple(p.key.removeprefix(prefix) for p in layouts.compact.graph.block_parameters(block))
+def _names(graph: Graph, block: Block) -> tuple[str, ...]:
+    return tuple(p.key.removeprefix(f"{block.label}.") for p in graph.block_parameters(block))
 
 
 def operators_without_rule(graph: Graph, found: Sequence[Found], model: CostModel) -> tuple[str, ...]:

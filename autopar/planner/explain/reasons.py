@@ -137,14 +137,8 @@ def _neighbours(
 def _spreads(pool: Sequence[Candidate], best: Candidate) -> list[float]:
     """How far the degrees of each are from those of the best, less than any other choice counts."""
     mine = (*best.mesh.degrees, best.micro_batch_size)
-    known: dict[tuple[int, ...], float] = {}
-    found = []
-    for candidate in pool:
-        own = (*candidate.mesh.degrees, candidate.micro_batch_size)
-        if own not in known:
-            known[own] = sum(max(x / y, y / x) for x, y in zip(own, mine, strict=True)) / 1e6
-        found.append(known[own])
-    return found
+    every = ((*candidate.mesh.degrees, candidate.micro_batch_size) for candidate in pool)
+    return [sum(max(x / y, y / x) for x, y in zip(own, mine, strict=True)) / 1e6 for own in every]
 
 
 def _compare(evaluator: Evaluator, best: Evaluation, other: Candidate, bound_s: float) -> tuple[str, Evaluation | None]:
@@ -220,11 +214,7 @@ def mixing_note(mixing: Sequence[Op]) -> tuple[str, ...]:
     """Why a data rank takes its samples at once."""
     if not mixing:
         return ()
-    first, more = mixing[0], f" and {len(mixing) - 1} more" if len(mixing) > 1 else ""
-    where = ", ".join(text for text in (first.module, first.source) if text) or first.name
-    return (
-        f"statistics over the global batch ({first.target} of {where}{more}): exact, with one micro-batch a data rank",
-    )
+    return (f"statistics over the global batch ({_named(mixing)}): exact, with one micro-batch a data rank",)
 
 
 def precision_note(task: Task) -> tuple[str, ...]:
@@ -248,10 +238,15 @@ def range_note(task: Task) -> tuple[str, ...]:
     found = [op for op in graph.ops if _name(op) in _WIDE and any(spec.dtype == torch.float16 for spec in op.outputs)]
     if not found:
         return ()
-    first, more = found[0], f" and {len(found) - 1} more" if len(found) > 1 else ""
-    where = ", ".join(text for text in (first.module, first.source) if text) or first.name
-    said = f"computed in float16, where autocast would in float32: {first.target} of {where}{more}"
+    said = f"computed in float16, where autocast would in float32: {_named(found)}"
     return (f"{said}; what may grow beyond 65504 there, or shrink to nothing, is cast by the model (x.float())",)
+
+
+def _named(ops: Sequence[Op]) -> str:
+    """The first of some operators with its place in the model, and how many more there are."""
+    first, more = ops[0], f" and {len(ops) - 1} more" if len(ops) > 1 else ""
+    where = ", ".join(text for text in (first.module, first.source) if text) or first.name
+    return f"{first.target} of {where}{more}"
 
 
 def _name(op: Op) -> str:

@@ -124,9 +124,6 @@ KEYS = (
     *("groups", "offload", "vocab_multiple"),
 )
 Value = int | str
-_NOTHING = "none"
-_EARLIER: dict[str, Value] = {"offload": _NOTHING, "vocab_multiple": 1}
-"""Of trials that were written before there was such a key."""
 _INTERRUPTED = "interrupted"
 _PLACE = "autopar "
 """Begins the names of the study's attributes that say what it is of."""
@@ -222,12 +219,8 @@ class Study:
             for index, numbers in open_.items():
                 result = self.results.get(index)
                 if result is None and open_ is self._waiting and (least_s := excluded_s(index)) is not None:
-                    is_finite = math.isfinite(least_s)
-                    result = (
-                        Result(at_least_s=least_s)
-                        if is_finite
-                        else Result(reason="memory: fits in no layout, by a bound")
-                    )
+                    no_layout = Result(reason="memory: fits in no layout, by a bound")
+                    result = Result(at_least_s=least_s) if math.isfinite(least_s) else no_layout
                 if result is not None:
                     with answering(self.url):
                         self._end([self._id(n) for n in numbers], *_written(result))
@@ -238,7 +231,7 @@ class Study:
             trials = self.storage.get_all_trials(self.id, deepcopy=False)
         self._running, self._waiting = {}, {}
         for trial in trials:
-            index = self._index.get(tuple(trial.params.get(key, _EARLIER.get(key, "")) for key in KEYS))
+            index = self._index.get(tuple(trial.params.get(key, "") for key in KEYS))
             if index is None or trial.number in self._read:
                 continue
             self._seen.add(index)
@@ -355,7 +348,7 @@ def params(candidate: Candidate) -> dict[str, Value]:
         "zero": candidate.zero_stage,
         "schedule": f"{candidate.schedule} v={candidate.virtual_stages}",
         "groups": ("-".join(map(str, candidate.order)) or "in order") + _shares(candidate),
-        "offload": ", ".join(candidate.on_host) or _NOTHING,
+        "offload": ", ".join(candidate.on_host) or "none",
         "vocab_multiple": candidate.vocab_multiple,
     }
 
