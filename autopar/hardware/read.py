@@ -279,11 +279,7 @@ def _group(table: Table, folder: Path | None) -> tuple[NodeGroup, str | None]:
 
 
 def _tier(table: Table) -> Tier:
-    tier = Tier(
-        name=table.text("name"), num_nodes=table.integer("num_nodes"), uplink=Link.from_table(table.table("uplink"))
-    )
-    table.finish()
-    return tier
+    return table.record(Tier, uplink=Link.from_table(table.table("uplink")))
 
 
 def _check_tiers(table: Table, tiers: Sequence[Tier]) -> None:
@@ -360,16 +356,12 @@ class Links:
             UsageError: names file, line and key.
         """
         table = Table.load(path)
-        found = cls(
-            library=table.text("library"),
+        return table.record(
+            cls,
             intra_node=Link.from_table(table.table("intra_node")),
             nic=Link.from_table(table.table("nic")),
             measured=tuple(CollectiveTime.from_table(item) for item in table.tables("measured")),
-            points=table.text("points"),
-            provenance=table.text("provenance"),
         )
-        table.finish()
-        return found
 
     def on(self, cluster: Cluster, library: CollectiveLibrary) -> Cluster:
         """The cluster with these links and collectives; ``library``: the one named, as shipped."""

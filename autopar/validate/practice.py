@@ -87,18 +87,9 @@ def site_from(table: Table, known_practices: frozenset[str]) -> Site:
     Raises:
         UsageError: a key is unknown or has a wrong value; names file, line and key.
     """
-    site = Site(
-        source=table.text("source"),
+    site = table.record(
+        Site,
         names=tuple(table.text("names", "").split()),
-        family=table.text("family", ""),
-        attention=table.text("attention", ""),
-        precision=table.text("precision", ""),
-        layout=table.text("layout", ""),
-        release=table.text("release", ""),
-        link_bandwidth_bytes_per_s=table.number("link_bandwidth_bytes_per_s", 0.0, positive=False),
-        nics_per_node=table.integer("nics_per_node", 0, positive=False),
-        nic_bandwidth_bytes_per_s=table.number("nic_bandwidth_bytes_per_s", 0.0, positive=False),
-        slowdown=table.number("slowdown", 0.0, positive=False),
         practices=frozenset(table.text("practices", "").split()),
         provenance=table.text("provenance"),
     )
@@ -112,7 +103,6 @@ def site_from(table: Table, known_practices: frozenset[str]) -> Site:
         raise UsageError.unknown("practice", name, sorted(known_practices), where=table.place("practices"))
     if site.slowdown >= 1:
         raise table.wrong("slowdown", "the part by which a step takes longer, below 1", site.slowdown)
-    table.finish()
     return site
 
 
