@@ -180,6 +180,11 @@ class Device:
         others = tuple(rate for rate in self.matmul if rate.dtype != dtype)
         return replace(self, matmul=(*others, replace(self.rate(products), dtype=dtype)))
 
+    def with_memory(self, num_bytes: int, provenance: str) -> Device:
+        """The same device with this much memory."""
+        notes = {**dict(self.provenance), "memory": provenance}
+        return replace(self, memory_bytes=num_bytes, provenance=tuple(notes.items()))
+
     def at_best(self) -> Device:
         """A device on which no part of a product takes less than its share of the whole; see :meth:`MatmulRate.at_best`.
 

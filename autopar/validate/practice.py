@@ -19,7 +19,7 @@ from autopar.graph.graph import Graph, Op, Ref
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.device import Device
 from autopar.hardware.device_rates import MatmulRate
-from autopar.hardware.link import CollectiveLibrary, Link
+from autopar.hardware.link import Link
 from autopar.hardware.read import MachineProfile, load_library
 from autopar.models.transformer import ATTENTIONS, FAMILIES
 from autopar.plan.mesh import Mesh
@@ -131,7 +131,7 @@ def _is_for(site: Site, run: Run) -> bool:
     )
 
 
-def cluster_of(run: Run, profile: MachineProfile, site: Site, library: CollectiveLibrary | None = None) -> Cluster:
+def cluster_of(run: Run, profile: MachineProfile, site: Site) -> Cluster:
     """The cluster of a run: its nodes, with the site's cards and software; ``library``: read where None."""
     num_nodes = max(run.devices // run.devices_per_node, 1)
     group = profile.group(num_nodes, min(run.devices, run.devices_per_node))
@@ -143,7 +143,7 @@ def cluster_of(run: Run, profile: MachineProfile, site: Site, library: Collectiv
         nics_per_node=site.nics_per_node or group.nics_per_node,
     )
     name = f"{run.device}:{num_nodes}x{group.devices_per_node}"
-    library = library or load_library(profile.library)
+    library = load_library(profile.library)
     if "ring_collectives" in site.practices:
         rings = tuple(a for a in library.algorithms if a.name == "ring")
         library = replace(library, name=f"{library.name}, rings", algorithms=rings)
