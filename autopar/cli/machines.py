@@ -26,6 +26,7 @@ from autopar.cli.options import (
     cache_dir,
     parse_cluster,
     print_json,
+    print_result,
     print_text,
     progress,
     split_pins,
@@ -46,20 +47,14 @@ def devices(as_json: Json = False) -> None:
     from autopar.hardware.describe import devices_summary, render_devices, shipped_devices
 
     found = shipped_devices()
-    if as_json:
-        print_json(devices_summary(found))
-    else:
-        print_text(render_devices(found))
+    print_result(as_json, lambda: devices_summary(found), lambda: render_devices(found))
 
 
 def pins(as_json: Json = False) -> None:
     """List what --pin takes, with an example of each."""
     from autopar.planner.space.pin_syntax import pins_summary, render_pins
 
-    if as_json:
-        print_json(pins_summary())
-    else:
-        print_text(render_pins())
+    print_result(as_json, pins_summary, render_pins)
 
 
 app = typer.Typer(help="Measure operators and links of a cluster.", no_args_is_help=True, rich_markup_mode=None)
@@ -197,10 +192,7 @@ def _asked(
 def _give(found: dict[str, Any], as_json: bool) -> None:
     from autopar.measure.profiles import render
 
-    if as_json:
-        print_json(found)
-    else:
-        print_text(render(found))
+    print_result(as_json, lambda: found, lambda: render(found))
 
 
 _OLDEST_TORCH = (2, 11)

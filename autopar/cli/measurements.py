@@ -18,14 +18,14 @@ from autopar.cli.options import (
     PrecisionOption,
     Sequence_,
     cache_dir,
-    print_json,
-    print_text,
+    print_result,
     progress,
     split_pins,
     warn,
     write_report,
 )
 from autopar.errors import AutoparError, UsageError
+from autopar.util.files import check_writable
 
 if TYPE_CHECKING:
     from autopar.benchmark.batches import Outcome
@@ -97,7 +97,6 @@ def local(
     from autopar.benchmark.batches import render
     from autopar.benchmark.local import BenchmarkRequest, run_local
     from autopar.benchmark.rank_runs import QUIET_PROFILER
-    from autopar.util.files import check_writable
 
     if output is not None:
         check_writable(output, make_folder=True)
@@ -122,10 +121,7 @@ def local(
         os.environ.setdefault(name, value)
     with progress("reading the model") as advance:
         outcome: Outcome = run_local(request, results=output, cache_dir=cache_dir(), advance=advance)
-    if as_json:
-        print_json(outcome.to_dict())
-    else:
-        print_text(render(outcome))
+    print_result(as_json, outcome.to_dict, lambda: render(outcome))
     if outcome.rows and all(row.failure for row in outcome.rows):
         raise AutoparError(
             f"All {len(outcome.rows)} plans failed",
@@ -186,10 +182,9 @@ def validate(
         write_report(markdown, f"{found.text(with_profiles=False)}\n")
     for path in found.write_profiles(out) if out is not None else ():
         warn(f"wrote {path}")
-    if as_json:
-        print_json(found.to_dict(with_profiles=out is None))
-    else:
-        print_text(found.text(with_profiles=out is None))
+    print_result(
+        as_json, lambda: found.to_dict(with_profiles=out is None), lambda: found.text(with_profiles=out is None)
+    )
     if outcome.failed:
         raise typer.Exit(1)
 
@@ -200,8 +195,6 @@ def _check_out(folder: Path, calibrate: list[str] | None) -> None:
     Raises:
         UsageError: it is one of these.
     """
-    from autopar.util.files import check_writable
-
     if not calibrate:
         raise UsageError("--out goes with --calibrate alone", fix="Leave it out, or add --calibrate SOURCE")
     check_writable(folder / "profile.toml", make_folder=True)
@@ -213,8 +206,6 @@ def _check(files: Sequence[Path], written: Sequence[Path]) -> None:
     Raises:
         UsageError: no runs, or a file that cannot be written.
     """
-    from autopar.util.files import check_writable
-
     if not files:
         raise UsageError("No runs to validate with", fix="Give RUNS.csv files, or --from-run DIR")
     for path in written:
@@ -229,7 +220,4 @@ def _from_run(folder: Path, files: list[Path], as_json: bool) -> None:
     if files:
         raise UsageError(f"--from-run does not go with a file of runs ({files[0]})", fix="Leave one of them out")
     record = read_log(folder)
-    if as_json:
-        print_json(run_summary(record))
-    else:
-        print_text(render_run(record))
+    print_result(as_json, lambda: run_summary(record), lambda: render_run(record))

@@ -31,6 +31,14 @@ def print_text(text: str) -> None:
     sys.stdout.write(text.rstrip("\n") + "\n")
 
 
+def print_result(as_json: bool, summary: Callable[[], object], text: Callable[[], str]) -> None:
+    """What a command found: its summary as JSON, or its text; only what is printed is made."""
+    if as_json:
+        print_json(summary())
+    else:
+        print_text(text())
+
+
 def warn(text: str) -> None:
     """A remark on stderr."""
     sys.stderr.write(f"{text}\n")

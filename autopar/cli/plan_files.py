@@ -16,6 +16,7 @@ from autopar.cli.options import (
     Sequence_,
     parse_cluster,
     print_json,
+    print_result,
     print_text,
     progress,
     split_pins,
@@ -61,10 +62,9 @@ def compare(
     from autopar.report.summaries import comparison, render_comparison
 
     one, other = Plan.load(before), Plan.load(after)
-    if as_json:
-        print_json(comparison(one, other))
-    else:
-        print_text(render_comparison(one, other, names=(str(before), str(after))))
+    print_result(
+        as_json, lambda: comparison(one, other), lambda: render_comparison(one, other, names=(str(before), str(after)))
+    )
 
 
 SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
@@ -164,10 +164,9 @@ def verify(
             precision=PRECISIONS[compare_in],
             find="always" if bisect else "if it differs",
         )
-    if as_json:
-        print_json({"mesh": str(plan.mesh), **verification(report)})
-    else:
-        print_text(render_verification(report, plan))
+    print_result(
+        as_json, lambda: {"mesh": str(plan.mesh), **verification(report)}, lambda: render_verification(report, plan)
+    )
     report.check()
 
 
@@ -184,7 +183,4 @@ def trace(
         from autopar.report.summaries import graph_summary, render_graph
 
         graph = resolve_model(model, batch_size=batch, sequence_length=seq).trace(opaque or ())
-    if as_json:
-        print_json(graph_summary(graph))
-    else:
-        print_text(render_graph(graph))
+    print_result(as_json, lambda: graph_summary(graph), lambda: render_graph(graph))

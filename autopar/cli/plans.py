@@ -16,6 +16,7 @@ from autopar.cli.options import (
     kept_dir,
     parse_cluster,
     print_json,
+    print_result,
     print_text,
     progress,
     split_pins,
@@ -188,10 +189,11 @@ def explain(
 
     plan = Plan.load(plan_file)
     if not why_not:
-        if as_json:
-            print_json({"reasons": list(plan.search.reasons), "pins": list(plan.pins), "notes": list(plan.notes)})
-        else:
-            print_text("\n".join(plan.search.reasons) or "the plan records no reasons")
+        print_result(
+            as_json,
+            lambda: {"reasons": list(plan.search.reasons), "pins": list(plan.pins), "notes": list(plan.notes)},
+            lambda: "\n".join(plan.search.reasons) or "the plan records no reasons",
+        )
         return
     from autopar.models.graph_for_plan import model_of, sequence_of
     from autopar.planner.space.pins import replaced
@@ -211,10 +213,11 @@ def explain(
             opaque=list(plan.opaque),
         ),
     )
-    if as_json:
-        print_json({"why_not": pins, **comparison(plan, other)})
-    else:
-        print_text(render_comparison(plan, other, names=(str(plan_file), ", ".join(pins))))
+    print_result(
+        as_json,
+        lambda: {"why_not": pins, **comparison(plan, other)},
+        lambda: render_comparison(plan, other, names=(str(plan_file), ", ".join(pins))),
+    )
 
 
 LargestCluster = Annotated[
@@ -294,7 +297,7 @@ def sweep(asked: Asked, scale: Scale) -> None:
     name, factors = parse_sweep(scale)
     with progress("reading the model") as advance:
         swept = swept_over(_ask(advance, asked), name, factors)
-    _print(asked, lambda: sweep_summary(name, swept), lambda: render_sweep(name, swept))
+    print_result(asked.as_json, lambda: sweep_summary(name, swept), lambda: render_sweep(name, swept))
 
 
 @asks()
@@ -315,7 +318,7 @@ def pareto(
         )
     with progress("reading the model") as advance:
         points = front(_ask(advance, asked), wanted, prices, or_cluster or ())
-    _print(asked, lambda: front_summary(points), lambda: render_front(points))
+    print_result(asked.as_json, lambda: front_summary(points), lambda: render_front(points))
     if asked.output is not None:
         save(points[0].plan, asked.output)
 
@@ -327,7 +330,7 @@ def _answer(answer: Callable[[Ask], Answer], asked: Asked) -> None:
     check_output(asked.output)
     with progress("reading the model") as advance:
         found = answer(_ask(advance, asked))
-    _print(asked, lambda: answer_summary(found), lambda: render_answer(found))
+    print_result(asked.as_json, lambda: answer_summary(found), lambda: render_answer(found))
     if asked.output is not None:
         save(found.plan, asked.output)
 
@@ -354,13 +357,6 @@ def _ask(advance: Callable[[str, int, int], None], asked: Asked) -> Ask:
     )
 
 
-def _print(asked: Asked, summary: Callable[[], object], text: Callable[[], str]) -> None:
-    if asked.as_json:
-        print_json(summary())
-    else:
-        print_text(text())
-
-
 Name = Annotated[str | None, typer.Argument(metavar="NAME|FILE", help="A shipped layout, or a TOML file of one.")]
 
 
@@ -373,16 +369,10 @@ def published(name: Name = None, space: Space = "default", as_json: Json = False
 
     if name is None:
         studies = [load_study(shipped) for shipped in study_files()]
-        if as_json:
-            print_json(text.list_summary(studies))
-        else:
-            print_text(text.render_list(studies))
+        print_result(as_json, lambda: text.list_summary(studies), lambda: text.render_list(studies))
         return
     found = load_study(name)
     load_space(space)  # what is wrong with it is said before the model is traced
     with progress("reading the study") as advance:
         result = run_study(found, space=space, progress=advance, workers=cores())
-    if as_json:
-        print_json(text.study_summary(result))
-    else:
-        print_text(text.render_result(result))
+    print_result(as_json, lambda: text.study_summary(result), lambda: text.render_result(result))

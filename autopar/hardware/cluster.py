@@ -234,11 +234,7 @@ class Cluster:
 
     def with_memory(self, num_bytes: int, provenance: str = "stated by the user") -> Cluster:
         """The same cluster with this much memory on every device."""
-        groups = []
-        for group in self.groups:
-            notes = {**dict(group.device.provenance), "memory": provenance}
-            device = replace(group.device, memory_bytes=num_bytes, provenance=tuple(notes.items()))
-            groups.append(replace(group, device=device))
+        groups = (replace(group, device=group.device.with_memory(num_bytes, provenance)) for group in self.groups)
         return replace(self, groups=tuple(groups))
 
     def _locate(self, rank: int) -> tuple[NodeGroup, int]:

@@ -6,11 +6,11 @@ Every number is in SI units (bytes, seconds, FLOP/s) and every group of numbers 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from autopar.errors import UsageError
-from autopar.hardware.device_rates import FunctionRate, MatmulRate, function_of, rate_of
+from autopar.hardware.device_rates import FunctionRate, MatmulRate, rate_of
 from autopar.hardware.link import OperatorTable
 from autopar.util.toml import Table
 
@@ -66,7 +66,7 @@ class Overheads:
 
     def to_dict(self) -> dict[str, Any]:
         """The table ``[device.overheads]``."""
-        return {name: getattr(self, name) for name in self.__slots__}
+        return asdict(self)
 
     def of_actions(self, virtual_stages: int) -> tuple[float, float]:
         """Seconds of one action, and of each tensor that it sends or receives, where a rank has so many stages."""
@@ -180,6 +180,11 @@ class Device:
         others = tuple(rate for rate in self.matmul if rate.dtype != dtype)
         return replace(self, matmul=(*others, replace(self.rate(products), dtype=dtype)))
 
+    def with_memory(self, num_bytes: int, provenance: str) -> Device:
+        """The same device with this much memory."""
+        notes = {**dict(self.provenance), "memory": provenance}
+        return replace(self, memory_bytes=num_bytes, provenance=tuple(notes.items()))
+
     def at_best(self) -> Device:
         """A device on which no part of a product takes less than its share of the whole; see :meth:`MatmulRate.at_best`.
 
@@ -221,10 +226,8 @@ class Device:
                 "provenance": notes["uncertainty"],
             },
             "overheads": self.overheads.to_dict(),
-            "function": [
-                {"name": f.name, "forward_s": f.forward_s, "backward_s": f.backward_s} for f in self.functions
-            ],
-            "reserve": [{"name": r.name, "num_bytes": r.num_bytes, "provenance": r.provenance} for r in self.reserves],
+            "function": [asdict(function) for function in self.functions],
+            "reserve": [asdict(reserve) for reserve in self.reserves],
             "matmul": {rate.dtype: rate.to_dict() for rate in self.matmul},
         }
 
@@ -253,8 +256,10 @@ class Device:
             uncertainty=parts["uncertainty"].number("fraction", positive=False),
             fixed_segments=parts["fragmentation"].number("fixed_segments_fraction", 0.0, positive=False),
             memory_uncertainty=parts["uncertainty"].number("memory_fraction", 0.0, positive=False),
-            reserves=tuple(_reserve(item) for item in table.tables("reserve")),
-            functions=tuple(function_of(item) for item in table.tables("function")) if table.has("function") else (),
+            reserves=tuple(item.record(Reserve, may_be_zero=("num_bytes",)) for item in table.tables("reserve")),
+            functions=tuple(
+                item.record(FunctionRate, may_be_zero=("forward_s", "backward_s")) for item in table.tables("function")
+            ),
             overheads=_overheads(table.table("overheads")) if table.has("overheads") else Overheads(),
             host=HostLink.from_table(table.table("host")) if table.has("host") else None,
             matmul=tuple(rate_of(dtype, matmul.table(dtype)) for dtype in matmul.names()),
@@ -268,22 +273,7 @@ class Device:
 
 
 def _overheads(table: Table) -> Overheads:
-    names = [name for name in Overheads.__slots__ if name != "provenance"]
-    found = Overheads(
-        **{name: table.number(name, 0.0, positive=False) for name in names}, provenance=table.text("provenance")
-    )
-    table.finish()
-    return found
-
-
-def _reserve(table: Table) -> Reserve:
-    reserve = Reserve(
-        name=table.text("name"),
-        num_bytes=table.integer("num_bytes", positive=False),
-        provenance=table.text("provenance"),
-    )
-    table.finish()
-    return reserve
+    return table.record(Overheads, provenance=table.text("provenance"))
 
 
 _RATES = ("to_host_bytes_per_s", "to_device_bytes_per_s", "memory_bandwidth_bytes_per_s", "launch_s", "latency_s")
@@ -317,14 +307,5 @@ class HostLink:
     @classmethod
     def from_table(cls, table: Table) -> HostLink:
         """Read what :meth:`to_dict` gives."""
-        found = cls(
-            to_host_bytes_per_s=table.number("to_host_bytes_per_s"),
-            to_device_bytes_per_s=table.number("to_device_bytes_per_s"),
-            memory_bandwidth_bytes_per_s=table.number("memory_bandwidth_bytes_per_s"),
-            launch_s=table.number("launch_s", positive=False),
-            latency_s=table.number("latency_s", positive=False),
-            memory_bytes=table.integer("num_bytes") if table.has("num_bytes") else None,
-            provenance=table.text("provenance"),
-        )
-        table.finish()
-        return found
+        memory = table.integer("num_bytes") if table.has("num_bytes") else None
+        return table.record(cls, may_be_zero=("launch_s", "latency_s"), memory_bytes=memory)

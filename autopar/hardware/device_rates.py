@@ -65,7 +65,7 @@ class MatmulRate:
     flash2_backward_fraction: float = 0.0
     ordered_fraction: float = 0.0
     num_units: int = 0
-    tile_elements: float = 128 * 128
+    tile_elements: float = 128.0 * 128.0
     wave_loss: float = 0.0
     fill_depth: float = 0.0
     unaligned_fraction: float = 1.0
@@ -165,17 +165,6 @@ class FunctionRate:
     backward_s: float
 
 
-def function_of(table: Table) -> FunctionRate:
-    """Read an entry of ``[[device.function]]``."""
-    rate = FunctionRate(
-        name=table.text("name"),
-        forward_s=table.number("forward_s", positive=False),
-        backward_s=table.number("backward_s", positive=False),
-    )
-    table.finish()
-    return rate
-
-
 def rate_of(dtype: str, table: Table) -> MatmulRate:
     """Read what :meth:`MatmulRate.to_dict` gives.
 
@@ -185,48 +174,15 @@ def rate_of(dtype: str, table: Table) -> MatmulRate:
     ceiling = table.number("ceiling_flops_per_s")
     curve = []
     for item in table.tables("curve"):
-        curve.append(
-            CurvePoint(
-                smallest_dim=item.integer("smallest_dim"),
-                efficiency=item.number("efficiency"),
-                backward_efficiency=item.number("backward_efficiency", 0.0, positive=False),
-            )
-        )
+        curve.append(item.record(CurvePoint))
         if not 0 < curve[-1].efficiency <= 1 or curve[-1].backward_efficiency > 1:
             raise item.wrong("efficiency", "a number from 0 to 1", curve[-1].efficiency)
-        item.finish()
     sizes = [point.smallest_dim for point in curve]
     if not sizes or sizes != sorted(set(sizes)):
         raise table.wrong("curve", "at least one point, by rising smallest_dim", sizes or "none")
-    rate = MatmulRate(
-        dtype=dtype,
-        ceiling_flops_per_s=ceiling,
-        datasheet_flops_per_s=table.number("datasheet_flops_per_s", ceiling),
-        curve=tuple(curve),
-        calibrated=table.flag("calibrated"),
-        attention_fraction=table.number("attention_fraction", 1.0),
-        attention_backward_fraction=table.number("attention_backward_fraction", 0.0, positive=False),
-        attention_half_width=table.number("attention_half_width", 0.0, positive=False),
-        triton_fraction=table.number("triton_fraction", 0.0, positive=False),
-        triton_backward_fraction=table.number("triton_backward_fraction", 0.0, positive=False),
-        flash2_fraction=table.number("flash2_fraction", 0.0, positive=False),
-        flash2_backward_fraction=table.number("flash2_backward_fraction", 0.0, positive=False),
-        ordered_fraction=table.number("ordered_fraction", 0.0, positive=False),
-        num_units=table.integer("num_units", 0, positive=False),
-        tile_elements=table.number("tile_elements", 128.0 * 128.0),
-        wave_loss=table.number("wave_loss", 0.0, positive=False),
-        fill_depth=table.number("fill_depth", 0.0, positive=False),
-        unaligned_fraction=_share(table, "unaligned_fraction"),
-        unaligned_batched_fraction=_share(table, "unaligned_batched_fraction"),
-        provenance=table.text("provenance"),
-    )
-    table.finish()
+    datasheet = table.number("datasheet_flops_per_s", ceiling)
+    rate = table.record(MatmulRate, dtype=dtype, curve=tuple(curve), datasheet_flops_per_s=datasheet)
+    for key in ("unaligned_fraction", "unaligned_batched_fraction"):  # what is left of a rate
+        if getattr(rate, key) > 1:
+            raise table.wrong(key, "a number from 0 to 1", getattr(rate, key))
     return rate
-
-
-def _share(table: Table, key: str) -> float:
-    """What is left of a rate: more than 0 and at most 1, which it is where the profile does not say."""
-    found = table.number(key, 1.0)
-    if found > 1:
-        raise table.wrong(key, "a number from 0 to 1", found)
-    return found

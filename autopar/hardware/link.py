@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -69,15 +69,9 @@ class OperatorTable:
 
 
 def _operator_time(row: Table) -> OperatorTime:
-    time = OperatorTime(
-        call=row.text("call"),
-        forward_s=row.number("forward_s", positive=False),
-        backward_s=row.number("backward_s", positive=False),
-    )
     for key in ("spread", "repeats"):  # for readers: how well the median is known
         row.has(key)
-    row.finish()
-    return time
+    return row.record(OperatorTime, may_be_zero=("forward_s", "backward_s"))
 
 
 def load_json(path: Path) -> dict[str, Any]:
@@ -104,7 +98,7 @@ def load_json(path: Path) -> dict[str, Any]:
 class Piece:
     """Up to ``up_to_bytes`` (0: without end) a collective takes ``latency_s + num_bytes * s_per_byte``."""
 
-    up_to_bytes: float
+    up_to_bytes: float = 0.0
     latency_s: float
     s_per_byte: float
 
@@ -161,31 +155,12 @@ class CollectiveTime:
     @classmethod
     def from_table(cls, table: Table) -> CollectiveTime:
         """Read what :meth:`to_dict` gives."""
-        pieces = []
-        for item in table.tables("pieces"):
-            pieces.append(
-                Piece(
-                    up_to_bytes=item.number("up_to_bytes", 0.0, positive=False),
-                    latency_s=item.number("latency_s", positive=False),
-                    s_per_byte=item.number("s_per_byte", positive=False),
-                )
-            )
-            item.finish()
+        items = table.tables("pieces")
+        pieces = tuple(item.record(Piece, may_be_zero=("latency_s", "s_per_byte")) for item in items)
         ends = [piece.up_to_bytes or math.inf for piece in pieces]
         if not ends or ends != sorted(set(ends)):
             raise table.wrong("pieces", "at least one piece, by rising up_to_bytes", ends or "none")
-        found = cls(
-            kind=table.text("kind"),
-            size=table.integer("size"),
-            num_nodes=table.integer("num_nodes"),
-            ranks_per_node=table.integer("ranks_per_node"),
-            devices_per_node=table.integer("devices_per_node"),
-            pieces=tuple(pieces),
-            residual=table.number("residual", positive=False),
-            provenance=table.text("provenance"),
-        )
-        table.finish()
-        return found
+        return table.record(cls, may_be_zero=("residual",), pieces=pieces)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,28 +189,12 @@ class Link:
 
     def to_dict(self) -> dict[str, Any]:
         """The link as plain data."""
-        return {
-            "name": self.name,
-            "bandwidth_bytes_per_s": self.bandwidth_bytes_per_s,
-            "latency_s": self.latency_s,
-            "half_bandwidth_bytes": self.half_bandwidth_bytes,
-            "step_fraction": self.step_fraction,
-            "provenance": self.provenance,
-        }
+        return asdict(self)
 
     @classmethod
     def from_table(cls, table: Table) -> Link:
         """Read what :meth:`to_dict` gives."""
-        link = cls(
-            name=table.text("name"),
-            bandwidth_bytes_per_s=table.number("bandwidth_bytes_per_s"),
-            latency_s=table.number("latency_s", positive=False),
-            half_bandwidth_bytes=table.number("half_bandwidth_bytes", 0.0, positive=False),
-            step_fraction=table.number("step_fraction", 1.0),
-            provenance=table.text("provenance"),
-        )
-        table.finish()
-        return link
+        return table.record(cls, may_be_zero=("latency_s",))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,13 +212,13 @@ class Algorithm:
     """
 
     name: str
-    protocol: str
-    base_s: float
-    intra_step_s: float
-    inter_step_s: float
-    base_delays: float
-    delays_per_step: float
-    bandwidth_fraction: float
+    protocol: str = ""
+    base_s: float = 0.0
+    intra_step_s: float = 0.0
+    inter_step_s: float = 0.0
+    base_delays: float = 0.0
+    delays_per_step: float = 0.0
+    bandwidth_fraction: float = 1.0
     collectives: tuple[str, ...]
     provenance: str
 
@@ -295,12 +254,8 @@ class CollectiveLibrary:
         return {
             "name": self.name,
             "implemented_as": dict(self.implemented_as),
-            "algorithm": [
-                {key: _plain(getattr(item, key)) for key in item.__dataclass_fields__} for item in self.algorithms
-            ],
-            "switch_bandwidth": [
-                {key: getattr(item, key) for key in item.__dataclass_fields__} for item in self.switch_bandwidths
-            ],
+            "algorithm": [asdict(item) | {"collectives": list(item.collectives)} for item in self.algorithms],
+            "switch_bandwidth": [asdict(item) for item in self.switch_bandwidths],
             **({"measured": [item.to_dict() for item in self.measured]} if self.measured else {}),
         }
 
@@ -311,7 +266,7 @@ class CollectiveLibrary:
         library = cls(
             name=table.text("name"),
             algorithms=tuple(_algorithm(item) for item in table.tables("algorithm")),
-            switch_bandwidths=tuple(_switch_bandwidth(item) for item in table.tables("switch_bandwidth")),
+            switch_bandwidths=tuple(item.record(SwitchBandwidth) for item in table.tables("switch_bandwidth")),
             implemented_as=tuple((key, implemented.text(key)) for key in implemented.names()) if implemented else (),
             measured=tuple(CollectiveTime.from_table(item) for item in table.tables("measured")),
         )
@@ -319,37 +274,8 @@ class CollectiveLibrary:
         return library
 
 
-def _plain(value: object) -> object:
-    return list(value) if isinstance(value, tuple) else value
-
-
 def _algorithm(table: Table) -> Algorithm:
     collectives = table.raw("collectives") if table.has("collectives") else []
     if not isinstance(collectives, list | tuple) or not all(isinstance(name, str) for name in collectives):
         raise table.wrong("collectives", "a list of names", repr(collectives))
-    algorithm = Algorithm(
-        name=table.text("name"),
-        protocol=table.text("protocol", ""),
-        base_s=table.number("base_s", 0.0, positive=False),
-        intra_step_s=table.number("intra_step_s", 0.0, positive=False),
-        inter_step_s=table.number("inter_step_s", 0.0, positive=False),
-        base_delays=table.number("base_delays", 0.0, positive=False),
-        delays_per_step=table.number("delays_per_step", 0.0, positive=False),
-        bandwidth_fraction=table.number("bandwidth_fraction", 1.0),
-        collectives=tuple(collectives),
-        provenance=table.text("provenance"),
-    )
-    table.finish()
-    return algorithm
-
-
-def _switch_bandwidth(table: Table) -> SwitchBandwidth:
-    bandwidth = SwitchBandwidth(
-        link=table.text("link"),
-        collective=table.text("collective"),
-        num_devices=table.integer("num_devices"),
-        bandwidth_bytes_per_s=table.number("bandwidth_bytes_per_s"),
-        provenance=table.text("provenance"),
-    )
-    table.finish()
-    return bandwidth
+    return table.record(Algorithm, collectives=tuple(collectives))

@@ -138,8 +138,7 @@ def fingerprint() -> str:
 def profile_dict(measured: dict[str, Any]) -> dict[str, Any]:
     """The profile file of what the workers measured."""
     cuda = torch.cuda.is_available()
-    where = f"measured {time.strftime('%Y-%m-%d')} on {torch.cuda.get_device_name() if cuda else _processor()}, "
-    where += f"torch {torch.__version__}"
+    where = f"measured {time.strftime('%Y-%m-%d')} on {device_name()}, torch {torch.__version__}"
     intra_node, nic = _gpu_links(measured, where) if cuda else _cpu_links(measured, where)
     memory = device_bytes()
     node: dict[str, Any] = {"num_devices": 1, "num_nics": 1, "provenance": where}

@@ -45,14 +45,9 @@ class Place:
     memory_bytes: int
 
     @property
-    def profile_name(self) -> str | None:
-        """The shipped profile of the device."""
-        return shipped_profile_name(self.device, self.memory_bytes) if self.kind == "cuda" else None
-
-    @property
     def model(self) -> tuple[str, bool]:
         """The same for equal devices: the shipped profile, or the reported name; and which of the two."""
-        name = self.profile_name
+        name = shipped_profile_name(self.device, self.memory_bytes) if self.kind == "cuda" else None
         return (self.device, False) if name is None else (name, True)
 
 

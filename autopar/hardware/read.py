@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -59,11 +60,11 @@ class MachineProfile:
         share = min(1.0, cores / devices_per_node)
         device = _slowed(self.device, share)
         if memory_bytes is not None:
-            device = _with_memory(device, memory_bytes, "stated by the user")
+            device = device.with_memory(memory_bytes, "stated by the user")
         elif self.shares_memory:
             note = dict(device.provenance)["memory"]
-            device = _with_memory(
-                device, device.memory_bytes // devices_per_node, f"{note}; divided among {devices_per_node} ranks"
+            device = device.with_memory(
+                device.memory_bytes // devices_per_node, f"{note}; divided among {devices_per_node} ranks"
             )
         return NodeGroup(
             device=device,
@@ -106,12 +107,6 @@ def profile_to_dict(profile: MachineProfile) -> dict[str, Any]:
             "provenance": profile.node_provenance,
         },
     }
-
-
-def _with_memory(device: Device, num_bytes: int, note: str) -> Device:
-    return replace(
-        device, memory_bytes=num_bytes, provenance=tuple({**dict(device.provenance), "memory": note}.items())
-    )
 
 
 def _slowed_link(link: Link, share: float) -> Link:
@@ -176,6 +171,7 @@ def load_profile(name: str, *, relative_to: Path | None = None) -> MachineProfil
     return profile_from_table(Table.load(path))
 
 
+@cache
 def load_library(name: str) -> CollectiveLibrary:
     """A shipped collective library.
 
@@ -266,7 +262,7 @@ def _group(table: Table, folder: Path | None) -> tuple[NodeGroup, str | None]:
         return replace(group, nics_per_node=table.integer("nics_per_node", group.nics_per_node)), library
     device = Device.from_table(table.table("device"))
     if memory is not None:
-        device = _with_memory(device, memory, "stated by the user")
+        device = device.with_memory(memory, "stated by the user")
     group = NodeGroup(
         device=device,
         num_nodes=num_nodes,
@@ -279,11 +275,7 @@ def _group(table: Table, folder: Path | None) -> tuple[NodeGroup, str | None]:
 
 
 def _tier(table: Table) -> Tier:
-    tier = Tier(
-        name=table.text("name"), num_nodes=table.integer("num_nodes"), uplink=Link.from_table(table.table("uplink"))
-    )
-    table.finish()
-    return tier
+    return table.record(Tier, uplink=Link.from_table(table.table("uplink")))
 
 
 def _check_tiers(table: Table, tiers: Sequence[Tier]) -> None:
@@ -360,16 +352,12 @@ class Links:
             UsageError: names file, line and key.
         """
         table = Table.load(path)
-        found = cls(
-            library=table.text("library"),
+        return table.record(
+            cls,
             intra_node=Link.from_table(table.table("intra_node")),
             nic=Link.from_table(table.table("nic")),
             measured=tuple(CollectiveTime.from_table(item) for item in table.tables("measured")),
-            points=table.text("points"),
-            provenance=table.text("provenance"),
         )
-        table.finish()
-        return found
 
     def on(self, cluster: Cluster, library: CollectiveLibrary) -> Cluster:
         """The cluster with these links and collectives; ``library``: the one named, as shipped."""

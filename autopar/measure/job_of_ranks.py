@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -212,7 +212,4 @@ def _with_alone(tier: str, pattern: str, groups: list[list[int]], num_nodes: int
     every = GroupSet(tier=tier, pattern=pattern, groups=rows, num_nodes=num_nodes, ranks_per_node=per_node)
     if len(rows) == 1:
         return [every]
-    first = GroupSet(
-        tier=tier, pattern=pattern, groups=rows[:1], num_nodes=num_nodes, ranks_per_node=per_node, alone=True
-    )
-    return [every, first]
+    return [every, replace(every, groups=rows[:1], alone=True)]

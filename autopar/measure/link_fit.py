@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 from scipy.optimize import minimize, nnls
@@ -13,7 +14,6 @@ from autopar.cost.network.collectives import CollectiveModel, volume_factor
 from autopar.cost.network.placement import shapes_of
 from autopar.errors import AutoparError
 from autopar.hardware.cluster import Cluster, NodeGroup
-from autopar.hardware.device import Device
 from autopar.hardware.link import CollectiveLibrary, CollectiveTime, Link, Piece, pieces_time_s
 from autopar.hardware.read import Links, MachineProfile, load_library
 from autopar.measure.job_of_ranks import GroupSet
@@ -32,42 +32,26 @@ class LinkPoint:
     time_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Nodes:
-    """Equal nodes of the job that measured."""
-
-    num_nodes: int
-    devices_per_node: int
-    nics_per_node: int
-
-
 def fit_link(
     points: Sequence[LinkPoint],
     *,
-    nodes: Nodes,
-    device: Device,
+    nodes: NodeGroup,
+    name: Literal["intra_node", "nic"],
     library: CollectiveLibrary,
-    intra_node: Link,
-    nic: Link | None = None,
 ) -> tuple[Link, float]:
     """The link whose latency and bandwidth bring the collective library's algorithms closest to the points.
 
     Args:
         points: all inside nodes, or all across them.
-        device: any; a cluster has one.
+        nodes: of the job that measured, with any device; the fit begins at their link, and that inside nodes is known before ``nic``.
+        name: of the link that is fitted.
         library: its algorithms; its measured collectives do not count.
-        intra_node: where the fit begins; what is fitted unless ``nic`` is given.
-        nic: where the fit of the network card begins; ``intra_node`` is known then.
 
     Returns:
         The link with its new latency and bandwidth (at most twice what any point reached), and the median relative distance of the points from it.
     """
     library = replace(library, measured=())
-    start = nic or intra_node
-    group = NodeGroup(
-        device=device, num_nodes=nodes.num_nodes, devices_per_node=nodes.devices_per_node, intra_node=intra_node,
-        nic=nic or intra_node, nics_per_node=nodes.nics_per_node,
-    )  # fmt: skip
+    start: Link = getattr(nodes, name)
 
     # where no point is large enough to say, the bandwidth must not run away
     fastest = 2 * max(p.num_bytes * volume_factor(p.kind, len(p.groups[0])) / p.time_s for p in points)
@@ -77,7 +61,7 @@ def fit_link(
             start, latency_s=math.exp(variables[0]), bandwidth_bytes_per_s=min(math.exp(variables[1]), fastest)
         )
         link = replace(link, half_bandwidth_bytes=0.0, step_fraction=1.0)
-        own = replace(group, nic=link) if nic else replace(group, intra_node=link, nic=link)
+        own = replace(nodes, nic=link) if name == "nic" else replace(nodes, intra_node=link, nic=link)
         cluster = Cluster(name="measured", groups=(own,), library=library)
         model = CollectiveModel(cluster)
         shapes = {groups: shapes_of(groups, cluster) for groups in dict.fromkeys(point.groups for point in points)}
@@ -133,27 +117,31 @@ def links_of(
     if not measured:
         raise AutoparError("Fewer than two sizes of each collective were measured", fix="Allow more time (--budget)")
     cards = nics_per_node or max(1, per_node * machine.num_nics // machine.num_devices)
-    layout = Nodes(num_nodes=len(set(nodes)), devices_per_node=per_node, nics_per_node=cards)
-    shipped, links = load_library(library), {"intra_node": machine.intra_node, "nic": machine.nic}
-    for tier, name in (("node", "intra_node"), ("network", "nic")):
+    group = NodeGroup(
+        device=machine.device, num_nodes=len(set(nodes)), devices_per_node=per_node, intra_node=machine.intra_node,
+        nic=machine.nic, nics_per_node=cards,
+    )  # fmt: skip
+    tiers: tuple[tuple[str, Literal["intra_node", "nic"]], ...] = (("node", "intra_node"), ("network", "nic"))
+    for tier, name in tiers:
         own = [
             LinkPoint(
-                kind=str(kind), groups=by_name[str(group)].groups, num_bytes=_number(size), time_s=_number(time_s)
+                kind=str(kind), groups=by_name[str(found)].groups, num_bytes=_number(size), time_s=_number(time_s)
             )
-            for group, kind, size, time_s, _ in points
-            if by_name[str(group)].tier == tier
+            for found, kind, size, time_s, _ in points
+            if by_name[str(found)].tier == tier
         ]
         if len(own) < 2:
             continue
-        fitted, distance = fit_link(
-            own, nodes=layout, device=machine.device, library=shipped, intra_node=links["intra_node"],
-            nic=links["nic"] if tier == "network" else None,
-        )  # fmt: skip
+        fitted, distance = fit_link(own, nodes=group, name=name, library=load_library(library))
         note = f"{where}: fitted to {len(own)} points, median distance {distance:.0%}"
-        links[name] = replace(fitted, name=f"measured {tier}", provenance=note)
-    if layout.num_nodes == 1:
-        links["nic"] = replace(links["intra_node"], provenance="one node: as inside it, nothing else was measured")
-    return Links(library=library, measured=measured, points=points_name, provenance=where, **links)
+        link = replace(fitted, name=f"measured {tier}", provenance=note)
+        group = replace(group, nic=link) if name == "nic" else replace(group, intra_node=link)
+    intra_node, nic = group.intra_node, group.nic
+    if group.num_nodes == 1:
+        nic = replace(intra_node, provenance="one node: as inside it, nothing else was measured")
+    return Links(
+        library=library, measured=measured, points=points_name, provenance=where, intra_node=intra_node, nic=nic
+    )
 
 
 def _collectives(

@@ -206,12 +206,8 @@ def _pass(module: nn.Module | FSDPModule) -> None:
 
 
 def _median_s(function: Callable[[], object]) -> float:
-    times: Sequence[float] = [_once_s(function) for _ in range(_WARM_UP + _REPEATS)][_WARM_UP:]
+    times: Sequence[float] = [_used_s(function)[0] for _ in range(_WARM_UP + _REPEATS)][_WARM_UP:]
     return statistics.median(times)
-
-
-def _once_s(function: Callable[[], object]) -> float:
-    return _used_s(function)[0]
 
 
 def _used_s(function: Callable[[], object]) -> tuple[float, float]:

@@ -15,7 +15,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -36,14 +36,12 @@ class ModelSource:
     """A model that can be traced, built and fed; picklable by its description.
 
     Attributes:
-        spec: the description it came from.
-        name: of the model, in plans.
+        name: the description it came from, and its name in plans.
         model: on meta in the dtype asked for, or as the factory made it; returns its loss.
         fields: its inputs.
         batch_size, sequence_length, dtype: of the example inputs and the model.
     """
 
-    spec: str
     name: str
     model: torch.nn.Module
     fields: tuple[Field, ...]
@@ -86,7 +84,7 @@ class ModelSource:
         again = partial(
             resolve_model, sequence_length=self.sequence_length, batch_size=self.batch_size, dtype=self.dtype
         )
-        return again, (self.spec,)
+        return again, (self.name,)
 
 
 def resolve_model(
@@ -121,9 +119,8 @@ def resolve_model(
     if any(f.shape[:1] == (sequence_length,) for f in fields):
         _check_positions(model, sequence_length, spec)
     if head == "image" or not any(f.kind == "tokens" for f in fields):
-        fields = tuple(_as_dtype(f, dtype) for f in fields)
+        fields = tuple(replace(f, dtype=dtype) if f.kind == "floats" else f for f in fields)
     return ModelSource(
-        spec=spec,
         name=spec,
         model=model,
         fields=fields,
@@ -211,10 +208,7 @@ def _from_factory(spec: str, sequence_length: int | None, batch_size: int, dtype
     model, examples = _call_seeded(factory, spec)
     maker = partial(_built, factory, spec)
     if examples is None:
-        batch = example_batch_for(model, batch_size=batch_size)
-        head = head_of(type(model).__name__) or "base"
-        fields = fields_of_config(model.config, head, str(model.main_input_name), None)
-        size = batch_size
+        size, fields = batch_size, _fields_for(model, None)
     else:
         batch = named_batch(model, examples, {}) if isinstance(examples, tuple) else dict(examples)
         _check_tensors(batch, spec)
@@ -222,7 +216,6 @@ def _from_factory(spec: str, sequence_length: int | None, batch_size: int, dtype
         size = tensors[0].shape[0] if tensors else batch_size
         fields = fields_of_examples(batch, size)
     return ModelSource(
-        spec=spec,
         name=spec,
         model=model,
         fields=fields,
@@ -341,9 +334,3 @@ def _check_positions(model: torch.nn.Module, sequence_length: int | None, spec: 
                 where=spec,
                 fix=f"Use --seq {module.num_embeddings} or less, or give the model more positions",
             )
-
-
-def _as_dtype(f: Field, dtype: torch.dtype) -> Field:
-    if f.kind != "floats":
-        return f
-    return Field(name=f.name, shape=f.shape, kind=f.kind, size=f.size, dtype=dtype, values=f.values, batched=f.batched)

@@ -9,11 +9,19 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from autopar.errors import UsageError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    T = TypeVar("T", bound=DataclassInstance)
+else:
+    T = TypeVar("T")
 
 Key = str | int
 
@@ -143,6 +151,31 @@ class Table:
         if not isinstance(value, list | tuple):
             raise self.wrong(key, "a list of tables", repr(value))
         return tuple(self._inner(item, (key, index)) for index, item in enumerate(value))
+
+    def record(self, kind: type[T], *, may_be_zero: Collection[str] = (), **given: Any) -> T:
+        """All of this table as a dataclass, whose fields and defaults say what is read.
+
+        Args:
+            kind: of the result; its annotations are text, which ``from __future__ import annotations`` makes of them.
+            may_be_zero: numbers that may; the others are above zero, but for those that are zero by default.
+            given: fields that are not read here.
+
+        Raises:
+            UsageError: a key is missing, unknown or wrong.
+        """
+        readers: dict[Any, Callable[..., Any]] = {"str": self.text, "bool": self.flag}
+        numbers: dict[Any, Callable[..., Any]] = {"int": self.integer, "float": self.number}
+        for field in fields(kind):
+            if field.name in given:
+                continue
+            default = None if field.default is MISSING else field.default
+            if field.type in numbers:
+                is_positive = default != 0 and field.name not in may_be_zero
+                given[field.name] = numbers[field.type](field.name, default, positive=is_positive)
+            else:
+                given[field.name] = readers[field.type](field.name, default)
+        self.finish()
+        return kind(**given)
 
     def finish(self) -> None:
         """Refuse keys that nobody asked for.

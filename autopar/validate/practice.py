@@ -19,7 +19,7 @@ from autopar.graph.graph import Graph, Op, Ref
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.device import Device
 from autopar.hardware.device_rates import MatmulRate
-from autopar.hardware.link import CollectiveLibrary, Link
+from autopar.hardware.link import Link
 from autopar.hardware.read import MachineProfile, load_library
 from autopar.models.transformer import ATTENTIONS, FAMILIES
 from autopar.plan.mesh import Mesh
@@ -87,18 +87,9 @@ def site_from(table: Table, known_practices: frozenset[str]) -> Site:
     Raises:
         UsageError: a key is unknown or has a wrong value; names file, line and key.
     """
-    site = Site(
-        source=table.text("source"),
+    site = table.record(
+        Site,
         names=tuple(table.text("names", "").split()),
-        family=table.text("family", ""),
-        attention=table.text("attention", ""),
-        precision=table.text("precision", ""),
-        layout=table.text("layout", ""),
-        release=table.text("release", ""),
-        link_bandwidth_bytes_per_s=table.number("link_bandwidth_bytes_per_s", 0.0, positive=False),
-        nics_per_node=table.integer("nics_per_node", 0, positive=False),
-        nic_bandwidth_bytes_per_s=table.number("nic_bandwidth_bytes_per_s", 0.0, positive=False),
-        slowdown=table.number("slowdown", 0.0, positive=False),
         practices=frozenset(table.text("practices", "").split()),
         provenance=table.text("provenance"),
     )
@@ -112,7 +103,6 @@ def site_from(table: Table, known_practices: frozenset[str]) -> Site:
         raise UsageError.unknown("practice", name, sorted(known_practices), where=table.place("practices"))
     if site.slowdown >= 1:
         raise table.wrong("slowdown", "the part by which a step takes longer, below 1", site.slowdown)
-    table.finish()
     return site
 
 
@@ -141,7 +131,7 @@ def _is_for(site: Site, run: Run) -> bool:
     )
 
 
-def cluster_of(run: Run, profile: MachineProfile, site: Site, library: CollectiveLibrary | None = None) -> Cluster:
+def cluster_of(run: Run, profile: MachineProfile, site: Site) -> Cluster:
     """The cluster of a run: its nodes, with the site's cards and software; ``library``: read where None."""
     num_nodes = max(run.devices // run.devices_per_node, 1)
     group = profile.group(num_nodes, min(run.devices, run.devices_per_node))
@@ -153,7 +143,7 @@ def cluster_of(run: Run, profile: MachineProfile, site: Site, library: Collectiv
         nics_per_node=site.nics_per_node or group.nics_per_node,
     )
     name = f"{run.device}:{num_nodes}x{group.devices_per_node}"
-    library = library or load_library(profile.library)
+    library = load_library(profile.library)
     if "ring_collectives" in site.practices:
         rings = tuple(a for a in library.algorithms if a.name == "ring")
         library = replace(library, name=f"{library.name}, rings", algorithms=rings)

@@ -237,13 +237,11 @@ def evaluate(session: Session, *, leave_one_out: bool = False, failed: Sequence[
     """
     groups = [run.publisher for run in session.runs]
     fitted: dict[str, dict[str, float]] = session.left_out(groups) if leave_one_out else {}
-    predictions: list[Prediction] = []
+    made: dict[int, Prediction] = {}
     for group in dict.fromkeys(groups):
         rows = [i for i, found in enumerate(groups) if found == group]
-        made = session.predictions(fitted.get(group), rows)
-        predictions += [p for _, p in sorted(zip(rows, made, strict=True), key=lambda pair: pair[0])]
-    order = [i for group in dict.fromkeys(groups) for i, found in enumerate(groups) if found == group]
-    predictions = [p for _, p in sorted(zip(order, predictions, strict=True), key=lambda pair: pair[0])]
+        made |= zip(rows, session.predictions(fitted.get(group), rows), strict=True)
+    predictions = [made[i] for i in range(len(groups))]
     return Outcome(
         scores=tuple(scored(session, predictions)),
         predictions=tuple(predictions),
@@ -258,7 +256,7 @@ def scored(session: Session, predictions: Sequence[Prediction]) -> list[Score]:
     found = []
     names = list(dict.fromkeys(name for run in session.runs for name in (run.publisher, run.release)))
     for name in (*names, "all"):
-        rows = [i for i, run in enumerate(session.runs) if name in (run.publisher, run.release, "all") or name == "all"]
+        rows = [i for i, run in enumerate(session.runs) if name in (run.publisher, run.release, "all")]
         widths = [session.profiles[session.runs[i].device].device.memory_uncertainty for i in rows]
         found.append(score(name, [session.runs[i] for i in rows], [predictions[i] for i in rows], widths))
     return found

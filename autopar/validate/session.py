@@ -12,8 +12,7 @@ from autopar.cost.network.collectives import CollectiveModel
 from autopar.errors import AutoparError, UsageError
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.device_rates import ALIGNED_ELEMENTS
-from autopar.hardware.link import CollectiveLibrary
-from autopar.hardware.read import MachineProfile, load_library, load_profile
+from autopar.hardware.read import MachineProfile, load_profile
 from autopar.plan.prediction import Prediction
 from autopar.validate import parameters as free
 from autopar.validate.express import Expressed, Structure, predict, step_time_s
@@ -105,7 +104,6 @@ class Session:
         sites = tuple(load_sites() if sites is None else sites)
         self.sites = tuple(site_of(run, sites) for run in runs)
         self.runs = tuple(released(run, site) for run, site in zip(runs, self.sites, strict=True))
-        self._libraries: dict[str, CollectiveLibrary] = {}
         self._known_collectives: dict[object, CollectiveModel] = {}
         self.profiles: dict[str, MachineProfile] = dict(profiles or {})
         for run in self.runs:
@@ -191,9 +189,7 @@ class Session:
         return found
 
     def _cluster(self, index: int, profile: MachineProfile) -> Cluster:
-        if profile.library not in self._libraries:
-            self._libraries[profile.library] = load_library(profile.library)
-        return cluster_of(self.runs[index], profile, self.sites[index], self._libraries[profile.library])
+        return cluster_of(self.runs[index], profile, self.sites[index])
 
     def _written(self, values: Mapping[str, float] | None) -> dict[str, MachineProfile]:
         """The profiles under these values of their parameters; as they are where None."""

@@ -13,14 +13,13 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from autopar.graph.graph import Graph
+from autopar.graph.graph import Graph, Op
 from autopar.lower.program import lower
 from autopar.plan.plan import FP64, Plan
 from autopar.runtime.parallel_model import ParallelModel
@@ -28,12 +27,9 @@ from autopar.runtime.weights import ModelWeights
 from autopar.runtime.world import World
 from autopar.verification.rank_pool import WorkerPool
 from autopar.verification.record import OneDevice, Tape, Watch, attach
-from autopar.verification.reference import adamw
+from autopar.verification.reference import Subject, adamw, widened
 from autopar.verification.slices import TOLERANCE, Mismatch, largest
 from autopar.verification.walk import Spot, Trail
-
-if TYPE_CHECKING:
-    from autopar.verification.reference import Subject
 
 LOSS_TOLERANCE = 1e-6
 """Of the loss of the global batch, which a step returns in float32."""
@@ -128,7 +124,7 @@ def bisect(
         AutoparError: a rank failed, or the time is up.
     """
     search = _Search(
-        subject, replace(plan, precision=FP64), graph, [_wide(batch) for batch in batches], pool, timeout_s
+        subject, replace(plan, precision=FP64), graph, [widened(batch) for batch in batches], pool, timeout_s
     )
     graph_loss = 0.0
     for step, expected in enumerate(losses):
@@ -244,13 +240,6 @@ def _record(
     torch.save(recorded, Path(folder) / f"{dist.get_rank()}.pt")
 
 
-def _wide(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    wide: dict[str, Tensor] = pytree.tree_map_only(
-        Tensor, lambda value: value.double() if value.is_floating_point() else value, dict(batch)
-    )
-    return wide
-
-
 # --- in words ------------------------------------------------------------------------------------
 
 _REPORT = "report it with this text and the plan file (`autopar show PLAN` prints it): a plan is right or refused"
@@ -264,10 +253,14 @@ def _difference(trail: Trail, spot: Spot, step: int) -> Difference:
         block = trail.local.blocks[spot.place]
         said |= {"block": block.index, "label": block.label, "stage": trail.stage_of(block.index)}
     if spot.op is not None:
-        op = spot.op
-        said |= {"op": op.name, "target": op.target, "module": op.module, "source": op.source}
-        said |= {"strategies": trail.strategies(op), "reads": trail.reads(op), "makes": trail.makes(op)}
+        said |= _operator(trail, spot.op)
     return Difference(**said, remedy=_remedy(trail, spot))
+
+
+def _operator(trail: Trail, op: Op) -> dict[str, Any]:
+    """What a difference says of its operator."""
+    said = {"op": op.name, "target": op.target, "module": op.module, "source": op.source}
+    return {**said, "strategies": trail.strategies(op), "reads": trail.reads(op), "makes": trail.makes(op)}
 
 
 def _remedy(trail: Trail, spot: Spot) -> str:
@@ -290,10 +283,8 @@ def _of_sum(trail: Trail, name: str, mismatch: Mismatch, step: int) -> Differenc
     said: dict[str, Any] = {}
     if readers:
         index = trail.local.block_of(readers[0].name)
-        block, op = trail.local.blocks[index], readers[0]
-        said = {"block": index, "label": block.label, "stage": trail.stage_of(index)}
-        said |= {"op": op.name, "target": op.target, "module": op.module, "source": op.source}
-        said |= {"strategies": trail.strategies(op), "reads": trail.reads(op), "makes": trail.makes(op)}
+        said = {"block": index, "label": trail.local.blocks[index].label, "stage": trail.stage_of(index)}
+        said |= _operator(trail, readers[0])
     return Difference(
         step=step + 1,
         what=f"the sum of the gradient of parameter {name} (over {', '.join(axes) or 'micro-batches'})",

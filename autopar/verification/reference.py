@@ -78,15 +78,11 @@ def trained(model: nn.Module, batches: Sequence[Mapping[str, Tensor]]) -> Traine
         loss.backward()  # type: ignore[no-untyped-call]
         losses.append(loss.item())
         if step == 0:
-            gradients = {name: p.grad.clone() for name, p in _named(model) if p.grad is not None}
+            gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         optimizer.step()
-    parameters = {name: p.detach() for name, p in _named(model) if p.grad is not None}
+    parameters = {name: p.detach() for name, p in model.named_parameters() if p.grad is not None}
     parameters |= {name: new for name, new in model.named_buffers() if not torch.equal(new, buffers[name])}
     return {"losses": tuple(losses), "gradients": gradients, "parameters": parameters}
-
-
-def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return list(model.named_parameters())
 
 
 def trained_in_parallel(parallel: ParallelModel, batches: Sequence[Mapping[str, Tensor]]) -> Trained:
@@ -194,11 +190,15 @@ class DoubleSubject:
 
     def make_batch(self, batch_size: int, *, seed: int, padded: bool = False) -> dict[str, Tensor]:
         """Inputs by name."""
-        batch = self.subject.make_batch(batch_size, seed=seed, padded=padded)
-        wide: dict[str, Tensor] = pytree.tree_map_only(
-            Tensor, lambda x: x.double() if x.is_floating_point() else x, batch
-        )
-        return wide
+        return widened(self.subject.make_batch(batch_size, seed=seed, padded=padded))
+
+
+def widened(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The batch with its floating point numbers in float64."""
+    wide: dict[str, Tensor] = pytree.tree_map_only(
+        Tensor, lambda value: value.double() if value.is_floating_point() else value, dict(batch)
+    )
+    return wide
 
 
 def traced_in_double(subject: DoubleSubject, graph: Graph) -> Graph | None:

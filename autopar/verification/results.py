@@ -329,28 +329,14 @@ def _row(row: RankErrors) -> dict[str, Any]:
 
 def _splits(plan: Plan) -> list[str]:
     """How much the plan splits on each axis inside the model: nothing split would verify nothing."""
+    typings = [typing for block in plan.blocks for typing in plan.layouts[block.layout].typings]
     lines = []
     if plan.mesh.cp > 1:
-        names = [
-            name
-            for block in plan.blocks
-            for typing in plan.layouts[block.layout].typings
-            if typing.axis == "cp"
-            for name in typing.strategies
-        ]
+        names = [name for typing in typings if typing.axis == "cp" for name in typing.strategies]
         split = sum(name not in ("invariant", "replicate") for name in names)
         lines.append(f"cp={plan.mesh.cp} splits {split} of {len(names)} operators along the sequence")
     lines += [note for note in plan.notes if note.startswith("mixtures of experts (")]
-    for axis in ("tp",):
-        if getattr(plan.mesh, axis) > 1:
-            kinds = [
-                kind
-                for block in plan.blocks
-                for typing in plan.layouts[block.layout].typings
-                if typing.axis == axis
-                for kind in typing.parameters
-            ]
-            lines.append(
-                f"{axis}={getattr(plan.mesh, axis)} splits {sum(k.is_split for k in kinds)} of {len(kinds)} parameters"
-            )
+    if plan.mesh.tp > 1:
+        kinds = [kind for typing in typings if typing.axis == "tp" for kind in typing.parameters]
+        lines.append(f"tp={plan.mesh.tp} splits {sum(k.is_split for k in kinds)} of {len(kinds)} parameters")
     return lines
