@@ -14,12 +14,17 @@ from torch.utils import _pytree as pytree
 from autopar.errors import TraceError, UsageError
 from autopar.graph.graph import Input, TensorSpec
 
+_LEAVES = (
+    torch.Tensor, bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format
+)  # fmt: skip
+"""What export takes, in containers that torch's pytree knows."""
+
 
 def named_batch(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Example inputs by the names of ``forward``'s parameters; entries that are None are dropped.
 
     Raises:
-        TraceError: there are more than parameters, or a dict of them all stands in a list.
+        TraceError: there are more than parameters, a dict of them all stands in a list, or one is neither tensor, number nor text.
     """
     names = positional(model)
     if len(args) == 1 and not kwargs and isinstance(args[0], Mapping) and args[0] and args[0].keys() <= set(names):
@@ -35,6 +40,13 @@ def named_batch(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[s
             fix="Give the example inputs by name, as a dict",
         )
     batch = dict(zip(names, args, strict=False)) | dict(kwargs)
+    for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
+        if not isinstance(leaf, _LEAVES):
+            raise TraceError(
+                f"The example input {_path_name(path)} is a {type(leaf).__module__}.{type(leaf).__qualname__}",
+                where=type(model).__name__,
+                fix="Give tensors (torch.as_tensor(...)), numbers and texts, alone or in lists and dicts",
+            )
     return {key: value for key, value in batch.items() if value is not None}
 
 

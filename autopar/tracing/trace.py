@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import logging
 import warnings
@@ -80,6 +81,7 @@ def trace(
     paths = paths_of(model, opaque)
     job = _Job(model=model, batch=batch, name=name, loss_fn=loss_fn, opaque=paths, reasons={}, repeats=repeats)
     memory.check_model(model)
+    _check_loss(loss_fn)
     hooked = dict.fromkeys(memory.with_backward_hooks(model), "a hook on gradients, which a trace would lose")
     job = replace(
         job,
@@ -290,7 +292,7 @@ class _Training(torch.nn.Module):
     def __init__(self, model: torch.nn.Module, batch: dict[str, Any], loss_fn: LossFunction | None) -> None:
         super().__init__()
         self.model = model
-        self.loss_fn = loss_fn
+        self.loss_fn = loss_fn.__call__ if isinstance(loss_fn, torch.nn.Module) else loss_fn  # no part of the model
         self.kept = Kept()
         self.positional, self.passed = arguments(model.forward, batch)
         unused = [k for k in batch if k not in self.passed and k not in self.positional]
@@ -307,6 +309,34 @@ class _Training(torch.nn.Module):
             returned = output if self.loss_fn is None else self.loss_fn(output, batch)
         loss = pick_loss(returned, type(self.model).__name__)
         return (loss, *self.kept.take(output, loss))
+
+
+def _check_loss(loss_fn: LossFunction | None) -> None:
+    """Refuses a ``loss_fn`` that would learn, or that does not take what it is given.
+
+    Raises:
+        TraceError: says which.
+    """
+    if loss_fn is None:
+        return
+    call: Callable[..., Any] = loss_fn
+    if isinstance(loss_fn, torch.nn.Module):
+        call = loss_fn.forward
+        trained = [name for name, parameter in loss_fn.named_parameters() if parameter.requires_grad]
+        if trained:
+            raise TraceError(
+                f"The loss_fn has parameters ({', '.join(trained[:3])}), which no plan trains",
+                where=type(loss_fn).__name__,
+                fix="Make it a part of the model, whose forward returns the loss, or freeze it: loss_fn.requires_grad_(False)",
+            )
+    try:
+        inspect.signature(call).bind(None, None)
+    except TypeError as error:
+        raise TraceError(
+            "The loss_fn does not take (output, batch)", got=str(error), fix="Give loss_fn=lambda output, batch: ..."
+        ) from None
+    except ValueError:  # a builtin, which does not say
+        return
 
 
 def pick_loss(output: Any, place: str) -> torch.Tensor:

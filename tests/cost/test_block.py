@@ -36,7 +36,7 @@ class Layer(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (t.view(-1, S, 4, H // 4).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, dim=-1))
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(B, S, H))
+        x = x + self.out(mixed.transpose(1, 2).reshape(-1, S, H))
         return x + self.down(self.act(self.up(self.norm2(x))))
 
 

@@ -37,7 +37,7 @@ OPS: dict[str, Op] = {
     "singular values": lambda x, _, square: x * torch.linalg.svdvals(x @ square).sum(),
     "a method": lambda x, _, square: x * (x.T @ x + torch.eye(8)).logdet(),
     "fourier": lambda x, row, _: torch.fft.fft(x).abs() * row,
-    "from zeros": lambda x, _, square: torch.zeros(2, 8).index_add(0, torch.arange(2), x) @ square,
+    "from zeros": lambda x, _, square: torch.zeros(len(x), 8).index_add(0, torch.arange(len(x)), x) @ square,
 }
 
 

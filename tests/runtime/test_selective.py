@@ -44,9 +44,9 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(x)
-        q, k, v = (f(y).view(B, S, HEADS, H // HEADS).transpose(1, 2) for f in (self.query, self.key, self.value))
+        q, k, v = (f(y).view(-1, S, HEADS, H // HEADS).transpose(1, 2) for f in (self.query, self.key, self.value))
         scores = functional.dropout((q @ k.transpose(2, 3) * 0.25).softmax(dim=-1), 0.1)
-        x = x + functional.dropout(self.out((scores @ v).transpose(1, 2).reshape(B, S, H)), 0.1)
+        x = x + functional.dropout(self.out((scores @ v).transpose(1, 2).reshape(-1, S, H)), 0.1)
         return x + functional.dropout(self.down(functional.gelu(self.up(self.norm2(x)))), 0.1)
 
 
@@ -62,14 +62,14 @@ class Gated(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.scale
-        q, k, v = (f(y).view(B, S, -1, H // 4).transpose(1, 2) for f in (self.query, self.key, self.value))
+        q, k, v = (f(y).unflatten(-1, (-1, H // 4)).transpose(1, 2) for f in (self.query, self.key, self.value))
         angles = torch.arange(S)[:, None] * torch.arange(H // 4)
         q, k = (
             t * angles.cos() - torch.cat([t[..., H // 8 :], t[..., : H // 8]], dim=-1) * angles.sin() for t in (q, k)
         )
-        k, v = (t[:, :, None].expand(-1, -1, 2, -1, -1).reshape(B, 4, S, H // 4) for t in (k, v))
+        k, v = (t[:, :, None].expand(-1, -1, 2, -1, -1).flatten(1, 2) for t in (k, v))
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(B, S, H))
+        x = x + self.out(mixed.transpose(1, 2).reshape(-1, S, H))
         y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.scale2
         return x + self.down(functional.silu(self.gate(y)) * self.up(y))
 
