@@ -55,6 +55,10 @@ class _StepError(RuntimeError):
     """Raised in the user's line that shows the dependence."""
 
 
+class _OutsideError(RuntimeError):
+    """Raised in the user's line that reads a parameter which is not the model's."""
+
+
 class _Watch(TorchDispatchMode):
     """Notes the operators that a pass calls.
 
@@ -131,7 +135,7 @@ def check(
         mode: of the tensors of ``model`` and ``batch``.
 
     Raises:
-        TraceError: a step depends on what earlier ones have left.
+        TraceError: a step depends on what earlier ones have left, or reads a parameter outside of the model that would learn.
     """
     state = {id(t): t for t in (*model.parameters(), *model.buffers())}
     seen: list[memory.State] = [memory.state_of(model)]
@@ -158,6 +162,14 @@ def check(
                     drawn = _random_state()
                 if drawn == at_first and (number == _PASSES - 1 or (number == 1 and watch.calls == before)):
                     break
+    except _OutsideError as error:
+        place, line = user_line(error, model)
+        raise TraceError(
+            "Forward reads a parameter outside of the model, which no plan trains",
+            where=place,
+            got=str(error) + (f" at `{line}`" if line else ""),
+            fix="Make its module a part of the model (an nn.ModuleList for several), or read it under torch.no_grad()",
+        ) from error
     except _StepError as error:
         seen.append(memory.state_of(model))
         place, line = user_line(error, model)
@@ -217,6 +229,9 @@ class _Values(TorchDispatchMode):
         if func is torch.ops.prim.device.default:
             return result
         operands, results = _tensors((args, kwargs)), _tensors(result)
+        outside = [t for t in operands if t.requires_grad and t.is_leaf and not isinstance(t, FakeTensor)]
+        if outside and torch.is_grad_enabled() and func is not torch.ops.aten.detach.default:
+            raise _OutsideError(f"one of shape {tuple(outside[0].shape)}")
         values, sizes = _split(func, args, kwargs or {})
         call = Call(target=str(func), values=values, sizes=sizes, results=_shapes(results))
         if any(id(tensor) in self.made for tensor in operands) and not any(word in call.target for word in _LIKE):

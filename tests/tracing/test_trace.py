@@ -521,3 +521,55 @@ def test_an_error_in_a_class_of_no_file_is_told() -> None:
     Branch.__module__ = "nowhere"
     with pytest.raises(TraceError, match="depends on the values of tensors"):
         trace(Branch(), (torch.randn(2, 4),))
+
+
+OUTSIDE = nn.Linear(4, 3)
+
+
+class ReadsOutside(nn.Module):
+    """A layer in a plain list, which PyTorch does not see either."""
+
+    def __init__(self, *, learns: bool) -> None:
+        super().__init__()
+        self.first, self.hidden, self.learns = nn.Linear(6, 4), [OUTSIDE], learns
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.learns:
+            return self.hidden[0](self.first(x)).square().mean()
+        with torch.no_grad():
+            target = self.hidden[0](x[:, :4])
+        return (self.first(x)[:, :3] - target).square().mean() + (self.first(x)[:, :3] @ OUTSIDE.weight.detach()).mean()
+
+
+class Criterion(nn.Module):
+    """A loss with a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.centre = nn.Parameter(torch.zeros(4))
+
+    def forward(self, output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        return (output - self.centre).square().mean()
+
+
+def test_parameters_outside_of_the_model_that_would_learn_are_refused() -> None:
+    x = torch.randn(2, 6)
+    with pytest.raises(
+        TraceError, match=r"test_trace.py:\d+: Forward reads a parameter outside of the model.*shape \(3, 4\)"
+    ):
+        trace(ReadsOutside(learns=True), (x,))
+    assert trace(ReadsOutside(learns=False), (x,)).loss
+    criterion = Criterion()
+    with pytest.raises(TraceError, match=r"The loss_fn has parameters \(centre\), which no plan trains"):
+        trace(nn.Linear(6, 4), (x,), loss_fn=criterion)
+    with pytest.raises(TraceError, match="Forward reads a parameter outside of the model"):
+        trace(nn.Linear(6, 4), (x,), loss_fn=criterion)
+    criterion.requires_grad_(False)
+    assert trace(nn.Linear(6, 4), (x,), loss_fn=criterion).loss
+
+
+def test_inputs_and_losses_of_other_kinds_are_named() -> None:
+    with pytest.raises(TraceError, match="The example input input is a numpy.ndarray"):
+        trace(nn.Linear(6, 4), (torch.randn(2, 6).numpy(),), loss_fn=lambda output, batch: output.mean())
+    with pytest.raises(TraceError, match=r"The loss_fn does not take \(output, batch\)"):
+        trace(nn.Linear(6, 4), (torch.randn(2, 6),), loss_fn=lambda output: output.mean())
