@@ -262,21 +262,22 @@ def _shapes(tensors: Sequence[Tensor]) -> tuple[tuple[int, ...], ...]:
 def _split(
     target: Any, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> tuple[tuple[object, ...], tuple[object, ...]]:
-    """Numbers and small constants among the arguments of a call: values, then sizes, places and counts along a dim."""
-    found: tuple[list[object], list[object]] = ([], [])
+    """Numbers and small constants among the arguments of a call: values, then sizes, places and counts along a dim.
+
+    Of an operator without a schema whole numbers are taken for sizes.
+    """
     schema = getattr(target, "_schema", None)
-    if schema is None:
-        for leaf in pytree.tree_leaves((args, kwargs)):
-            if isinstance(leaf, bool | int | float | complex):
-                found[isinstance(leaf, int)].append(_number(leaf))
-        return tuple(found[0]), tuple(found[1])
-    named = {argument.name: argument for argument in schema.arguments}
-    given = [*zip(schema.arguments, args, strict=False), *((named[key], value) for key, value in kwargs.items())]
+    arguments = () if schema is None else schema.arguments
+    named = {argument.name: argument for argument in arguments}
+    given = [*zip_longest(arguments[: len(args)], args), *((named.get(key), value) for key, value in kwargs.items())]
+    values: list[object] = []
+    sizes: list[object] = []
     for argument, value in given:
         for leaf in pytree.tree_leaves(value):
             if isinstance(leaf, bool | int | float | complex | Tensor):
-                found[_is_size(schema.name, argument)].append(_number(leaf))
-    return tuple(found[0]), tuple(found[1])
+                is_size = isinstance(leaf, int) if schema is None else _is_size(schema.name, argument)
+                (sizes if is_size else values).append(_number(leaf))
+    return tuple(values), tuple(sizes)
 
 
 def _is_size(operator: str, argument: Any) -> bool:
@@ -404,28 +405,33 @@ def check_numbers(graph: Graph, larger: Graph) -> None:
     Raises:
         CountError: numbers or constants differ, or the operators do.
     """
-    others = {op.name: op for op in (*larger.prelude, *larger.ops)}
+    there = {op.name: op for op in (*larger.prelude, *larger.ops)}
+    constants, more = ({b.name: b.value for b in own.buffers if not b.fqn} for own in (graph, larger))
     for op in (*graph.prelude, *graph.ops):
-        other = others.get(op.name)
-        if other is None or other.target != op.target:
-            unlike: list[tuple[object, object]] = [(op.target, "no such call" if other is None else other.target)]
-        else:
-            (here, at), (there, larger_at) = _given(graph, op), _given(larger, other)
-            unlike = [pair for pair in zip_longest(here, there) if not _agree(*pair)]
-            if at != larger_at and op.outputs == other.outputs:
-                unlike.append((list(at), list(larger_at)))
-        if unlike:
-            raise CountError(
-                f"A number in the model depends on the batch size: {_said(unlike[0][0])} for a batch of "
-                f"{graph.batch_size}, {_said(unlike[0][1])} for one of {larger.batch_size}",
-                where=op.source or op.module or op.name,
-                fix="Take a mean, or divide by a count of the inputs: (labels != -100).sum()",
-            )
+        other = there.get(op.name)
+        if other is None or (other.target, other.operands) != (op.target, op.operands):
+            raise _depends(graph, larger, op, op.target, "other calls")
+        (values, sizes), (larger_values, larger_sizes) = _given(op, constants), _given(other, more)
+        for one, two in zip_longest(values, larger_values):
+            if not _agree(one, two):
+                raise _depends(graph, larger, op, _said(one), _said(two))
+        if sizes != larger_sizes and op.outputs == other.outputs:
+            raise _depends(graph, larger, op, f"{list(sizes)}", f"{list(larger_sizes)}")
+    if graph.loss != larger.loss:
+        raise _depends(graph, larger, graph.producer(graph.loss), f"{len(graph.ops)} calls", f"{len(larger.ops)}")
 
 
-def _given(graph: Graph, op: Op) -> tuple[list[object], tuple[object, ...]]:
+def _depends(graph: Graph, larger: Graph, op: Op | None, here: str, there: str) -> CountError:
+    return CountError(
+        f"A number in the model depends on the batch size: {here} for a batch of {graph.batch_size}, "
+        f"{there} for one of {larger.batch_size}",
+        where="" if op is None else op.source or op.module or op.name,
+        fix="Take a mean, or divide by a count of the inputs: (labels != -100).sum()",
+    )
+
+
+def _given(op: Op, constants: Mapping[str, Tensor | None]) -> tuple[list[object], tuple[object, ...]]:
     """Numbers and constants among the arguments; and sizes."""
-    constants = {buffer.name: buffer.value for buffer in graph.buffers if not buffer.fqn}
     target = resolve(op.target) if op.target.startswith("aten.") else None
     values, sizes = _split(target, op.args, dict(op.kwargs))
     return [*values, *(constants[r.name] for r in op.operands if constants.get(r.name) is not None)], sizes

@@ -195,3 +195,19 @@ class Counting(nn.Module):
 def test_numbers_in_place_are_compared_too() -> None:
     with pytest.raises(TraceError, match="depends on the batch size"):
         trace(Counting(), (torch.randn(4, 8),))
+
+
+class Unrolled(nn.Module):
+    """A loop over the samples, whose steps are alike but for their number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum((self.head(x[i]).tanh().sum() for i in range(len(x))), start=torch.zeros(()))
+
+
+def test_a_loop_over_samples_is_of_one_batch_size() -> None:
+    with pytest.raises(CountError, match=r"depends on the batch size: .* for a batch of 2"):
+        trace(Unrolled(), (torch.randn(2, 8),))
