@@ -70,7 +70,8 @@ class SolverLaws:
 
 def marginalise(energy: Energy, keep: tuple[int, ...], *, max_entries: int = MAX_TABLE_ENTRIES) -> Marginals:
     """The minimum over all variables but ``keep``, for every combination of those."""
-    prepared = prepare(energy, keep, max_entries=max_entries)
+    scopes = tuple([factor.scope for factor in energy.factors])
+    prepared = prepare(energy.sizes, scopes, keep, max_entries=max_entries)
     return prepared.solve_all([factor.table[None] for factor in energy.factors], 1)
 
 
