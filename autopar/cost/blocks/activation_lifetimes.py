@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from autopar.cost.operators.work import VIEWS, Work
 from autopar.graph.aliasing import numbered_roots
-from autopar.graph.graph import SAME, Block, Graph, Op, Ref, TensorSpec
+from autopar.graph.graph import Block, Graph, Op, Ref, TensorSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -27,8 +27,6 @@ class Wiring:
         across: values that are alive behind it.
         constants: names of the buffers.
         shared: whether other blocks read its parameters, in their order.
-        same: for each operator the position of the first that is the same call of operands of the same specs, whatever the
-            shapes are; empty: nobody knows.
         lifetimes: by the values in whose storages the values lie.
     """
 
@@ -45,7 +43,6 @@ class Wiring:
     across: tuple[Ref, ...]
     constants: frozenset[str]
     shared: tuple[bool, ...]
-    same: tuple[int, ...] = ()
     lifetimes: dict[tuple[int, ...], Lifetimes] = field(default_factory=dict)
 
 
@@ -85,7 +82,6 @@ def _wiring(graph: Graph, block: Block) -> Wiring:
     counts = iter(range(made))
     makes = tuple([tuple([next(counts) for _ in op.outputs]) for op in ops])
     outside = values[made:]
-    same = graph._index.named.get(SAME)
     return Wiring(
         values=values,
         number=number,
@@ -105,7 +101,6 @@ def _wiring(graph: Graph, block: Block) -> Wiring:
                 for p in graph.block_parameters(block)
             ]
         ),
-        same=() if same is None else same(block),
     )
 
 
