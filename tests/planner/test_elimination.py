@@ -116,6 +116,10 @@ def test_marginal_is_the_minimum_for_each_kept_state(energy: Energy, data: st.Da
             assert energy.value(marginals.decode([Entry(0, index)])[0]) == pytest.approx(best, abs=1e-9)
 
 
+def test_nothing_fits_together_where_a_variable_has_no_state() -> None:
+    assert minimise(Energy(sizes=(2, 0), factors=(Factor(scope=(0,), table=np.zeros(2)),))) is None
+
+
 def test_a_chain_is_eliminated_with_tables_of_two_variables() -> None:
     pairs = {(i, i + 1): np.ones((5, 5)) for i in range(49)}
     order, largest = elimination_order([5] * 50, pairs)

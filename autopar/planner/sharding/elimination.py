@@ -99,7 +99,9 @@ class Prepared:
                 all.
             count: of the energies.
         """
-        full = np.empty([count, *(self.sizes[k] for k in self.keep)])
+        full = np.full([count, *(self.sizes[k] for k in self.keep)], np.inf)
+        if 0 in self.sizes:  # nothing fits together
+            return Marginals(tables=full, at_once=1, decoders=())
         at_once = 1 if self.steps is None else max(1, MAX_SIDE_BY_SIDE // self.largest)
         decoders: list[Decoder] = []
         for start in range(0, count, at_once):
