@@ -136,25 +136,21 @@ def _shape(
 
 
 def _parameters(graph: Graph, block: Block, wiring: Wiring) -> tuple[ParameterCost, ...]:
-    """The parameters that a block reads; the same ones for graphs that differ in the shapes of other values alone."""
-    known, key = graph._index.named, f"parameters {block.start}:{block.stop}"
-    if key not in known:
-        known[key] = tuple(
-            [
-                ParameterCost(
-                    name=p.name,
-                    shape=p.spec.shape,
-                    num_bytes=p.spec.num_bytes,
-                    gradient_sum_axes=p.gradient_sum_axes,
-                    trained=p.spec.requires_grad,
-                    spread=any(axis == "ep_data" for axis, _ in p.layout),
-                    shared=is_shared,
-                )
-                for p, is_shared in zip(graph.block_parameters(block), wiring.shared, strict=True)
-            ]
-        )
-    found: tuple[ParameterCost, ...] = known[key]
-    return found
+    """The parameters that a block reads."""
+    return tuple(
+        [
+            ParameterCost(
+                name=p.name,
+                shape=p.spec.shape,
+                num_bytes=p.spec.num_bytes,
+                gradient_sum_axes=p.gradient_sum_axes,
+                trained=p.spec.requires_grad,
+                spread=any(axis == "ep_data" for axis, _ in p.layout),
+                shared=is_shared,
+            )
+            for p, is_shared in zip(graph.block_parameters(block), wiring.shared, strict=True)
+        ]
+    )
 
 
 def _kept(storages: Storages, inputs: Mapping[int, int]) -> Remade:
