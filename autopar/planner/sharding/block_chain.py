@@ -103,8 +103,6 @@ class AxisSolver:
         for block, key, boundary in zip(graph.blocks, self.keys, self.boundaries, strict=True):
             if key not in self.problems:
                 self.problems[key] = BlockProblem(block, self.costs, self.types, boundary, self.structures)
-        self._choices: dict[tuple[Hashable, Assignment], tuple[Choice, float]] = {}
-        self._solutions: dict[tuple[Assignment, ...], AxisSolution] = {}
 
     def _untie(self) -> list[tuple[int, int]]:
         """Blocks that are one module called again, where its parameters are too many to have a table over their types.
@@ -227,36 +225,27 @@ class AxisSolver:
 
     # --- solutions
 
-    def solution(self, assignments: tuple[Assignment, ...]) -> AxisSolution:
-        """The typing of an assignment of each block's variables that fit together."""
-        if assignments not in self._solutions:
-            self._solutions[assignments] = self._solution(assignments)
-        return self._solutions[assignments]
+    def solution(self, assignments: Sequence[Assignment]) -> AxisSolution:
+        """The typing of an assignment of each block's variables that fit together.
 
-    def _solution(self, assignments: Sequence[Assignment]) -> AxisSolution:
-        """Choices of the block that a table was made for, carried over to each block that shares it."""
+        Choices are of the block that a table was made for, carried over to each block that shares it.
+        """
         graph, block_s = self.compact.graph, list[float]()
         strategies: dict[str, Strategy] = {}
         parameters: dict[str, Type] = {}
         blocks = []
         for block, key, assignment in zip(graph.blocks, self.keys, assignments, strict=True):
-            choice, own_s = self._chosen(key, assignment)
-            block_s.append(own_s)
-            typing = self._typing(block, self.problems[key].block, choice)
+            solved, problem = self.problems[key].block, self.problems[key].problem
+            choice = problem.choice(assignment)
+            block_s.append(problem.time_s(assignment))
+            typing = self._typing(block, solved, choice)
             strategies |= typing.strategies
             parameters |= typing.parameters
-            blocks.append(self._written(self.problems[key].block, choice))
+            blocks.append(self._written(solved, choice))
         typing_of_all = Typing(
             axis=self.costs.axis, size=Fraction(self.costs.size), strategies=strategies, parameters=parameters
         )
         return AxisSolution(typing=typing_of_all, blocks=tuple(blocks), value=0.0, block_s=tuple(block_s))
-
-    def _chosen(self, key: Hashable, assignment: Assignment) -> tuple[Choice, float]:
-        """The choice of a block and its seconds of a micro-batch."""
-        if (key, assignment) not in self._choices:
-            problem = self.problems[key].problem
-            self._choices[key, assignment] = problem.choice(assignment), problem.time_s(assignment)
-        return self._choices[key, assignment]
 
     def _typing(self, block: Block, solved: Block, choice: Choice) -> Choice:
         """A choice for a block under the names of one that is equal to it."""
