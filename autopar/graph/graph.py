@@ -54,10 +54,6 @@ __all__ = [
 ]
 
 
-SAME = "same calls"
-"""Under this name graphs of several sizes keep what says which operators of a block do the same in each of them."""
-
-
 class Index:
     """Look-ups over one graph, made once."""
 

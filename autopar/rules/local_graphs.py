@@ -12,18 +12,17 @@ ranks that hold the same experts (``ep_outer``) alone.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from autopar.errors import RuleError
-from autopar.graph.graph import SAME, Block, Graph, Input, Op, Ref, TensorSpec, digest
+from autopar.graph.graph import Graph, Input, Op, Ref, TensorSpec, digest
 from autopar.graph.rewrites import signature
 from autopar.plan.mesh import S, Type
 from autopar.rules.apply import BATCH, part_of
 from autopar.rules.local_calls import localize, localizer
 from autopar.rules.strategy import Local, Strategy, Typing
-from autopar.rules.table import without_refs
 
 AXIS = "ep_data"
 EXPERTS = "autopar.experts"
@@ -156,10 +155,6 @@ class Resizer:
         self._prelude = self._calls(typing, graph.prelude, local.prelude)
         self._ops = self._calls(typing, graph.ops, local.ops)
         local._index.crossing(local.ops)  # asked for of every size
-        leaves = {leaf.name: (leaf.spec, typing.inputs.get(leaf.name)) for leaf in graph.inputs}
-        leaves |= {parameter.name: (parameter.spec, None) for parameter in graph.parameters}
-        leaves |= {buffer.name: (buffer.spec, None) for buffer in graph.buffers}
-        local._index.named[SAME] = _Same(leaves, self._prelude, self._ops)
 
     def _calls(self, typing: Typing, ops: tuple[Op, ...], local: tuple[Op, ...]) -> list[_Call]:
         found = []
@@ -222,31 +217,6 @@ class Resizer:
         )
         called = localize(call.op, call.strategy, own)
         return local.reshaped(called.target, called.args, called.kwargs, outputs)
-
-
-class _Same:
-    """Which operators of a block are the same calls of operands of the same specs at every size."""
-
-    def __init__(
-        self, leaves: Mapping[str, tuple[TensorSpec, Type | None]], prelude: Sequence[_Call], ops: Sequence[_Call]
-    ) -> None:
-        self._ops = ops
-        known: dict[tuple[TensorSpec, Type | None], int] = {}
-        self._made = {name: -1 - known.setdefault(leaf, len(known)) for name, leaf in leaves.items()}
-        """A number by name, equal for equal specs: negative for leaves, else that of the outputs."""
-        self._made |= {call.local.name: call.outputs for call in (*prelude, *ops)}
-
-    def __call__(self, block: Block) -> tuple[int, ...]:
-        """For each operator the position of the first that is the same."""
-        first: dict[tuple[object, ...], int] = {}
-        found = []
-        for i, call in enumerate(self._ops[block.start : block.stop]):
-            op, strategy = call.op, call.strategy
-            operands = tuple([(self._made[ref.name], ref.index) for ref in call.local.operands])
-            literals = without_refs(op.args), op.kwargs and without_refs(op.kwargs)
-            key = (op.target, *literals, strategy.target, strategy.extra, operands, call.outputs)
-            found.append(first.setdefault(key, i))
-        return tuple(found)
 
 
 def _resized(

@@ -70,7 +70,8 @@ class SolverLaws:
 
 def marginalise(energy: Energy, keep: tuple[int, ...], *, max_entries: int = MAX_TABLE_ENTRIES) -> Marginals:
     """The minimum over all variables but ``keep``, for every combination of those."""
-    prepared = prepare(energy, keep, max_entries=max_entries)
+    scopes = tuple([factor.scope for factor in energy.factors])
+    prepared = prepare(energy.sizes, scopes, keep, max_entries=max_entries)
     return prepared.solve_all([factor.table[None] for factor in energy.factors], 1)
 
 
@@ -113,6 +114,10 @@ def test_marginal_is_the_minimum_for_each_kept_state(energy: Energy, data: st.Da
         assert float(marginals.tables[0, *index]) == pytest.approx(best, abs=1e-9)
         if np.isfinite(best):
             assert energy.value(marginals.decode([Entry(0, index)])[0]) == pytest.approx(best, abs=1e-9)
+
+
+def test_nothing_fits_together_where_a_variable_has_no_state() -> None:
+    assert minimise(Energy(sizes=(2, 0), factors=(Factor(scope=(0,), table=np.zeros(2)),))) is None
 
 
 def test_a_chain_is_eliminated_with_tables_of_two_variables() -> None:

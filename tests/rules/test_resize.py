@@ -5,19 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
-from functools import partial
 
 import pytest
 import torch
 
-from autopar.cost.blocks.block_work import block_work, price_block
-from autopar.cost.network.collectives import CollectiveModel
+from autopar.cost.blocks.block_work import block_work
 from autopar.errors import RuleError
 from autopar.graph.graph import Graph
 from autopar.graph.rewrites import compact
-from autopar.hardware.cluster import Cluster
 from autopar.models.resolve import resolve_model
-from autopar.plan.mesh import Mesh
 from autopar.planner.sharding.input_axes import solve_batch
 from autopar.rules.apply import shard
 from autopar.rules.local_graphs import Resizer, can_resize
@@ -67,30 +63,6 @@ def test_a_micro_batch_is_that_of_sharding(name: str) -> None:
             assert (block.start, block.stop, block.label) == (other.start, other.stop, other.label)
             assert found.block_inputs(block) == wanted.block_inputs(other)
             assert found.live_across(block.stop) == wanted.live_across(other.stop)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
-def test_what_is_worked_out_once_is_that_of_each_operator(name: str) -> None:
-    """Of micro-batches of several sizes it is told which calls are equal, of one alone it is not."""
-    small, cluster = compact(MODELS[name]()), Cluster.parse("a100-sxm4-40gb:1x2")
-    graph, typing = small.graph, solve_batch(small)
-    device, collectives = cluster.groups[0].device, CollectiveModel(cluster)
-    first = shard(graph, replace(typing, size=Fraction(graph.batch_size, 2)), global_batch_size=24, micro_batch_size=2)
-    alone = [block_work(first, block, "cuda") for block in first.blocks]
-    assert not any(work.same for work in alone)
-    first._index.named.clear()
-    sizes = Resizer(graph, first, typing, 24)
-    for samples in (1, 2, 8):
-        local = sizes.run(replace(typing, size=Fraction(graph.batch_size, samples)), samples)
-        known = [block_work(local, block, "cuda", selective=True) for block in local.blocks]
-        assert any(i != k for work in known for k, i in enumerate(work.same)) == (
-            name != "experts"
-        )  # all its calls differ
-        for work in known:
-            assert all(work.works[i] is work.works[k] for k, i in enumerate(work.same))
-            price = partial(price_block, mesh=Mesh(tp=2), device=device, collectives=collectives)
-            assert price(work) == price(replace(work, same=()))
 
 
 def test_a_size_that_does_not_divide_is_named() -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from autopar.cost.operators.work import VIEWS, Work
 from autopar.graph.aliasing import numbered_roots
-from autopar.graph.graph import SAME, Block, Graph, Op, Ref, TensorSpec
+from autopar.graph.graph import Block, Graph, Op, Ref, TensorSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -27,9 +27,6 @@ class Wiring:
         across: values that are alive behind it.
         constants: names of the buffers.
         shared: whether other blocks read its parameters, in their order.
-        same: for each operator the position of the first that is the same call of operands of the same specs, whatever the
-            shapes are; empty: nobody knows.
-        lifetimes: by the values in whose storages the values lie.
     """
 
     values: tuple[Ref, ...]
@@ -45,23 +42,6 @@ class Wiring:
     across: tuple[Ref, ...]
     constants: frozenset[str]
     shared: tuple[bool, ...]
-    same: tuple[int, ...] = ()
-    lifetimes: dict[tuple[int, ...], Lifetimes] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Lifetimes:
-    """What follows from the storages of a block's values, whatever their sizes are.
-
-    Attributes:
-        reads: of each operator the storages that it reads.
-        views: whether an operator makes no storage of its own.
-        lives: of each operator the storages that it makes, and those of this block that nothing reads after it.
-    """
-
-    reads: tuple[tuple[int, ...], ...]
-    views: tuple[bool, ...]
-    lives: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 
 
 def wiring_of(graph: Graph, block: Block) -> Wiring:
@@ -85,7 +65,6 @@ def _wiring(graph: Graph, block: Block) -> Wiring:
     counts = iter(range(made))
     makes = tuple([tuple([next(counts) for _ in op.outputs]) for op in ops])
     outside = values[made:]
-    same = graph._index.named.get(SAME)
     return Wiring(
         values=values,
         number=number,
@@ -105,27 +84,19 @@ def _wiring(graph: Graph, block: Block) -> Wiring:
                 for p in graph.block_parameters(block)
             ]
         ),
-        same=() if same is None else same(block),
     )
 
 
-def lifetimes_of(ops: Sequence[Op], wiring: Wiring, roots: Sequence[int]) -> Lifetimes:
-    """The lifetimes of the values of a block; kept with its wiring.
+def _lives(
+    wiring: Wiring, roots: Sequence[int], reads: Sequence[Sequence[int]], views: Sequence[bool]
+) -> list[tuple[list[int], list[int]]]:
+    """Of each operator the storages that it makes, and those of this block that nothing reads after it.
 
     Args:
         roots: of each value that in whose storage it lies.
+        reads: of each operator the storages that it reads.
+        views: whether an operator makes no storage of its own.
     """
-    key = tuple(roots)
-    if key not in wiring.lifetimes:
-        wiring.lifetimes[key] = _lifetimes(ops, wiring, roots)
-    return wiring.lifetimes[key]
-
-
-def _lifetimes(ops: Sequence[Op], wiring: Wiring, roots: Sequence[int]) -> Lifetimes:
-    reads = tuple([tuple([roots[v] for v in own]) for own in wiring.reads])
-    views = tuple(
-        [op.target in VIEWS and roots[made[0]] != made[0] for op, made in zip(ops, wiring.makes, strict=True)]
-    )
     last: dict[int, int] = {}
     for i, own in enumerate(reads):
         for v in own:
@@ -133,14 +104,14 @@ def _lifetimes(ops: Sequence[Op], wiring: Wiring, roots: Sequence[int]) -> Lifet
         for v in wiring.makes[i]:
             last[roots[v]] = i
     outputs = {roots[v] for v in wiring.outputs}
-    lives: list[tuple[list[int], list[int]]] = [([], []) for _ in ops]
+    lives: list[tuple[list[int], list[int]]] = [([], []) for _ in reads]
     for i, makes in enumerate(wiring.makes):
         if not views[i]:
             for v in makes:
                 lives[i][0].append(v)
                 if v not in outputs:
                     lives[last[v]][1].append(v)
-    return Lifetimes(reads=reads, views=views, lives=tuple([(tuple(made), tuple(left)) for made, left in lives]))
+    return lives
 
 
 class Storages:
@@ -164,8 +135,11 @@ class Storages:
         self._roots = roots = numbered_roots(self.ops, wiring.reads, wiring.makes, specs)
         self.sizes = [spec.num_bytes for spec in specs]
         """Bytes of each value."""
-        lifetimes = lifetimes_of(self.ops, wiring, roots)
-        self._reads, self._views, self._lives = lifetimes.reads, lifetimes.views, lifetimes.lives
+        self._reads = [[roots[v] for v in own] for own in wiring.reads]
+        self._views = [
+            op.target in VIEWS and roots[made[0]] != made[0] for op, made in zip(self.ops, wiring.makes, strict=True)
+        ]
+        self._lives = _lives(wiring, roots, self._reads, self._views)
         self.saved: dict[int, int] = {}
         """Kept storages by the position of the first operator that keeps them."""
         for i, done in enumerate(works):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from autopar.cost.blocks.activation_lifetimes import Storages, Wiring, wiring_of
 from autopar.cost.blocks.block_cost import SENDING, BlockCost, Message, ParameterCost, Remade, messages
 from autopar.cost.network.collectives import CollectiveModel
-from autopar.cost.operators.operator_times import OperatorTimes, OpTime, time_of_work
+from autopar.cost.operators.operator_times import OperatorTimes, time_of_work
 from autopar.cost.operators.work import Specs, Work, work
 from autopar.graph.graph import Block, Graph, Op, TensorSpec
 from autopar.graph.operator_kinds import is_dear, made_again
@@ -29,7 +29,6 @@ class BlockWork:
         fan_in: bytes of the gradients that are added up because several operators read a value.
         shape: everything of :class:`BlockCost` that no profile changes.
         operands: local specs of each operator's operands; empty where operators are fused, so that none is as measured.
-        same: for each operator the position of the first of equal work, dtype and target; empty: nobody knows.
     """
 
     ops: tuple[Op, ...]
@@ -39,7 +38,6 @@ class BlockWork:
     shape: BlockCost
     operands: tuple[Specs, ...] = ()
     remade: frozenset[int] = frozenset()
-    same: tuple[int, ...] = field(default=(), compare=False)
 
 
 class Kernels(Protocol):
@@ -79,9 +77,7 @@ def block_work(
     specs = [spec for op in ops for spec in op.outputs]
     specs += [graph.spec(ref) for ref in wiring.values[len(specs) :]]
     operands = tuple([tuple([specs[v] for v in own]) for own in wiring.reads])
-    works: list[Work] = []
-    for i, first in enumerate(wiring.same or range(len(ops))):
-        works.append(works[first] if first < i else work(ops[i], operands[i], kind))
+    works = [work(op, own, kind) for op, own in zip(ops, operands, strict=True)]
     repeated = frozenset() if again is None else frozenset(i for i, op in enumerate(ops) if again(op))
     unkept = repeated
     if kernels is not None:
@@ -95,12 +91,11 @@ def block_work(
     if kernels is not None:
         works, inside = kernels.joined(graph, ops, operands, works)
     fan_in = tuple(fan_in_bytes(ops, wiring, specs, inside))
-    same = tuple([first if works[i] is works[first] else i for i, first in enumerate(wiring.same)])
-    if kernels is not None:  # no operator is then one that was measured, and none is known to equal another
-        operands = same = ()
+    if kernels is not None:  # no operator is then one that was measured
+        operands = ()
     return BlockWork(
         ops=ops, works=tuple(works), again=repeated, fan_in=fan_in, shape=shape, operands=operands,
-        remade=frozenset() if remade is None else remade.remade, same=same,
+        remade=frozenset() if remade is None else remade.remade,
     )  # fmt: skip
 
 
@@ -141,25 +136,21 @@ def _shape(
 
 
 def _parameters(graph: Graph, block: Block, wiring: Wiring) -> tuple[ParameterCost, ...]:
-    """The parameters that a block reads; the same ones for graphs that differ in the shapes of other values alone."""
-    known, key = graph._index.named, f"parameters {block.start}:{block.stop}"
-    if key not in known:
-        known[key] = tuple(
-            [
-                ParameterCost(
-                    name=p.name,
-                    shape=p.spec.shape,
-                    num_bytes=p.spec.num_bytes,
-                    gradient_sum_axes=p.gradient_sum_axes,
-                    trained=p.spec.requires_grad,
-                    spread=any(axis == "ep_data" for axis, _ in p.layout),
-                    shared=is_shared,
-                )
-                for p, is_shared in zip(graph.block_parameters(block), wiring.shared, strict=True)
-            ]
-        )
-    found: tuple[ParameterCost, ...] = known[key]
-    return found
+    """The parameters that a block reads."""
+    return tuple(
+        [
+            ParameterCost(
+                name=p.name,
+                shape=p.spec.shape,
+                num_bytes=p.spec.num_bytes,
+                gradient_sum_axes=p.gradient_sum_axes,
+                trained=p.spec.requires_grad,
+                spread=any(axis == "ep_data" for axis, _ in p.layout),
+                shared=is_shared,
+            )
+            for p, is_shared in zip(graph.block_parameters(block), wiring.shared, strict=True)
+        ]
+    )
 
 
 def _kept(storages: Storages, inputs: Mapping[int, int]) -> Remade:
@@ -208,10 +199,7 @@ def price_block(
         exposed: seconds that the block waits for each second of a collective; None: all of it, as the runtime does.
         measured: times of operators that go before the roofline, unless they are fused or quantized.
     """
-    times: list[OpTime] = []
-    for i, first in enumerate(done.same or range(len(done.ops))):
-        own = times[first] if first < i else time_of_work(done.works[i], done.ops[i], device, quantized=quantized)
-        times.append(own)
+    times = [time_of_work(own, op, device, quantized=quantized) for own, op in zip(done.works, done.ops, strict=True)]
     if measured is not None and quantized is None and done.operands:
         times = [measured.time(op, own, t) for op, own, t in zip(done.ops, done.operands, times, strict=True)]
     bandwidth = device.memory_bandwidth_bytes_per_s * device.kernel_fraction

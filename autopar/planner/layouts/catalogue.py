@@ -6,21 +6,21 @@ of several prices of memory, solved for when they are asked for.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from autopar.cost.blocks.block_cost import ParameterCost
 from autopar.cost.model import BlockCost, CostModel
 from autopar.errors import InfeasibleError
-from autopar.graph.graph import Graph, Op, Ref
+from autopar.graph.graph import Graph, Op
 from autopar.graph.rewrites import compact
 from autopar.plan.mesh import Type
 from autopar.planner.layouts.layout import LayoutKey, Load, PricedLayout, TypedLayout
 from autopar.planner.layouts.rank_graphs import RankGraphs, padding_of
 from autopar.planner.sharding.block_chain import AxisSolution, AxisSolver, every_typing
 from autopar.planner.sharding.block_table import AxisCosts, Narrow
-from autopar.planner.sharding.energy import Cost, Weights
+from autopar.planner.sharding.energy import Weights
 from autopar.planner.sharding.strategy_energy import rests_of
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import Space
@@ -54,10 +54,6 @@ class TpTypings:
         self.pinned = pinned_types(graphs.graph, pins)
         self._solvers: dict[tuple[LayoutKey, str], AxisSolver] = {}
         self._solutions: dict[tuple[LayoutKey, str, Order], list[AxisSolution]] = {}
-        self._changes: dict[LayoutKey, dict[Hashable, Cost | None]] = {}
-        """Of changes of type, by what of a key decides the groups that communicate."""
-        self._saved: dict[tuple[LayoutKey, str], dict[str, Sequence[Ref]]] = {}
-        """What operators keep for backward, by the graph before ``tp``."""
 
     def solutions(self, key: LayoutKey, kind: str, order: Order) -> list[AxisSolution]:
         """The best typing at each price of memory, from the leanest to the quickest; ``key`` has ``tp`` > 1.
@@ -85,7 +81,6 @@ class TpTypings:
         """
         if (key, kind) not in self._solvers:
             compact = self.graphs.before_tp(key, kind)
-            communicating = replace(key, micro_batch_size=1, vocab_multiple=1)
             costs = AxisCosts(
                 graph=compact.graph,
                 axis=TP,
@@ -94,8 +89,6 @@ class TpTypings:
                 owners=self.graphs.owners,
                 rests=self._rests(compact.graph, key.tp),
                 narrow=partial(self._kept, key),
-                changes=self._changes.setdefault(communicating, {}),
-                saved=self._saved.setdefault((self.graphs.key_before_tp(key), kind), {}),
             )
             self._solvers[key, kind] = AxisSolver(compact, costs, self.graphs.structures)
         return self._solvers[key, kind]

@@ -36,7 +36,7 @@ from autopar.planner.sharding.block_table import (
     narrow_boundaries,
 )
 from autopar.planner.sharding.elimination import Entry, Marginals, Prepared, prepare
-from autopar.planner.sharding.energy import Energy, Factor, Table, Weights
+from autopar.planner.sharding.energy import Table, Weights
 from autopar.planner.sharding.resharding import Structures
 from autopar.planner.sharding.strategy_energy import Choice, rests_of
 from autopar.rules.strategy import Strategy, Typing
@@ -103,9 +103,6 @@ class AxisSolver:
         for block, key, boundary in zip(graph.blocks, self.keys, self.boundaries, strict=True):
             if key not in self.problems:
                 self.problems[key] = BlockProblem(block, self.costs, self.types, boundary, self.structures)
-        self._made_chain: _Chain | None = None
-        self._choices: dict[tuple[Hashable, Assignment], tuple[Choice, float]] = {}
-        self._solutions: dict[tuple[Assignment, ...], AxisSolution] = {}
 
     def _untie(self) -> list[tuple[int, int]]:
         """Blocks that are one module called again, where its parameters are too many to have a table over their types.
@@ -174,7 +171,7 @@ class AxisSolver:
         """The best typings by the tables of the blocks under ``count`` weights."""
         counts = [len(members) for members in self.compact.members]
         tables = [marginals[key].tables * n for key, n in zip(self.keys, counts, strict=True)]
-        chain = self._chain(tables)
+        chain = self._chain
         best = chain.prepared.solve_all([*tables, *(t[None] for t in chain.equal)], count)
         if np.isinf(best.tables).any():
             raise InfeasibleError(
@@ -209,63 +206,46 @@ class AxisSolver:
             a, b = self.boundaries[i], self.boundaries[j]
             yield from zip((*a.inputs, *a.outputs), (*b.inputs, *b.outputs), strict=True)
 
-    def _chain(self, tables: Sequence[Table]) -> _Chain:
-        """The energy of the chain, of the first of the energies side by side; what is forbidden in it is so at every price."""
-        if self._made_chain is None:
-            variables: dict[Ref | str, int] = {}
-            sizes: list[int] = []
-            factors: list[Factor] = []
-            for boundary, table in zip(self.boundaries, tables, strict=True):
-                for key, count in zip(boundary.keys, table.shape[1:], strict=True):
-                    if key not in variables:
-                        variables[key] = len(sizes)
-                        sizes.append(count)
-                factors.append(Factor(scope=tuple(variables[key] for key in boundary.keys), table=table[0]))
-            equal = [
-                Factor(
-                    scope=(variables[a], variables[b]),
-                    table=np.array([[0.0 if x == y else np.inf for y in self.types[b]] for x in self.types[a]]),
-                )
-                for a, b in self.equal_values()
-                if a != b and a in variables and b in variables
-            ]
-            energy = Energy(sizes=tuple(sizes), factors=(*factors, *equal))
-            prepared = prepare(energy, (), known=self.structures.prepared)
-            self._made_chain = _Chain(variables=variables, equal=tuple(f.table for f in equal), prepared=prepared)
-        return self._made_chain
+    @cached_property
+    def _chain(self) -> _Chain:
+        """The energy of the chain."""
+        sizes: dict[Ref | str, int] = {}
+        for boundary, key in zip(self.boundaries, self.keys, strict=True):
+            block = self.problems[key]
+            sizes |= zip(boundary.keys, [len(block.problem.states[v]) for v in block.keep], strict=True)
+        variables = {key: v for v, key in enumerate(sizes)}
+        scopes = [tuple([variables[key] for key in boundary.keys]) for boundary in self.boundaries]
+        equal = []
+        for a, b in self.equal_values():
+            if a != b and a in variables and b in variables:
+                scopes.append((variables[a], variables[b]))
+                equal.append(np.array([[0.0 if x == y else np.inf for y in self.types[b]] for x in self.types[a]]))
+        prepared = prepare(tuple(sizes.values()), tuple(scopes), (), known=self.structures.prepared)
+        return _Chain(variables=variables, equal=tuple(equal), prepared=prepared)
 
     # --- solutions
 
-    def solution(self, assignments: tuple[Assignment, ...]) -> AxisSolution:
-        """The typing of an assignment of each block's variables that fit together."""
-        if assignments not in self._solutions:
-            self._solutions[assignments] = self._solution(assignments)
-        return self._solutions[assignments]
+    def solution(self, assignments: Sequence[Assignment]) -> AxisSolution:
+        """The typing of an assignment of each block's variables that fit together.
 
-    def _solution(self, assignments: Sequence[Assignment]) -> AxisSolution:
-        """Choices of the block that a table was made for, carried over to each block that shares it."""
+        Choices are of the block that a table was made for, carried over to each block that shares it.
+        """
         graph, block_s = self.compact.graph, list[float]()
         strategies: dict[str, Strategy] = {}
         parameters: dict[str, Type] = {}
         blocks = []
         for block, key, assignment in zip(graph.blocks, self.keys, assignments, strict=True):
-            choice, own_s = self._chosen(key, assignment)
-            block_s.append(own_s)
-            typing = self._typing(block, self.problems[key].block, choice)
+            solved, problem = self.problems[key].block, self.problems[key].problem
+            choice = problem.choice(assignment)
+            block_s.append(problem.time_s(assignment))
+            typing = self._typing(block, solved, choice)
             strategies |= typing.strategies
             parameters |= typing.parameters
-            blocks.append(self._written(self.problems[key].block, choice))
+            blocks.append(self._written(solved, choice))
         typing_of_all = Typing(
             axis=self.costs.axis, size=Fraction(self.costs.size), strategies=strategies, parameters=parameters
         )
         return AxisSolution(typing=typing_of_all, blocks=tuple(blocks), value=0.0, block_s=tuple(block_s))
-
-    def _chosen(self, key: Hashable, assignment: Assignment) -> tuple[Choice, float]:
-        """The choice of a block and its seconds of a micro-batch."""
-        if (key, assignment) not in self._choices:
-            problem = self.problems[key].problem
-            self._choices[key, assignment] = problem.choice(assignment), problem.time_s(assignment)
-        return self._choices[key, assignment]
 
     def _typing(self, block: Block, solved: Block, choice: Choice) -> Choice:
         """A choice for a block under the names of one that is equal to it."""

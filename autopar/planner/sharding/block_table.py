@@ -104,8 +104,6 @@ class AxisCosts:
         owners: how many blocks read a parameter; each pays its share of what is paid once.
         rests: allowed types at rest by parameter name, where pins or :func:`narrow_boundaries` restrict them.
         narrow: keeps those of an operator's strategies that it may take; None: all.
-        changes: costs of changes of type by what they are of; may be those of other graphs at the same prices.
-        saved: what operators keep for backward, by name; may be those of other prices of the same graph and kind of device.
         tables: see :class:`autopar.planner.sharding.strategy_energy.Costs`.
     """
 
@@ -116,9 +114,8 @@ class AxisCosts:
     owners: Mapping[str, int] = field(default_factory=dict)
     rests: Mapping[str, Sequence[Type]] = field(default_factory=dict)
     narrow: Narrow | None = None
-    changes: dict[Hashable, Cost | None] = field(default_factory=dict)
-    saved: dict[str, Sequence[Ref]] = field(default_factory=dict)
     tables: dict[Hashable, tuple[Table, ...]] = field(default_factory=dict)
+    _changes: dict[Hashable, Cost | None] = field(default_factory=dict)
     _calls: dict[Hashable, int] = field(default_factory=dict)
     _works: dict[tuple[int, Hashable], Cost] = field(default_factory=dict)
     parts: Fraction = field(init=False)
@@ -155,13 +152,9 @@ class AxisCosts:
 
     def saves(self, op: Op) -> Sequence[Ref]:
         """Storages that backward needs; what the batch brings and parameters are there anyway."""
-        storages = self.saved.get(op.name)
-        if storages is None:
-            kept = self.pricing.saves(op, tuple([self.graph.spec(ref) for ref in op.operands]))
-            roots = dict.fromkeys([self._root(ref) for ref in kept])
-            storages = tuple([r for r in roots if not self.graph.is_parameter(r) and not self.graph.is_prelude(r)])
-            self.saved[op.name] = storages
-        return storages
+        kept = self.pricing.saves(op, tuple([self.graph.spec(ref) for ref in op.operands]))
+        roots = dict.fromkeys([self._root(ref) for ref in kept])
+        return tuple([r for r in roots if not self.graph.is_parameter(r) and not self.graph.is_prelude(r)])
 
     def _root(self, ref: Ref) -> Ref:
         """The value whose storage ``ref`` lies in."""
@@ -236,9 +229,9 @@ class AxisCosts:
                 spec.num_bytes, spec.requires_grad, source.kind, target.kind, source == target, source.dim > 0,
                 target.dim > 0,
             )  # fmt: skip
-        if key not in self.changes:
-            self.changes[key] = self._change(spec, source, target)
-        return self.changes[key]
+        if key not in self._changes:
+            self._changes[key] = self._change(spec, source, target)
+        return self._changes[key]
 
     def _change(self, spec: TensorSpec, source: Type, target: Type) -> Cost | None:
         change = conversion(source, target, requires_grad=spec.requires_grad)

@@ -4,8 +4,8 @@ An energy is a sum of tables over small sets of discrete variables; ``inf`` forb
 one by one: all tables over a variable are added up and minimised over it, which leaves one table over its neighbours
 (dynamic programming on a graph, after Bertele and Brioschi, 1972; "bucket elimination", Dechter 1999).
 
-What an elimination adds up at each step follows from the scopes of the tables and from what they forbid, not from what they
-cost: :func:`prepare` works it out once, and :meth:`Prepared.solve_all` solves many energies of one structure side by side.
+What an elimination adds up at each step follows from the scopes of the tables, not from what is in them: :func:`prepare` works it
+out once, and :meth:`Prepared.solve_all` solves many energies of one structure side by side.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from autopar.planner.sharding.energy import (
     Table,
     elimination_order,
     elimination_steps,
-    possible_states,
 )
 
 MAX_TABLE_ENTRIES = 1 << 23
@@ -57,24 +56,30 @@ class Marginals:
 
     Attributes:
         tables: the energies in front, then one dim for each kept variable; ``inf`` where nothing is allowed.
-        decoder: see :meth:`decode`.
+        at_once: how many energies were solved side by side.
+        decoders: of each so many of them.
     """
 
     tables: Table
-    decoder: Decoder
+    at_once: int
+    decoders: tuple[Decoder, ...]
 
     def decode(self, entries: Sequence[Entry]) -> list[tuple[int, ...]]:
         """The assignments of all variables that reach these entries, which must be finite."""
-        return [tuple(assignment) for assignment in self.decoder(entries).tolist()]
+        assignments: dict[Entry, tuple[int, ...]] = {}
+        for part, decoder in enumerate(self.decoders):
+            own = [entry for entry in entries if entry.energy // self.at_once == part]
+            inside = [Entry(entry.energy % self.at_once, entry.index) for entry in own]
+            assignments |= zip(own, map(tuple, decoder(inside).tolist()), strict=True)
+        return [assignments[entry] for entry in entries]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prepared:
-    """What solving an energy needs to know apart from its finite costs.
+    """What solving an energy needs to know apart from its tables.
 
     Attributes:
         sizes, scopes: of the energy.
-        states: for each variable the states that some assignment may take.
         keep: variables that stay.
         largest: entries of the largest table on the way.
         steps: of the elimination; None where the tables would grow too large.
@@ -82,7 +87,6 @@ class Prepared:
 
     sizes: tuple[int, ...]
     scopes: tuple[tuple[int, ...], ...]
-    states: tuple[States, ...]
     keep: tuple[int, ...]
     largest: int
     steps: tuple[EliminationStep, ...] | None
@@ -92,95 +96,52 @@ class Prepared:
 
         Args:
             tables: of each factor, with one more dim in front: as long as there are energies, or 1 where a table is that of
-                all. They forbid what those of the energy that was prepared forbid.
+                all.
             count: of the energies.
         """
         full = np.full([count, *(self.sizes[k] for k in self.keep)], np.inf)
-        if any(len(s) == 0 for s in self.states):
-            return Marginals(tables=full, decoder=_OfParts(self, count, ()))
-        kept = [self.restrict(scope, table, 1) for scope, table in zip(self.scopes, tables, strict=True)]
+        if 0 in self.sizes:  # nothing fits together
+            return Marginals(tables=full, at_once=1, decoders=())
         at_once = 1 if self.steps is None else max(1, MAX_SIDE_BY_SIDE // self.largest)
         decoders: list[Decoder] = []
         for start in range(0, count, at_once):
-            part = [table if len(table) == 1 else table[start : start + at_once] for table in kept]
-            small, decoder = self._solve(part)
-            rows = np.arange(start, min(start + at_once, count))
-            full[np.ix_(rows, *(self.states[k] for k in self.keep))] = small
+            part = [table if len(table) == 1 else table[start : start + at_once] for table in tables]
+            full[start : start + at_once], decoder = self._solve(part)
             decoders.append(decoder)
-        return Marginals(tables=full, decoder=_OfParts(self, at_once, tuple(decoders)))
+        return Marginals(tables=full, at_once=at_once, decoders=tuple(decoders))
 
     def _solve(self, tables: Sequence[Table]) -> tuple[Table, Decoder]:
-        """Over the states that are left."""
-        sizes = tuple(len(s) for s in self.states)
         if self.steps is not None:
-            return _eliminate(self.steps, tables, self.keep, len(sizes))
+            return _eliminate(self.steps, tables, self.keep, len(self.sizes))
         factors = tuple(Factor(scope=s, table=t[0]) for s, t in zip(self.scopes, tables, strict=True))
-        return _by_integer_program(Energy(sizes=sizes, factors=factors), self.keep)
-
-    def restrict(self, scope: tuple[int, ...], table: Table, before: int = 0) -> Table:
-        """A table over the states that are left; one that is restricted already stays as it is.
-
-        Args:
-            before: dims of the table in front of those of ``scope``.
-        """
-        for axis, v in enumerate(scope, before):
-            if len(self.states[v]) != table.shape[axis]:
-                table = table.take(self.states[v], axis=axis)
-        return table
-
-
-@dataclass(frozen=True, slots=True)
-class _OfParts:
-    """Decodes energies that were solved ``at_once`` at a time, over the states that were left."""
-
-    prepared: Prepared
-    at_once: int
-    decoders: tuple[Decoder, ...]
-
-    def __call__(self, entries: Sequence[Entry]) -> States:
-        states, keep = self.prepared.states, self.prepared.keep
-        assignments = np.zeros((len(entries), len(states)), dtype=np.intp)
-        for part, decoder in enumerate(self.decoders):
-            places = [i for i, entry in enumerate(entries) if entry.energy // self.at_once == part]
-            if not places:
-                continue
-            asked = np.array([entries[i].index for i in places], dtype=np.intp).reshape(len(places), len(keep))
-            small = [np.searchsorted(states[k], column).tolist() for k, column in zip(keep, asked.T, strict=True)]
-            indices = zip(*small, strict=True) if small else [()] * len(places)
-            inside = [
-                Entry(entries[i].energy % self.at_once, tuple(index)) for i, index in zip(places, indices, strict=True)
-            ]
-            chosen = decoder(inside)
-            for v, left in enumerate(states):
-                assignments[places, v] = left[chosen[:, v]]
-        return assignments
+        return _by_integer_program(Energy(sizes=self.sizes, factors=factors), self.keep)
 
 
 # --- preparing
 
 
 def prepare(
-    energy: Energy,
+    sizes: tuple[int, ...],
+    scopes: tuple[tuple[int, ...], ...],
     keep: tuple[int, ...],
     *,
     max_entries: int = MAX_TABLE_ENTRIES,
     known: dict[object, Prepared] | None = None,
 ) -> Prepared:
-    """Drops states that cannot be, and finds an order of elimination.
+    """Finds an order of elimination.
 
     Args:
-        known: what was prepared for other energies; it depends on what an energy forbids, not on its finite costs.
+        sizes: number of states of each variable.
+        scopes: the variables of each table.
+        keep: variables that stay.
+        known: what was prepared for other energies.
     """
     known = {} if known is None else known
-    allowed = b"".join([np.isfinite(f.table).tobytes() for f in energy.factors])
-    scopes = tuple([f.scope for f in energy.factors])
-    key = keep, max_entries, energy.sizes, scopes, allowed
+    key = keep, max_entries, sizes, scopes
     if key not in known:
-        states = possible_states(energy)
-        sizes = tuple(len(s) for s in states)
         order, largest = elimination_order(sizes, scopes, keep)
         steps = elimination_steps(sizes, scopes, order, keep) if largest <= max_entries else None
-        known[key] = Prepared(sizes=energy.sizes, scopes=scopes, states=states, keep=keep, largest=largest, steps=steps)
+        known[key] = Prepared(sizes=sizes, scopes=scopes, keep=keep, largest=largest, steps=steps)
     return known[key]
 
 

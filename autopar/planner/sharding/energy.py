@@ -249,27 +249,3 @@ def _step(
             shape = tuple(around)
         ordered_parts.append((key, axes, shape))
     return EliminationStep(variable=variable, scope=scope, shape=full, parts=tuple(ordered_parts))
-
-
-def possible_states(energy: Energy) -> tuple[States, ...]:
-    """For each variable the states that no factor forbids whatever the other variables are (arc consistency)."""
-    states = [np.arange(n) for n in energy.sizes]
-    finite = [np.isfinite(factor.table) for factor in energy.factors]
-    of_variable: list[list[tuple[int, int]]] = [[] for _ in energy.sizes]
-    for k, factor in enumerate(energy.factors):
-        for axis, v in enumerate(factor.scope):
-            of_variable[v].append((k, axis))
-    todo = {k for k, table in enumerate(finite) if np.count_nonzero(table) < table.size}
-    while todo:
-        k = todo.pop()
-        for axis, v in enumerate(energy.factors[k].scope):
-            others = tuple([a for a in range(finite[k].ndim) if a != axis])
-            supported = np.logical_or.reduce(finite[k], axis=others) if others else finite[k]
-            if np.count_nonzero(supported) == len(supported):
-                continue
-            kept = np.flatnonzero(supported)
-            states[v] = states[v][kept]
-            for j, along in of_variable[v]:
-                finite[j] = finite[j].take(kept, axis=along)
-                todo.add(j)
-    return tuple(states)

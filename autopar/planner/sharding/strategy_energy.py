@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from autopar.graph.graph import Graph, Op, Parameter, Ref, TensorSpec
 from autopar.plan.mesh import I, P, R, S, Type
 from autopar.planner.sharding.elimination import Marginals, Prepared, prepare
-from autopar.planner.sharding.energy import FREE, Cost, Energy, Factor, PartedFactor, Table, Weights, columns_of
+from autopar.planner.sharding.energy import FREE, Cost, PartedFactor, Table, Weights, columns_of
 from autopar.planner.sharding.resharding import Flow, Made, Structures, Wanted, forbidding, one_reader, several_readers
 from autopar.rules.strategy import Strategy
 
@@ -112,8 +112,6 @@ class Problem:
         self._readers: dict[Ref, list[tuple[Op, tuple[int, ...]]]] = {}
         self._saved: set[Ref] = set()
         self._classes: dict[object, int] = {}
-        self._prepared: Prepared | None = None
-        self._left: list[PartedFactor] = []
 
     # --- building
 
@@ -174,8 +172,7 @@ class Problem:
 
     def solve_all(self, keep: tuple[int, ...], weights: Sequence[Weights]) -> Marginals:
         """Under each of these the least energy for every combination of the variables ``keep``."""
-        prepared = self._ready(keep)
-        return prepared.solve_all([factor.weighted(weights) for factor in self._left], len(weights))
+        return self._ready(keep).solve_all([factor.weighted(weights) for factor in self.factors], len(weights))
 
     def is_wide(self, keep: tuple[int, ...]) -> bool:
         """Whether elimination takes tables so large that a problem of fewer choices is to be preferred."""
@@ -186,16 +183,9 @@ class Problem:
         return self._ready(keep).steps is not None
 
     def _ready(self, keep: tuple[int, ...]) -> Prepared:
-        if self._prepared is None or self._prepared.keep != keep:
-            # what is forbidden is so at every price
-            factors = tuple([Factor(scope=f.scope, table=f.parts[0]) for f in self.factors])
-            energy = Energy(sizes=tuple(len(s) for s in self.states), factors=factors)
-            self._prepared = prepare(energy, keep, known=self.structures.prepared)
-            self._left = [
-                PartedFactor(f.scope, tuple([self._prepared.restrict(f.scope, part) for part in f.parts]))
-                for f in self.factors
-            ]
-        return self._prepared
+        sizes = tuple([len(states) for states in self.states])
+        scopes = tuple([factor.scope for factor in self.factors])
+        return prepare(sizes, scopes, keep, known=self.structures.prepared)
 
     def choice(self, assignment: Sequence[int]) -> Choice:
         """An assignment by name."""
