@@ -21,6 +21,10 @@ from tools.fakes.driver import PROBE
 
 pytestmark = [
     pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler (c++, g++ or clang++), and there is none"),
+    pytest.mark.skipif(
+        torch.version.cuda is not None or torch.version.hip is not None,
+        reason="needs a torch that is built for the CPU alone: the fake device takes the place of CUDA's",
+    ),
     pytest.mark.timeout(1500),
     pytest.mark.slow,
 ]
