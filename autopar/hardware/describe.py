@@ -53,11 +53,12 @@ def parse_cluster(text: str, *, cache_dir: Path | None = None) -> Cluster:
     elif base.endswith(".toml") or Path(base).is_file():
         found = load_cluster(Path(base))
     else:
+        device = base.split(":")[0].lower()
         raise UsageError(
             f"'{text}' is not a cluster: neither DEVICE:NODESxPER_NODE, 'local' nor a TOML file",
-            fix=f"Give nodes and devices of a node as in '{base}:1x8'"
-            if base.lower() in known_devices()
-            else closest(base.split(":")[0].lower(), known_devices()),
+            fix=f"Give nodes and devices of a node as in '{device}:1x8'"
+            if device in known_devices()
+            else closest(device, known_devices()),
         )
     return _overridden(found, text, options)
 

@@ -210,7 +210,8 @@ def _from_factory(spec: str, sequence_length: int | None, batch_size: int, dtype
     if examples is None:
         size, fields = batch_size, _fields_for(model, None)
     else:
-        batch = named_batch(model, examples, {}) if isinstance(examples, tuple) else dict(examples)
+        by_position = (examples,) if isinstance(examples, torch.Tensor) else examples
+        batch = dict(examples) if isinstance(examples, Mapping) else named_batch(model, tuple(by_position), {})
         _check_tensors(batch, spec)
         tensors = [v for v in batch.values() if isinstance(v, torch.Tensor) and v.dim()]
         size = tensors[0].shape[0] if tensors else batch_size
@@ -270,11 +271,11 @@ def _call(factory: Callable[[], Any], spec: str) -> tuple[torch.nn.Module, Any]:
             fix="Correct the factory: it runs without arguments and returns a model",
         ) from error
     model, examples = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
-    if not isinstance(model, torch.nn.Module) or not isinstance(examples, tuple | Mapping | None):
+    if not isinstance(model, torch.nn.Module) or not isinstance(examples, torch.Tensor | tuple | list | Mapping | None):
         raise UsageError(
             "The factory returned something else than a model",
             where=spec,
-            expected="a model, or a model and its example inputs (a dict or a tuple)",
+            expected="a model, or a model and its example inputs (a dict, a list or a tensor)",
             got=type(model if not isinstance(model, torch.nn.Module) else examples).__name__,
             fix="Return (model, {'input_ids': ...})",
         )

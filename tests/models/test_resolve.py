@@ -205,6 +205,9 @@ def with_inputs():
 def with_tuple():
     return Net(), (torch.randn(4, 4), torch.tensor([0, 1, 2, 0]))
 
+def with_list():
+    return Net(), list(with_tuple()[1])
+
 def alone():
     return Net()
 
@@ -224,7 +227,7 @@ def factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "own_factories"
 
 
-@pytest.mark.parametrize("name", ["with_inputs", "with_tuple"])
+@pytest.mark.parametrize("name", ["with_inputs", "with_tuple", "with_list"])
 def test_a_factory_gives_model_and_inputs(factories: str, name: str) -> None:
     source = resolve_model(f"{factories}:{name}")
     assert {n: tuple(t.shape) for n, t in source.example_inputs.items()} == {"x": (4, 4), "y": (4,)}
