@@ -199,8 +199,8 @@ def parallelize(  # noqa: PLR0913  keywords of the public call
     from autopar.runtime.job import given_plan
     from autopar.runtime.launch import launch
 
-    plan = given_plan() if plan is None else plan
-    plan = Plan.load(plan) if isinstance(plan, str | Path) else plan
+    found = given_plan() if plan is None else plan
+    plan = None if found is None else _loaded(found)
     if plan is not None or precision in PRECISIONS:
         check_can_run(PRECISIONS[precision] if plan is None else plan.precision)
     request = Request(
@@ -212,6 +212,15 @@ def parallelize(  # noqa: PLR0913  keywords of the public call
         model, make, device_type=device_type, weights=weights, seed=seed, collective_timeout_s=collective_timeout_s,
         log_dir=None if log_dir is None else Path(log_dir),
     )  # fmt: skip
+
+
+def _loaded(plan: Plan | str | Path) -> Plan:
+    """A plan, or that of a file."""
+    if isinstance(plan, Plan):
+        return plan
+    if not isinstance(plan, str | Path):
+        raise UsageError(f"plan takes a plan or its file, but got {plan!r}", fix="Write for example plan='plan.json'")
+    return Plan.load(plan)
 
 
 def _prepared(
@@ -394,7 +403,7 @@ def verify(
     from autopar.verification.against_one_device import verify as compare
     from autopar.verification.compared_models import made, own_model
 
-    plan = plan if isinstance(plan, Plan) else Plan.load(plan)
+    plan = _loaded(plan)
     check_size(plan)
     module = made(model)
     subject = own_model(model, module, plan, example_inputs)

@@ -15,6 +15,15 @@ if TYPE_CHECKING:
     from autopar.models.graph_for_plan import Inputs
     from autopar.tracing.trace import LossFunction
 
+_EXAMPLES = {
+    "cluster": "h100-sxm5-80gb:4x8",
+    "precision": "bf16",
+    "optimizer": "adamw",
+    "space": "default",
+    "sampler": "tpe",
+}
+"""What a text may be, of those arguments that take one."""
+
 SAMPLES_PER_RANK = 8
 """Of the global batch where neither it nor example inputs are given."""
 
@@ -68,10 +77,19 @@ class Request:
         (('tp=2', 'pp=1'), ('tp=2', 'pp=1'))
 
         Raises:
-            UsageError: they are no texts.
+            UsageError: what has to be a text is none.
         """
         for name, example in (("pins", "tp<=4"), ("opaque", "layers.0.mlp")):
             object.__setattr__(self, name, _texts(name, getattr(self, name), example))
+        for name, written in (("cluster", str), ("space", str), ("cache_dir", Path)):
+            if isinstance(getattr(self, name), str | Path):
+                object.__setattr__(self, name, written(getattr(self, name)))
+        for name, example in _EXAMPLES.items():
+            given = getattr(self, name)
+            if not isinstance(given, str | None) and not (name == "cluster" and isinstance(given, Cluster)):
+                raise UsageError(f"{name} takes a text, but got {given!r}", fix=f"Write for example {name}='{example}'")
+        if not isinstance(self.sampler_seed, int):
+            raise UsageError(f"The sampler_seed is {self.sampler_seed!r}", fix="Give a whole number")
 
     @property
     def recipe(self) -> Precision:

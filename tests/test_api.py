@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 
 import autopar
 from autopar import api, errors
-from autopar.errors import AutoparError, PlanError, UsageError
+from autopar.errors import AutoparError, PlanError, TraceError, UsageError
 from autopar.plan.file import load_plan, save_plan
 from autopar.planner.search import task_of
 from autopar.request import Request
@@ -101,6 +102,45 @@ def test_a_request_says_what_is_missing_or_unknown(changes: dict[str, Any], mess
 def test_pins_that_are_no_texts_are_refused(keyword: str, wrong: Any) -> None:
     with pytest.raises(UsageError, match=rf"^{keyword} takes texts, but got .*\. Write {keyword}=\["):
         autopar.estimate(mlp(), cluster="cpu:1x2", global_batch_size=4, **{keyword: wrong})
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"cluster": 8}, "cluster takes a text, but got 8. Write for example cluster='h100-sxm5-80gb:4x8'"),
+        ({"precision": torch.bfloat16}, "precision takes a text, but got torch.bfloat16"),
+        ({"optimizer": torch.optim.Adam}, "optimizer takes a text, but got <class"),
+        ({"sampler": 3}, "sampler takes a text, but got 3"),
+        ({"sampler": "tpe", "sampler_seed": "a"}, "The sampler_seed is 'a'"),
+        ({"trials": "9"}, "A search of '9' trials"),
+        ({"search_timeout_s": "5"}, "The limit of time is '5'"),
+        ({"workers": 1.5}, "A search with 1.5 workers"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        autopar.search(mlp(), **{"cluster": "cpu:1x2", "global_batch_size": 4, **given})
+
+
+def test_what_is_no_plan_is_refused() -> None:
+    net = torch.nn.Linear(2, 2)
+    for function in (autopar.verify, lambda model, plan: autopar.parallelize(model, plan=plan)):
+        with pytest.raises(UsageError, match="plan takes a plan or its file, but got 3"):
+            function(net, 3)
+
+
+def test_a_compiled_model_is_traced_as_the_model_in_it() -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(8, 8))
+    given: dict[str, Any] = {"example_inputs": [torch.randn(4, 8)], "loss_fn": lambda y, batch: y.square().mean()}
+    plain, compiled = (autopar.trace(model, **given) for model in (net, torch.compile(net)))
+    assert [op.target for op in compiled.ops] == [op.target for op in plain.ops]
+    assert compiled.inputs == plain.inputs
+
+
+@pytest.mark.parametrize("loss_fn", [torch.nn.MSELoss(), lambda y, batch: (y - batch["label"]).mean()])
+def test_a_loss_fn_that_fails_is_told_what_it_gets(loss_fn: Any) -> None:
+    with pytest.raises(TraceError, match=r"The loss_fn fails: .*It gets the model's output and the batch, a dict"):
+        autopar.trace(torch.nn.Linear(8, 8), example_inputs=[torch.randn(4, 8)], loss_fn=loss_fn)
 
 
 def test_one_text_of_pins_means_what_it_means_in_the_shell() -> None:

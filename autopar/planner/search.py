@@ -148,7 +148,7 @@ class Limits:
     ``max_step_time_s``: slower plans do not count, and what cannot be faster by its bound is not looked at.
 
     Raises:
-        UsageError: less than one trial, or negative seconds.
+        UsageError: less than one trial, negative seconds, or no numbers.
     """
 
     trials: int | None = None
@@ -157,15 +157,16 @@ class Limits:
 
     def __post_init__(self) -> None:
         """Nothing is searched by such limits."""
-        if self.trials is not None and self.trials < 1:
+        if self.trials is not None and not (isinstance(self.trials, int) and self.trials >= 1):
             raise UsageError(
-                f"A search of {self.trials} trials finds nothing",
+                f"A search of {self.trials!r} trials finds nothing",
                 where="trials",
                 fix="Give 1 or more, or leave it out for no limit",
             )
         for name in ("search_timeout_s", "max_step_time_s"):
-            if (seconds := getattr(self, name)) is not None and seconds < 0:
-                raise UsageError(f"The limit of time is {seconds}", where=name, fix="Give a number of seconds from 0")
+            seconds = getattr(self, name)
+            if seconds is not None and not (isinstance(seconds, int | float) and seconds >= 0):
+                raise UsageError(f"The limit of time is {seconds!r}", where=name, fix="Give a number of seconds from 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -51,9 +51,10 @@ def named_batch(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[s
 
 
 def positional(model: torch.nn.Module) -> tuple[str, ...]:
-    """Names of the inputs that ``forward`` takes by position, in order."""
+    """Names of the inputs that ``forward`` takes by position, in order; of a compiled model those of the model in it."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return tuple(p.name for p in inspect.signature(model.forward).parameters.values() if p.kind in kinds)
+    plain = getattr(model, "_orig_mod", model)
+    return tuple(p.name for p in inspect.signature(plain.forward).parameters.values() if p.kind in kinds)
 
 
 def with_names(given: tuple[Any, ...], batch: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:

@@ -64,6 +64,13 @@ def explained(error: BaseException, model: torch.nn.Module) -> TraceError:
             got=None if line else reason,
             fix="Use torch.where or a mask, or decide it outside forward",
         )
+    if any(frame.name == "_call_loss_fn" for frame in traceback.extract_tb(error.__traceback__)):
+        return TraceError(
+            "The loss_fn fails",
+            where=place,
+            got=reason,
+            fix="It gets the model's output and the batch, a dict: loss_fn=lambda output, batch: F.mse_loss(output, batch['target'])",
+        )
     if isinstance(error, TypeError) and "argument" in text and "FakeTensor" not in text:
         return TraceError(
             "The example inputs do not fit the model's forward",

@@ -306,9 +306,14 @@ class _Training(torch.nn.Module):
     def forward(self, **batch: Any) -> tuple[torch.Tensor, ...]:
         with written_back(self.model), for_products(self.model):
             output = self.model(*(batch[k] for k in self.positional), **{k: batch[k] for k in self.passed})
-            returned = output if self.loss_fn is None else self.loss_fn(output, batch)
+            returned = output if self.loss_fn is None else self._call_loss_fn(output, batch)
         loss = pick_loss(returned, type(self.model).__name__)
         return (loss, *self.kept.take(output, loss))
+
+    def _call_loss_fn(self, output: Any, batch: dict[str, Any]) -> Any:
+        """What ``loss_fn`` returns; errors that pass through here are explained as its own."""
+        assert self.loss_fn is not None
+        return self.loss_fn(output, batch)
 
 
 def _check_loss(loss_fn: LossFunction | None) -> None:

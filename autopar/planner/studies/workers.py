@@ -78,8 +78,8 @@ def shared(storage: str | None, study_name: str | None, workers: int) -> Sharing
     Raises:
         UsageError: these do not go together.
     """
-    if workers < 1:
-        raise UsageError(f"A search with {workers} workers does nothing", where="--workers", fix="Give 1 or more")
+    if not isinstance(workers, int) or workers < 1:
+        raise UsageError(f"A search with {workers!r} workers does nothing", where="workers", fix="Give 1 or more")
     if study_name is not None and storage is None:
         raise UsageError(
             f"The study '{study_name}' has no storage to lie in", where="--study-name", fix="Say which with --storage"
