@@ -20,21 +20,27 @@ from autopar.ops import experts as expert_ops
 
 
 @torch.library.custom_op("autopar::experts", mutates_args=())
-def _exported(
-    hidden: Tensor, weights: Tensor, indices: Tensor, gate: Tensor | None, up: Tensor, down: Tensor, activation: str
+def _exported(  # noqa: PLR0913, PLR0917  the arguments of the operator
+    hidden: Tensor,
+    weights: Tensor,
+    indices: Tensor,
+    gate: Tensor | None,
+    up: Tensor,
+    down: Tensor,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    form: str,
 ) -> Tensor:
     """What stands in an exported graph for :func:`experts`."""
-    return expert_ops.experts(hidden, weights, indices, gate, up, down, activation)
+    return expert_ops.experts(hidden, weights, indices, gate, up, down, gate_bias, up_bias, form)
 
 
 @_exported.register_fake
-def _(
-    hidden: Tensor, weights: Tensor, indices: Tensor, gate: Tensor | None, up: Tensor, down: Tensor, activation: str
-) -> Tensor:
+def _(hidden: Tensor, *others: Tensor | str | None) -> Tensor:
     return torch.empty_like(hidden)
 
 
-def experts(
+def experts(  # noqa: PLR0913  the tensors of a mixture
     hidden: Tensor,
     weights: Tensor,
     indices: Tensor,
@@ -42,6 +48,10 @@ def experts(
     up: Tensor,
     down: Tensor,
     activation: str = "silu",
+    *,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
 ) -> Tensor:
     """Each token through its experts: one operator with a rule when traced, ordinary PyTorch when run.
 
@@ -51,7 +61,10 @@ def experts(
         indices: [tokens..., k], integers: which experts.
         gate, up: [E, f, h]; ``gate`` None: experts without a gate.
         down: [E, h, f].
-        activation: one of ``autopar.ops.experts.ACTIVATIONS``.
+        activation: one of ``autopar.ops.experts.ACTIVATIONS``, or what else :class:`autopar.ops.experts.Form` says:
+            ``silu alpha=1.702 limit=7.0 shift=1.0``. Weights that it says are transposed are [E, h, f] and [E, f, h], gate and up that
+            it says are interleaved stand in ``up`` [E, 2f, h].
+        gate_bias, up_bias: [E, f] as gate and up; down_bias: [E, h]; None: none.
 
     Returns:
         As hidden: sum over a token's experts of weight * down(act(gate x) * (up x)), no token dropped.
@@ -59,25 +72,32 @@ def experts(
     Raises:
         UsageError: shapes that do not fit together, or an unknown activation.
     """
-    e, f, h = up.shape
+    form = expert_ops.Form.parse(activation)
+    e, pairs, h = (up.mT if form.is_transposed else up).shape
+    f = pairs // 2 if form.is_interleaved else pairs
     fits = (
         hidden.shape[-1] == h
-        and tuple(down.shape) == (e, h, f)
-        and (gate is None or gate.shape == up.shape)
+        and tuple(down.shape) == ((e, f, h) if form.is_transposed else (e, h, f))
+        and (gate is None or (gate.shape == up.shape and not form.is_interleaved))
+        and (gate_bias is None or (gate is not None and tuple(gate_bias.shape) == (e, f)))
+        and (up_bias is None or tuple(up_bias.shape) == (e, pairs))
+        and (down_bias is None or tuple(down_bias.shape) == (e, h))
         and weights.shape == indices.shape
         and weights.shape[:-1] == hidden.shape[:-1]
     )
-    if not fits or activation not in expert_ops.ACTIVATIONS:
+    if not fits:
         raise UsageError(
             "The tensors given to the experts do not fit together",
-            expected="hidden [tokens, h], weights and indices [tokens, k], gate and up [E, f, h], down [E, h, f]",
+            expected="hidden [tokens, h], weights and indices [tokens, k], gate and up [E, f, h], down [E, h, f], biases [E, f] and [E, h]",
             got=", ".join(str(tuple(x.shape)) for x in (hidden, weights, indices, up, down)) + f", {activation}",
-            fix=f"Pass such shapes, and one of the activations {', '.join(expert_ops.ACTIVATIONS)}",
+            fix="Pass such shapes",
         )
-    if torch.compiler.is_exporting():
-        result: Tensor = torch.ops.autopar.experts(hidden, weights, indices, gate, up, down, activation)
-        return result
-    return expert_ops.experts(hidden, weights, indices, gate, up, down, activation)
+    run = torch.ops.autopar.experts if torch.compiler.is_exporting() else expert_ops.experts
+    found: Tensor = run(hidden, weights, indices, gate, up, down, gate_bias, up_bias, str(form))
+    if down_bias is None:
+        return found
+    shares = weights.new_zeros((*weights.shape[:-1], e)).scatter_add(-1, indices, weights)  # of each expert in a token
+    return found + (shares @ down_bias.to(weights.dtype)).to(found.dtype)
 
 
 class Experts(nn.Module):

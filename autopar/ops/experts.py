@@ -6,7 +6,9 @@ Every token goes to k of E experts, each a gated (or plain) feed-forward layer o
 
 No token is dropped, whatever the routing; experts without tokens get zero gradients. Shapes: hidden
 [tokens..., h]; weights and indices [tokens..., k]; gate and up [E, f, h]; down [E, h, f]; the result is as
-hidden. ``gate`` None: no gate. Rows are sorted by expert, so that each expert is one product.
+hidden. ``gate`` None: no gate. ``gate_bias`` and ``up_bias`` [E, f] are added to what gate and up give; None: none. A bias of
+``down`` is no part of the operator, as its parts split along f could not each add it. ``form`` is the name of the activation and
+what :class:`Form` knows besides. Rows are sorted by expert, so that each expert is one product.
 
 The host waits for the device in :func:`_read` alone, at most once a call: for the sizes of what a rank keeps or
 sends, or for the rows of each expert where a loop runs over them. All experts of one rank wait for nothing where the
@@ -16,9 +18,12 @@ products are grouped (:func:`_is_grouped`). Whoever recomputes a block in backwa
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import pairwise
-from typing import Any, cast
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from functools import cache
+from itertools import pairwise, repeat
+from typing import Any, NamedTuple, cast
 
 import spmd_types
 import torch
@@ -42,21 +47,116 @@ ACTIVATIONS = tuple(_ACTIVATIONS)
 """Names of the functions that an expert may apply."""
 
 
-def experts(
-    hidden: Tensor, weights: Tensor, indices: Tensor, gate: Tensor | None, up: Tensor, down: Tensor, activation: str
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """What experts do between their products, and how their weights lie.
+
+    Attributes:
+        activation: one of :data:`ACTIVATIONS`.
+        alpha: of ``silu``: ``x * sigmoid(alpha * x)``.
+        limit: what gate gives is cut off above it, what up gives on both sides; of gated experts.
+        shift: added to what up gives, after that; of gated experts.
+        is_transposed: gate and up are [E, h, f], down is [E, f, h].
+        is_interleaved: ``gate`` is None, and ``up`` gives both in turn: f counts the pairs.
+    """
+
+    activation: str
+    alpha: float = 1.0
+    limit: float = math.inf
+    shift: float = 0.0
+    is_transposed: bool = False
+    is_interleaved: bool = False
+
+    @classmethod
+    @cache
+    def parse(cls, text: str) -> Form:
+        """What :meth:`__str__` writes.
+
+        >>> str(Form.parse("silu limit=7.0 is_transposed"))
+        'silu limit=7.0 is_transposed'
+
+        Raises:
+            UsageError: an unknown activation.
+        """
+        activation, *options = text.split()
+        if activation not in _ACTIVATIONS:
+            raise UsageError.unknown("activation", activation, ACTIVATIONS)
+        given: dict[str, Any] = {}
+        for option in options:
+            name, _, value = option.partition("=")
+            given[name] = float(value) if value else True
+        return cls(activation=activation, **given)
+
+    def __str__(self) -> str:
+        changed = [(f.name, getattr(self, f.name)) for f in fields(self)[1:] if getattr(self, f.name) != f.default]
+        return " ".join([self.activation, *(name if value is True else f"{name}={value}" for name, value in changed)])
+
+    def between(self, gate: Tensor | None, up: Tensor) -> Tensor:
+        """What goes into down, of what gate and up give; ``gate`` None: there is none, or it stands in ``up``."""
+        if self.is_interleaved:
+            gate, up = up[..., ::2], up[..., 1::2]
+        if gate is None:
+            return self._activated(up)
+        if self.limit < math.inf:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return self._activated(gate) * (up + self.shift if self.shift else up)
+
+    def _activated(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(self.alpha * x) if self.alpha != 1 else _ACTIVATIONS[self.activation](x)
+
+
+class _Held(NamedTuple):
+    """The weights of experts, [E, out, in], or of one of them, [out, in], whatever way they are stored."""
+
+    gate: Tensor | None
+    up: Tensor
+    down: Tensor
+    gate_bias: Tensor | None
+    up_bias: Tensor | None
+    form: Form
+
+    @classmethod
+    def of(
+        cls, gate: Tensor | None, up: Tensor, down: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None, text: str
+    ) -> _Held:
+        form = Form.parse(text)
+        if form.is_transposed:
+            gate, up, down = None if gate is None else gate.mT, up.mT, down.mT
+        return cls(gate, up, down, gate_bias, up_bias, form)
+
+    def each(self) -> Iterator[_Held]:
+        """Those of one expert after the other."""
+        tensors = [repeat(None) if held is None else held.unbind(0) for held in self[:5]]
+        for gate, up, down, gate_bias, up_bias in zip(*tensors, strict=False):
+            yield _Held(gate, up, down, gate_bias, up_bias, self.form)
+
+    def applied(self, rows: Tensor, product: Callable[[Tensor, Tensor, Tensor | None], Tensor]) -> Tensor:
+        gate = None if self.gate is None else product(rows, self.gate, self.gate_bias)
+        return product(self.form.between(gate, product(rows, self.up, self.up_bias)), self.down, None)
+
+
+def experts(  # noqa: PLR0913, PLR0917  the arguments of the operator
+    hidden: Tensor,
+    weights: Tensor,
+    indices: Tensor,
+    gate: Tensor | None,
+    up: Tensor,
+    down: Tensor,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    form: str,
 ) -> Tensor:
-    """All experts on one rank, or (``gate``, ``up``, ``down`` split along f) a summand of what they give.
+    """All experts on one rank, or (``gate``, ``up``, ``down``, their biases split along f) a summand of what they give.
 
     Raises:
         UsageError: an unknown activation.
     """
-    if activation not in _ACTIVATIONS:
-        raise UsageError.unknown("activation", activation, ACTIVATIONS)
+    held = _Held.of(gate, up, down, gate_bias, up_bias, form)
     if hidden.is_meta:
-        return _shape_of(hidden, weights, gate, up, down)
+        return _shape_of(hidden, weights, gate, up, down, gate_bias, up_bias)
     order, ends = _sorted(indices.reshape(-1), up.shape[0])
     rows = hidden.reshape(-1, hidden.shape[-1])[order // indices.shape[-1]]
-    return _combined(_grouped(rows, ends, None, gate, up, down, activation), order, weights, hidden)
+    return _combined(_grouped(rows, ends, None, held), order, weights, hidden)
 
 
 def experts_split(  # noqa: PLR0913, PLR0917  the arguments of the operator, and where it stands
@@ -66,7 +166,9 @@ def experts_split(  # noqa: PLR0913, PLR0917  the arguments of the operator, and
     gate: Tensor | None,
     up: Tensor,
     down: Tensor,
-    activation: str,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    form: str,
     axis: str,
     num_experts: int,
 ) -> Tensor:
@@ -79,13 +181,14 @@ def experts_split(  # noqa: PLR0913, PLR0917  the arguments of the operator, and
         As hidden, P: a pending sum. Nothing is sent.
     """
     if hidden.is_meta:
-        return _shape_of(hidden, weights, gate, up, down)
+        return _shape_of(hidden, weights, gate, up, down, gate_bias, up_bias)
     own, k = up.shape[0], indices.shape[-1]
     chosen = indices.reshape(-1) - group(axis).rank() * own
     order, ends = _sorted(chosen.masked_fill((chosen < 0) | (chosen >= own), own), own)
     counts = _counts(ends)  # not kept without reading: rows of others' experts would be ranks - 1 times the own ones
     mine = order[: sum(counts)]
-    rows = _grouped(hidden.reshape(-1, hidden.shape[-1])[mine // k], ends, counts, gate, up, down, activation)
+    held = _Held.of(gate, up, down, gate_bias, up_bias, form)
+    rows = _grouped(hidden.reshape(-1, hidden.shape[-1])[mine // k], ends, counts, held)
     return _summed(rows, mine, weights, hidden)
 
 
@@ -96,7 +199,9 @@ def experts_dispatch(  # noqa: PLR0913, PLR0917  the arguments of the operator, 
     gate: Tensor | None,
     up: Tensor,
     down: Tensor,
-    activation: str,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    form: str,
     axis: str,
     num_experts: int,
 ) -> Tensor:
@@ -111,10 +216,10 @@ def experts_dispatch(  # noqa: PLR0913, PLR0917  the arguments of the operator, 
         This rank's tokens, split as hidden. As many rows are sent as the routing asks for.
     """
     if hidden.is_meta:
-        return _shape_of(hidden, weights, gate, up, down)
+        return _shape_of(hidden, weights, gate, up, down, gate_bias, up_bias)
     order, ends = _sorted(indices.reshape(-1), num_experts)
     tokens = order // indices.shape[-1]
-    rows = _travelled(hidden, tokens, ends, gate, up, down, activation, group(axis))
+    rows = _travelled(hidden, tokens, ends, _Held.of(gate, up, down, gate_bias, up_bias, form), group(axis))
     return _combined(rows, order, weights, hidden)
 
 
@@ -125,7 +230,9 @@ def experts_dispatch_split(  # noqa: PLR0913, PLR0917  the arguments of the oper
     gate: Tensor | None,
     up: Tensor,
     down: Tensor,
-    activation: str,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    form: str,
     axis: str,
     num_experts: int,
     inner: str,
@@ -143,27 +250,18 @@ def experts_dispatch_split(  # noqa: PLR0913, PLR0917  the arguments of the oper
         As hidden, P on ``inner``: a pending sum.
     """
     if hidden.is_meta:
-        return _shape_of(hidden, weights, gate, up, down)
+        return _shape_of(hidden, weights, gate, up, down, gate_bias, up_bias)
     own, k = up.shape[0], indices.shape[-1]
     chosen = indices.reshape(-1)
     share = chosen // own  # which share of the experts a choice falls into, over all ranks
     local = share // parts * own + chosen % own
     num_here = num_experts // parts
     order, ends = _sorted(local.masked_fill(share % parts != group(inner).rank(), num_here), num_here)
-    rows = _travelled(hidden, order // k, ends, gate, up, down, activation, group(axis))
+    rows = _travelled(hidden, order // k, ends, _Held.of(gate, up, down, gate_bias, up_bias, form), group(axis))
     return _summed(rows, order[: rows.shape[0]], weights, hidden)
 
 
-def _travelled(
-    hidden: Tensor,
-    tokens: Tensor,
-    ends: Tensor,
-    gate: Tensor | None,
-    up: Tensor,
-    down: Tensor,
-    activation: str,
-    pg: dist.ProcessGroup,
-) -> Tensor:
+def _travelled(hidden: Tensor, tokens: Tensor, ends: Tensor, held: _Held, pg: dist.ProcessGroup) -> Tensor:
     """Rows to their experts on the ranks of ``pg``, through them, and back into their order.
 
     Args:
@@ -173,7 +271,7 @@ def _travelled(
     Returns:
         [rows that travel, h].
     """
-    size, own = pg.size(), up.shape[0]
+    size, own = pg.size(), held.up.shape[0]
     wanted = ends.diff(prepend=ends.new_zeros(1))
     given = torch.empty_like(wanted)
     _all_to_all(given, wanted, None, None, pg)
@@ -181,10 +279,10 @@ def _travelled(
     sent, received = [sum(counts) for counts in there], [sum(counts) for counts in here]
     rows = hidden.reshape(-1, hidden.shape[-1])[tokens[: sum(sent)]]
     rows = cast("Tensor", _Exchange.apply(rows, sent, received, pg))  # type: ignore[no-untyped-call]
-    local = torch.arange(own, device=up.device).repeat(size).repeat_interleave(given, output_size=sum(received))
+    local = torch.arange(own, device=held.up.device).repeat(size).repeat_interleave(given, output_size=sum(received))
     by_expert, own_ends = _sorted(local, own)
     counts = [sum(of_ranks) for of_ranks in zip(*here, strict=True)]
-    rows = _grouped(rows[by_expert], own_ends, counts, gate, up, down, activation)[_inverse(by_expert)]
+    rows = _grouped(rows[by_expert], own_ends, counts, held)[_inverse(by_expert)]
     return cast("Tensor", _Exchange.apply(rows, received, sent, pg))  # type: ignore[no-untyped-call]
 
 
@@ -210,43 +308,22 @@ def _counts(ends: Tensor) -> list[int]:
     return [end - begin for begin, end in pairwise([0, *_read(ends)])]
 
 
-def _grouped(
-    rows: Tensor,
-    ends: Tensor,
-    counts: list[int] | None,
-    gate: Tensor | None,
-    up: Tensor,
-    down: Tensor,
-    activation: str,
-) -> Tensor:
+def _grouped(rows: Tensor, ends: Tensor, counts: list[int] | None, held: _Held) -> Tensor:
     """The experts on rows that are sorted by expert; [rows, h].
 
     Args:
         ends: where the rows of each expert end; the last one is the number of rows.
         counts: rows of each expert, where the host knows them.
     """
-    rows = rows.to(up.dtype)
-    if rows.shape[0] and all(_is_grouped(weight) for weight in (up, down, gate) if weight is not None):
-        return _experts_of(rows, gate, up, down, activation, lambda x, w: _product(x, w, ends))
+    rows = rows.to(held.up.dtype)
+    if rows.shape[0] and all(_is_grouped(weight) for weight in held[:3] if weight is not None):
+        return held.applied(rows, lambda x, w, bias: _product(x, w, bias, ends))
     counts = _counts(ends) if counts is None else counts
-    gates = [None] * len(counts) if gate is None else gate.unbind(0)
     made: list[Tensor] = []
-    for piece, g, u, d in zip(torch.split(rows, counts), gates, up.unbind(0), down.unbind(0), strict=True):
+    for piece, own in zip(torch.split(rows, counts), held.each(), strict=True):
         if piece.shape[0] or (not made and not rows.shape[0]):  # one runs on no rows, so that all get a gradient
-            made.append(_experts_of(piece, g, u, d, activation, F.linear))
+            made.append(own.applied(piece, F.linear))
     return torch.cat(made)
-
-
-def _experts_of(
-    rows: Tensor,
-    gate: Tensor | None,
-    up: Tensor,
-    down: Tensor,
-    activation: str,
-    product: Callable[[Tensor, Tensor], Tensor],
-) -> Tensor:
-    act, x = _ACTIVATIONS[activation], product(rows, up)
-    return product(act(x) if gate is None else act(product(rows, gate)) * x, down)
 
 
 _GROUPED_MAJORS, _FILLS_EMPTY_FROM = (9, 10), 10
@@ -303,8 +380,12 @@ def _leaves_empty(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= _FILLS_EMPTY_FROM
 
 
-def _product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    return cast("Tensor", _Product.apply(rows.contiguous(), weight, ends))  # type: ignore[no-untyped-call]
+def _product(rows: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
+    found = cast("Tensor", _Product.apply(rows.contiguous(), weight, ends))  # type: ignore[no-untyped-call]
+    if bias is None:
+        return found
+    numbers = torch.arange(rows.shape[0], device=rows.device, dtype=ends.dtype)
+    return found + bias[torch.searchsorted(ends, numbers, right=True)]
 
 
 def _summed(rows: Tensor, mine: Tensor, weights: Tensor, hidden: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from functools import lru_cache
 import torch
 
 from autopar.errors import RuleError
-from autopar.graph.graph import TensorSpec
+from autopar.graph.graph import Op, Ref, TensorSpec
 from autopar.plan.mesh import I, P, R, S, Type
 from autopar.rules.strategy import Strategy
 
@@ -213,6 +213,22 @@ def bind(line: Line, shapes: tuple[tuple[int, ...] | None, ...], outputs: tuple[
         linear=tuple(linear),
         random=line.random,
     )
+
+
+def positional(op: Op, operands: tuple[TensorSpec, ...]) -> tuple[tuple[int, ...] | None, ...]:
+    """Shapes of the operands by position in the rule: a None among the arguments is an absent operand."""
+    shapes: list[tuple[int, ...] | None] = []
+    rest = iter(operands)
+    for item in (*op.args, *(value for _, value in op.kwargs)):
+        if type(item) is Ref:
+            shapes.append(next(rest).shape)
+        elif type(item) is tuple:
+            shapes += [next(rest).shape for entry in item if type(entry) is Ref]
+        elif item is None:
+            shapes.append(None)
+    while shapes and shapes[-1] is None:
+        shapes.pop()
+    return tuple(shapes)
 
 
 def _numbered(marked: frozenset[str], sizes: dict[str, int]) -> frozenset[str]:

@@ -17,7 +17,7 @@ from autopar.errors import InternalError, RuleError
 from autopar.graph.graph import Argument, Graph, Layout, Op, Ref, TensorSpec
 from autopar.plan.mesh import DATA_AXES, EXPERT_AXIS, I, R, S, Type
 from autopar.rules.moving_patterns import argument, dims_of
-from autopar.rules.strategy import Local, Strategy, Typing
+from autopar.rules.strategy import AXIS_AT, COUNT_AT, Local, Strategy, Typing
 
 Localizer = Callable[[Op, Strategy, Local], Op]
 """Writes the call; ``outputs`` and the strategy's target and extra arguments are set by the caller."""
@@ -95,11 +95,13 @@ def _split_experts(op: Op, strategy: Strategy, local: Local) -> Op:
     """Where the own experts stand among all; those that an earlier axis has split stay as they are."""
     if op.target == "autopar.experts_dispatch":  # over data ranks: tokens travel over both axes, or over these alone
         joined = strategy.target == op.target
-        args = (*op.args[:7], EXPERT_AXIS, op.args[8]) if joined else (*op.args, local.axis, int(local.size))
+        args = (
+            (*op.args[:AXIS_AT], EXPERT_AXIS, op.args[COUNT_AT]) if joined else (*op.args, local.axis, int(local.size))
+        )
         return replace(op, target=strategy.target, args=args, kwargs=())
     down = local.operands[-1]
     num_experts = down.shape[0] * local.size
-    args = (*op.args[:7], local.axis, int(num_experts))
+    args = (*op.args[:AXIS_AT], local.axis, int(num_experts))
     return replace(op, target=strategy.target, args=args, kwargs=())
 
 

@@ -15,13 +15,14 @@ from fractions import Fraction
 
 from autopar.errors import RuleError
 from autopar.graph.graph import Op
+from autopar.ops.experts import Form
 from autopar.ops.kernels import region_of
 from autopar.plan.mesh import I, P, R, S
 from autopar.rules.computing_patterns import reduction
-from autopar.rules.grammar import Pattern
+from autopar.rules.grammar import Pattern, bind, parse, positional
 from autopar.rules.local_calls import BATCH
 from autopar.rules.moving_patterns import NAMES, Specs, argument
-from autopar.rules.strategy import RING, Communication, Strategy
+from autopar.rules.strategy import FORM_AT, RING, Communication, Strategy
 
 SEQUENCE_AXIS = "cp"
 """The one axis that may be in zig-zag order."""
@@ -125,8 +126,23 @@ def partial_mean(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator
             )
 
 
+def experts_pattern(op: Op, operands: Specs) -> Pattern:
+    """A mixture of experts (hidden, weights, indices, gate, up, down, gate_bias, up_bias, form), whose width is summed over.
+
+    Where gate and up lie in one tensor their pairs are split by :func:`experts`.
+    """
+    form = Form.parse(str(op.args[FORM_AT]))
+    inside, pairs = ("f^", "g^") if form.is_interleaved else ("f+", "f+")
+    up, down = f"{pairs} h^", f"h^ {inside}"
+    if form.is_transposed:
+        up, down = f"h^ {pairs}", f"{inside} h^"
+    held = f"e^ {up}, e^ {up}, e^ {down}, e^ {pairs}, e^ {pairs}"
+    line = parse(f"b... h^, b... k+, b... k+, {held} -> b... h^; linear 1")
+    return bind(line, positional(op, operands), (op.spec.shape,))
+
+
 def experts(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Strategy]:
-    """A mixture of experts (hidden, weights, indices, gate, up, down, activation) with the experts split.
+    """A mixture of experts with the experts split, or the pairs of what gate and up give.
 
     *experts*: every rank sees all tokens and computes what its experts add, a pending sum; nothing moves
     inside. *dispatch d*: tokens are split along dim d and travel to the ranks of their experts and back, k
@@ -138,7 +154,16 @@ def experts(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Stra
     """
     hidden, _, indices = operands[:3]
     num_experts = operands[-1].shape[0]
-    if axis in (BATCH, SEQUENCE_AXIS) or not divides(num_experts, size):  # parameters are whole on both
+    if axis in (BATCH, SEQUENCE_AXIS):  # parameters are whole on both
+        return
+    form = Form.parse(str(op.args[FORM_AT]))
+    if form.is_interleaved:
+        down, *biases = operands[4:]
+        if divides(down.shape[1 if form.is_transposed else 2], size):
+            split = (S(2), S(1)) if form.is_transposed else (S(1), S(2))
+            inputs = (R, R, R, *split, *(S(1) for _ in biases))
+            yield Strategy(name="split f", inputs=inputs, outputs=(P,), work=1 / size)
+    if not divides(num_experts, size):
         return
     owned = (S(0),) * (len(operands) - 3)
     rank_bytes = int(hidden.num_bytes * indices.shape[-1] / size)  # an all-to-all counts one rank's part

@@ -114,6 +114,9 @@ RING = "autopar.attention_ring"
 ZIGZAG_SAFE = ("", "autopar.partial_mean", RING)
 """What strategies may call where split dims are in zig-zag order: else nothing that knows which part its rank has."""
 
+FORM_AT, AXIS_AT, COUNT_AT, PARTS_AT = 8, 9, 10, 12
+"""Positions in a mixture of experts (:mod:`autopar.ops.experts`) of its form, axis, number of experts of all ranks, and parts."""
+
 
 def is_zigzag(strategies: Iterable[Strategy]) -> bool:
     """Whether split dims are in zig-zag order beside these strategies of one axis."""

@@ -16,7 +16,7 @@ from autopar.graph.graph import Argument, Op, Ref, TensorSpec
 from autopar.rules import computing_patterns as compute
 from autopar.rules import moving_patterns as special
 from autopar.rules import other_kernels, strategy
-from autopar.rules.grammar import Pattern, bind, enumerate_strategies, parse
+from autopar.rules.grammar import Pattern, bind, enumerate_strategies, parse, positional
 from autopar.rules.strategy import Strategy
 
 PatternMaker = Callable[[Op, tuple[TensorSpec, ...]], Pattern]
@@ -88,7 +88,7 @@ class RuleTable:
             )
         if rule.make is not None:
             return rule.make(op, operands)
-        shapes = _positional(op, operands)
+        shapes = positional(op, operands)
         try:
             return bind(parse(rule.line), shapes, tuple(spec.shape for spec in op.outputs))
         except RuleError as error:
@@ -142,22 +142,6 @@ def without_refs(value: tuple[Argument, ...] | tuple[tuple[str, Argument], ...])
     return tuple(
         [_ANYWHERE if type(item) is Ref else without_refs(item) if type(item) is tuple else item for item in value]
     )
-
-
-def _positional(op: Op, operands: tuple[TensorSpec, ...]) -> tuple[tuple[int, ...] | None, ...]:
-    """Shapes of the operands by position in the rule: a None among the arguments is an absent operand."""
-    shapes: list[tuple[int, ...] | None] = []
-    rest = iter(operands)
-    for item in (*op.args, *(value for _, value in op.kwargs)):
-        if type(item) is Ref:
-            shapes.append(next(rest).shape)
-        elif type(item) is tuple:
-            shapes += [next(rest).shape for entry in item if type(entry) is Ref]
-        elif item is None:
-            shapes.append(None)
-    while shapes and shapes[-1] is None:
-        shapes.pop()
-    return tuple(shapes)
 
 
 _UNARY = (
@@ -224,8 +208,6 @@ def _lines() -> dict[str, str]:
         "aten.addmm.default": "~n m, n k+, k+ m -> n m; linear 0+1, 0+2",
         "aten.baddbmm.default": "~b n m, b n k+, b k+ m -> b n m; linear 0+1, 0+2",
         "aten.outer.default": "n, m -> n m; linear 0, 1",
-        "autopar.experts": "b... h^, b... k+, b... k+, e^ f+ h^, e^ f+ h^, e^ h^ f+ -> b... h^; linear 1",
-        "autopar.experts_dispatch": "b... h^, b... k+, b... k+, e^ f+ h^, e^ f+ h^, e^ h^ f+ -> b... h^; linear 1",
         "autopar.embedding_vocabulary": "v^ n, b... -> b... n; linear 0",
         "aten.view_as_complex.default": "b... t^ -> b...; linear 0",
         "aten.view_as_real.default": "b... -> b... t^; linear 0",
@@ -299,6 +281,7 @@ def _functions() -> dict[str, PatternMaker]:
     found |= dict.fromkeys(compute.REDUCTION_TARGETS, compute.reduction)
     found |= dict.fromkeys(compute.LOSS_TARGETS, compute.loss)
     found |= dict.fromkeys(other_kernels.WINDOW_TARGETS, other_kernels.window)
+    found |= dict.fromkeys(("autopar.experts", "autopar.experts_dispatch"), other_kernels.experts_pattern)
     found |= dict.fromkeys(("autopar.attention", other_kernels.GATHERED, strategy.RING), compute.attention)
     return found
 

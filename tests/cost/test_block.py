@@ -161,7 +161,7 @@ def experts_graph(target: str, tail: tuple[object, ...] = ()) -> tuple[Graph, Op
     shapes = {"x": (32, 16), "w": (32, 2), "gate": (4, 8, 16), "up": (4, 8, 16), "down": (4, 16, 8)}
     specs = {k: TensorSpec(shape=v, dtype=torch.float32, requires_grad=True) for k, v in shapes.items()}
     names = ("x", "w", "i", "gate", "up", "down")
-    op = Op(name="y", target=target, args=(*map(Ref, names), "silu", *tail), outputs=(specs["x"],))
+    op = Op(name="y", target=target, args=(*map(Ref, names), None, None, "silu", *tail), outputs=(specs["x"],))
     chosen = Input(name="i", spec=TensorSpec(shape=(32, 2), dtype=torch.int64), batch_dim=0)
     graph = Graph(
         name="g", batch_size=1, inputs=(chosen,),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -35,13 +35,17 @@ class Case:
     down: Tensor
     gradient: Tensor
     activation: str = "silu"
+    gate_bias: Tensor | None = None
+    up_bias: Tensor | None = None
 
     @property
     def tensors(self) -> list[Tensor | None]:
-        return [self.hidden, self.weights, self.gate, self.up, self.down]
+        return [self.hidden, self.weights, self.gate, self.up, self.down, self.gate_bias, self.up_bias]
 
 
-def case(k: int = 2, routing: str = "even", *, gated: bool = True, activation: str = "silu") -> Case:
+def case(
+    k: int = 2, routing: str = "even", *, gated: bool = True, activation: str = "silu", biased: bool = False
+) -> Case:
     generator = torch.Generator().manual_seed(k)
 
     def random(*shape: int) -> Tensor:
@@ -55,8 +59,17 @@ def case(k: int = 2, routing: str = "even", *, gated: bool = True, activation: s
         indices = torch.full_like(indices, EXPERTS - 2)
     gate = random(EXPERTS, INNER, WIDTH) if gated else None
     up, down = random(EXPERTS, INNER, WIDTH), random(EXPERTS, WIDTH, INNER)
-    hidden, weights = random(TOKENS, WIDTH), random(TOKENS, k)
-    return Case(hidden, weights, indices, gate, up, down, random(TOKENS, WIDTH), activation)
+    hidden, weights, gradient = random(TOKENS, WIDTH), random(TOKENS, k), random(TOKENS, WIDTH)
+    gate_bias, up_bias = (random(EXPERTS, INNER) if biased and has else None for has in (gated, True))
+    if "is_interleaved" in activation:
+        assert gate is not None
+        gate, up = None, torch.stack((gate, up), 2).flatten(1, 2)
+        if up_bias is not None and gate_bias is not None:
+            gate_bias, up_bias = None, torch.stack((gate_bias, up_bias), 2).flatten(1, 2)
+    if "is_transposed" in activation:
+        gate, up, down = (None if x is None else x.mT.contiguous() for x in (gate, up, down))
+        assert up is not None and down is not None
+    return Case(hidden, weights, indices, gate, up, down, gradient, activation, gate_bias, up_bias)
 
 
 CASES = {
@@ -64,24 +77,44 @@ CASES = {
     "experts without tokens": case(2, "skewed"),
     "one expert has all": case(2, "one"),
     "no gate": case(2, gated=False, activation="relu2"),
+    "no gate, a bias": case(2, gated=False, activation="relu", biased=True),
+    "gates within limits": case(2, activation="silu limit=2.0"),
+    "biases": case(2, activation="gelu", biased=True),
+    "transposed": case(2, activation="silu alpha=1.5 is_transposed", biased=True),
+    "in turn, an expert without tokens": case(3, "skewed", activation="silu shift=1.0 is_interleaved"),
+    "as of GPT-OSS": case(
+        2, activation="silu alpha=1.702 limit=3.0 shift=1.0 is_transposed is_interleaved", biased=True
+    ),
 }
 
 
 def leaves(of: Case) -> list[Tensor | None]:
-    return [None if x is None else x.clone().requires_grad_() for x in of.tensors]
+    return [None if x is None else x.detach().clone().requires_grad_() for x in of.tensors]
 
 
 def dense(of: Case) -> list[Tensor]:
     """The result, and the gradients of what is not None."""
-    hidden, weights, gate, up, down = given = leaves(of)
+    given = leaves(of)
+    hidden, weights, gate, up, down, gate_bias, up_bias = given
     assert hidden is not None and weights is not None and up is not None and down is not None
-    act, rows = FUNCTIONS[of.activation], []
+    activation, *options = of.activation.split()
+    numbers = dict(option.split("=") for option in options if "=" in option)
+    alpha, limit, shift = (float(numbers.get(key, none)) for key, none in (("alpha", 1), ("limit", 1e9), ("shift", 0)))
+    if "is_transposed" in options:
+        gate, up, down = (None if x is None else x.mT for x in (gate, up, down))
+        assert up is not None and down is not None
+    rows = []
     for t in range(hidden.shape[0]):
         row = torch.zeros(WIDTH, dtype=hidden.dtype)
         for j, e in enumerate(of.indices[t].tolist()):
-            x = up[e] @ hidden[t]
-            x = act(x) if gate is None else act(gate[e] @ hidden[t]) * x
-            row = row + weights[t, j] * (down[e] @ x)
+            x = up[e] @ hidden[t] + (0 if up_bias is None else up_bias[e])
+            g = None if gate is None else gate[e] @ hidden[t] + (0 if gate_bias is None else gate_bias[e])
+            if "is_interleaved" in options:
+                g, x = x.view(INNER, 2).unbind(1)
+            if g is not None:
+                g, x = torch.minimum(g, torch.tensor(limit)), x.clamp(-limit, limit) + shift
+            own = FUNCTIONS[activation](alpha * (x if g is None else g)) / alpha
+            row = row + weights[t, j] * (down[e] @ (own if g is None else own * x))
         rows.append(row)
     return backward(torch.stack(rows), given, of.gradient)
 
@@ -260,7 +293,7 @@ def test_the_grouped_product_of_torch_is_that_of_a_loop(dtype: torch.dtype, monk
     monkeypatch.setattr(expert_ops, "_leaves_empty", lambda device: True)
     given = [[x.clone().requires_grad_() for x in (rows, weight)] for _ in range(2)]
     try:
-        found = expert_ops._product(*given[0], ends)
+        found = expert_ops._product(*given[0], None, ends)
     except RuntimeError as error:  # torch 2.11 on a CPU
         pytest.skip(f"no grouped product of {dtype} here: {error}")
     wanted = torch.cat([x @ w.T for x, w in zip(given[1][0].split(counts), given[1][1], strict=True)])
@@ -280,7 +313,8 @@ def test_grouped_products_need_no_value_on_the_host(is_grouped: bool, monkeypatc
     with FakeTensorMode():
         hidden, weights = torch.empty(TOKENS, WIDTH).bfloat16(), torch.empty(TOKENS, 2).bfloat16()
         gate, down = torch.empty(EXPERTS, INNER, WIDTH).bfloat16(), torch.empty(EXPERTS, WIDTH, INNER).bfloat16()
-        given = [x.requires_grad_() for x in (hidden, weights, gate, gate.clone(), down)]
+        bias = torch.empty(EXPERTS, INNER).bfloat16()
+        given = [x.requires_grad_() for x in (hidden, weights, gate, gate.clone(), down, bias, bias.clone())]
         indices = torch.empty(TOKENS, 2, dtype=torch.int64)
         if not is_grouped:
             with pytest.raises(DataDependentOutputException):
@@ -331,5 +365,6 @@ def test_a_rank_among_fakes_gets_as_many_rows_as_it_sends(name: str) -> None:
     given = leaves(of)
     held = [None if x is None else part(x, 4, 1).detach().requires_grad_() for x in given[2:]]
     result = expert_ops.experts_dispatch(given[0], given[1], of.indices, *held, of.activation, "dp_shard", EXPERTS)
-    as_if = Case(of.hidden, of.weights, of.indices % 2, *(part(x, 4, 1) if x is not None else None for x in of.tensors[2:]), of.gradient, of.activation)  # fmt: skip
+    names = ("gate", "up", "down", "gate_bias", "up_bias")
+    as_if = replace(of, indices=of.indices % 2, **dict(zip(names, held, strict=True)))
     assert_same(backward(result, [*given[:2], *held], of.gradient), dense(as_if))

@@ -453,12 +453,17 @@ def experts(make: Maker) -> Iterator[Example]:
     some[:4] = 3
     for lead in ((8,), (4, 8), (4, 2, 4)):
         chosen = w(*lead, 8, high=99).argsort(-1)[..., :4] % 4
-        yield c("autopar.experts", r(*lead, 5), r(*lead, 4), chosen, gate, up, down, "silu")
+        yield c("autopar.experts", r(*lead, 5), r(*lead, 4), chosen, gate, up, down, None, None, "silu")
     for indices in (some, torch.zeros_like(some), torch.full_like(some, 2)):
-        yield c("autopar.experts", r(8, 5), r(8, 4), indices, gate, up, down, "gelu")
-    yield c("autopar.experts", r(8, 5), r(8, 4), some, None, up, down, "relu2")
-    yield c("autopar.experts", r(8, 5, grad=False), r(8, 4), some, None, up, down, "gelu_tanh")
-    yield c("autopar.experts_dispatch", r(8, 5), r(8, 4), some, gate, up, down, "silu", "other", 8)
+        yield c("autopar.experts", r(8, 5), r(8, 4), indices, gate, up, down, None, None, "gelu")
+    yield c("autopar.experts", r(8, 5), r(8, 4), some, None, up, down, None, None, "relu2")
+    yield c("autopar.experts", r(8, 5, grad=False), r(8, 4), some, None, up, down, None, None, "gelu_tanh")
+    pairs, biases = r(4, 5, 16), r(4, 16)
+    oss = "silu alpha=1.702 limit=0.5 shift=1.0 is_interleaved is_transposed"
+    yield c("autopar.experts", r(8, 5), r(8, 4), some, None, pairs, r(4, 8, 5), None, biases, oss)
+    yield c("autopar.experts", r(8, 5), r(8, 4), some, None, r(4, 16, 5), down, None, None, "gelu is_interleaved")
+    yield c("autopar.experts", r(8, 5), r(8, 4), some, gate, up, down, r(4, 8), r(4, 8), "silu limit=0.5")
+    yield c("autopar.experts_dispatch", r(8, 5), r(8, 4), some, gate, up, down, None, None, "silu", "other", 8)
     for dim, shape in ((0, (4, 4)), (1, (8, 4))):
         yield c("autopar.scatter_sum", w(8, 4, high=4), r(8, 4), dim, shape)
     yield c("autopar.scatter_sum", w(8, 4, high=4), r(8, 4, grad=False), 0, (4, 4))

@@ -15,6 +15,7 @@ from autopar.plan.plan import Recompute
 from autopar.rules.apply import OVER_DATA
 from autopar.rules.local_calls import conversion
 from autopar.rules.other_kernels import ring_messages
+from autopar.rules.strategy import AXIS_AT, PARTS_AT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,9 +94,9 @@ def _travels(op: Op, spec_of: Callable[[Ref], TensorSpec]) -> Iterator[Message]:
     hidden, weights = map(spec_of, op.operands[:2])
     sent = hidden.num_bytes * weights.shape[-1]
     if op.target == "autopar.experts_dispatch_split":
-        sent //= cast("int", op.args[10])
+        sent //= cast("int", op.args[PARTS_AT])
     for is_backward, count in ((False, 2), (True, 2 if hidden.requires_grad else 1)):
-        message = Message(kind="all_to_all", axis=str(op.args[7]), num_bytes=sent, backward=is_backward)
+        message = Message(kind="all_to_all", axis=str(op.args[AXIS_AT]), num_bytes=sent, backward=is_backward)
         yield from (message,) * count
 
 

@@ -13,6 +13,7 @@ from autopar.cost.operators.work_record import FLOAT, Product, Specs, Work, argu
 from autopar.graph.graph import Op, TensorSpec
 from autopar.hardware.device import KernelKind
 from autopar.ops.kernels import takes_shapes
+from autopar.rules.strategy import COUNT_AT, PARTS_AT
 
 _LINE_BYTES = 64
 
@@ -199,27 +200,31 @@ def _experts(op: Op, operands: Specs, kind: KernelKind) -> Work:
     where it has some of them and every token (``experts_split``, and ``_dispatch_split`` on its inner axis). Kept: rows and what lies between the products.
     """
     hidden, weights, _, *held = operands
-    num_experts, wide, width = held[-2].shape
+    matrices = [spec for spec in held if len(spec.shape) == 3]
+    num_experts, width = held[0].shape[0], hidden.shape[-1]
+    inner = sum([spec.numel for spec in matrices[:-1]]) // (num_experts * width)  # what gate and up give
     rows = float(weights.numel)
     if op.target == "autopar.experts_split":
-        rows *= num_experts / cast("int", op.args[8])
+        rows *= num_experts / cast("int", op.args[COUNT_AT])
     elif op.target == "autopar.experts_dispatch_split":
-        rows /= cast("int", op.args[10])
-    flops = 2.0 * rows * wide * width * len(held)
-    row_bytes, inner_bytes = (int(rows * n * held[-1].dtype.itemsize) for n in (width, wide))
-    gated = len(held) == 3
-    products = 1 + sum(spec.requires_grad for spec in held) / len(held)  # of the rows, and of the weights
+        rows /= cast("int", op.args[PARTS_AT])
+    wide = matrices[-1].numel // (num_experts * width)
+    flops = 2.0 * rows * width * (inner + wide)
+    row_bytes, inner_bytes = (int(rows * n * held[0].dtype.itemsize) for n in (width, wide))
+    gated = inner > wide
+    products = 1 + sum(spec.requires_grad for spec in matrices) / len(matrices)  # of the rows, and of the weights
     moved = 5 * row_bytes + (6 if gated else 3) * inner_bytes
+    biases = len(held) - len(matrices)
     return Work(
         flops=flops,
         backward_flops=flops * products,
-        matmuls=len(held) * num_experts,
-        backward_matmuls=int(len(held) * num_experts * products),
+        matmuls=len(matrices) * num_experts,
+        backward_matmuls=int(len(matrices) * num_experts * products),
         smallest_dim=max(min(int(rows / num_experts), wide, width), 1),
         num_bytes=moved + total(held) + hidden.num_bytes,
-        backward_bytes=2 * moved + 2 * total(held) + hidden.num_bytes,
-        launches=12 + (len(held) + 2) * num_experts,
-        backward_launches=12 + (2 * len(held) + 2) * num_experts,
+        backward_bytes=2 * moved + biases * inner_bytes + 2 * total(held) + hidden.num_bytes,
+        launches=12 + (len(matrices) + 2) * num_experts,
+        backward_launches=12 + (2 * len(matrices) + 2 + biases) * num_experts,
         saved=(1,),
         saved_bytes=2 * row_bytes + (4 if gated else 2) * inner_bytes + 3 * 8 * int(rows),
         workspace_bytes=2 * row_bytes,

@@ -30,6 +30,7 @@ from autopar.hardware.device_rates import MatmulRate
 from autopar.hardware.link import OperatorTable
 from autopar.rules.apply import OVER_DATA
 from autopar.rules.other_kernels import EXPERT_TARGETS as SPLIT_EXPERTS
+from autopar.rules.strategy import FORM_AT
 
 ONE_RANK = "autopar.experts"
 EXPERT_TARGETS = SPLIT_EXPERTS | {ONE_RANK}
@@ -125,11 +126,12 @@ def experts_as_run(done: Work, op: Op, device: Device) -> Work:
     if not _is_grouped(op, device):
         return done
     held = 3 if op.args[3] is not None else 2
+    biases = sum(arg is not None for arg in op.args[6:FORM_AT])
     spared = done.matmuls // held - 1
     return replace(
         done,
         launches=done.launches - (held + 2) * spared,
-        backward_launches=max(done.backward_launches - (2 * held + 2) * spared, 0),
+        backward_launches=max(done.backward_launches - (2 * held + 2 + biases) * spared, 0),
     )
 
 

@@ -1,0 +1,93 @@
+"""Experts of transformers, with biases, gates of their own and weights stored in other ways, are one operator that computes the same."""
+
+from __future__ import annotations
+
+import importlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from autopar.tracing.forms.layers import _form, swap_experts
+from tests.support.close import assert_close
+
+FORMS = {
+    "mixtral.MixtralExperts": "silu",
+    "nemotron_h.NemotronHExperts": "relu2",
+    "aria.AriaExperts": "silu is_transposed",
+    "gpt_oss.GptOssExperts": "silu alpha=1.702 limit=7.0 shift=1.0 is_transposed is_interleaved",
+    "deepseek_v4.DeepseekV4Experts": "silu limit=7.0",
+    "minimax_m3_vl.MiniMaxM3VLExperts": "silu alpha=1.702 limit=7.0 shift=1.0",
+}
+
+
+class Config(SimpleNamespace):
+    """What any of them asks its configuration."""
+
+    def __getattr__(self, key: str) -> Any:
+        for part, value in (
+            ("alpha", 1.702),
+            ("limit", 7.0),
+            ("mlp_hidden_act", "relu2"),
+            ("act", "silu"),
+            ("impl", "eager"),
+            ("experts", 4),
+        ):
+            if part in key:
+                return value
+        return 8
+
+
+def made(name: str) -> torch.nn.Module:
+    home, _, own = name.partition(".")
+    try:
+        module = importlib.import_module(f"transformers.models.{home}.modeling_{home}")
+    except ModuleNotFoundError:
+        pytest.skip(f"transformers has no {home} here")
+    experts: torch.nn.Module = getattr(module, own)(Config()).double()
+    generator = torch.Generator().manual_seed(0)
+    for parameter in experts.parameters():
+        parameter.data = 3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)  # beyond limits
+    return experts
+
+
+def results(experts: torch.nn.Module) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    hidden, weights = (torch.randn(*s, generator=generator, dtype=torch.float64) for s in ((12, 8), (12, 2)))
+    indices = torch.rand(12, 3, generator=generator).topk(2).indices  # the last expert has no token
+    given = [x.requires_grad_() for x in (hidden, weights)]
+    experts.zero_grad()
+    found = experts(hidden, indices, weights)
+    found.square().sum().backward()
+    leaves = [*given, *experts.parameters()]
+    return [found.detach(), *(torch.zeros_like(x) if x.grad is None else x.grad for x in leaves)]
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_the_operator_computes_what_the_module_does(name: str) -> None:
+    experts = made(name)
+    assert str(_form(experts)) == FORMS[name]
+    wanted = results(experts)
+    swap_experts(experts)
+    for one, other in zip(results(experts), wanted, strict=True):
+        assert_close(one, other, 1e-12)
+
+
+@pytest.mark.parametrize(
+    "gate",
+    [
+        lambda self, x: self.act_fn(x[..., :8]).clamp(max=self.limit) * x[..., 8:],
+        lambda self, x: (self.act_fn(x[..., :8].float()) * x[..., 8:].float()).to(x.dtype),
+        lambda self, x: self.act_fn(x[..., 8:]) * x[..., :8],
+    ],
+    ids=["a limit behind the activation", "in float32", "halves the other way round"],
+)
+def test_gates_of_other_forms_stay_as_they_are_written(gate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    experts: Any = made("mixtral.MixtralExperts")
+    experts.limit = 7.0
+    monkeypatch.setattr(type(experts), "_apply_gate", gate)
+    assert _form(experts) is None
+    swap_experts(experts)
+    assert "forward" not in vars(experts)
