@@ -91,3 +91,26 @@ def test_gates_of_other_forms_stay_as_they_are_written(gate: Any, monkeypatch: p
     assert _form(experts) is None
     swap_experts(experts)
     assert "forward" not in vars(experts)
+
+
+def test_scores_on_what_goes_in_choose_the_experts_of_llama_4() -> None:
+    modeling = pytest.importorskip("transformers.models.llama4.modeling_llama4")
+    torch.manual_seed(0)
+    config = Config(hidden_size=8, intermediate_size=6, num_local_experts=4, num_experts_per_tok=2, hidden_act="silu")
+    mixture = modeling.Llama4TextMoe(config).double()
+    for parameter in mixture.parameters():
+        torch.nn.init.normal_(parameter)
+    x = torch.randn(2, 6, 8, dtype=torch.float64)
+
+    def outcome() -> list[Tensor]:
+        mixture.zero_grad()
+        given = x.clone().requires_grad_()
+        found, logits = mixture(given)
+        (found.square().sum() + logits.sum()).backward()
+        return [found.detach(), logits.detach(), given.grad, *(p.grad for p in mixture.parameters())]
+
+    wanted = outcome()
+    swap_experts(mixture)
+    assert "forward" in vars(mixture)
+    for one, other in zip(outcome(), wanted, strict=True):
+        assert_close(one, other, 1e-12)

@@ -379,6 +379,8 @@ def swap_experts(model: torch.nn.Module) -> None:
         form = _form(module)
         if form is not None:
             module.forward = partial(_forward, module, form)
+        elif type(module).__name__ == "Llama4TextMoe" and _activation_of(getattr(module.experts, "act_fn", None)):
+            module.forward = partial(_of_scaled_inputs, module)
 
 
 def _form(module: torch.nn.Module) -> Form | None:
@@ -454,6 +456,21 @@ def _forward(module: Any, form: Form, *args: torch.Tensor, **kwargs: torch.Tenso
     return nn.experts(
         hidden, weights, indices, gate, up, module.down_proj, str(form), gate_bias=gate_bias, up_bias=up_bias, down_bias=down_bias
     )  # fmt: skip
+
+
+def _of_scaled_inputs(module: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Llama 4, whose scores multiply what goes into experts, and not what comes out; those that are not chosen get zeros, and give zeros.
+
+    Written, all experts compute all tokens, as rows [E * tokens, h], of which no rank can have its samples.
+    """
+    x = hidden_states.reshape(-1, module.hidden_dim)
+    scores, logits = module.router(x)
+    chosen, indices = scores.topk(module.top_k)
+    rows, one = x.unsqueeze(1) * chosen.unsqueeze(2), torch.ones_like(chosen).unsqueeze(2)
+    gate, up = module.experts.gate_up_proj.chunk(2, dim=2)
+    form = str(Form(activation=str(_activation_of(module.experts.act_fn)), is_transposed=True))
+    found = nn.experts(rows, one, indices.unsqueeze(2), gate, up, module.experts.down_proj, form)
+    return module.shared_expert(x) + found.sum(1), logits
 
 
 def experts_of(builder: Builder, call: Call) -> Value:
