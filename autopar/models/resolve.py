@@ -64,12 +64,13 @@ class ModelSource:
         """
         return random_batch(self.fields, batch_size, torch.Generator().manual_seed(seed), padded=padded)
 
-    def build(self, seed: int = 0) -> torch.nn.Module:
-        """The model on CPU with random weights, without dropout, equal for equal seeds."""
+    def build(self, seed: int = 0, *, drops: bool = False) -> torch.nn.Module:
+        """The model on CPU with random weights, equal for equal seeds; without dropout, unless it ``drops``."""
         with torch.random.fork_rng(devices=[]), quiet_transformers():
             torch.manual_seed(seed)
             model = self.maker().to(self.dtype)
-        without_dropout(model)
+        if not drops:
+            without_dropout(model)
         return model.train()
 
     def trace(self, opaque: Sequence[str] = ()) -> Graph:
