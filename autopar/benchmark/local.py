@@ -127,7 +127,7 @@ def _check_rank(request: BenchmarkRequest) -> None:
 def _check_runs(source: ModelSource) -> None:
     """Nothing, where the model as it is written makes one step of a few samples; what cannot, no plan can either."""
     batch = source.make_batch(source.batch_size)
-    trained_alone(source.build(), [batch], "One device alone cannot train the model")
+    trained_alone(source.build(), [batch])
 
 
 def whether_again(kept: Path | None, *, fresh: bool) -> tuple[bool, str]:

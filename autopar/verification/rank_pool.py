@@ -21,7 +21,6 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -66,14 +65,12 @@ class WorkerPool:
         size: how many workers.
         preload: modules that the server imports before it forks (those that jobs need and that start
             no threads).
-        num_threads: of torch in each worker.
 
     Use as a context manager, or call :meth:`close`.
     """
 
-    def __init__(self, size: int, *, preload: Sequence[str] = ("torch",), num_threads: int = 1) -> None:
+    def __init__(self, size: int, *, preload: Sequence[str] = ("torch",)) -> None:
         self.size = size
-        self._num_threads = num_threads
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([*preload, __name__])
         self._workers: list[_Worker] = []
@@ -82,9 +79,7 @@ class WorkerPool:
     def __enter__(self) -> WorkerPool:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def run(
@@ -151,9 +146,7 @@ class WorkerPool:
             self.close(kill=True)
         while len(self._workers) < self.size:
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(
-                target=_serve, args=(theirs, len(self._workers), self._num_threads), daemon=True
-            )
+            process = self._context.Process(target=_serve, args=(theirs, len(self._workers)), daemon=True)
             process.start()
             theirs.close()
             self._workers.append(_Worker(process, ours))
@@ -193,9 +186,9 @@ def _receive(worker: _Worker) -> _Outcome:
     return answer
 
 
-def _serve(connection: Connection, rank: int, num_threads: int) -> None:
+def _serve(connection: Connection, rank: int) -> None:
     """A worker's life: jobs from the pipe, one after the other, until an empty message."""
-    torch.set_num_threads(num_threads)
+    torch.set_num_threads(1)
     gc.freeze()  # what the server imported stays: a job is not to look through it for garbage, nor to copy its pages
     while True:
         try:

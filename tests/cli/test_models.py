@@ -19,8 +19,8 @@ from autopar.models.resolve import resolve_model
 from autopar.plan.file import load_plan, save_plan
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import Plan
-from autopar.verification.against_one_device import RankErrors, VerifyReport
 from autopar.verification.compared_models import VerifiedModel
+from autopar.verification.results import RankErrors, VerifyReport
 from tests.support.cli_runner import Run
 from tests.support.distributed.plans import make_plan
 

@@ -19,11 +19,11 @@ from autopar.models.resolve import resolve_model
 from autopar.plan.plan import Plan
 from autopar.tracing.modes import in_double
 from autopar.tracing.trace import trace
-from autopar.verification.against_one_device import Confirmation, RankErrors, VerifyReport, _Run, verify
+from autopar.verification.against_one_device import _Run, verify
 from autopar.verification.compared_models import VerifiedModel
 from autopar.verification.rank_pool import WorkerPool
 from autopar.verification.reference import DoubleSubject, traced_in_double, worst
-from autopar.verification.results import NUDGES
+from autopar.verification.results import NUDGES, Confirmation, RankErrors, VerifyReport
 from tests.support.close import assert_close
 from tests.support.small_models import model_of
 
