@@ -18,6 +18,7 @@ from autopar.plan.plan import Plan
 from autopar.plan.run_log import COMPUTE, OPTIMIZER, predicted_parts
 from autopar.util.files import write_text
 from autopar.util.formatting import num_bytes, plain_table, seconds
+from autopar.validate.scores import rank_correlation
 from autopar.verification.rank_pool import WorkerPool
 
 Advance = Callable[[str, int, int], None]
@@ -103,10 +104,6 @@ class Score:
     memory_mape: float | None
     spread: float
 
-    def to_dict(self) -> dict[str, Any]:
-        """As plain data."""
-        return asdict(self)
-
 
 def measured(ranks: Sequence[Sequence[float]]) -> tuple[float, float]:
     """Step time and spread of one plan from the times of each rank, step by step.
@@ -144,19 +141,6 @@ def score(rows: Sequence[Row], picked: str) -> Score:
     )
 
 
-def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float | None:
-    """Spearman's; None where there are fewer than three values, or all are equal.
-
-    >>> round(rank_correlation([1, 2, 3, 4], [10, 20, 40, 30]), 3)
-    0.8
-    """
-    if len(one) < 3 or len(set(one)) < 2 or len(set(other)) < 2:
-        return None
-    from scipy.stats import spearmanr
-
-    return float(spearmanr(one, other).statistic)
-
-
 def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
@@ -188,7 +172,7 @@ class Outcome:
         return {
             "title": self.title,
             "machine": self.machine,
-            "score": self.score.to_dict(),
+            "score": asdict(self.score),
             "num_candidates": self.num_candidates,
             "plans": [asdict(row) for row in self.rows],
             "misfits": [{"plan": name, "reason": reason} for name, reason in self.misfits],

@@ -11,8 +11,8 @@ from typing import Any, cast
 
 from autopar.errors import AutoparError, UsageError, closest
 from autopar.models.transformer import ATTENTIONS, FAMILIES
+from autopar.plan.plan import RECOMPUTES
 
-RECOMPUTES = ("none", "selective", "full")
 PRECISIONS = ("fp32", "fp16", "bf16", "bf16_fp32_grad_accum", "bf16_true", "fp8")
 COUNTS = (
     "layers", "hidden", "ffn", "heads", "kv_heads", "vocab", "seq", "devices", "devices_per_node", "tp", "pp",
