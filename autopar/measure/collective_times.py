@@ -8,7 +8,6 @@ have limits as well: a rank that died or a collective that hangs ends as a faile
 from __future__ import annotations
 
 import json
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from autopar.errors import AutoparError, UsageError
 from autopar.hardware.link import load_json
 from autopar.hardware.machine import device_name
 from autopar.measure.job_of_ranks import GroupSet, group_sets
-from autopar.measure.timers import free_bytes
+from autopar.measure.timers import free_bytes, median_and_spread, synchronize
 from autopar.util.files import write_json
 
 SMALLEST_BYTES = 1024
@@ -211,20 +210,13 @@ class LinkJob:
         samples = []
         for _ in range(repeats):
             x.fill_(1.0)  # sums must not grow without end
-            self._synchronize()
+            synchronize(self.device)
             start = time.perf_counter()
             for _ in range(calls):
                 run(x, ranks, group)
-            self._synchronize()
+            synchronize(self.device)
             samples.append((time.perf_counter() - start) / calls / (2 if kind == "send" else 1))
-        samples.sort()
-        quarter = len(samples) // 4
-        median = statistics.median(samples)
-        return [median, (samples[-1 - quarter] - samples[quarter]) / median]
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        return list(median_and_spread(samples))
 
     def _together(self, number: int) -> None:
         """Wait until every rank is here, by the store alone."""

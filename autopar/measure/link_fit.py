@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from itertools import combinations
+from typing import Any, Literal
 
 import numpy as np
 from scipy.optimize import minimize, nnls
@@ -87,7 +88,7 @@ def fit_link(
 
 def links_of(
     sets: Sequence[GroupSet],
-    points: Sequence[Sequence[object]],
+    points: Sequence[Sequence[Any]],
     *,
     nodes: Sequence[int],
     machine: MachineProfile,
@@ -124,11 +125,9 @@ def links_of(
     tiers: tuple[tuple[str, Literal["intra_node", "nic"]], ...] = (("node", "intra_node"), ("network", "nic"))
     for tier, name in tiers:
         own = [
-            LinkPoint(
-                kind=str(kind), groups=by_name[str(found)].groups, num_bytes=_number(size), time_s=_number(time_s)
-            )
+            LinkPoint(kind=kind, groups=by_name[found].groups, num_bytes=size, time_s=time_s)
             for found, kind, size, time_s, _ in points
-            if by_name[str(found)].tier == tier
+            if by_name[found].tier == tier
         ]
         if len(own) < 2:
             continue
@@ -145,15 +144,15 @@ def links_of(
 
 
 def _collectives(
-    sets: dict[str, GroupSet], points: Sequence[Sequence[object]], per_node: int, where: str
+    sets: dict[str, GroupSet], points: Sequence[Sequence[Any]], per_node: int, where: str
 ) -> tuple[CollectiveTime, ...]:
     """Fits of what was measured with all siblings at once; patterns of ranks count alike."""
     found: dict[tuple[str, int, int, int], list[tuple[float, float]]] = {}
     for name, kind, size, time_s, _ in points:
-        group = sets[str(name)]
+        group = sets[name]
         if not group.alone:
-            key = (str(kind), group.size, group.num_nodes, group.ranks_per_node)
-            found.setdefault(key, []).append((_number(size), _number(time_s)))
+            key = (kind, group.size, group.num_nodes, group.ranks_per_node)
+            found.setdefault(key, []).append((float(size), float(time_s)))
     made = []
     for (kind, size, num_nodes, ranks_per_node), own in found.items():
         if len({num_bytes for num_bytes, _ in own}) < 2:
@@ -168,11 +167,6 @@ def _collectives(
             )
         )  # fmt: skip
     return tuple(made)
-
-
-def _number(value: object) -> float:
-    assert isinstance(value, int | float)
-    return float(value)
 
 
 # --- Fits latency and bandwidth to times of a collective by size, in as few straight pieces as the points need.
@@ -247,9 +241,7 @@ def _cuts(points: Sequence[Point], count: int) -> tuple[float, list[tuple[int, i
     least = LEAST_POINTS if count > 1 else 1
     best: tuple[float, list[tuple[int, int]]] = (math.inf, [])
     starts = range(least, len(points) - least + 1)
-    for cuts in (
-        [()] if count == 1 else [(i,) for i in starts] if count == 2 else [(i, j) for i in starts for j in starts]
-    ):
+    for cuts in combinations(starts, count - 1):
         spans = list(zip((0, *cuts), (*cuts, len(points)), strict=True))
         if all(stop - start >= least for start, stop in spans):
             cost = sum(_line(points[start:stop])[0] for start, stop in spans)

@@ -8,7 +8,6 @@ takes for a call of its own: in training one call serves the whole step.
 from __future__ import annotations
 
 import json
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ import torch
 
 from autopar.errors import UsageError
 from autopar.hardware.link import load_json
-from autopar.measure.timers import free_bytes, timer
+from autopar.measure.timers import free_bytes, median_and_spread, timer
 from autopar.ops.collectives import on_meshes
 from autopar.ops.kernels import resolve
 from autopar.ops.seeded import draw
@@ -188,10 +187,7 @@ def _median(function: Callable[[], object], device: torch.device) -> tuple[float
     while (first := clock(batch)) < MIN_BATCH_S and calls < 2**12:
         calls *= 2
     repeats = int(min(REPEATS, max(LEAST_REPEATS, OPERATOR_BUDGET_S / max(first, 1e-9))))
-    samples = sorted(clock(batch) / calls for _ in range(repeats))
-    median = statistics.median(samples)
-    quarter = len(samples) // 4
-    return median, (samples[-1 - quarter] - samples[quarter]) / median if median else 0.0, repeats
+    return *median_and_spread(clock(batch) / calls for _ in range(repeats)), repeats
 
 
 class OperatorFile:

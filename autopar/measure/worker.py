@@ -260,10 +260,7 @@ def measure_device(device: torch.device) -> dict[str, Any]:
     sizes = {torch.float16: SLOW_DIMS} if is_cpu else {}
     found: dict[str, Any] = {
         "matmul": {
-            str(dtype).removeprefix("torch."): [
-                {"smallest_dim": min(t.m, t.n, t.k), "flops_per_s": t.flops_per_s}
-                for t in measure.matmul_times(device, dtype, smallest_dims=sizes.get(dtype))
-            ]
+            str(dtype).removeprefix("torch."): measure.matmul_rates(device, dtype, smallest_dims=sizes.get(dtype))
             for dtype in dtypes
         },
         "copy_bandwidth_bytes_per_s": measure.copy_bandwidth_bytes_per_s(device),
@@ -282,10 +279,9 @@ def _in_tf32(device: torch.device) -> list[dict[str, float]]:
     """Rates of products of float32 in the mode that makes them in TF32; this process is there for measuring alone."""
     torch.set_float32_matmul_precision("high")
     try:
-        times = measure.matmul_times(device, torch.float32)
+        return measure.matmul_rates(device, torch.float32)
     finally:
         torch.set_float32_matmul_precision("highest")
-    return [{"smallest_dim": min(t.m, t.n, t.k), "flops_per_s": t.flops_per_s} for t in times]
 
 
 def measure_host(
@@ -329,11 +325,11 @@ def measure_link(device: torch.device) -> dict[str, float]:
     for repeat in range(12):
         for name, (_, calls) in timed.items():
             dist.barrier()
-            _synchronize(device)
+            measure.synchronize(device)
             start = time.perf_counter()
             for _ in range(calls):
                 _exchange(tensors[name], parts[name])
-            _synchronize(device)
+            measure.synchronize(device)
             if repeat >= 2:
                 times[name].append((time.perf_counter() - start) / calls)
     small_s, large_s = statistics.median(times["small"]), statistics.median(times["large"])
@@ -350,11 +346,6 @@ def _exchange(whole: torch.Tensor, part: torch.Tensor) -> None:
         dist.all_gather_into_tensor(whole, part)
     else:
         dist.all_reduce(whole)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def main(rank: int, ranks: int, folder: Path) -> None:
