@@ -16,6 +16,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -131,7 +132,8 @@ class WorkerPool:
         """Ends the workers; ``kill`` does not wait for what they do."""
         for worker in self._workers:
             if not kill:
-                _try_send(worker.connection, b"")
+                with suppress(OSError):  # the worker is gone, which is what was asked for
+                    worker.connection.send_bytes(b"")
             worker.connection.close()
         deadline = time.monotonic() + (0.0 if kill else _GRACE_S)
         for worker in self._workers:
@@ -166,13 +168,6 @@ class WorkerPool:
                 if outcome.failure and not any(o.failure for o in outcomes.values() if o is not outcome):
                     deadline, late = min(deadline, time.monotonic() + _GRACE_S), "waited for the one that failed"
         return [outcomes.get(rank, _Outcome(failure=late)) for rank in range(len(workers))]
-
-
-def _try_send(connection: Connection, message: bytes) -> None:
-    try:
-        connection.send_bytes(message)
-    except OSError:
-        return  # the worker is gone, which is what was asked for
 
 
 def _receive(worker: _Worker) -> _Outcome:
