@@ -37,19 +37,15 @@ MAX_AGE_S = 6 * 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BenchmarkRequest:
+class BenchmarkRequest(Request):
     """What is asked for; the options of the command."""
 
     model: str
     num_ranks: int = 4
     global_batch_size: int = 16
-    space: str = "default"
     sample: int | None = None
     sample_seed: int = 0
     sequence: int | None = None
-    precision: str = "fp32"
-    optimizer: str = "adamw"
-    pins: tuple[str, ...] = ()
     rounds: int = 3
     steps: int = 3
     warm_up: int = 2
@@ -184,16 +180,8 @@ def one_device_pins(space: Space, request: BenchmarkRequest) -> list[tuple[str, 
 
 def task_of(request: BenchmarkRequest, source: ModelSource, cluster: Cluster, precision: str) -> Task:
     """What the planner is asked."""
-    asked = Request(
-        cluster=cluster,
-        global_batch_size=request.global_batch_size,
-        example_inputs=source.example_inputs,
-        pins=request.pins,
-        precision=precision,
-        optimizer=request.optimizer,
-        space=request.space,
-        name=source.name,
-    )
+    inputs = source.example_inputs
+    asked = replace(request, cluster=cluster, example_inputs=inputs, precision=precision, name=source.name)
     return planned(source.model, asked)
 
 
