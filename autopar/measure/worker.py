@@ -43,10 +43,19 @@ _KERNELS_OF_ADAMW = 9  # autopar.cost.step.memory: operators of AdamW for one pa
 def measure_overheads() -> dict[str, float]:
     """All of them, by the names of :class:`autopar.hardware.device.Overheads`."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    end, rounds = time.monotonic() + BUDGET_S, [_measured_once(mesh)]
-    while len(rounds) < ROUNDS and _has_time(end):
-        rounds.append(_measured_once(mesh))
-    return {name: statistics.median(found[name] for found in rounds) for name in rounds[0]}
+    return _in_rounds(lambda: _measured_once(mesh), _has_time)
+
+
+def _in_rounds(measure_once: Callable[[], dict[str, Any]], has_time: Callable[[float], bool]) -> dict[str, Any]:
+    """What is measured up to ``ROUNDS`` times, none begun after ``BUDGET_S``; of each number the median.
+
+    Args:
+        has_time: whether a time by the clock has not come yet.
+    """
+    end, rounds = time.monotonic() + BUDGET_S, [measure_once()]
+    while len(rounds) < ROUNDS and has_time(end):
+        rounds.append(measure_once())
+    return dict(_medians(rounds))
 
 
 def _has_time(end: float) -> bool:
@@ -236,10 +245,7 @@ def measured_in_rounds(device: torch.device) -> dict[str, Any]:
     The speed of a shared machine changes from second to second by a fifth and more, and one number must not be
     measured in a good second and the next one in a bad one.
     """
-    end, rounds = time.monotonic() + BUDGET_S, [measure_device(device)]
-    while len(rounds) < ROUNDS and time.monotonic() < end:
-        rounds.append(measure_device(device))
-    return dict(_medians(rounds))
+    return _in_rounds(lambda: measure_device(device), lambda end: time.monotonic() < end)
 
 
 def _medians(found: Sequence[Any]) -> Any:
