@@ -112,20 +112,6 @@ class FailedRow:
         return cls(file=run.file, line=run.line, name=run.name, release=run.release, error=error)
 
 
-def read_runs(path: Path) -> tuple[Run, ...]:
-    """The runs of a file.
-
-    Raises:
-        UsageError: as :func:`read_rows`, or a cell has no sense; names file, row and column, and a remedy.
-    """
-    runs = []
-    for row in read_rows(path):
-        if isinstance(row, FailedRow):
-            raise row.error
-        runs.append(row)
-    return tuple(runs)
-
-
 def read_rows(path: Path) -> tuple[Run | FailedRow, ...]:
     """The rows of a file: those with a cell that has no sense, or with numbers that do not go together, as what is wrong.
 

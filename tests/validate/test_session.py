@@ -18,10 +18,9 @@ from autopar.validate import parameters as free
 from autopar.validate.express import scaled
 from autopar.validate.practice import cluster_of, load_sites, site_from, site_of
 from autopar.validate.report import markdown, render_html
-from autopar.validate.runs import read_runs
 from autopar.validate.scores import as_read, calibrate, evaluate, may_fit, memory_width, score
 from autopar.validate.session import Session
-from tests.support.published import NEEDS_PUBLISHED, OWN, PUBLISHED
+from tests.support.published import NEEDS_PUBLISHED, OWN, PUBLISHED, read_runs
 from tools.evidence.accuracy import ERRATA, document, unslowed, without_errata
 
 
