@@ -204,7 +204,6 @@ def benchmark(
     *,
     title: str,
     results: Path | None = None,
-    batch: int = BATCH,
     advance: Advance | None = None,
 ) -> Outcome:
     """Measures the plans of ``choice`` that ``results`` has not yet, and scores all.
@@ -213,18 +212,17 @@ def benchmark(
         job: with everything but the plans.
         results: a file that is read first and written after every batch, so that a run that was stopped goes on;
             measurements stay when predictions change. None: nothing is kept.
-        batch: plans that take turns; one whose batch fails is tried once more alone.
+        launch: what fails for several plans is tried once more for each alone.
 
     Raises:
         UsageError: the file is of another benchmark.
     """
     known = _read(results, title) if results is not None else {}
     left = [entry for entry in choice.entries if entry.key not in known]
-    batches = [left[i : i + batch] for i in range(0, len(left), batch)]
-    for i, entries in enumerate(batches):
+    for done in range(0, len(left), BATCH):
         if advance is not None:
-            advance("running plans", i * batch, len(left))
-        known |= _measure(job, entries, launch)
+            advance("running plans", done, len(left))
+        known |= _measure(job, left[done : done + BATCH], launch)
         if results is not None:
             _write(results, title, known)
     rows = [_row(entry, known[entry.key], job.as_rank) for entry in choice.entries]
@@ -303,15 +301,17 @@ def _write(path: Path, title: str, known: Mapping[str, Any]) -> None:
 
 # --- Tables of a benchmark.
 
+MOST_SHOWN = 40
 
-def render(outcome: Outcome, *, most: int = 40) -> str:
+
+def render(outcome: Outcome) -> str:
     """The score, then plans by measured time."""
-    rows = [_cells(row, outcome.score.picked) for row in outcome.rows[:most]]
+    rows = [_cells(row, outcome.score.picked) for row in outcome.rows[:MOST_SHOWN]]
     head = ("plan", "predicted", "measured", "off", "spread", "memory", "measured", "off")
     lines = [outcome.title, *filter(None, [outcome.machine]), score_line(outcome), ""]
     lines += [plain_table(head, rows, left=("plan",), width=130, indent=0)]
-    if len(outcome.rows) > most:
-        lines.append(f"and {len(outcome.rows) - most} more: see --json")
+    if len(outcome.rows) > MOST_SHOWN:
+        lines.append(f"and {len(outcome.rows) - MOST_SHOWN} more: see --json")
     lines += [f"failed: {row.name}: {_last_line(row.failure)}" for row in outcome.rows if row.failure]
     if outcome.misfits:
         lines.append(f"{len(outcome.misfits)} candidates have no plan that fits")
