@@ -226,7 +226,7 @@ def cluster_from_table(table: Table, *, folder: Path | None = None, default_name
             table.has(key)
         table.finish()  # a misspelt [[group]] is named, with its line
         raise UsageError.missing("[[group]] of nodes", where=table.place(None), fix="Add at least one")
-    tiers = tuple(_tier(item) for item in table.tables("tier"))
+    tiers = tuple(item.record(Tier, uplink=Link.from_table(item.table("uplink"))) for item in table.tables("tier"))
     _check_tiers(table, tiers)
     cluster = Cluster(
         name=table.text("name", default_name),
@@ -272,10 +272,6 @@ def _group(table: Table, folder: Path | None) -> tuple[NodeGroup, str | None]:
         nics_per_node=table.integer("nics_per_node"),
     )
     return group, None
-
-
-def _tier(table: Table) -> Tier:
-    return table.record(Tier, uplink=Link.from_table(table.table("uplink")))
 
 
 def _check_tiers(table: Table, tiers: Sequence[Tier]) -> None:
