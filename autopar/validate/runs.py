@@ -217,8 +217,13 @@ class _Row:
         return cell
 
     def measured(self, column: str) -> float | None:
-        found = _positive(self.cells[column])
-        if self.cells[column] and found is None:
+        if not self.cells[column]:
+            return None
+        try:
+            found = float(self.cells[column])
+        except ValueError:
+            found = 0.0
+        if not 0 < found < float("inf"):
             raise self.fault(column, "nothing or a number above zero")
         return found
 
@@ -267,11 +272,3 @@ def _check(run: Run, row: _Row) -> None:
     if run.layers + 2 < run.pp * run.virtual_stages:
         stages = run.pp * run.virtual_stages
         raise row.fault("layers", f"a layer, the embedding or the head for each of {stages} stages")
-
-
-def _positive(text: str) -> float | None:
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    return value if 0 < value < float("inf") else None
