@@ -25,7 +25,7 @@ import torch.distributed as dist
 from autopar.benchmark.rank_links import LinkTask
 from autopar.graph.graph import Graph
 from autopar.lower.program import lower
-from autopar.measure.timers import Layers
+from autopar.measure.timers import Layers, synchronize
 from autopar.models.resolve import ModelSource
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import Plan
@@ -176,10 +176,10 @@ class _Runner:
     def timed(self, count: int) -> None:
         for _ in range(count):
             dist.barrier()
-            self._synchronize()
+            synchronize(self.device)
             start_s = time.perf_counter()
             self.steps(1)
-            self._synchronize()
+            synchronize(self.device)
             self.seconds.append(time.perf_counter() - start_s)
 
     def measure_memory(self) -> None:
@@ -199,10 +199,6 @@ class _Runner:
         tensors += [v for state in self.optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
         local = (getattr(t, "_local_tensor", t) for t in tensors)
         return sum(t.numel() * t.element_size() for t in local)
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 def torch_optimizer(name: str, parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:

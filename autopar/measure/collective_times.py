@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -199,24 +200,32 @@ class LinkJob:
                 self._groups[tuple(ranks)] = made
 
     def _run(self, number: int, kind: str, num_bytes: int, calls: int, repeats: int) -> list[float] | None:
-        """Median seconds of one call and the spread; None on a rank outside of the groups."""
+        """Seconds of one call and the spread; None on a rank outside of the groups."""
         self._together(number)
         if not self._groups:
             return None
         ((ranks, group),) = self._groups.items()
         x = torch.ones(num_bytes // 4, device=self.device)
-        run = self.collectives[kind]
-        run(x, ranks, group)
+        run = partial(self.collectives[kind], x, ranks, group)
+        run()
         samples = []
         for _ in range(repeats):
             x.fill_(1.0)  # sums must not grow without end
-            synchronize(self.device)
-            start = time.perf_counter()
-            for _ in range(calls):
-                run(x, ranks, group)
-            synchronize(self.device)
-            samples.append((time.perf_counter() - start) / calls / (2 if kind == "send" else 1))
-        return list(median_and_spread(samples))
+            samples.append(self._spent_s(run, calls) / calls / (2 if kind == "send" else 1))
+        return list(self._summary(samples))
+
+    def _spent_s(self, run: Callable[[], object], calls: int) -> float:
+        """Seconds of so many calls of a collective."""
+        synchronize(self.device)
+        start = time.perf_counter()
+        for _ in range(calls):
+            run()
+        synchronize(self.device)
+        return time.perf_counter() - start
+
+    def _summary(self, samples: list[float]) -> tuple[float, float]:
+        """What is told of the samples: a time and its spread."""
+        return median_and_spread(samples)
 
     def _together(self, number: int) -> None:
         """Wait until every rank is here, by the store alone."""

@@ -57,11 +57,14 @@ def fit_link(
     # where no point is large enough to say, the bandwidth must not run away
     fastest = 2 * max(p.num_bytes * volume_factor(p.kind, len(p.groups[0])) / p.time_s for p in points)
 
-    def logs(variables: np.ndarray) -> np.ndarray:
-        link = replace(
-            start, latency_s=math.exp(variables[0]), bandwidth_bytes_per_s=min(math.exp(variables[1]), fastest)
+    def link_at(variables: np.ndarray) -> Link:
+        latency_s, bandwidth = math.exp(variables[0]), min(math.exp(variables[1]), fastest)
+        return replace(
+            start, latency_s=latency_s, bandwidth_bytes_per_s=bandwidth, half_bandwidth_bytes=0.0, step_fraction=1.0
         )
-        link = replace(link, half_bandwidth_bytes=0.0, step_fraction=1.0)
+
+    def logs(variables: np.ndarray) -> np.ndarray:
+        link = link_at(variables)
         own = replace(nodes, nic=link) if name == "nic" else replace(nodes, intra_node=link, nic=link)
         cluster = Cluster(name="measured", groups=(own,), library=library)
         model = CollectiveModel(cluster)
@@ -79,11 +82,7 @@ def fit_link(
     # where the bandwidth is cut off it has no effect, so the fit begins below
     begin = np.log([quickest / 4, fastest / 2])
     done = minimize(distance, begin, method="Nelder-Mead", options={"xatol": 1e-4, "fatol": 1e-6, "maxfev": 400})
-    latency, bandwidth = math.exp(done.x[0]), min(math.exp(done.x[1]), fastest)
-    link = replace(
-        start, latency_s=latency, bandwidth_bytes_per_s=bandwidth, half_bandwidth_bytes=0.0, step_fraction=1.0
-    )
-    return link, float(np.median(np.abs(np.expm1(logs(done.x)))))
+    return link_at(done.x), float(np.median(np.abs(np.expm1(logs(done.x)))))
 
 
 def links_of(
