@@ -224,7 +224,7 @@ def benchmark(
             advance("running plans", done, len(left))
         known |= _measure(job, left[done : done + BATCH], launch)
         if results is not None:
-            _write(results, title, known)
+            write_text(results, json.dumps({"title": title, "measured": known}, indent=1), make_folder=True)
     rows = [_row(entry, known[entry.key], job.as_rank) for entry in choice.entries]
     rows.sort(key=lambda row: (row.measured_s is None, row.measured_s or row.predicted_s))
     return Outcome(
@@ -293,10 +293,6 @@ def _read(path: Path, title: str) -> dict[str, dict[str, Any]]:
             fix="Name another file, or remove this one",
         )
     return dict(data["measured"])
-
-
-def _write(path: Path, title: str, known: Mapping[str, Any]) -> None:
-    write_text(path, json.dumps({"title": title, "measured": known}, indent=1), make_folder=True)
 
 
 # --- Tables of a benchmark.

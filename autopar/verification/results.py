@@ -313,18 +313,12 @@ def verification(report: VerifyReport) -> dict[str, Any]:
         "reference_losses": list(report.reference_losses),
         "bisection": None if report.bisection is None else asdict(report.bisection),
         "ranks": [_row(row) for row in report.rows],
-        **({} if found is None else _confirmed(found)),
     }
+    if found is not None:
+        said["float64_ranks"] = [_row(row) for row in found.rows]
+        said |= {"alone": _row(found.alone), "nudged": [_row(row) for row in found.nudged]}
     finite: dict[str, Any] = pytree.tree_map_only(float, lambda x: x if math.isfinite(x) else str(x), said)
     return finite
-
-
-def _confirmed(found: Confirmation) -> dict[str, Any]:
-    return {
-        "float64_ranks": [_row(row) for row in found.rows],
-        "alone": _row(found.alone),
-        "nudged": [_row(row) for row in found.nudged],
-    }
 
 
 def _row(row: RankErrors) -> dict[str, Any]:
