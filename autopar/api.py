@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from autopar.planner.search import Limits, Progress
     from autopar.runtime.parallel_model import ParallelModel
     from autopar.tracing.trace import LossFunction
-    from autopar.verification.against_one_device import VerifyReport
+    from autopar.verification.results import VerifyReport
 
 __all__ = ["PRECISIONS", "estimate", "parallelize", "search", "trace", "verify"]
 
@@ -399,12 +399,10 @@ def verify(
         PlanError: the plan is for another model.
         VerificationError: one device alone cannot train the model, or not in fp64.
     """
-    from autopar.verification.against_one_device import check_size
     from autopar.verification.against_one_device import verify as compare
     from autopar.verification.compared_models import made, own_model
 
     plan = _loaded(plan)
-    check_size(plan)
     module = made(model)
     subject = own_model(model, module, plan, example_inputs)
     graph = _graph_of(plan, module, example_inputs, loss_fn)

@@ -18,6 +18,7 @@ from autopar.plan.plan import Plan
 from autopar.plan.run_log import COMPUTE, OPTIMIZER, predicted_parts
 from autopar.util.files import write_text
 from autopar.util.formatting import num_bytes, plain_table, seconds
+from autopar.validate.scores import rank_correlation
 from autopar.verification.rank_pool import WorkerPool
 
 Advance = Callable[[str, int, int], None]
@@ -103,10 +104,6 @@ class Score:
     memory_mape: float | None
     spread: float
 
-    def to_dict(self) -> dict[str, Any]:
-        """As plain data."""
-        return asdict(self)
-
 
 def measured(ranks: Sequence[Sequence[float]]) -> tuple[float, float]:
     """Step time and spread of one plan from the times of each rank, step by step.
@@ -144,19 +141,6 @@ def score(rows: Sequence[Row], picked: str) -> Score:
     )
 
 
-def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float | None:
-    """Spearman's; None where there are fewer than three values, or all are equal.
-
-    >>> round(rank_correlation([1, 2, 3, 4], [10, 20, 40, 30]), 3)
-    0.8
-    """
-    if len(one) < 3 or len(set(one)) < 2 or len(set(other)) < 2:
-        return None
-    from scipy.stats import spearmanr
-
-    return float(spearmanr(one, other).statistic)
-
-
 def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
@@ -188,7 +172,7 @@ class Outcome:
         return {
             "title": self.title,
             "machine": self.machine,
-            "score": self.score.to_dict(),
+            "score": asdict(self.score),
             "num_candidates": self.num_candidates,
             "plans": [asdict(row) for row in self.rows],
             "misfits": [{"plan": name, "reason": reason} for name, reason in self.misfits],
@@ -220,7 +204,6 @@ def benchmark(
     *,
     title: str,
     results: Path | None = None,
-    batch: int = BATCH,
     advance: Advance | None = None,
 ) -> Outcome:
     """Measures the plans of ``choice`` that ``results`` has not yet, and scores all.
@@ -229,20 +212,19 @@ def benchmark(
         job: with everything but the plans.
         results: a file that is read first and written after every batch, so that a run that was stopped goes on;
             measurements stay when predictions change. None: nothing is kept.
-        batch: plans that take turns; one whose batch fails is tried once more alone.
+        launch: what fails for several plans is tried once more for each alone.
 
     Raises:
         UsageError: the file is of another benchmark.
     """
     known = _read(results, title) if results is not None else {}
     left = [entry for entry in choice.entries if entry.key not in known]
-    batches = [left[i : i + batch] for i in range(0, len(left), batch)]
-    for i, entries in enumerate(batches):
+    for done in range(0, len(left), BATCH):
         if advance is not None:
-            advance("running plans", i * batch, len(left))
-        known |= _measure(job, entries, launch)
+            advance("running plans", done, len(left))
+        known |= _measure(job, left[done : done + BATCH], launch)
         if results is not None:
-            _write(results, title, known)
+            write_text(results, json.dumps({"title": title, "measured": known}, indent=1), make_folder=True)
     rows = [_row(entry, known[entry.key], job.as_rank) for entry in choice.entries]
     rows.sort(key=lambda row: (row.measured_s is None, row.measured_s or row.predicted_s))
     return Outcome(
@@ -313,21 +295,19 @@ def _read(path: Path, title: str) -> dict[str, dict[str, Any]]:
     return dict(data["measured"])
 
 
-def _write(path: Path, title: str, known: Mapping[str, Any]) -> None:
-    write_text(path, json.dumps({"title": title, "measured": known}, indent=1), make_folder=True)
-
-
 # --- Tables of a benchmark.
 
+MOST_SHOWN = 40
 
-def render(outcome: Outcome, *, most: int = 40) -> str:
+
+def render(outcome: Outcome) -> str:
     """The score, then plans by measured time."""
-    rows = [_cells(row, outcome.score.picked) for row in outcome.rows[:most]]
+    rows = [_cells(row, outcome.score.picked) for row in outcome.rows[:MOST_SHOWN]]
     head = ("plan", "predicted", "measured", "off", "spread", "memory", "measured", "off")
     lines = [outcome.title, *filter(None, [outcome.machine]), score_line(outcome), ""]
     lines += [plain_table(head, rows, left=("plan",), width=130, indent=0)]
-    if len(outcome.rows) > most:
-        lines.append(f"and {len(outcome.rows) - most} more: see --json")
+    if len(outcome.rows) > MOST_SHOWN:
+        lines.append(f"and {len(outcome.rows) - MOST_SHOWN} more: see --json")
     lines += [f"failed: {row.name}: {_last_line(row.failure)}" for row in outcome.rows if row.failure]
     if outcome.misfits:
         lines.append(f"{len(outcome.misfits)} candidates have no plan that fits")

@@ -37,19 +37,15 @@ MAX_AGE_S = 6 * 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BenchmarkRequest:
+class BenchmarkRequest(Request):
     """What is asked for; the options of the command."""
 
     model: str
     num_ranks: int = 4
     global_batch_size: int = 16
-    space: str = "default"
     sample: int | None = None
     sample_seed: int = 0
     sequence: int | None = None
-    precision: str = "fp32"
-    optimizer: str = "adamw"
-    pins: tuple[str, ...] = ()
     rounds: int = 3
     steps: int = 3
     warm_up: int = 2
@@ -87,31 +83,34 @@ def run_local(
         UsageError: there is no such rank.
     """
     _check_rank(request)
-    source = resolve_model(
-        request.model, sequence_length=request.sequence
-    )  # which may be none: before minutes of measuring
-    if request.as_rank is None and not torch.cuda.is_available():  # one rank may have a part of what fits nowhere whole
-        _check_runs(source)
-    profile = profile_path(cache_dir)
-    again, note = whether_again(profile, fresh=request.fresh)
+    source = resolve_model(request.model, sequence_length=request.sequence)  # before minutes of measuring
+    is_gpu = torch.cuda.is_available()
+    if request.as_rank is None and not is_gpu:  # one rank may have a part of what fits nowhere whole
+        trained_alone(source.build(), [source.make_batch(source.batch_size)])  # what cannot, no plan can either
+    again, note = whether_again(profile_path(cache_dir), fresh=request.fresh)
     if again and advance is not None:
         advance(note, 0, 1)
     machine = machine_profile(cache_dir=cache_dir, refresh=again)
     if request.as_rank is not None:
-        outcome = _as_rank(request, results=results, cache_dir=cache_dir, advance=advance)
-    elif torch.cuda.is_available():
-        outcome = _on_gpu(request, results=results, cache_dir=cache_dir, advance=advance)
+        # on a CPU it has a core of its own, as none of the others runs; neighbours that are not there send no shapes
+        cores = "" if is_gpu else f"&cores={request.num_ranks}"
+        cluster = Cluster.parse(f"local?ranks={request.num_ranks}{cores}", cache_dir=cache_dir)
+        alone = replace(request, pins=(*request.pins, "pp=1"))
+        with local_ranks(1, run_timeout_s=request.run_timeout_s) as launch:
+            outcome = on_cluster(alone, source, cluster, launch, results=results, advance=advance)
+    elif is_gpu or request.num_ranks == 1:
+        cluster = Cluster.parse("local?ranks=1", cache_dir=cache_dir)
+        run = _variants if is_gpu else on_cluster
+        with local_ranks(1, run_timeout_s=request.run_timeout_s) as launch:
+            outcome = run(request, source, cluster, launch, results=results, advance=advance)
     else:
         kept = (cache_dir or default_cache_dir()) / f"ranks-{fingerprint()}-{request.num_ranks}.json"
         with local_ranks(request.num_ranks, run_timeout_s=request.run_timeout_s) as launch:
-            if request.num_ranks > 1:
-                again, note = whether_again(kept, fresh=request.fresh or again)
-                if again and advance is not None:
-                    advance(note, 0, 1)
-                cluster = measured_cluster("local", machine, (1, request.num_ranks), launch, kept=kept, again=again)
-            else:
-                cluster = Cluster.parse("local?ranks=1", cache_dir=cache_dir)
-            outcome = on_cluster(request, cluster, launch, results=results, advance=advance)
+            again, note = whether_again(kept, fresh=request.fresh or again)
+            if again and advance is not None:
+                advance(note, 0, 1)
+            cluster = measured_cluster("local", machine, (1, request.num_ranks), launch, kept=kept, again=again)
+            outcome = on_cluster(request, source, cluster, launch, results=results, advance=advance)
     return replace(outcome, machine=note)
 
 
@@ -122,12 +121,6 @@ def _check_rank(request: BenchmarkRequest) -> None:
             where="--as-rank",
             fix="Say how many ranks the plans are for with --ranks",
         )
-
-
-def _check_runs(source: ModelSource) -> None:
-    """Nothing, where the model as it is written makes one step of a few samples; what cannot, no plan can either."""
-    batch = source.make_batch(source.batch_size)
-    trained_alone(source.build(), [batch], "One device alone cannot train the model")
 
 
 def whether_again(kept: Path | None, *, fresh: bool) -> tuple[bool, str]:
@@ -149,48 +142,32 @@ def whether_again(kept: Path | None, *, fresh: bool) -> tuple[bool, str]:
 
 def on_cluster(
     request: BenchmarkRequest,
+    source: ModelSource,
     cluster: Cluster,
     launch: Launch,
     *,
     results: Path | None = None,
     advance: Advance | None = None,
 ) -> Outcome:
-    """On any ranks that ``launch`` reaches and ``cluster`` describes."""
-    source = resolve_model(request.model, sequence_length=request.sequence)
+    """On any ranks that ``launch`` reaches and ``cluster`` describes; ``source``: the model of the request."""
     task = task_of(request, source, cluster, request.precision)
     choice = choose(task, sample=request.sample, seed=request.sample_seed, slowest=request.slowest, advance=advance)
-    return _measured(request, source, [task], choice, launch, "cpu", cluster.name, results=results, advance=advance)
+    return _measured(request, source, [task], choice, launch, results=results, advance=advance)
 
 
-def _as_rank(
-    request: BenchmarkRequest, *, results: Path | None, cache_dir: Path | None, advance: Advance | None
+def _variants(
+    request: BenchmarkRequest,
+    source: ModelSource,
+    cluster: Cluster,
+    launch: Launch,
+    *,
+    results: Path | None = None,
+    advance: Advance | None = None,
 ) -> Outcome:
-    """Compute and memory of one rank: on a CPU it has a core of its own, as none of the others runs.
-
-    Without a pipeline: neighbours that are not there send no shapes.
-    """
-    is_gpu = torch.cuda.is_available()
-    cores = "" if is_gpu else f"&cores={request.num_ranks}"
-    cluster = Cluster.parse(f"local?ranks={request.num_ranks}{cores}", cache_dir=cache_dir)
-    source = resolve_model(request.model, sequence_length=request.sequence)
-    task = task_of(replace(request, pins=(*request.pins, "pp=1")), source, cluster, request.precision)
-    choice = choose(task, sample=request.sample, seed=request.sample_seed, advance=advance)
-    device_type = "cuda" if is_gpu else "cpu"
-    with local_ranks(1, run_timeout_s=request.run_timeout_s) as launch:
-        return _measured(
-            request, source, [task], choice, launch, device_type, cluster.name, results=results, advance=advance
-        )
-
-
-def _on_gpu(
-    request: BenchmarkRequest, *, results: Path | None, cache_dir: Path | None, advance: Advance | None
-) -> Outcome:
-    cluster = Cluster.parse("local?ranks=1", cache_dir=cache_dir)
-    source = resolve_model(request.model, sequence_length=request.sequence)
+    """On one GPU, every variant of a plan for it."""
     tasks = [task_of(request, source, cluster, precision) for precision in GPU_PRECISIONS]
     choice = variants(tasks, one_device_pins(tasks[0].space, request))
-    with local_ranks(1, run_timeout_s=request.run_timeout_s) as launch:
-        return _measured(request, source, tasks, choice, launch, "cuda", cluster.name, results=results, advance=advance)
+    return _measured(request, source, tasks, choice, launch, results=results, advance=advance)
 
 
 def one_device_pins(space: Space, request: BenchmarkRequest) -> list[tuple[str, ...]]:
@@ -203,31 +180,23 @@ def one_device_pins(space: Space, request: BenchmarkRequest) -> list[tuple[str, 
 
 def task_of(request: BenchmarkRequest, source: ModelSource, cluster: Cluster, precision: str) -> Task:
     """What the planner is asked."""
-    asked = Request(
-        cluster=cluster,
-        global_batch_size=request.global_batch_size,
-        example_inputs=source.example_inputs,
-        pins=request.pins,
-        precision=precision,
-        optimizer=request.optimizer,
-        space=request.space,
-        name=source.name,
-    )
+    inputs = source.example_inputs
+    asked = replace(request, cluster=cluster, example_inputs=inputs, precision=precision, name=source.name)
     return planned(source.model, asked)
 
 
-def _measured(  # noqa: PLR0913  what the two ways to get here differ in
+def _measured(
     request: BenchmarkRequest,
     source: ModelSource,
     tasks: list[Task],
     choice: Choice,
     launch: Launch,
-    device_type: str,
-    where: str,
     *,
     results: Path | None,
     advance: Advance | None,
 ) -> Outcome:
+    cluster = tasks[0].cluster
+    device_type = cluster.devices[0].kind
     job = Job(
         source=source,
         graphs={task.precision.name: task.graph for task in tasks},
@@ -240,8 +209,7 @@ def _measured(  # noqa: PLR0913  what the two ways to get here differ in
         alone=device_type == "cuda",  # models of a GPU: many do not fit beside each other
         as_rank=request.as_rank,
     )
-    title = f"{request.title}, {where}"
-    return benchmark(job, choice, launch, title=title, results=results, advance=advance)
+    return benchmark(job, choice, launch, title=f"{request.title}, {cluster.name}", results=results, advance=advance)
 
 
 # --- which plans are run

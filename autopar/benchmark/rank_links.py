@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -105,27 +106,24 @@ class _BetweenWork(LinkJob):
         self.active = sum(map(len, groups))
         super()._open(number, groups)
 
-    def _run(self, number: int, kind: str, num_bytes: int, calls: int, repeats: int) -> list[float] | None:
-        self._together(number)
-        if not self._groups:
-            return None
-        ((ranks, group),) = self._groups.items()
-        work, run = Layers(), self.collectives[kind]
-        x = torch.ones(num_bytes // 4)
+    @cached_property
+    def _work(self) -> Layers:
+        return Layers()
+
+    def _spent_s(self, run: Callable[[], object], calls: int) -> float:
         share = max(self.crowding * self.active / self.world, 1.0)
-        run(x, ranks, group)
-        samples = []
-        for _ in range(repeats):
-            x.fill_(1.0)
-            own_s, start = 0.0, time.perf_counter()
-            for _ in range(calls):
-                spent_s, passes = work.run(WORK_S)
-                own_s, self.passes = own_s + spent_s, self.passes + passes
-                run(x, ranks, group)
-            rest = time.perf_counter() - start - share * own_s
-            self.spent_s += own_s
-            samples.append(max(rest, 1e-6) / calls / (2 if kind == "send" else 1))
-        return [statistics.mean(samples), statistics.pstdev(samples) / statistics.mean(samples)]
+        own_s, start = 0.0, time.perf_counter()
+        for _ in range(calls):
+            spent_s, passes = self._work.run(WORK_S)
+            own_s, self.passes = own_s + spent_s, self.passes + passes
+            run()
+        rest_s = time.perf_counter() - start - share * own_s
+        self.spent_s += own_s
+        return max(rest_s, 1e-6)
+
+    def _summary(self, samples: list[float]) -> tuple[float, float]:
+        mean = statistics.mean(samples)
+        return mean, statistics.pstdev(samples) / mean
 
 
 def crowding() -> float:

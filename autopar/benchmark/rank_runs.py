@@ -1,7 +1,7 @@
 """What every rank does: builds several plans, runs their steps in turns, tells times, memory and categories.
 
-Under torchrun on other machines: ``torchrun ... autopar/benchmark/rank_runs.py JOB RESULT``, with the files of
-:func:`write_job` and :func:`read_result`.
+Under torchrun on other machines: ``torchrun ... autopar/benchmark/rank_runs.py JOB RESULT``, where JOB holds a pickled
+:class:`Job` and RESULT will hold a JSON list of what :func:`run` gave on each rank.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from autopar.benchmark.rank_links import LinkTask
 from autopar.graph.graph import Graph
 from autopar.lower.program import lower
-from autopar.measure.timers import Layers
+from autopar.measure.timers import Layers, synchronize
 from autopar.models.resolve import ModelSource
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import Plan
@@ -33,6 +33,7 @@ from autopar.runtime.job import start, stop
 from autopar.runtime.parallel_model import ParallelModel
 from autopar.runtime.weights import ModelWeights
 from autopar.runtime.world import World
+from autopar.util.files import write_text
 
 LEARNING_RATE = 1e-4
 
@@ -175,10 +176,10 @@ class _Runner:
     def timed(self, count: int) -> None:
         for _ in range(count):
             dist.barrier()
-            self._synchronize()
+            synchronize(self.device)
             start_s = time.perf_counter()
             self.steps(1)
-            self._synchronize()
+            synchronize(self.device)
             self.seconds.append(time.perf_counter() - start_s)
 
     def measure_memory(self) -> None:
@@ -198,10 +199,6 @@ class _Runner:
         tensors += [v for state in self.optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
         local = (getattr(t, "_local_tensor", t) for t in tensors)
         return sum(t.numel() * t.element_size() for t in local)
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 def torch_optimizer(name: str, parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
@@ -239,17 +236,6 @@ def _as(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 # --- under torchrun
 
 
-def write_job(job: Job | LinkTask, path: Path) -> None:
-    """A job as a file."""
-    path.write_bytes(pickle.dumps(job))
-
-
-def read_result(path: Path) -> list[dict[str, dict[str, Any]]]:
-    """What :func:`run` gave, on every rank."""
-    ranks: list[dict[str, dict[str, Any]]] = json.loads(path.read_text(encoding="utf-8"))
-    return ranks
-
-
 def main(job_file: Path, result_file: Path) -> None:
     """One rank of a torchrun job; rank 0 writes what all found."""
     torch.set_num_threads(1)
@@ -259,9 +245,7 @@ def main(job_file: Path, result_file: Path) -> None:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     if dist.get_rank() == 0:
-        partial = result_file.with_suffix(".tmp")
-        partial.write_text(json.dumps(everyone), encoding="utf-8")
-        partial.rename(result_file)
+        write_text(result_file, json.dumps(everyone))
     stop()
 
 

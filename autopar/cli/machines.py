@@ -8,6 +8,7 @@ import platform
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -271,7 +272,7 @@ def _torch() -> Iterator[Check]:
     yield _feature("gloo (CPU runs)", distributed.is_gloo_available, "install a torch built with gloo")
     yield _feature("NCCL (GPU runs)", distributed.is_nccl_available, "install a CUDA build of torch", needed=False)
     for name, module, attributes in _FEATURES:
-        yield _feature(name, _has(module, attributes), f"install torch {oldest} or later")
+        yield _feature(name, partial(_has, module, attributes), f"install torch {oldest} or later")
 
 
 _FEATURES = (
@@ -320,12 +321,9 @@ def _feature(name: str, test: Callable[[], bool], remedy: str, *, needed: bool =
     return Check(name=name, ok=ok, found=("available" if ok else "not available") + found, remedy=remedy, needed=needed)
 
 
-def _has(module: str, attributes: tuple[str, ...]) -> Callable[[], bool]:
-    def test() -> bool:
-        found = importlib.import_module(module)
-        return all(hasattr(found, attribute) for attribute in attributes)
-
-    return test
+def _has(module: str, attributes: tuple[str, ...]) -> bool:
+    found = importlib.import_module(module)
+    return all(hasattr(found, attribute) for attribute in attributes)
 
 
 def _version(package: str) -> str:

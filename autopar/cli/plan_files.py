@@ -140,7 +140,6 @@ def verify(
     For a MODEL a plan is made first, under the pins and as if links were free, so that it splits what it can.
     """
     from autopar.plan.plan import PRECISIONS
-    from autopar.verification.against_one_device import check_size
     from autopar.verification.against_one_device import verify as compare
     from autopar.verification.compared_models import is_plan, of_file, of_model
     from autopar.verification.results import render_verification, verification
@@ -153,7 +152,6 @@ def verify(
                 target, None if cluster is None else parse_cluster(cluster), pins=split_pins(pin or ()),
                 global_batch_size=global_batch, sequence=seq, opaque=opaque or (), progress=advance,
             )  # fmt: skip
-    check_size(plan)
     with progress(f"running {plan.mesh.world_size} ranks"):
         report = compare(
             subject,

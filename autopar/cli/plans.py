@@ -15,9 +15,7 @@ from autopar.cli.options import (
     asks,
     kept_dir,
     parse_cluster,
-    print_json,
     print_result,
-    print_text,
     progress,
     split_pins,
     warn,
@@ -85,16 +83,12 @@ def check_output(output: Path | None) -> None:
 
 def give(plan: Plan, output: Path | None, as_json: bool) -> None:
     """Write the plan where it is asked for, and print it."""
+    from autopar.plan.text import render_plan
+    from autopar.report.summaries import plan_summary
+
     if output is not None:
         save(plan, output)
-    if as_json:
-        from autopar.report.summaries import plan_summary
-
-        print_json(plan_summary(plan))
-    else:
-        from autopar.plan.text import render_plan
-
-        print_text(render_plan(plan))
+    print_result(as_json, lambda: plan_summary(plan), lambda: render_plan(plan))
 
 
 def save(plan: Plan, output: Path) -> None:

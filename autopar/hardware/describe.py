@@ -33,11 +33,8 @@ def parse_cluster(text: str, *, cache_dir: Path | None = None) -> Cluster:
     if base == "local":
         from autopar.hardware import machine as detect  # only measuring needs torch
 
-        found = detect.detect(num_ranks=_whole(text, options, "ranks"), cache_dir=cache_dir)
-        cores = _whole(text, options, "cores")
-        if cores is not None:
-            profile = detect.machine_profile(cache_dir=cache_dir)
-            found = replace(found, groups=(profile.group(1, found.world_size, num_cores=cores),))
+        ranks, cores = _whole(text, options, "ranks"), _whole(text, options, "cores")
+        found = detect.detect(num_ranks=ranks, cores=cores, cache_dir=cache_dir)
     elif shape := _SHAPE.match(base):
         num_nodes, per_node = int(shape["nodes"]), int(shape["per_node"])
         if shape["device"] == "local":

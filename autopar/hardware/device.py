@@ -64,10 +64,6 @@ class Overheads:
     layers_s: float = 0.0
     provenance: str = "not measured"
 
-    def to_dict(self) -> dict[str, Any]:
-        """The table ``[device.overheads]``."""
-        return asdict(self)
-
     def of_actions(self, virtual_stages: int) -> tuple[float, float]:
         """Seconds of one action, and of each tensor that it sends or receives, where a rank has so many stages."""
         if virtual_stages > 1 and self.interleaved_action_s:
@@ -225,7 +221,7 @@ class Device:
                 "memory_fraction": self.memory_uncertainty,
                 "provenance": notes["uncertainty"],
             },
-            "overheads": self.overheads.to_dict(),
+            "overheads": asdict(self.overheads),
             "function": [asdict(function) for function in self.functions],
             "reserve": [asdict(reserve) for reserve in self.reserves],
             "matmul": {rate.dtype: rate.to_dict() for rate in self.matmul},

@@ -40,8 +40,13 @@ _ASSUMED = "assumed"
 """How the provenance of such a link begins."""
 
 
-def detect(*, num_ranks: int | None = None, cache_dir: Path | None = None, refresh: bool = False) -> Cluster:
+def detect(
+    *, num_ranks: int | None = None, cores: int | None = None, cache_dir: Path | None = None, refresh: bool = False
+) -> Cluster:
     """See :meth:`autopar.hardware.cluster.Cluster.detect`.
+
+    Args:
+        cores: of the ranks together; None for those that were measured.
 
     Raises:
         AutoparError: the measuring processes failed or took longer than ``TIMEOUT_S``.
@@ -50,7 +55,9 @@ def detect(*, num_ranks: int | None = None, cache_dir: Path | None = None, refre
     _check_alike()
     ranks = num_ranks or (torch.cuda.device_count() if torch.cuda.is_available() else num_cores())
     profile = machine_profile(cache_dir=cache_dir, refresh=refresh)
-    return Cluster(name="local", groups=(profile.group(1, ranks),), library=load_library(profile.library))
+    return Cluster(
+        name="local", groups=(profile.group(1, ranks, num_cores=cores),), library=load_library(profile.library)
+    )
 
 
 def _check_alike() -> None:

@@ -45,23 +45,18 @@ class MachineProfile:
     link_domain: int = 0
     node_provenance: str = "stated by the caller"
 
-    def group(
-        self, num_nodes: int, devices_per_node: int, *, num_cores: float | None = None, memory_bytes: int | None = None
-    ) -> NodeGroup:
+    def group(self, num_nodes: int, devices_per_node: int, *, num_cores: float | None = None) -> NodeGroup:
         """Equal nodes of this machine; nodes that its links join count as one, in equal domains.
 
         Args:
             num_cores: overrides the profile's; a fraction where ranks were measured to get less than their share.
-            memory_bytes: of one device; overrides the profile's and its division.
         """
         joined = _joined(num_nodes, devices_per_node, self.link_domain)
         num_nodes, devices_per_node = num_nodes // joined, devices_per_node * joined
         cores = num_cores or self.num_cores or devices_per_node
         share = min(1.0, cores / devices_per_node)
         device = _slowed(self.device, share)
-        if memory_bytes is not None:
-            device = device.with_memory(memory_bytes, "stated by the user")
-        elif self.shares_memory:
+        if self.shares_memory:
             note = dict(device.provenance)["memory"]
             device = device.with_memory(
                 device.memory_bytes // devices_per_node, f"{note}; divided among {devices_per_node} ranks"
@@ -226,7 +221,7 @@ def cluster_from_table(table: Table, *, folder: Path | None = None, default_name
             table.has(key)
         table.finish()  # a misspelt [[group]] is named, with its line
         raise UsageError.missing("[[group]] of nodes", where=table.place(None), fix="Add at least one")
-    tiers = tuple(_tier(item) for item in table.tables("tier"))
+    tiers = tuple(item.record(Tier, uplink=Link.from_table(item.table("uplink"))) for item in table.tables("tier"))
     _check_tiers(table, tiers)
     cluster = Cluster(
         name=table.text("name", default_name),
@@ -247,35 +242,32 @@ def with_links(cluster: Cluster, path: Path) -> Cluster:
 
 
 def _group(table: Table, folder: Path | None) -> tuple[NodeGroup, str | None]:
-    num_nodes, per_node = table.integer("num_nodes"), table.integer("devices_per_node")
-    memory = table.integer("memory_bytes") if table.has("memory_bytes") else None
+    """A group, and the library of the profile that it names, if it names one."""
+    num_nodes, per_node, library = table.integer("num_nodes"), table.integer("devices_per_node"), None
     if isinstance(table.raw("device"), str):
         try:
             profile = load_profile(table.text("device"), relative_to=folder)
         except UsageError as error:
             raise error.becoming(UsageError, where=table.place("device")) from error
-        group, library = profile.group(num_nodes, per_node, memory_bytes=memory), profile.library
+        group, library = profile.group(num_nodes, per_node), profile.library
         if table.has("intra_node"):
             group = replace(group, intra_node=Link.from_table(table.table("intra_node")))
         if table.has("nic"):
             group = replace(group, nic=Link.from_table(table.table("nic")))
-        return replace(group, nics_per_node=table.integer("nics_per_node", group.nics_per_node)), library
-    device = Device.from_table(table.table("device"))
-    if memory is not None:
-        device = device.with_memory(memory, "stated by the user")
-    group = NodeGroup(
-        device=device,
-        num_nodes=num_nodes,
-        devices_per_node=per_node,
-        intra_node=Link.from_table(table.table("intra_node")),
-        nic=Link.from_table(table.table("nic")),
-        nics_per_node=table.integer("nics_per_node"),
-    )
-    return group, None
-
-
-def _tier(table: Table) -> Tier:
-    return table.record(Tier, uplink=Link.from_table(table.table("uplink")))
+        group = replace(group, nics_per_node=table.integer("nics_per_node", group.nics_per_node))
+    else:
+        group = NodeGroup(
+            device=Device.from_table(table.table("device")),
+            num_nodes=num_nodes,
+            devices_per_node=per_node,
+            intra_node=Link.from_table(table.table("intra_node")),
+            nic=Link.from_table(table.table("nic")),
+            nics_per_node=table.integer("nics_per_node"),
+        )
+    if table.has("memory_bytes"):
+        device = group.device.with_memory(table.integer("memory_bytes"), "stated by the user")
+        group = replace(group, device=device)
+    return group, library
 
 
 def _check_tiers(table: Table, tiers: Sequence[Tier]) -> None:

@@ -15,13 +15,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar.errors import UsageError
-from autopar.integrations.loss import check_precision, scaler_of, step_loss
+from autopar.integrations.loss import check_precision, only_model, scaler_of, step_loss
 from autopar.runtime.parallel_model import ParallelModel
 
 try:
     import accelerate
     from accelerate.data_loader import DataLoaderStateMixin, prepare_data_loader
-    from accelerate.scheduler import AcceleratedScheduler
     from accelerate.state import GradientState
     from accelerate.utils import DistributedType, parse_choice_from_env, recursively_apply
     from accelerate.utils import reduce as reduce_over_processes
@@ -46,6 +45,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     flag_tensor: Any
     scaler: Any
     scaler_handler: Any
+    split_batches = True
+    """By which accelerate steps schedulers once for each step of their optimizer; otherwise it would once for each process."""
+
     num_evaluated: int | None = None
     """Samples of the batch that is evaluated, where the loop says so."""
 
@@ -67,12 +69,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             UsageError: none was.
         """
         found = [model for model in self._models if isinstance(model, ParallelModel)]
-        if len(found) != 1:
-            raise UsageError(
-                f"This Accelerator has {len(found) or 'no'} parallel model{'s' * (len(found) > 1)}",
-                fix="Call accelerator.prepare(par, optimizer, ...) with the one that autopar.parallelize returned",
-            )
-        return found[0]
+        fix = "Call accelerator.prepare(par, optimizer, ...) with the one that autopar.parallelize returned"
+        return only_model(found, "This Accelerator", fix)
 
     # --- what is prepared
 
@@ -128,29 +126,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self._dataloaders.append(prepared)
         return prepared
 
-    def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Steps once for each step of its optimizer: accelerate would step once for each process."""
-        if scheduler in self._schedulers:
-            return scheduler
-        optimizers = [one for one in self._optimizers if one.optimizer is getattr(scheduler, "optimizer", None)]
-        prepared = AcceleratedScheduler(
-            scheduler,
-            optimizers[0] if optimizers else self._optimizers,
-            step_with_optimizer=self.step_scheduler_with_optimizer,
-            split_batches=True,
-        )
-        self._schedulers.append(prepared)
-        return prepared
-
     # --- gradients
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """As accelerate's: of a plan in fp16."""
+        given = self._optimizers if optimizer is None else optimizer
         if self.scaler is not None:
-            if optimizer is None:
-                optimizer = self._optimizers
-            given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
-            for one in given:
+            for one in given if isinstance(given, list | tuple) else [given]:
                 self.scaler.unscale_(getattr(one, "optimizer", one))
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:

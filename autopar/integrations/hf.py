@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import inspect
-import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from autopar.errors import UsageError
 from autopar.integrations.loss import check_precision, loss_of, parts_are_explained, step_loss
+from autopar.runtime.checkpoint.contents import put_random_states, random_states
 from autopar.runtime.parallel_model import ParallelModel
 
 try:
@@ -69,7 +68,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         weighs = hasattr(given, "loss_function") and any(p.kind == p.VAR_KEYWORD for p in parameters)
         self.model_accepts_loss_kwargs = bool(getattr(given, "accepts_loss_kwargs", weighs))
         self._loss_shifts_labels = _is_known_as_causal(given)
-        self._restored: list[tuple[Callable[[Any], Any], Any]] = []
+        self._restored: dict[str, Any] | None = None
 
     def create_accelerator_and_postprocess(self) -> None:
         """With the Accelerator that knows parallel models in place of accelerate's."""
@@ -207,12 +206,12 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
             self.model.load(Path(checkpoint, _WEIGHTS), self._inner_optimizer(), scheduler=self.lr_scheduler)
-            self._restored = _random_states()
+            self._restored = random_states(self.model.device)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """As they were in the checkpoint: what came since, as skipping samples, counts for nothing."""
-        for restore, state in self._restored:
-            restore(state)
+        if self._restored is not None:
+            put_random_states(self._restored, self.model.device)
 
     def _load_best_model(self) -> None:
         self.model.load(Path(self.state.best_model_checkpoint, _WEIGHTS))
@@ -277,18 +276,6 @@ def _is_causal(model: nn.Module) -> bool:
 def _is_known_as_causal(model: nn.Module) -> bool:
     """Whether the Trainer counts labels so: of models that it does not know as causal (GPT-2) it counts the first ones too."""
     return _is_causal(model) and LOSS_MAPPING.get(getattr(model, "loss_type", None)) is ForCausalLMLoss
-
-
-def _random_states() -> list[tuple[Callable[[Any], Any], Any]]:
-    """Of all generators: what sets one, and its state."""
-    found: list[tuple[Callable[[Any], Any], Any]] = [
-        (random.setstate, random.getstate()),
-        (np.random.set_state, np.random.get_state()),
-        (torch.set_rng_state, torch.get_rng_state()),
-    ]
-    if torch.cuda.is_available():
-        found.append((torch.cuda.set_rng_state, torch.cuda.get_rng_state()))
-    return found
 
 
 def _last_complete(root: Path) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autopar.errors import UsageError
-from autopar.integrations.loss import check_precision, parts_are_explained, scaler_of, step_loss
+from autopar.integrations.loss import check_precision, only_model, parts_are_explained, scaler_of, step_loss
 from autopar.runtime.job import choose_device_type, local_device
 from autopar.runtime.parallel_model import ParallelModel
 from autopar.runtime.step.gradients import local_part
@@ -91,12 +91,7 @@ class AutoparStrategy(Strategy):  # type: ignore[misc]
         Raises:
             UsageError: it has none, or several.
         """
-        found = _found(self.lightning_module)
-        if len(found) != 1:
-            raise UsageError(
-                f"The LightningModule has {len(found) or 'no'} parallel model{'s' * (len(found) > 1)}", fix=_MAKE
-            )
-        return found[0]
+        return only_model(_found(self.lightning_module), "The LightningModule", _MAKE)
 
     def setup(self, trainer: Any) -> None:
         """As Lightning's.
@@ -191,9 +186,8 @@ class AutoparStrategy(Strategy):  # type: ignore[misc]
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Model and optimizer as they were; gives the states of all else."""
-        found: dict[str, Any] = self.parallel_model.load(
-            checkpoint_path, self.optimizers[0] if self.optimizers else None
-        )
+        optimizer = self.optimizers[0] if self.optimizers else None
+        found: dict[str, Any] = self.parallel_model.load(checkpoint_path, optimizer)
         return found
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

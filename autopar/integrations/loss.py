@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -102,6 +102,17 @@ def parts_are_explained() -> Iterator[None]:
             fix="Give the loss to the plan: autopar.parallelize(model, loss_fn=lambda output, batch: ...). Metrics are computed from "
             "par.predict(batch)",
         ) from error
+
+
+def only_model(found: Sequence[ParallelModel], owner: str, fix: str) -> ParallelModel:
+    """The parallel model of a loop.
+
+    Raises:
+        UsageError: there is none, or there are several.
+    """
+    if len(found) != 1:
+        raise UsageError(f"{owner} has {len(found) or 'no'} parallel model{'s' * (len(found) > 1)}", fix=fix)
+    return found[0]
 
 
 class _Ready(torch.autograd.Function):

@@ -8,11 +8,11 @@ have limits as well: a rank that died or a collective that hangs ends as a faile
 from __future__ import annotations
 
 import json
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from autopar.errors import AutoparError, UsageError
 from autopar.hardware.link import load_json
 from autopar.hardware.machine import device_name
 from autopar.measure.job_of_ranks import GroupSet, group_sets
-from autopar.measure.timers import free_bytes
+from autopar.measure.timers import free_bytes, median_and_spread, synchronize
 from autopar.util.files import write_json
 
 SMALLEST_BYTES = 1024
@@ -200,31 +200,32 @@ class LinkJob:
                 self._groups[tuple(ranks)] = made
 
     def _run(self, number: int, kind: str, num_bytes: int, calls: int, repeats: int) -> list[float] | None:
-        """Median seconds of one call and the spread; None on a rank outside of the groups."""
+        """Seconds of one call and the spread; None on a rank outside of the groups."""
         self._together(number)
         if not self._groups:
             return None
         ((ranks, group),) = self._groups.items()
         x = torch.ones(num_bytes // 4, device=self.device)
-        run = self.collectives[kind]
-        run(x, ranks, group)
+        run = partial(self.collectives[kind], x, ranks, group)
+        run()
         samples = []
         for _ in range(repeats):
             x.fill_(1.0)  # sums must not grow without end
-            self._synchronize()
-            start = time.perf_counter()
-            for _ in range(calls):
-                run(x, ranks, group)
-            self._synchronize()
-            samples.append((time.perf_counter() - start) / calls / (2 if kind == "send" else 1))
-        samples.sort()
-        quarter = len(samples) // 4
-        median = statistics.median(samples)
-        return [median, (samples[-1 - quarter] - samples[quarter]) / median]
+            samples.append(self._spent_s(run, calls) / calls / (2 if kind == "send" else 1))
+        return list(self._summary(samples))
 
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+    def _spent_s(self, run: Callable[[], object], calls: int) -> float:
+        """Seconds of so many calls of a collective."""
+        synchronize(self.device)
+        start = time.perf_counter()
+        for _ in range(calls):
+            run()
+        synchronize(self.device)
+        return time.perf_counter() - start
+
+    def _summary(self, samples: list[float]) -> tuple[float, float]:
+        """What is told of the samples: a time and its spread."""
+        return median_and_spread(samples)
 
     def _together(self, number: int) -> None:
         """Wait until every rank is here, by the store alone."""

@@ -72,14 +72,14 @@ def local_device() -> torch.device:
     """This rank's device: the GPU of its number on the node, or the only one that it sees; else the CPU with one thread."""
     import torch
 
-    if not torch.cuda.is_available():
-        torch.set_num_threads(1)  # the clock is the thread's own, and a rank has a core
-        return torch.device("cpu")
-    from autopar.runtime.job import device_index
+    from autopar.runtime import job
 
-    index = device_index(int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count())
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
+    device = job.local_device(job.choose_device_type(""))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)  # the clock is the thread's own, and a rank has a core
+    return device
 
 
 def start_ranks(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from itertools import combinations
+from typing import Any, Literal
 
 import numpy as np
 from scipy.optimize import minimize, nnls
@@ -56,11 +57,14 @@ def fit_link(
     # where no point is large enough to say, the bandwidth must not run away
     fastest = 2 * max(p.num_bytes * volume_factor(p.kind, len(p.groups[0])) / p.time_s for p in points)
 
-    def logs(variables: np.ndarray) -> np.ndarray:
-        link = replace(
-            start, latency_s=math.exp(variables[0]), bandwidth_bytes_per_s=min(math.exp(variables[1]), fastest)
+    def link_at(variables: np.ndarray) -> Link:
+        latency_s, bandwidth = math.exp(variables[0]), min(math.exp(variables[1]), fastest)
+        return replace(
+            start, latency_s=latency_s, bandwidth_bytes_per_s=bandwidth, half_bandwidth_bytes=0.0, step_fraction=1.0
         )
-        link = replace(link, half_bandwidth_bytes=0.0, step_fraction=1.0)
+
+    def logs(variables: np.ndarray) -> np.ndarray:
+        link = link_at(variables)
         own = replace(nodes, nic=link) if name == "nic" else replace(nodes, intra_node=link, nic=link)
         cluster = Cluster(name="measured", groups=(own,), library=library)
         model = CollectiveModel(cluster)
@@ -78,16 +82,12 @@ def fit_link(
     # where the bandwidth is cut off it has no effect, so the fit begins below
     begin = np.log([quickest / 4, fastest / 2])
     done = minimize(distance, begin, method="Nelder-Mead", options={"xatol": 1e-4, "fatol": 1e-6, "maxfev": 400})
-    latency, bandwidth = math.exp(done.x[0]), min(math.exp(done.x[1]), fastest)
-    link = replace(
-        start, latency_s=latency, bandwidth_bytes_per_s=bandwidth, half_bandwidth_bytes=0.0, step_fraction=1.0
-    )
-    return link, float(np.median(np.abs(np.expm1(logs(done.x)))))
+    return link_at(done.x), float(np.median(np.abs(np.expm1(logs(done.x)))))
 
 
 def links_of(
     sets: Sequence[GroupSet],
-    points: Sequence[Sequence[object]],
+    points: Sequence[Sequence[Any]],
     *,
     nodes: Sequence[int],
     machine: MachineProfile,
@@ -124,11 +124,9 @@ def links_of(
     tiers: tuple[tuple[str, Literal["intra_node", "nic"]], ...] = (("node", "intra_node"), ("network", "nic"))
     for tier, name in tiers:
         own = [
-            LinkPoint(
-                kind=str(kind), groups=by_name[str(found)].groups, num_bytes=_number(size), time_s=_number(time_s)
-            )
+            LinkPoint(kind=kind, groups=by_name[found].groups, num_bytes=size, time_s=time_s)
             for found, kind, size, time_s, _ in points
-            if by_name[str(found)].tier == tier
+            if by_name[found].tier == tier
         ]
         if len(own) < 2:
             continue
@@ -145,15 +143,15 @@ def links_of(
 
 
 def _collectives(
-    sets: dict[str, GroupSet], points: Sequence[Sequence[object]], per_node: int, where: str
+    sets: dict[str, GroupSet], points: Sequence[Sequence[Any]], per_node: int, where: str
 ) -> tuple[CollectiveTime, ...]:
     """Fits of what was measured with all siblings at once; patterns of ranks count alike."""
     found: dict[tuple[str, int, int, int], list[tuple[float, float]]] = {}
     for name, kind, size, time_s, _ in points:
-        group = sets[str(name)]
+        group = sets[name]
         if not group.alone:
-            key = (str(kind), group.size, group.num_nodes, group.ranks_per_node)
-            found.setdefault(key, []).append((_number(size), _number(time_s)))
+            key = (kind, group.size, group.num_nodes, group.ranks_per_node)
+            found.setdefault(key, []).append((float(size), float(time_s)))
     made = []
     for (kind, size, num_nodes, ranks_per_node), own in found.items():
         if len({num_bytes for num_bytes, _ in own}) < 2:
@@ -168,11 +166,6 @@ def _collectives(
             )
         )  # fmt: skip
     return tuple(made)
-
-
-def _number(value: object) -> float:
-    assert isinstance(value, int | float)
-    return float(value)
 
 
 # --- Fits latency and bandwidth to times of a collective by size, in as few straight pieces as the points need.
@@ -247,9 +240,7 @@ def _cuts(points: Sequence[Point], count: int) -> tuple[float, list[tuple[int, i
     least = LEAST_POINTS if count > 1 else 1
     best: tuple[float, list[tuple[int, int]]] = (math.inf, [])
     starts = range(least, len(points) - least + 1)
-    for cuts in (
-        [()] if count == 1 else [(i,) for i in starts] if count == 2 else [(i, j) for i in starts for j in starts]
-    ):
+    for cuts in combinations(starts, count - 1):
         spans = list(zip((0, *cuts), (*cuts, len(points)), strict=True))
         if all(stop - start >= least for start, stop in spans):
             cost = sum(_line(points[start:stop])[0] for start, stop in spans)

@@ -8,7 +8,6 @@ takes for a call of its own: in training one call serves the whole step.
 from __future__ import annotations
 
 import json
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ import torch
 
 from autopar.errors import UsageError
 from autopar.hardware.link import load_json
-from autopar.measure.timers import free_bytes, timer
+from autopar.measure.timers import free_bytes, median_and_spread, timer
 from autopar.ops.collectives import on_meshes
 from autopar.ops.kernels import resolve
 from autopar.ops.seeded import draw
@@ -40,13 +39,17 @@ Progress = Callable[[str, int, int], None]
 
 
 class _Tensors:
-    """The tensors of one call."""
+    """The tensors of one call.
+
+    Raises:
+        MemoryError: they do not fit the memory.
+    """
 
     def __init__(self, call: str, device: torch.device) -> None:
-        self.target, args, kwargs, self.outputs = json.loads(call)
+        self.target, args, kwargs, outputs = json.loads(call)
         self.device = device
-        self.specs: list[tuple[str, list[int], bool]] = []
-        _collect((args, list(kwargs.values())), self.specs)
+        self.specs = list(_specs((args, list(kwargs.values()))))
+        _check_room([*self.specs, *_specs(outputs)], device)
         self.made: list[torch.Tensor] = []
         self.args = [self._value(a) for a in args]
         self.kwargs = {name: self._value(a) for name, a in kwargs.items()}
@@ -87,12 +90,22 @@ class _Tensors:
         return min(floats[0])
 
 
-def _collect(value: Any, found: list[tuple[str, list[int], bool]]) -> None:
+Spec = tuple[str, list[int], bool]
+"""Dtype, shape and whether it has a gradient."""
+
+
+def _specs(value: Any) -> Iterator[Spec]:
     if isinstance(value, dict) and "tensor" in value:
-        found.append(tuple(value["tensor"]))
+        yield tuple(value["tensor"])
     elif isinstance(value, list | tuple):
         for item in value:
-            _collect(item, found)
+            yield from _specs(item)
+
+
+def _check_room(specs: Sequence[Spec], device: torch.device) -> None:
+    needs = ROOM * sum(getattr(torch, dtype).itemsize * torch.Size(shape).numel() for dtype, shape, _ in specs)
+    if needs > (room := free_bytes(device)):
+        raise MemoryError(f"needs about {needs:,} bytes, {room:,} are free")
 
 
 @contextmanager
@@ -124,7 +137,7 @@ def time_call(call: str, device: torch.device, *, engine_s: float = 0.0) -> dict
     Raises:
         Exception: whatever the operator raises on random numbers, or that its tensors do not fit the memory.
     """
-    tensors = _fitting(call, device)
+    tensors = _Tensors(call, device)
     function: Callable[..., Any] = resolve(tensors.target)
     if tensors.target.startswith("aten.") and any(name in tensors.target for name in ("rand", "bernoulli", "dropout")):
         inner = tensors.target
@@ -165,16 +178,6 @@ def engine_s(device: torch.device) -> float:
     return max(2 * times[0] - times[1], 0.0)
 
 
-def _fitting(call: str, device: torch.device) -> _Tensors:
-    _, args, kwargs, outputs = json.loads(call)
-    specs: list[tuple[str, list[int], bool]] = []
-    _collect((args, list(kwargs.values()), outputs), specs)
-    needs = ROOM * sum(getattr(torch, dtype).itemsize * torch.Size(shape).numel() for dtype, shape, _ in specs)
-    if needs > (room := free_bytes(device)):
-        raise MemoryError(f"needs about {needs:,} bytes, {room:,} are free")
-    return _Tensors(call, device)
-
-
 def _median(function: Callable[[], object], device: torch.device) -> tuple[float, float, int]:
     """Median seconds of one warm call, the distance of the quartiles over it, and the number of samples."""
     clock = timer(device)
@@ -188,10 +191,7 @@ def _median(function: Callable[[], object], device: torch.device) -> tuple[float
     while (first := clock(batch)) < MIN_BATCH_S and calls < 2**12:
         calls *= 2
     repeats = int(min(REPEATS, max(LEAST_REPEATS, OPERATOR_BUDGET_S / max(first, 1e-9))))
-    samples = sorted(clock(batch) / calls for _ in range(repeats))
-    median = statistics.median(samples)
-    quarter = len(samples) // 4
-    return median, (samples[-1 - quarter] - samples[quarter]) / median if median else 0.0, repeats
+    return *median_and_spread(clock(batch) / calls for _ in range(repeats)), repeats
 
 
 class OperatorFile:

@@ -10,7 +10,6 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,22 +20,8 @@ from autopar.errors import UsageError
 OTHER_DIM = {"cpu": 1024, "cuda": 8192}
 SMALLEST_DIMS = {"cpu": (1, 16, 64, 256, 1024), "cuda": (1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)}
 HOST_COPY_BYTES = 256 * 2**20
+REPEATS = 5
 COPY_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MatmulTime:
-    """The median time of ``[m, k] @ [k, n]``."""
-
-    m: int
-    n: int
-    k: int
-    time_s: float
-
-    @property
-    def flops_per_s(self) -> float:
-        """A multiplication and an addition for each of m n k."""
-        return 2 * self.m * self.n * self.k / self.time_s
 
 
 def timer(device: torch.device) -> Callable[[Callable[[], object]], float]:
@@ -65,9 +50,20 @@ def free_bytes(device: torch.device) -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def median_time_s(
-    function: Callable[[], object], device: torch.device, *, repeats: int = 5, min_time_s: float = 1e-3
-) -> float:
+def synchronize(device: torch.device) -> None:
+    """Waits for what runs on the device; on a CPU everything has ended."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def median_and_spread(samples: Iterable[float]) -> tuple[float, float]:
+    """The median, and the distance of the quartiles over it."""
+    ordered = sorted(samples)
+    median, quarter = statistics.median(ordered), len(ordered) // 4
+    return median, (ordered[-1 - quarter] - ordered[quarter]) / median if median else 0.0
+
+
+def median_time_s(function: Callable[[], object], device: torch.device, *, min_time_s: float = 1e-3) -> float:
     """The median time of one call: after a warm-up, calls are batched until a batch takes ``min_time_s``."""
     clock = timer(device)
     calls = 1
@@ -78,31 +74,31 @@ def median_time_s(
 
     while clock(batch) < min_time_s and calls < 2**14:
         calls *= 2
-    return statistics.median(clock(batch) for _ in range(repeats)) / calls
+    return statistics.median(clock(batch) for _ in range(REPEATS)) / calls
 
 
-def matmul_times(
-    device: torch.device, dtype: torch.dtype, *, smallest_dims: Iterable[int] | None = None, repeats: int = 5
-) -> tuple[MatmulTime, ...]:
-    """Times of ``[m, k] @ [k, n]`` with n = k fixed and a rising m: the curve of a linear over more and more tokens."""
+def matmul_rates(
+    device: torch.device, dtype: torch.dtype, *, smallest_dims: Iterable[int] | None = None
+) -> list[dict[str, float]]:
+    """Rates of ``[m, k] @ [k, n]`` with n = k fixed and a rising m, the smallest: the curve of a linear over more and more tokens."""
     other = OTHER_DIM[device.type]
     weight = torch.randn(other, other, device=device).to(dtype)  # constants draw less power: too fast on a GPU
-    times = []
+    found: list[dict[str, float]] = []
     for m in smallest_dims or SMALLEST_DIMS[device.type]:
         tokens = torch.randn(m, other, device=device).to(dtype)
-        time_s = median_time_s(lambda tokens=tokens: tokens @ weight, device, repeats=repeats)  # type: ignore[misc]
-        times.append(MatmulTime(m=m, n=other, k=other, time_s=time_s))
-    return tuple(times)
+        time_s = median_time_s(lambda tokens=tokens: tokens @ weight, device)  # type: ignore[misc]
+        found.append({"smallest_dim": m, "flops_per_s": 2 * m * other * other / time_s})
+    return found
 
 
-def copy_bandwidth_bytes_per_s(device: torch.device, *, repeats: int = 5) -> float:
+def copy_bandwidth_bytes_per_s(device: torch.device) -> float:
     """Bytes read plus bytes written for each second of a large copy."""
     source = torch.ones(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * source.numel() / median_time_s(lambda: target.copy_(source), device, repeats=repeats)
+    return 2 * source.numel() / median_time_s(lambda: target.copy_(source), device)
 
 
-def host_link(device: torch.device, *, repeats: int = 5) -> dict[str, float]:
+def host_link(device: torch.device) -> dict[str, float]:
     """The rates of ``[device.host]``: copies of 256 MiB from and to page-locked memory, and of 4 bytes for the latency.
 
     One device at a time: those of a node that copy together may share what is measured here.
@@ -116,9 +112,8 @@ def host_link(device: torch.device, *, repeats: int = 5) -> dict[str, float]:
     for name, size in (("large", HOST_COPY_BYTES), ("small", 4)):
         there = torch.ones(size, dtype=torch.uint8, device=device)
         here = torch.ones(size, dtype=torch.uint8, pin_memory=True)
-        down, up = partial(here.copy_, there, non_blocking=True), partial(there.copy_, here, non_blocking=True)
-        times[name, "down"] = median_time_s(down, device, repeats=repeats)
-        times[name, "up"] = median_time_s(up, device, repeats=repeats)
+        times[name, "down"] = median_time_s(partial(here.copy_, there, non_blocking=True), device)
+        times[name, "up"] = median_time_s(partial(there.copy_, here, non_blocking=True), device)
     return {
         "to_host_bytes_per_s": HOST_COPY_BYTES / times["large", "down"],
         "to_device_bytes_per_s": HOST_COPY_BYTES / times["large", "up"],
@@ -149,9 +144,9 @@ def _chain(device: torch.device) -> tuple[Callable[[], torch.Tensor], tuple[torc
     return chain, (start, weight, bias, scale, shift)
 
 
-def launch_s(device: torch.device, *, repeats: int = 5) -> float:
+def launch_s(device: torch.device) -> float:
     """The time of an operator that has next to nothing to do, recorded for backward as in training."""
-    return median_time_s(_chain(device)[0], device, repeats=repeats, min_time_s=5e-3) / (_LAYERS * _LAUNCHES)
+    return median_time_s(_chain(device)[0], device, min_time_s=5e-3) / (_LAYERS * _LAUNCHES)
 
 
 # --- a CPU, where the host is the device: what surrounds operators, and functions that compute longer than they move
@@ -186,7 +181,7 @@ def product_s(device: torch.device, flops_per_s: float, backward_flops_per_s: fl
     """What a product of small matrices takes besides its operations and its launch: forward, and each of backward's.
 
     Of eight linears over 64 tokens, from 64 features to 256 and back, whose smallest dim is 64 throughout; the curve of
-    :func:`matmul_times` has one small dim and two large ones.
+    :func:`matmul_rates` has one small dim and two large ones.
 
     Args:
         flops_per_s, backward_flops_per_s: of the curve at 64.

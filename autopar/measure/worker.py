@@ -43,10 +43,19 @@ _KERNELS_OF_ADAMW = 9  # autopar.cost.step.memory: operators of AdamW for one pa
 def measure_overheads() -> dict[str, float]:
     """All of them, by the names of :class:`autopar.hardware.device.Overheads`."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    end, rounds = time.monotonic() + BUDGET_S, [_measured_once(mesh)]
-    while len(rounds) < ROUNDS and _has_time(end):
-        rounds.append(_measured_once(mesh))
-    return {name: statistics.median(found[name] for found in rounds) for name in rounds[0]}
+    return _in_rounds(lambda: _measured_once(mesh), _has_time)
+
+
+def _in_rounds(measure_once: Callable[[], dict[str, Any]], has_time: Callable[[float], bool]) -> dict[str, Any]:
+    """What is measured up to ``ROUNDS`` times, none begun after ``BUDGET_S``; of each number the median.
+
+    Args:
+        has_time: whether a time by the clock has not come yet.
+    """
+    end, rounds = time.monotonic() + BUDGET_S, [measure_once()]
+    while len(rounds) < ROUNDS and has_time(end):
+        rounds.append(measure_once())
+    return dict(_medians(rounds))
 
 
 def _has_time(end: float) -> bool:
@@ -236,10 +245,7 @@ def measured_in_rounds(device: torch.device) -> dict[str, Any]:
     The speed of a shared machine changes from second to second by a fifth and more, and one number must not be
     measured in a good second and the next one in a bad one.
     """
-    end, rounds = time.monotonic() + BUDGET_S, [measure_device(device)]
-    while len(rounds) < ROUNDS and time.monotonic() < end:
-        rounds.append(measure_device(device))
-    return dict(_medians(rounds))
+    return _in_rounds(lambda: measure_device(device), lambda end: time.monotonic() < end)
 
 
 def _medians(found: Sequence[Any]) -> Any:
@@ -260,10 +266,7 @@ def measure_device(device: torch.device) -> dict[str, Any]:
     sizes = {torch.float16: SLOW_DIMS} if is_cpu else {}
     found: dict[str, Any] = {
         "matmul": {
-            str(dtype).removeprefix("torch."): [
-                {"smallest_dim": min(t.m, t.n, t.k), "flops_per_s": t.flops_per_s}
-                for t in measure.matmul_times(device, dtype, smallest_dims=sizes.get(dtype))
-            ]
+            str(dtype).removeprefix("torch."): measure.matmul_rates(device, dtype, smallest_dims=sizes.get(dtype))
             for dtype in dtypes
         },
         "copy_bandwidth_bytes_per_s": measure.copy_bandwidth_bytes_per_s(device),
@@ -282,10 +285,9 @@ def _in_tf32(device: torch.device) -> list[dict[str, float]]:
     """Rates of products of float32 in the mode that makes them in TF32; this process is there for measuring alone."""
     torch.set_float32_matmul_precision("high")
     try:
-        times = measure.matmul_times(device, torch.float32)
+        return measure.matmul_rates(device, torch.float32)
     finally:
         torch.set_float32_matmul_precision("highest")
-    return [{"smallest_dim": min(t.m, t.n, t.k), "flops_per_s": t.flops_per_s} for t in times]
 
 
 def measure_host(
@@ -329,11 +331,11 @@ def measure_link(device: torch.device) -> dict[str, float]:
     for repeat in range(12):
         for name, (_, calls) in timed.items():
             dist.barrier()
-            _synchronize(device)
+            measure.synchronize(device)
             start = time.perf_counter()
             for _ in range(calls):
                 _exchange(tensors[name], parts[name])
-            _synchronize(device)
+            measure.synchronize(device)
             if repeat >= 2:
                 times[name].append((time.perf_counter() - start) / calls)
     small_s, large_s = statistics.median(times["small"]), statistics.median(times["large"])
@@ -350,11 +352,6 @@ def _exchange(whole: torch.Tensor, part: torch.Tensor) -> None:
         dist.all_gather_into_tensor(whole, part)
     else:
         dist.all_reduce(whole)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def main(rank: int, ranks: int, folder: Path) -> None:

@@ -182,15 +182,15 @@ def _token_fields(
     return tokens, mask, labels
 
 
+def _floats(name: str, *shape: int) -> Field:
+    return Field(name=name, shape=shape, kind="floats", dtype=torch.float32)
+
+
 def _series_fields(config: Any, takes: Collection[str]) -> tuple[Field, ...]:
     """The past of a time series, and its future where the model decodes one: all of it observed, with time features."""
-
-    def floats(name: str, *shape: int) -> Field:
-        return Field(name=name, shape=shape, kind="floats", dtype=torch.float32)
-
     context = int(config.context_length)
     if "past_time_features" not in takes:
-        return (floats("past_values", context, int(config.num_input_channels)),)
+        return (_floats("past_values", context, int(config.num_input_channels)),)
     past, future = context + max(int(lag) for lag in config.lags_sequence), int(config.prediction_length)
     width = () if int(config.input_size) == 1 else (int(config.input_size),)
     features = int(config.num_time_features)
@@ -198,26 +198,22 @@ def _series_fields(config: Any, takes: Collection[str]) -> tuple[Field, ...]:
         name="past_observed_mask", shape=(past, *width), kind="sampled", dtype=torch.float32, values=torch.ones(1)
     )
     return (
-        floats("past_values", past, *width),
-        floats("past_time_features", past, features),
+        _floats("past_values", past, *width),
+        _floats("past_time_features", past, features),
         seen,
-        floats("future_values", future, *width),
-        floats("future_time_features", future, features),
+        _floats("future_values", future, *width),
+        _floats("future_time_features", future, features),
     )
 
 
 def _decision_fields(config: Any, sequence_length: int | None) -> tuple[Field, ...]:
     """Episodes: states, actions and rewards by time."""
     length = sequence_length or min(int(config.max_ep_len), int(config.n_positions) // 3)
-
-    def floats(name: str, width: int) -> Field:
-        return Field(name=name, shape=(length, width), kind="floats", dtype=torch.float32)
-
     return (
-        floats("states", int(config.state_dim)),
-        floats("actions", int(config.act_dim)),
-        floats("rewards", 1),
-        floats("returns_to_go", 1),
+        _floats("states", length, int(config.state_dim)),
+        _floats("actions", length, int(config.act_dim)),
+        _floats("rewards", length, 1),
+        _floats("returns_to_go", length, 1),
         Field(name="timesteps", shape=(length,), kind="class", size=int(config.max_ep_len)),
     )
 
@@ -235,12 +231,8 @@ def _image_fields(config: Any, head: str) -> tuple[Field, ...]:
     size = getattr(config, "image_size", 224)
     height, width = (size, size) if isinstance(size, int) else tuple(size)
     frames = getattr(config, "num_frames", None)
-    pixels = Field(
-        name="pixel_values",
-        shape=(*((int(frames),) if frames else ()), int(getattr(config, "num_channels", 3)), int(height), int(width)),
-        kind="floats",
-        dtype=torch.float32,
-    )
+    channels = int(getattr(config, "num_channels", 3))
+    pixels = _floats("pixel_values", *((int(frames),) if frames else ()), channels, int(height), int(width))
     if head != "image":
         return (pixels,)
     return pixels, Field(name="labels", shape=(), kind="class", size=int(getattr(config, "num_labels", 2)))
@@ -270,4 +262,4 @@ def _speech_fields(config: Any, head: str, main_input: str, sequence_length: int
         shape = (int(config.num_mel_bins), 2 * int(config.max_source_positions))
     else:
         shape = (int(config.max_source_positions), int(config.input_feat_per_channel) * int(config.input_channels))
-    return Field(name=main_input, shape=shape, kind="floats", dtype=torch.float32), *labels
+    return _floats(main_input, *shape), *labels

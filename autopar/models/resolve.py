@@ -64,12 +64,13 @@ class ModelSource:
         """
         return random_batch(self.fields, batch_size, torch.Generator().manual_seed(seed), padded=padded)
 
-    def build(self, seed: int = 0) -> torch.nn.Module:
-        """The model on CPU with random weights, without dropout, equal for equal seeds."""
+    def build(self, seed: int = 0, *, drops: bool = False) -> torch.nn.Module:
+        """The model on CPU with random weights, equal for equal seeds; without dropout, unless it ``drops``."""
         with torch.random.fork_rng(devices=[]), quiet_transformers():
             torch.manual_seed(seed)
             model = self.maker().to(self.dtype)
-        without_dropout(model)
+        if not drops:
+            without_dropout(model)
         return model.train()
 
     def trace(self, opaque: Sequence[str] = ()) -> Graph:
@@ -131,23 +132,21 @@ def resolve_model(
     )
 
 
-def example_batch_for(
-    model: torch.nn.Module, *, sequence_length: int | None = None, batch_size: int = 2
-) -> dict[str, torch.Tensor]:
-    """Example inputs, labels included, for a Hugging Face model, made from its config; on meta.
+def example_batch_for(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Example inputs of two samples, labels included, for a Hugging Face model, made from its config; on meta.
 
     Raises:
         UsageError: another kind of model, or one without a loss.
     """
-    return example_of(_fields_for(model, sequence_length), batch_size)
+    return example_of(_fields_for(model), 2)
 
 
 def random_example_for(model: torch.nn.Module, *, batch_size: int) -> dict[str, torch.Tensor]:
     """As :func:`example_batch_for`, with random values on the CPU."""
-    return random_batch(_fields_for(model, None), batch_size, torch.Generator().manual_seed(0), padded=False)
+    return random_batch(_fields_for(model), batch_size, torch.Generator().manual_seed(0), padded=False)
 
 
-def _fields_for(model: torch.nn.Module, sequence_length: int | None) -> tuple[Field, ...]:
+def _fields_for(model: torch.nn.Module) -> tuple[Field, ...]:
     config = getattr(model, "config", None)
     head = head_of(type(model).__name__)
     if config is None or head is None:
@@ -155,7 +154,7 @@ def _fields_for(model: torch.nn.Module, sequence_length: int | None) -> tuple[Fi
             f"Cannot make example inputs for {type(model).__name__}: it is no Hugging Face model with a loss",
             fix="Pass example_inputs={...}, a dict for the model's forward, labels included (a factory returns it beside the model)",
         )
-    return fields_of_config(config, head, str(model.main_input_name), sequence_length)
+    return fields_of_config(config, head, str(model.main_input_name), None)
 
 
 def head_of(class_name: str) -> str | None:
@@ -205,10 +204,11 @@ def _from_factory(spec: str, sequence_length: int | None, batch_size: int, dtype
             f"--seq {sequence_length} does not go with a factory, which decides the sequence length",
             fix="Leave --seq out",
         )
-    model, examples = _call_seeded(factory, spec)
-    maker = partial(_built, factory, spec)
+    with torch.random.fork_rng(devices=[]):  # as a build draws: a graph keeps the values of constant buffers
+        torch.manual_seed(0)
+        model, examples = _call(factory, spec)
     if examples is None:
-        size, fields = batch_size, _fields_for(model, None)
+        size, fields = batch_size, _fields_for(model)
     else:
         by_position = (examples,) if isinstance(examples, torch.Tensor) else examples
         batch = dict(examples) if isinstance(examples, Mapping) else named_batch(model, tuple(by_position), {})
@@ -223,7 +223,7 @@ def _from_factory(spec: str, sequence_length: int | None, batch_size: int, dtype
         batch_size=size,
         sequence_length=None,
         dtype=dtype,
-        maker=maker,
+        maker=lambda: _call(factory, spec)[0],
     )
 
 
@@ -282,13 +282,6 @@ def _call(factory: Callable[[], Any], spec: str) -> tuple[torch.nn.Module, Any]:
     return model, examples
 
 
-def _call_seeded(factory: Callable[[], Any], spec: str) -> tuple[torch.nn.Module, Any]:
-    """As :func:`_call`, drawing what :meth:`ModelSource.build` draws: a graph keeps the values of constant buffers."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return _call(factory, spec)
-
-
 def _check_tensors(batch: Mapping[str, Any], spec: str) -> None:
     """Refuse example inputs of which no further batches can be made.
 
@@ -314,10 +307,6 @@ def _last_line(error: BaseException) -> str:
     own = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith(("<", standard))]
     last = [f for f in own if Path(__file__).parents[1] not in Path(f.filename).parents] or frames
     return f"{Path(last[-1].filename).name}:{last[-1].lineno}"
-
-
-def _built(factory: Callable[[], Any], spec: str) -> torch.nn.Module:
-    return _call(factory, spec)[0]
 
 
 def _check_positions(model: torch.nn.Module, sequence_length: int | None, spec: str) -> None:

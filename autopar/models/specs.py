@@ -24,6 +24,7 @@ from typing import Any, cast
 import torch
 
 from autopar.errors import UsageError
+from autopar.tracing.failures import FAILURES
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -286,25 +287,13 @@ def _make(loader: Any, config: Any, *, wrap: bool) -> torch.nn.Module:
     for way in ways:
         try:
             model = loader.from_config(copy.deepcopy(config), **way)  # which it changes, even where it fails
-        except _UNFIT as error:
+        except FAILURES as error:  # settings that fit no model, or a package of transformers' own that is missing
             if way is ways[-1] or not isinstance(error, ValueError | TypeError):
                 raise _unfit(error, str(config.model_type)) from error
         else:
             return MeanSquareLoss(model) if wrap else cast("torch.nn.Module", model)
     raise AssertionError("the last way returns or raises")
 
-
-_UNFIT = (
-    ValueError,
-    TypeError,
-    AttributeError,
-    LookupError,
-    ArithmeticError,
-    AssertionError,
-    RuntimeError,
-    ImportError,
-)
-"""What transformers raises for settings that fit no model, or where a package of its own is missing."""
 
 _EXPERTS = {"experts_implementation": "grouped_mm"}
 """The only one of transformers' experts that exports without control flow on data, and computes no expert in vain."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from autopar.plan.text import batch_text, diff_plans, micro_batch_text, render_plan, schedule_text, zero_text
@@ -71,7 +72,7 @@ def sweep_summary(name: str, swept: Sequence[Swept]) -> dict[str, Any]:
                 "step_time_ratio": s.plan.predicted.step_time_s / base.predicted.step_time_s
                 if s.plan and base
                 else None,
-                "changes": [{"path": c.path, "before": c.before, "after": c.after} for c in changed],
+                "changes": [asdict(c) for c in changed],
                 "plan": plan_summary(s.plan) if s.plan else None,
             }
         )

@@ -217,7 +217,7 @@ class Study:
     name: str
     title: str
     source: str
-    measured: str
+    measured: str = ""
     unsure: tuple[str, ...]
     cluster: str
     scale: tuple[tuple[str, float], ...]
@@ -265,7 +265,6 @@ def load_study(name: str) -> Study:
         raise UsageError.unknown("study", name, shipped, fix="or give the path of a .toml file")
     path = Path(name) if name.endswith(".toml") else shipped[name]
     table = Table.load(path)
-    sequence, precision = table.integer("sequence"), table.text("precision")
     model, scale = table.table("model"), []
     if table.has("scale"):
         factors = table.table("scale")
@@ -273,22 +272,16 @@ def load_study(name: str) -> Study:
             if key not in SCALES:
                 raise UsageError.unknown("number of a cluster", key, SCALES, where=factors.place(key))
             scale.append((key, factors.number(key)))
-    study = Study(
+    study = table.record(
+        Study,
         name=path.stem,
-        title=table.text("title"),
-        source=table.text("source"),
-        measured=table.text("measured", ""),
         unsure=_texts(table, "unsure") if table.has("unsure") else (),
-        cluster=table.text("cluster"),
         scale=tuple(scale),
         global_batch_size=table.integer("global_batch"),
-        sequence=sequence,
-        precision=precision,
         pins=_texts(table, "pins"),
-        model=model.text("spec") if model.has("spec") else _sizes(model, sequence),
+        model=model.text("spec") if model.has("spec") else _sizes(model, table.integer("sequence")),
     )
     model.finish()
-    table.finish()
     return study
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.graph.graph import Graph
@@ -30,12 +30,12 @@ from autopar.request import Request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class Ask(Request):
     """What the questions have in common.
 
     Attributes:
         graph_at: the traced model for (global batch, tokens of a sample); None: the model's own length.
-        cluster: as a text; ``global_batch_size``, ``pins`` and so on as in :class:`~autopar.request.Request`.
+        cluster: as a text.
         max_step_time_s: slower plans do not count.
         processes: of each search.
     """
@@ -44,30 +44,15 @@ class Ask:
     cluster: str
     global_batch_size: int
     sequence: int | None = None
-    pins: tuple[str, ...] = ()
-    precision: str = "fp32"
-    optimizer: str = "adamw"
-    space: str = "default"
     max_step_time_s: float | None = None
-    opaque: tuple[str, ...] = ()
-    cache_dir: Path | None = None
     progress: Progress | None = None
     processes: int = 1
 
     def planner(self, cluster: Cluster) -> Planner:
         """A planner for ``cluster``; without candidates its pool is empty."""
-        request = Request(
-            cluster=cluster,
-            global_batch_size=self.global_batch_size,
-            pins=self.pins,
-            precision=self.precision,
-            optimizer=self.optimizer,
-            space=self.space,
-            opaque=self.opaque,
-            cache_dir=self.cache_dir,
-        )
+        own: dict[str, Any] = {"cluster": cluster}
         graph = self.graph_at(self.global_batch_size, self.sequence)
-        return Planner(task_of(graph, request), explains=False)
+        return Planner(task_of(graph, replace(self, **own)), explains=False)
 
     def fastest(self, cluster: Cluster) -> Plan | None:
         """The fastest plan for ``cluster`` within ``max_step_time_s``; None: there is none."""

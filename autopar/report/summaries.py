@@ -92,10 +92,7 @@ def comparison(before: Plan, after: Plan) -> dict[str, Any]:
         "step_time_s": [before.predicted.step_time_s, after.predicted.step_time_s],
         "peak_memory_bytes": [before.predicted.peak_memory_bytes, after.predicted.peak_memory_bytes],
         "step_time_ratio": _ratio(after.predicted.step_time_s, before.predicted.step_time_s),
-        "changes": [
-            {"path": change.path, "before": change.before, "after": change.after}
-            for change in diff_plans(before, after)
-        ],
+        "changes": [asdict(change) for change in diff_plans(before, after)],
     }
 
 

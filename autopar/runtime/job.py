@@ -223,11 +223,6 @@ def device_index(local_rank: int, count: int) -> int:
     )
 
 
-def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def check_devices(store: Store, rank: int, size: int, identity: str) -> None:
     """Refuse a job in which two ranks would compute on one GPU: NCCL would hang, or name neither.
 

@@ -13,8 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import debug as tensor_debug
 
 from autopar.errors import RuntimeMismatchError
+from autopar.hardware.machine import num_cores
 from autopar.plan.mesh import EXPERT_AXIS, EXPERT_MESH_AXES, MESH_AXES, Mesh
-from autopar.runtime.job import DEFAULT_TIMEOUT_S, FAKE, how_to_start, local_device, num_cores
+from autopar.runtime.job import DEFAULT_TIMEOUT_S, FAKE, how_to_start, local_device
 
 _CLEARING = ("_clear_sharding_prop_cache", "_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache")
 """Of ``torch.distributed.tensor.debug``: torch 2.11 to 2.13 divide one cache in two, and the first of the names changed its sense."""

@@ -17,7 +17,7 @@ from autopar.cost.model import CostModel, StageCost, Step
 from autopar.cost.network.collectives import CollectiveModel
 from autopar.graph.graph import Graph, Op
 from autopar.hardware.cluster import Cluster
-from autopar.hardware.device import KernelKind
+from autopar.hardware.read import MachineProfile
 from autopar.models.transformer import Sizes, build
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import Precision, Recompute
@@ -28,7 +28,7 @@ from autopar.planner.search import flops_of_block
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
 from autopar.tracing.trace import trace
-from autopar.validate.foreign_kernels import EAGER, PRACTICES, ForeignKernels, filled
+from autopar.validate.foreign_kernels import PRACTICES, ForeignKernels, filled
 from autopar.validate.practice import (
     PLAIN,
     ForeignRuntime,
@@ -36,6 +36,7 @@ from autopar.validate.practice import (
     as_megatron,
     attention_core,
     cheap,
+    cluster_of,
     regathered,
     second_products,
 )
@@ -45,12 +46,6 @@ TRACED_LAYERS = 4
 """The fewest of which one has equal layers before and behind it, and another like it."""
 PADDED_VOCABULARY = 128
 """Megatron pads the vocabulary to a multiple of 128 * tp (``--make-vocab-size-divisible-by``)."""
-
-STRUCTURAL = frozenset((
-    "whole_vocabulary", "regathers", "recomputes_products", "recomputes_attention", "deterministic",
-    "sequence_parallel",
-))  # fmt: skip
-"""The practices that decide which operators a block has, besides those of :func:`sizes_of` and :func:`kernels_of`."""
 
 PRECISIONS = {
     "fp32": Precision(),
@@ -80,55 +75,38 @@ class Structure:
 
 
 class Expressed:
-    """Runs as blocks; remembers traces and solutions that runs share.
+    """Runs as blocks; remembers traces, and solutions that runs share, by the first profile of each device that is given."""
 
-    Args:
-        cluster_of: the cluster of a run, by the profiles that layouts are chosen with.
-        site_of: its site.
-    """
-
-    def __init__(self, cluster_of: Callable[[Run, Site], Cluster], site_of: Callable[[Run], Site]) -> None:
-        self.cluster_of, self.site_of = cluster_of, site_of
+    def __init__(self) -> None:
         self._graphs: dict[Sizes, Graph] = {}
         self._layouts: dict[object, Layouts] = {}
-        self._structures: dict[object, tuple[Structure, ...]] = {}
 
-    def structures(self, run: Run) -> tuple[Structure, ...]:
-        """The layouts that the run may have had: several where the sequence can be split in several ways."""
-        site = self.site_of(run)
-        layout = (run.device, run.micro_batch, run.cp, run.tp, _splits_rows(run, site), _recomputes(run))
-        key = (
-            sizes_of(run, site),
-            layout,
-            kernels_of(site, run),
-            site.practices & STRUCTURAL,
-        )
-        if key not in self._structures:
-            self._structures[key] = tuple(self._solved(run))
-        return tuple(replace(s, members=scaled(s.members, run.layers)) for s in self._structures[key])
+    def structures(self, run: Run, site: Site, profile: MachineProfile) -> tuple[Structure, ...]:
+        """The layouts that the run may have had: several where the sequence can be split in several ways.
 
-    def _solved(self, run: Run) -> Sequence[Structure]:
-        layouts = self._layouts_of(run)
+        Args:
+            profile: of the run's device.
+        """
+        layouts = self._layouts_of(run, site, profile)
         split = LayoutKey(micro_batch_size=run.micro_batch, cp=run.cp, tp=run.tp)
-        kind = layouts.model.device.kernel_kind
         found = {}
         for typed in layouts.typed(split, Load(num_micro_batches=8, in_flight=1)):
             found[typed.kind] = layouts.price(typed)
-        site = self.site_of(run)
-        return [_structure(layouts, split, option, run, kind, site) for option in found.values()]
+        return tuple(_structure(layouts, option, run, site) for option in found.values())
 
-    def _layouts_of(self, run: Run) -> Layouts:
-        sizes, whole_vocabulary = sizes_of(run, self.site_of(run)), "whole_vocabulary" in self.site_of(run).practices
-        split_rows = _splits_rows(run, self.site_of(run))
+    def _layouts_of(self, run: Run, site: Site, profile: MachineProfile) -> Layouts:
+        sizes, whole_vocabulary = sizes_of(run, site), "whole_vocabulary" in site.practices
+        split_rows = run.sequence_parallel
+        if split_rows is None and "sequence_parallel" in site.practices:
+            split_rows = True
         key = (sizes, run.device, None if run.tp == 1 else (split_rows, whole_vocabulary))
         if key not in self._layouts:
             inside = run.devices_per_node if run.devices_per_node % (run.tp * run.cp) == 0 else run.tp * run.cp
             whole = replace(run, devices=inside, pp=1, dp=max(inside // (run.tp * run.cp), 1))
-            cluster = self.cluster_of(whole, self.site_of(run))
             space = replace(load_space("default"), price_ratios=(0.0,))
             self._layouts[key] = Layouts(
                 self._graph_of(sizes),
-                CostModel(cluster, PRECISIONS[run.precision], "adamw"),
+                CostModel(cluster_of(whole, profile, site), PRECISIONS[run.precision], "adamw"),
                 global_batch_size=run.global_batch,
                 pins=Pins.parse(()),
                 space=space,
@@ -169,20 +147,10 @@ def precision_of(run: Run, site: Site = PLAIN) -> Precision:
     return replace(found, storage=found.compute) if "plain_storage" in site.practices else found
 
 
-def _splits_rows(run: Run, site: Site) -> bool | None:
-    return True if run.sequence_parallel is None and "sequence_parallel" in site.practices else run.sequence_parallel
-
-
-def _recomputes(run: Run) -> str:
-    return run.recompute or "none"
-
-
-def _structure(
-    layouts: Layouts, split: LayoutKey, option: PricedLayout, run: Run, kind: KernelKind, site: Site
-) -> Structure:
-    graph = layouts.local_graph(option)
+def _structure(layouts: Layouts, option: PricedLayout, run: Run, site: Site) -> Structure:
+    graph, kind = layouts.local_graph(option), layouts.model.device.kernel_kind
     again: list[Callable[[Op], bool]] = [regathered] if "regathers" in site.practices else []
-    if _recomputes(run) == "selective":
+    if run.recompute == "selective":
         by_operator = run.attention == "flash" and "recomputes_attention" not in site.practices
         again.append(cheap if by_operator else attention_core)
         if "recomputes_products" in site.practices:
@@ -190,26 +158,24 @@ def _structure(
             again.append(lambda op: op.name in seconds)
     kernels = kernels_of(site, run)
     works = tuple(
-        block_work(
-            graph, b, kind, again=lambda op: any(f(op) for f in again), kernels=None if kernels == EAGER else kernels
-        )
-        for b in graph.blocks
+        block_work(graph, b, kind, again=lambda op: any(f(op) for f in again), kernels=kernels) for b in graph.blocks
     )
     if "deterministic" in site.practices:
         works = tuple(filled(done, graph) for done in works)
-    members = tuple(len(m) for m in layouts.compact.members)
-    flops = tuple(flops_of_block(layouts.compact.graph, b, kind) for b in layouts.compact.graph.blocks)
+    compact = layouts.compact
+    members = scaled([len(m) for m in compact.members], run.layers)
+    flops = tuple(flops_of_block(compact.graph, b, kind) for b in compact.graph.blocks)
     return Structure(works=works, members=members, block_flops=flops)
 
 
-def kernels_of(site: Site, run: Run) -> ForeignKernels:
-    """The kernels of a site's software; BLOOM's scores add to positions."""
+def kernels_of(site: Site, run: Run) -> ForeignKernels | None:
+    """The kernels of a site's software, None for torch's eager mode; BLOOM's scores add to positions."""
     found = site.practices & PRACTICES
     if run.attention != "scores":
         found -= {"megatron_kernels"}
     elif "megatron_kernels" in found and run.family == "bloom":
         found |= {"biased_scores"}
-    return ForeignKernels(practices=found)
+    return ForeignKernels(practices=found) if found else None
 
 
 def scaled(members: Sequence[int], layers: int) -> tuple[int, ...]:
@@ -269,18 +235,17 @@ def _laid_out(run: Run, structure: Structure, model: CostModel, site: Site) -> t
     """The priced stages of a run and how they are run."""
     mesh = mesh_of(run)
     quantized = QUANTIZED.get(run.precision)
-    made: dict[int, BlockCost] = {}
     costs: list[BlockCost] = []
-    for i, (done, count) in enumerate(zip(structure.works, structure.members, strict=True)):
+    for done, count in zip(structure.works, structure.members, strict=True):
         priced = price_block(
             done, mesh, model.device, model.collectives, quantized=quantized,
             exposed=partial(exposed, site=site, mesh=mesh, interference=model.device.interference),
         )  # fmt: skip
         # the checkpoints of those programs run the whole forward again; torch's stops when nothing is left to keep
-        made[i] = replace(
+        whole = replace(
             priced, communication_again_s=priced.communication_forward_s, context_again_s=priced.context_forward_s
         )
-        costs += [made[i]] * count
+        costs += [whole] * count
     stops = stage_stops(run.layers, run.pp * run.virtual_stages, len(costs))
     full = run.recompute == "full"
     stages = []
@@ -288,9 +253,7 @@ def _laid_out(run: Run, structure: Structure, model: CostModel, site: Site) -> t
         layers: list[Recompute] = ["full" if full and 0 < i < len(costs) - 1 else "none" for i in range(start, stop)]
         stages.append(StageCost(blocks=tuple(costs[start:stop]), recompute=tuple(layers)))
     micro_batches = run.global_batch // (run.dp * run.micro_batch)
-    if (
-        "shards_over_context" in site.practices
-    ):  # the blocks' own collectives are priced: what is left are the data axes
+    if "shards_over_context" in site.practices:  # the blocks' collectives are priced: what is left are the data axes
         mesh = replace(mesh, dp_shard=mesh.dp_shard * mesh.cp, cp=1)
     step = Step(
         mesh=mesh,

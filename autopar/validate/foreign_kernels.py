@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
+import networkx
+
 from autopar.cost.blocks.block_work import BlockWork
 from autopar.cost.operators.work import LINEAR
 from autopar.cost.operators.work_record import FLOAT, Product, Specs, Work, total
-from autopar.graph.graph import Graph, Op, Ref
+from autopar.graph.graph import Graph, Op, Ref, TensorSpec
 
 _NAMES = (
     "add.Tensor add.Scalar sub.Tensor sub.Scalar mul.Tensor mul.Scalar div.Tensor div.Scalar neg.default exp.default"
@@ -51,21 +53,14 @@ class ForeignKernels:
         if "dropout" in self.practices:
             done = fuse_dropout(graph, op, operands, done, in_chain="fused_elementwise" in self.practices)
         if "megatron_kernels" in self.practices:
-            done = as_megatron(
-                graph,
-                op,
-                operands,
-                done,
-                biased_scores="biased_scores" in self.practices,
-                copied_logits="copied_logits" in self.practices,
-            )
+            done = as_megatron(graph, op, operands, done, self.practices)
         return done
 
     def unkept(self, graph: Graph, ops: Sequence[Op]) -> frozenset[int]:
         """Positions of the operators inside of chains: backward makes their values again in its own kernel."""
         if "fused_elementwise" not in self.practices:
             return frozenset()
-        return frozenset(i for chain in chains(graph, ops) for i in inner(graph, ops, chain))
+        return frozenset(i for chain in chains(ops) for i in inner(graph, ops, chain))
 
     def joined(
         self, graph: Graph, ops: Sequence[Op], operands: Sequence[Specs], works: Sequence[Work]
@@ -75,35 +70,18 @@ class ForeignKernels:
             works = fuse(graph, ops, works)
         if "fused_projections" not in self.practices:
             return list(works), ()
-        found, groups = fuse_projections(ops, operands, works), joined_projections(ops)
+        groups = joined_projections(ops)
+        found = fuse_projections(groups, operands, works)
         for group in groups if "megatron_kernels" in self.practices else ():
             split_projections(group, found, sum(ops[i].spec.num_bytes for i in group))
         return found, {i for group in groups for i in group[1:]}
 
 
-EAGER = ForeignKernels()
-"""Torch's eager mode: a program with these needs no hook."""
-
-
-def chains(graph: Graph, ops: Sequence[Op]) -> list[list[int]]:
+def chains(ops: Sequence[Op]) -> list[list[int]]:
     """Positions of the elementwise operators that run as one kernel, for each kernel of several."""
-    group = {op.name: op.name for op in ops if op.target in ELEMENTWISE}
-
-    def find(name: str) -> str:
-        while group[name] != name:
-            name = group[name]
-        return name
-
-    for op in ops:
-        if op.name in group:
-            for ref in op.operands:
-                if ref.name in group:
-                    group[find(ref.name)] = find(op.name)
-    members: dict[str, list[int]] = {}
-    for i, op in enumerate(ops):
-        if op.name in group:
-            members.setdefault(find(op.name), []).append(i)
-    return [chain for chain in members.values() if len(chain) > 1]
+    at = {op.name: i for i, op in enumerate(ops) if op.target in ELEMENTWISE}
+    reads = ((i, at[ref.name]) for name, i in at.items() for ref in ops[i].operands if ref.name in at)
+    return [sorted(chain) for chain in networkx.connected_components(networkx.Graph(reads))]
 
 
 def inner(graph: Graph, ops: Sequence[Op], chain: Sequence[int]) -> list[int]:
@@ -119,8 +97,22 @@ def fuse(graph: Graph, ops: Sequence[Op], works: Sequence[Work]) -> list[Work]:
     forward read once more.
     """
     result = list(works)
-    for chain in chains(graph, ops):
-        _join(graph, ops, result, chain)
+    for chain in chains(ops):
+        inside, unread = {ops[i].name for i in chain}, inner(graph, ops, chain)
+        read = {ref for i in chain for ref in ops[i].operands if ref.name not in inside}
+        written = [Ref(ops[i].name) for i in chain if i not in unread]
+        size = {ref: graph.spec(ref).num_bytes for ref in (*read, *written)}
+        trained = [ref for ref in size if graph.spec(ref).requires_grad]
+        backward = sum(size[ref] for ref in trained) + sum(size[ref] for ref in read) if trained else 0
+        for i in chain[:-1]:
+            result[i] = replace(result[i], num_bytes=0, backward_bytes=0, launches=0, backward_launches=0)
+        result[chain[-1]] = replace(
+            result[chain[-1]],
+            num_bytes=sum(size.values()),
+            backward_bytes=backward,
+            launches=1,
+            backward_launches=int(backward > 0),
+        )
     return result
 
 
@@ -133,13 +125,13 @@ def joined_projections(ops: Sequence[Op]) -> list[list[int]]:
     return [group for group in found.values() if len(group) > 1]
 
 
-def fuse_projections(ops: Sequence[Op], operands: Sequence[Specs], works: Sequence[Work]) -> list[Work]:
-    """The works when linear layers of one input run as one product, at the first of them.
+def fuse_projections(groups: Sequence[Sequence[int]], operands: Sequence[Specs], works: Sequence[Work]) -> list[Work]:
+    """The works when the linear layers of each group, which have one input, run as one product, at the first of them.
 
     The input is read once, and its gradient is one product, as deep as all outputs are wide.
     """
     result = list(works)
-    for group in joined_projections(ops):
+    for group in groups:
         parts, again = [works[i] for i in group], (len(group) - 1) * operands[group[0]][0].num_bytes
         first = parts[0].products[0]
         whole = Product(first.count, first.rows, sum(p.products[0].columns for p in parts), first.depth)
@@ -180,7 +172,7 @@ def fuse_dropout(graph: Graph, op: Op, operands: Specs, done: Work, *, in_chain:
         in_chain: elementwise kernels are joined: where an addition alone reads the output, its kernel makes it, and only the
             mask is written besides.
     """
-    if op.target != "autopar.dropout":
+    if op.target != DROPOUT:
         return done
     x = operands[0]
     users = [graph.ops[name].target for name in graph.users(Ref(op.name))]
@@ -212,25 +204,6 @@ def halve_loss(op: Op, logits_bytes: int, done: Work) -> Work:
     )  # fmt: skip
 
 
-def _join(graph: Graph, ops: Sequence[Op], works: list[Work], chain: list[int]) -> None:
-    inside = {ops[i].name for i in chain}
-    read = {ref for i in chain for ref in ops[i].operands if ref.name not in inside}
-    made = (Ref(ops[i].name) for i in chain)
-    written = [ref for ref in made if any(graph.ops[user].name not in inside for user in graph.users(ref))]
-    size = {ref: graph.spec(ref).num_bytes for ref in (*read, *written)}
-    trained = [ref for ref in size if graph.spec(ref).requires_grad]
-    backward = sum(size[ref] for ref in trained) + sum(size[ref] for ref in read) if trained else 0
-    for i in chain[:-1]:
-        works[i] = replace(works[i], num_bytes=0, backward_bytes=0, launches=0, backward_launches=0)
-    works[chain[-1]] = replace(
-        works[chain[-1]],
-        num_bytes=sum(size.values()),
-        backward_bytes=backward,
-        launches=1,
-        backward_launches=int(backward > 0),
-    )
-
-
 # --- Megatron's layers of 2021 and 2022 (Megatron-LM, Megatron-DeepSpeed), by megatron/model/transformer.py (`ParallelAttention`),
 # megatron/mpu/cross_entropy.py and megatron/fused_kernels/layer_norm_cuda_kernel.cu
 
@@ -242,9 +215,7 @@ SPLIT_LAUNCHES = 3
 """Copies of the gradients of queries, keys and values into that of the product that made them (``torch.split``)."""
 
 
-def as_megatron(
-    graph: Graph, op: Op, operands: Specs, done: Work, *, biased_scores: bool = False, copied_logits: bool = False
-) -> Work:
+def as_megatron(graph: Graph, op: Op, operands: Specs, done: Work, practices: Collection[str]) -> Work:
     """The work of one operator as Megatron runs it.
 
     - The product of queries and keys is ``baddbmm`` with a factor: autograd multiplies both gradients by it, in kernels of
@@ -257,6 +228,7 @@ def as_megatron(
     - The loss computes on logits in single precision, one kernel after the other: a cast, the maximum, the difference, the
       exponential, its sum and the quotient (``copied_logits``: a copy before them); backward is a product and a cast.
     """
+    biased_scores = "biased_scores" in practices
     if op.target == PRODUCT and _makes_scores(graph, op):
         scaled = 2 * sum(spec.num_bytes for spec in operands if spec.requires_grad)
         return replace(
@@ -272,7 +244,7 @@ def as_megatron(
     if op.target == ADD and any(_made_by(graph, ref) == DROPOUT for ref in op.operands):
         return replace(done, backward_bytes=0, backward_launches=0)
     if op.target in LOSSES:
-        return _loss(op, operands, done, copied_logits)
+        return _loss(operands[0], done, "copied_logits" in practices)
     return done
 
 
@@ -296,8 +268,7 @@ def _makes_scores(graph: Graph, op: Op) -> bool:
     return any(graph.ops[name].target == SOFTMAX for name in graph.users(Ref(op.name)))
 
 
-def _loss(op: Op, operands: Specs, done: Work, copied_logits: bool) -> Work:
-    logits = operands[0]
+def _loss(logits: TensorSpec, done: Work, copied_logits: bool) -> Work:
     whole = logits.numel * FLOAT
     cast = logits.num_bytes + whole if logits.dtype.itemsize < FLOAT else 0
     passes = 1 + 2 + 2 + 1 + 2 + 2 * copied_logits  # reads and writes: maximum, difference, exponential, sum, quotient

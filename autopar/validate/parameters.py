@@ -246,30 +246,19 @@ class Fit:
     num_seen: dict[str, int]
 
 
-def sensitivities(
-    predict: Predictor,
-    values: Mapping[str, float],
-    parameters: Sequence[Parameter],
-    runs: Sequence[int],
-    touches: Callable[[Parameter, int], bool],
-    log_times: Array,
+def sensitivity(
+    predict: Predictor, values: Mapping[str, float], parameter: Parameter, runs: Sequence[int], log_times: Array
 ) -> Array:
-    """Derivative of the logarithm of each run's time by that of each parameter, by finite differences.
+    """Derivative of the logarithm of each run's time by that of a parameter, by a finite difference.
 
     Args:
         log_times: of ``runs`` at ``values``.
     """
-    result = np.zeros((len(runs), len(parameters)))
-    for j, parameter in enumerate(parameters):
-        rows = [k for k, run in enumerate(runs) if touches(parameter, run)]
-        if not rows:
-            continue
-        here = values[parameter.key]
-        step = STEP if here * math.exp(STEP) <= parameter.upper else -STEP
-        there = dict(values) | {parameter.key: here * math.exp(step)}
-        moved = np.log(np.array(predict(there, [runs[k] for k in rows])))
-        result[rows, j] = (moved - log_times[rows]) / step
-    return result
+    here = values[parameter.key]
+    step = STEP if here * math.exp(STEP) <= parameter.upper else -STEP
+    moved = np.log(np.array(predict({**values, parameter.key: here * math.exp(step)}, runs)))
+    found: Array = (moved - log_times) / step
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,7 +268,7 @@ class Linearized:
     Attributes:
         values: of the parameters at the point.
         log_times: of each run there.
-        slopes: of each run (row) by each parameter (column), as :func:`sensitivities` gives them.
+        slopes: of each run (row) by each parameter (column), as :func:`sensitivity` gives them.
     """
 
     values: dict[str, float]

@@ -27,7 +27,7 @@ from autopar.plan.plan import Precision
 from autopar.rules.strategy import Strategy
 from autopar.util.files import data_files
 from autopar.util.toml import Table
-from autopar.validate.foreign_kernels import LOSSES
+from autopar.validate.foreign_kernels import DROPOUT, LOSSES, NORMS
 from autopar.validate.runs import PRECISIONS, Run
 
 
@@ -185,9 +185,6 @@ TABLE = Ref("p_embedding_weight")
 
 HEAD = Ref("p_head_weight")
 
-DROPOUT = "autopar.dropout"
-NORMS = ("aten.layer_norm.default", "aten.rms_norm.default")
-
 
 def as_megatron(
     sequence: int,
@@ -256,17 +253,8 @@ def second_products(graph: Graph) -> frozenset[str]:
 def attention_core(op: Op) -> bool:
     """What Megatron's selective recompute computes again: scores, softmax and their product with the values, or the fused kernel."""
     scores = len(op.spec.shape) == 4 and op.target in ("aten.div.Tensor", "aten.masked_fill.Scalar", "aten.to.dtype")
-    return (
-        scores
-        or "attention" in op.target
-        or op.target
-        in (
-            "aten.softmax.int",
-            "aten.matmul.default",
-            "aten.dropout.default",
-            "autopar.dropout",
-        )
-    )
+    core = ("aten.softmax.int", "aten.matmul.default", "aten.dropout.default", DROPOUT)
+    return scores or "attention" in op.target or op.target in core
 
 
 def regathered(op: Op) -> bool:

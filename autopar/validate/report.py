@@ -12,10 +12,10 @@ from typing import Any
 from autopar.hardware.read import MachineProfile, profile_to_dict
 from autopar.plan.prediction import Prediction
 from autopar.planner.search import Progress
-from autopar.util.files import as_toml
+from autopar.util.files import as_toml, write_toml
 from autopar.validate.parameters import Fit
 from autopar.validate.runs import GIB, FailedRow, Run, read_rows
-from autopar.validate.scores import Outcome, Score, calibrate, evaluate, write_profile
+from autopar.validate.scores import Outcome, Score, calibrate, evaluate
 from autopar.validate.session import Session, predictable
 
 HEADER = ("source", "runs", "MAPE", "bias", "scaled", "rho", "inside", "pairs in order", "regret (worst)", "memory",
@@ -76,12 +76,12 @@ def failures(failed: Sequence[FailedRow], count: int) -> list[str]:
     return [f"{len(failed)} of {count} rows failed:", *(f"- {row.name}: {row.error}" for row in failed)]
 
 
-def worst(runs: Sequence[Run], predictions: Sequence[Prediction], count: int = WORST) -> list[str]:
+def worst(runs: Sequence[Run], predictions: Sequence[Prediction]) -> list[str]:
     """The runs that are missed most, with where their predicted time goes."""
     timed = [(r, p) for r, p in zip(runs, predictions, strict=True) if r.step_time_s]
     timed.sort(key=lambda pair: -abs(math.log(pair[1].step_time_s / (pair[0].step_time_s or 1.0))))
     lines = []
-    for run, prediction in timed[:count]:
+    for run, prediction in timed[:WORST]:
         parts = prediction.breakdown
         shares = [(name.removesuffix("_s"), getattr(parts, name) / prediction.step_time_s) for name in parts.__slots__]
         largest = ", ".join(f"{name} {100 * part:.0f} %" for name, part in sorted(shares, key=lambda s: -s[1])[:3])
@@ -178,14 +178,12 @@ class Validation:
 
     Attributes:
         session: the runs, under the profiles that they were predicted by.
-        num_rows: of the files, those that could not be predicted among them.
         fit: of the profiles' numbers; None where profiles are as they are.
         profiles: those that were fitted, by name.
     """
 
     session: Session
     outcome: Outcome
-    num_rows: int
     fit: Fit | None = None
     profiles: Mapping[str, MachineProfile] = field(default_factory=dict)
 
@@ -202,7 +200,7 @@ class Validation:
         shown.append(
             "Missed most:\n\n" + "\n".join(f"- {line}" for line in worst(self.session.runs, self.outcome.predictions))
         )
-        missing = failures(self.outcome.failed, self.num_rows)
+        missing = failures(self.outcome.failed, len(self.session.runs) + len(self.outcome.failed))
         shown += ["\n".join(missing)] if missing else []
         if with_profiles:
             shown += [as_toml(profile_to_dict(p), comment=f"{name}.toml") for name, p in self.profiles.items()]
@@ -212,7 +210,7 @@ class Validation:
         """Each in a file of its name; gives the files."""
         paths = {folder / f"{name}.toml": profile for name, profile in self.profiles.items()}
         for path, profile in paths.items():
-            write_profile(profile, path)
+            write_toml(path, profile_to_dict(profile))
         return list(paths)
 
 
@@ -237,4 +235,4 @@ def validated(
         devices = {session.runs[i].device for i in fitted}
         session = session.under({d: profiles[session.profiles[d].device.name] for d in devices})
     outcome = evaluate(session, leave_one_out=leave_one_out, failed=failed)
-    return Validation(session=session, outcome=outcome, num_rows=len(rows), fit=fit, profiles=profiles)
+    return Validation(session=session, outcome=outcome, fit=fit, profiles=profiles)

@@ -11,8 +11,8 @@ from typing import Any, cast
 
 from autopar.errors import AutoparError, UsageError, closest
 from autopar.models.transformer import ATTENTIONS, FAMILIES
+from autopar.plan.plan import RECOMPUTES
 
-RECOMPUTES = ("none", "selective", "full")
 PRECISIONS = ("fp32", "fp16", "bf16", "bf16_fp32_grad_accum", "bf16_true", "fp8")
 COUNTS = (
     "layers", "hidden", "ffn", "heads", "kv_heads", "vocab", "seq", "devices", "devices_per_node", "tp", "pp",
@@ -110,20 +110,6 @@ class FailedRow:
     def of(cls, run: Run, error: AutoparError) -> FailedRow:
         """A run that was read."""
         return cls(file=run.file, line=run.line, name=run.name, release=run.release, error=error)
-
-
-def read_runs(path: Path) -> tuple[Run, ...]:
-    """The runs of a file.
-
-    Raises:
-        UsageError: as :func:`read_rows`, or a cell has no sense; names file, row and column, and a remedy.
-    """
-    runs = []
-    for row in read_rows(path):
-        if isinstance(row, FailedRow):
-            raise row.error
-        runs.append(row)
-    return tuple(runs)
 
 
 def read_rows(path: Path) -> tuple[Run | FailedRow, ...]:
@@ -231,8 +217,13 @@ class _Row:
         return cell
 
     def measured(self, column: str) -> float | None:
-        found = _positive(self.cells[column])
-        if self.cells[column] and found is None:
+        if not self.cells[column]:
+            return None
+        try:
+            found = float(self.cells[column])
+        except ValueError:
+            found = 0.0
+        if not 0 < found < float("inf"):
             raise self.fault(column, "nothing or a number above zero")
         return found
 
@@ -281,11 +272,3 @@ def _check(run: Run, row: _Row) -> None:
     if run.layers + 2 < run.pp * run.virtual_stages:
         stages = run.pp * run.virtual_stages
         raise row.fault("layers", f"a layer, the embedding or the head for each of {stages} stages")
-
-
-def _positive(text: str) -> float | None:
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    return value if 0 < value < float("inf") else None

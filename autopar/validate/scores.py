@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from autopar.errors import UsageError
 from autopar.hardware.device import Device
-from autopar.hardware.read import MachineProfile, known_devices, load_profile, profile_to_dict
+from autopar.hardware.read import MachineProfile, known_devices, load_profile
 from autopar.plan.prediction import Prediction
-from autopar.util.files import write_toml
 from autopar.validate import parameters as free
 from autopar.validate.parameters import Fit
 from autopar.validate.runs import FailedRow, Run
@@ -57,10 +56,6 @@ class Score:
     false_fits: int
     false_misfits: int
 
-    def to_dict(self) -> dict[str, Any]:
-        """As plain data."""
-        return asdict(self)
-
 
 def scales(runs: Sequence[Run], predictions: Sequence[Prediction]) -> dict[str, float]:
     """One factor for each release: the median of measured over predicted time."""
@@ -91,7 +86,7 @@ def score(name: str, runs: Sequence[Run], predictions: Sequence[Prediction], wid
         mape=_mean(np.abs(predicted / measured - 1)),
         bias=_mean(predicted / measured - 1),
         scaled_mape=_mean(np.abs(scaled / measured - 1)),
-        rho=_rho(predicted, measured),
+        rho=rank_correlation(predicted.tolist(), measured.tolist()),
         coverage=_mean(np.array(inside, dtype=float)),
         pairs=pairs,
         ordered=ordered,
@@ -113,18 +108,15 @@ def as_read(run: Run, prediction: Prediction) -> float:
     return float(prediction.peak_memory_bytes)
 
 
-def fits(prediction: Prediction, width: float) -> bool:
-    """Whether the upper end of the interval of memory fits."""
-    return prediction.peak_memory_bytes * (1 + width) <= prediction.memory_limit_bytes
-
-
 def may_fit(prediction: Prediction, width: float) -> bool:
     """Whether the lower end of the interval of memory fits: else the plan is called impossible."""
     return prediction.peak_memory_bytes / (1 + width) <= prediction.memory_limit_bytes
 
 
 def _false_fit(run: Run, prediction: Prediction, width: float) -> bool:
-    return fits(prediction, width) and (run.peak_memory_bytes or 0) > prediction.memory_limit_bytes
+    """Whether the upper end of the interval of memory fits, and what was measured does not."""
+    fits = prediction.peak_memory_bytes * (1 + width) <= prediction.memory_limit_bytes
+    return fits and (run.peak_memory_bytes or 0) > prediction.memory_limit_bytes
 
 
 def _groups(timed: Sequence[tuple[Run, Prediction]]) -> list[list[tuple[float, float]]]:
@@ -162,12 +154,17 @@ def _regrets(timed: Sequence[tuple[Run, Prediction]]) -> list[float]:
     return regrets
 
 
-def _rho(predicted: np.ndarray, measured: np.ndarray) -> float | None:
-    if len(measured) < 3 or len(set(measured)) < 2 or len(set(predicted)) < 2:
+def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float | None:
+    """Spearman's; None where there are fewer than three values, or all are equal.
+
+    >>> round(rank_correlation([1, 2, 3, 4], [10, 20, 40, 30]), 3)
+    0.8
+    """
+    if len(one) < 3 or len(set(one)) < 2 or len(set(other)) < 2:
         return None
     from scipy.stats import spearmanr
 
-    return float(spearmanr(predicted, measured).statistic)
+    return float(spearmanr(one, other).statistic)
 
 
 def _mean(values: np.ndarray) -> float | None:
@@ -219,7 +216,7 @@ class Outcome:
         places = [(files.index(file), line) for file, line in given]
         rows = sorted(zip(places, (*predicted, *failed), strict=True), key=lambda pair: pair[0])
         return {
-            "summary": [found.to_dict() for found in self.scores],
+            "summary": [asdict(found) for found in self.scores],
             "scales": dict(self.scales),
             "fitted": {group: dict(values) for group, values in self.fitted.items()},
             "failed_rows": len(self.failed),
@@ -284,9 +281,7 @@ def calibrate(session: Session, sources: Sequence[str]) -> tuple[dict[str, Machi
             )
     rows = [i for i in session.timed if any(s == "all" or s in session.runs[i].source for s in sources)]
     found, chosen = session.fitted(rows)
-    releases: dict[str, int] = {}
-    for i in rows:
-        releases[session.runs[i].release] = releases.get(session.runs[i].release, 0) + 1
+    releases = Counter(session.runs[i].release for i in rows)
     text = "fitted on: " + ", ".join(f"{name} ({count} runs)" for name, count in releases.items())
     keys = {p.key for p in chosen}
     values = {key: float(f"{value:.4g}") for key, value in found.values.items() if key in keys}
@@ -337,8 +332,3 @@ def _with_width(device: Device, width: float | None, num_runs: int) -> Device:
     text = f"fitted on: memory_fraction by {num_runs} measured peaks, of which 19 in 20 lie inside"
     notes["uncertainty"] = free.noted(notes["uncertainty"], f"{text}; by autopar validate --calibrate")
     return replace(device, memory_uncertainty=float(f"{width:.3g}"), provenance=tuple(notes.items()))
-
-
-def write_profile(profile: MachineProfile, path: Path) -> None:
-    """A profile as TOML."""
-    write_toml(path, profile_to_dict(profile))

@@ -25,7 +25,7 @@ from autopar.validate.parameters import (
     corrected,
     fit,
     robust_loss,
-    sensitivities,
+    sensitivity,
 )
 from autopar.validate.practice import Site, cluster_of, load_sites, released, site_of
 from autopar.validate.runs import FailedRow, Run
@@ -104,6 +104,7 @@ class Session:
         sites = tuple(load_sites() if sites is None else sites)
         self.sites = tuple(site_of(run, sites) for run in runs)
         self.runs = tuple(released(run, site) for run, site in zip(runs, self.sites, strict=True))
+        self._expressed = Expressed()
         self._known_collectives: dict[object, CollectiveModel] = {}
         self.profiles: dict[str, MachineProfile] = dict(profiles or {})
         for run in self.runs:
@@ -112,20 +113,12 @@ class Session:
 
     def under(self, profiles: Mapping[str, MachineProfile]) -> Session:
         """The same runs and layouts under other profiles of the devices named; layouts are those chosen here."""
-        other = Session(self.runs, place=self.place, profiles={**self.profiles, **profiles}, progress=self.progress)
-        other.sites = self.sites
-        other.__dict__["structures"] = self.structures
-        return other
+        return self.keeping(dict(enumerate(self.structures)), profiles)
 
     @cached_property
     def structures(self) -> tuple[tuple[Structure, ...], ...]:
         """The layouts of every run; traced and solved once."""
         return tuple([self.laid_out(i) for i in range(len(self.runs))])
-
-    @cached_property
-    def _expressed(self) -> Expressed:
-        sites = dict(zip(self.runs, self.sites, strict=True))
-        return Expressed(lambda run, site: cluster_of(run, self.profiles[run.device], site), sites.__getitem__)
 
     def laid_out(self, index: int) -> tuple[Structure, ...]:
         """The layouts of one run.
@@ -137,7 +130,7 @@ class Session:
         if self.progress is not None:
             self.progress("laying out runs", index, len(self.runs))
         try:
-            return self._expressed.structures(run)
+            return self._expressed.structures(run, self.sites[index], self.profiles[run.device])
         except AutoparError as error:
             raise UsageError(
                 "The planner does not know the layout of this run",
@@ -146,10 +139,12 @@ class Session:
                 fix="Correct the row",
             ) from error
 
-    def keeping(self, structures: Mapping[int, tuple[Structure, ...]]) -> Session:
-        """Of these runs alone, by index, in these layouts."""
-        runs = [self.runs[i] for i in structures]
-        other = Session(runs, place=self.place, profiles=self.profiles, progress=self.progress)
+    def keeping(
+        self, structures: Mapping[int, tuple[Structure, ...]], profiles: Mapping[str, MachineProfile] | None = None
+    ) -> Session:
+        """Of these runs alone, by index, in these layouts; ``profiles``: in place of those here."""
+        known = {**self.profiles, **(profiles or {})}
+        other = Session([self.runs[i] for i in structures], place=self.place, profiles=known, progress=self.progress)
         other.sites = tuple([self.sites[i] for i in structures])
         other.__dict__["structures"] = tuple(structures.values())
         return other
@@ -255,12 +250,12 @@ class Session:
         """The step times of ``runs`` near ``values``; rows of others are zero."""
         known = [j for j, p in enumerate(PARAMETERS) if p.key in self.start]
         log_times, slopes = self.log_times(values, runs), np.zeros((len(self.runs), len(PARAMETERS)))
-        rows = list(runs)
         for done, j in enumerate(known):
+            parameter = PARAMETERS[j]
             if self.progress is not None:
-                self.progress(f"measuring what {PARAMETERS[j].key} changes", done, len(known))
-            column = sensitivities(self.times_s, values, [PARAMETERS[j]], rows, self.touches, log_times[rows])
-            slopes[rows, j] = column[:, 0]
+                self.progress(f"measuring what {parameter.key} changes", done, len(known))
+            rows = [i for i in runs if self.touches(parameter, i)]
+            slopes[rows, j] = sensitivity(self.times_s, values, parameter, rows, log_times[rows])
         return Linearized(values=dict(values), log_times=log_times, slopes=slopes)
 
     def fitted(self, runs: Sequence[int], *, near: Linearized | None = None) -> tuple[Fit, tuple[Parameter, ...]]:

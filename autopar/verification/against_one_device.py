@@ -34,7 +34,6 @@ from autopar.verification.reference import (
     Subject,
     Trained,
     WithLoss,
-    adamw,
     errors,
     loss_of,
     traced_in_double,
@@ -46,24 +45,10 @@ from autopar.verification.results import (
     DOUBLE_NUDGES,
     LOSS_TOLERANCE,
     NUDGES,
-    TENSOR_TOLERANCE,
     Confirmation,
     RankErrors,
     VerifyReport,
 )
-
-__all__ = [
-    "LOSS_TOLERANCE",
-    "PRELOAD",
-    "TENSOR_TOLERANCE",
-    "Confirmation",
-    "RankErrors",
-    "Subject",
-    "VerifyReport",
-    "adamw",
-    "loss_of",
-    "verify",
-]
 
 _DROPOUT_ARGUMENT = {
     "autopar.dropout": 1,
@@ -115,10 +100,12 @@ def verify(  # noqa: PLR0913  keywords of the public call
         loss_fn: ``loss_fn(output, batch)``, with which the graph was traced; every rank imports it by its name.
 
     Raises:
+        UsageError: the plan has more ranks than this machine is asked to play.
         AutoparError: a rank failed, or the time is up.
         VerificationError: fp64 is asked for, and the model in float64 is another one; or results differ, and those of
             one device differ as well from one time to the next.
     """
+    _check_size(plan)
     subject = subject if loss_fn is None else WithLoss(subject, loss_fn)
     graph = in_dtype(_without_dropout(graph), getattr(torch, plan.precision.compute), torch.float32)
     plan = replace(plan, precision=FP32)
@@ -141,12 +128,7 @@ def verify(  # noqa: PLR0913  keywords of the public call
     return replace(report, bisection=found)
 
 
-def check_size(plan: Plan) -> None:
-    """Refuse a plan with more ranks than this machine is asked to play.
-
-    Raises:
-        UsageError: it has.
-    """
+def _check_size(plan: Plan) -> None:
     if plan.mesh.world_size > MAX_RANKS:
         raise UsageError(
             f"The plan has {plan.mesh.world_size} ranks, and verify starts at most {MAX_RANKS} processes on this machine",
@@ -154,29 +136,13 @@ def check_size(plan: Plan) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Nudged:
-    """A subject whose parameters are moved by at most one unit in the last place, at random."""
-
-    subject: Subject
-    seed: int
-
-    def build(self) -> nn.Module:
-        """The model on CPU."""
-        model, generator = self.subject.build(), torch.Generator().manual_seed(self.seed)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                moves = torch.randint(-1, 2, parameter.shape, generator=generator)
-                parameter.mul_(1 + moves.to(parameter.dtype) * torch.finfo(parameter.dtype).eps)
-        return model
-
-    def make_batch(self, batch_size: int, *, seed: int, padded: bool = False) -> dict[str, Tensor]:
-        """As the subject makes it."""
-        return self.subject.make_batch(batch_size, seed=seed, padded=padded)
-
-
-def _is_double(subject: Subject) -> bool:
-    return isinstance(subject.subject if isinstance(subject, _Nudged) else subject, DoubleSubject)
+def _nudge(model: nn.Module, seed: int) -> None:
+    """Moves parameters by at most one unit in the last place, at random."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            moves = torch.randint(-1, 2, parameter.shape, generator=generator)
+            parameter.mul_(1 + moves.to(parameter.dtype) * torch.finfo(parameter.dtype).eps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,7 +180,7 @@ class _Run:
         for seed in range(DOUBLE_NUDGES):
             if confirmation.agrees:
                 break
-            own = errors(0, self._reference(_Nudged(DoubleSubject(subject), seed)), truth, FP64)
+            own = errors(0, self._reference(DoubleSubject(subject), nudge=seed), truth, FP64)
             confirmation = replace(confirmation, nudged_double=(*confirmation.nudged_double, own))
         return confirmation
 
@@ -225,7 +191,7 @@ class _Run:
         for seed in range(NUDGES):
             if confirmation.is_rounding(report.rows):
                 break
-            own = errors(0, self._reference(_Nudged(subject, seed)), truth)
+            own = errors(0, self._reference(subject, nudge=seed), truth)
             confirmation = replace(confirmation, nudged=(*confirmation.nudged, own))
         return confirmation
 
@@ -266,10 +232,13 @@ class _Run:
                 fix="Turn off what draws random numbers besides dropout modules: dropout that forward makes, noise that it adds",
             )
 
-    def _reference(self, subject: Subject) -> Trained:
+    def _reference(self, subject: Subject, *, nudge: int | None = None) -> Trained:
+        """What one device comes to; ``nudge``: the seed by which its parameters are moved before."""
         model, batches = subject.build(), self.batches(subject)  # outside: random numbers depend on the dtype
-        with in_double() if _is_double(subject) else nullcontext():
-            return trained_alone(model, batches, "One device alone cannot train the model", VerificationError)
+        if nudge is not None:
+            _nudge(model, nudge)
+        with in_double() if isinstance(subject, DoubleSubject) else nullcontext():
+            return trained_alone(model, batches)
 
 
 def _without_dropout(graph: Graph) -> Graph:

@@ -58,6 +58,10 @@ class VerifiedModel:
         """The model on CPU; no parameter is left at zero or one, where a wrong sum or factor would not show."""
         return with_noise(self.source.build())
 
+    def as_traced(self) -> torch.nn.Module:
+        """The model on CPU, with what it drops."""
+        return self.source.build(drops=True)
+
     def make_batch(self, batch_size: int, *, seed: int, padded: bool = False) -> dict[str, torch.Tensor]:
         """Random inputs."""
         batch = self.source.make_batch(batch_size, seed=seed, padded=padded)

@@ -9,14 +9,11 @@ between them: what a stage receives, the sum of a parameter's gradient, the step
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from autopar.graph.graph import Graph, Op
@@ -89,7 +86,7 @@ class Bisection:
 
 @dataclass(frozen=True, kw_only=True)
 class _Recorded:
-    """One rank's file."""
+    """What one rank leaves of a step."""
 
     tape: Tape
     loss: float
@@ -179,27 +176,20 @@ class _Search:
         spot = self.trail.first([rank.tape for rank in ranks], self.tape, self.one.values)
         if spot is None or not spot.is_block:
             return spot
-        before = {name: p.detach().clone() for name, p in self.one.parameters.items()}
-        self._restore(self.before)
+        with torch.no_grad():
+            for name, value in self.before.items():
+                self.one.parameters[name].copy_(value)
         again = self._run(step, self.trail.inside(spot.place))
-        self._restore(before)
         return self.trail.first([rank.tape for rank in again], self.tape, self.one.values) or spot
 
-    def _run(self, step: int, watches: tuple[Watch, Watch]) -> list[_Recorded]:
+    def _run(self, step: int, watches: tuple[Watch, Watch]) -> Sequence[_Recorded]:
         """Has one step recorded by all ranks, and by one device."""
         watch, own = watches
         self.before = {name: p.detach().clone() for name, p in self.one.parameters.items()}
-        with tempfile.TemporaryDirectory(prefix="autopar-") as folder:
-            job = (_record, self.subject, self.plan, self.graph, self.batches[: step + 1], watch, folder)
-            self.pool.run(*job, size=self.plan.mesh.world_size, timeout_s=self.timeout_s)
-            self.tape = self.one.record(self.batches[step], own)
-            files = [Path(folder) / f"{rank}.pt" for rank in range(self.plan.mesh.world_size)]
-            return [torch.load(file, weights_only=False) for file in files]
-
-    def _restore(self, values: Mapping[str, Tensor]) -> None:
-        with torch.no_grad():
-            for name, value in values.items():
-                self.one.parameters[name].copy_(value)
+        job = (_record, self.subject, self.plan, self.graph, self.batches[: step + 1], watch)
+        found = self.pool.run(*job, size=self.plan.mesh.world_size, timeout_s=self.timeout_s)
+        self.tape = self.one.record(self.batches[step], own)
+        return found
 
     def _same_everywhere(
         self, found: Sequence[Tensor | None], whole: Tensor, *, scale: float = 0.0, tolerance: float = TOLERANCE
@@ -223,9 +213,9 @@ class _Search:
 
 
 def _record(
-    subject: Subject, plan: Plan, graph: Graph, batches: Sequence[Mapping[str, Tensor]], watch: Watch, folder: str
-) -> None:
-    """One rank's side: trains up to the last batch and writes what its step records."""
+    subject: Subject, plan: Plan, graph: Graph, batches: Sequence[Mapping[str, Tensor]], watch: Watch
+) -> _Recorded:
+    """One rank's side: trains up to the last batch; what its step records."""
     parallel = ParallelModel(lower(plan, graph), World(plan.mesh, "cpu"), ModelWeights(subject.build(), 0))
     optimizer = adamw(parallel.parameters())
     for batch in batches[:-1]:
@@ -236,8 +226,7 @@ def _record(
     loss = parallel.train_step(batches[-1]).item()
     gradients = parallel.full_gradients()
     optimizer.step()
-    recorded = _Recorded(tape=tape, loss=loss, gradients=gradients, parameters=parallel.full_state_dict())
-    torch.save(recorded, Path(folder) / f"{dist.get_rank()}.pt")
+    return _Recorded(tape=tape, loss=loss, gradients=gradients, parameters=parallel.full_state_dict())
 
 
 # --- in words ------------------------------------------------------------------------------------

@@ -16,12 +16,12 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -66,14 +66,12 @@ class WorkerPool:
         size: how many workers.
         preload: modules that the server imports before it forks (those that jobs need and that start
             no threads).
-        num_threads: of torch in each worker.
 
     Use as a context manager, or call :meth:`close`.
     """
 
-    def __init__(self, size: int, *, preload: Sequence[str] = ("torch",), num_threads: int = 1) -> None:
+    def __init__(self, size: int, *, preload: Sequence[str] = ("torch",)) -> None:
         self.size = size
-        self._num_threads = num_threads
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([*preload, __name__])
         self._workers: list[_Worker] = []
@@ -82,9 +80,7 @@ class WorkerPool:
     def __enter__(self) -> WorkerPool:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def run(
@@ -136,7 +132,8 @@ class WorkerPool:
         """Ends the workers; ``kill`` does not wait for what they do."""
         for worker in self._workers:
             if not kill:
-                _try_send(worker.connection, b"")
+                with suppress(OSError):  # the worker is gone, which is what was asked for
+                    worker.connection.send_bytes(b"")
             worker.connection.close()
         deadline = time.monotonic() + (0.0 if kill else _GRACE_S)
         for worker in self._workers:
@@ -151,9 +148,7 @@ class WorkerPool:
             self.close(kill=True)
         while len(self._workers) < self.size:
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(
-                target=_serve, args=(theirs, len(self._workers), self._num_threads), daemon=True
-            )
+            process = self._context.Process(target=_serve, args=(theirs, len(self._workers)), daemon=True)
             process.start()
             theirs.close()
             self._workers.append(_Worker(process, ours))
@@ -175,13 +170,6 @@ class WorkerPool:
         return [outcomes.get(rank, _Outcome(failure=late)) for rank in range(len(workers))]
 
 
-def _try_send(connection: Connection, message: bytes) -> None:
-    try:
-        connection.send_bytes(message)
-    except OSError:
-        return  # the worker is gone, which is what was asked for
-
-
 def _receive(worker: _Worker) -> _Outcome:
     try:
         answer = pickle.loads(worker.connection.recv_bytes())
@@ -193,9 +181,9 @@ def _receive(worker: _Worker) -> _Outcome:
     return answer
 
 
-def _serve(connection: Connection, rank: int, num_threads: int) -> None:
+def _serve(connection: Connection, rank: int) -> None:
     """A worker's life: jobs from the pipe, one after the other, until an empty message."""
-    torch.set_num_threads(num_threads)
+    torch.set_num_threads(1)
     gc.freeze()  # what the server imported stays: a job is not to look through it for garbage, nor to copy its pages
     while True:
         try:

@@ -6,7 +6,6 @@ an alias of each operand, so that the gradient that it passes back can be told f
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +17,6 @@ from torch import Tensor, fx, nn
 from autopar.graph.graph import Argument, Graph, Op, Ref
 from autopar.graph.interpreter import function_of, leaves
 from autopar.lower.emit import SEED
-from autopar.ops import plain
 from autopar.runtime.parallel_model import ParallelModel
 from autopar.runtime.step.stage import BlockModule, StageModule
 
@@ -109,75 +107,65 @@ def attach(parallel: ParallelModel, watch: Watch) -> Tape:
 
 
 def _run_sums(module: fx.GraphModule, micro_batches: Iterator[int], tape: Tape, *values: Tensor) -> Any:
-    return run_module(module, values, tape, PRELUDE, next(micro_batches))
+    return _Recorder(module, tape, PRELUDE, next(micro_batches)).run(*values)
 
 
 class _StageRecorder:
     """Puts itself before the calls of a stage's modules. What checkpointing runs again is not recorded again."""
 
     def __init__(self, stage: StageModule, indices: list[int], tape: Tape) -> None:
-        self.tape, self.count, self.micro_batch = tape, 0, 0
-        self.inside = False
+        self.tape, self.count = tape, count()
+        self.micro_batch: int | None = None
         stage.forward = partial(self.stage, stage.forward)  # type: ignore[method-assign]
         if isinstance(stage.prelude, fx.GraphModule):
-            stage.prelude.forward = partial(self.body, stage.prelude, PRELUDE)
+            self.replace(stage.prelude, PRELUDE)
         for index, block in zip(indices, stage.blocks, strict=True):
             assert isinstance(block, BlockModule)
-            block.body.forward = partial(self.body, block.body, index)
+            self.replace(block.body, index)
+
+    def replace(self, module: fx.GraphModule, place: int) -> None:
+        module.forward = partial(self.body, module, module.forward, place)
 
     def stage(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self.micro_batch, self.inside = self.count, True
-        self.count += 1
+        self.micro_batch = next(self.count)
         try:
             return forward(*args, **kwargs)
         finally:
-            self.inside = False
+            self.micro_batch = None
 
-    def body(self, module: fx.GraphModule, place: int, *values: Any) -> tuple[Any, ...]:
-        return run_module(module, values, self.tape if self.inside else None, place, self.micro_batch)
+    def body(self, module: fx.GraphModule, forward: Callable[..., Any], place: int, *values: Any) -> Any:
+        if self.micro_batch is None:
+            return forward(*values)
+        return _Recorder(module, self.tape, place, self.micro_batch).run(*values)
 
 
-def run_module(
-    module: fx.GraphModule, values: Iterable[Any], tape: Tape | None, place: int, micro_batch: int
-) -> tuple[Any, ...]:
+class _Recorder(fx.Interpreter):
     """What the emitted module does, node by node."""
-    env: dict[fx.Node, Any] = {}
-    given = iter(values)
-    tape = tape or Tape(watch=Watch(values=frozenset(), edges=frozenset(), places=frozenset()))
-    for node in module.graph.nodes:
-        if node.op == "placeholder":
-            env[node] = next(given)
-        elif node.op == "get_attr":
-            env[node] = getattr(module, node.target)
-        elif node.op == "output":
-            return tuple(env[source] for source in node.args[0])
-        elif "op" in node.meta:
-            env[node] = _call(node, env, tape, micro_batch)
-        elif node.target is operator.getitem:
-            env[node] = env[node.args[0]][node.args[1]]
-        elif node.target is operator.floordiv:  # the seed of a step
-            env[node] = env[node.args[0]] // node.args[1]
-        else:
-            assert node.target is plain.local
-            env[node] = plain.local(env[node.args[0]])
-        if "reads" in node.meta:
-            tape.read(place, node.meta["reads"], env[node], micro_batch)
-    raise AssertionError("an emitted module ends in its outputs")
 
+    def __init__(self, module: fx.GraphModule, tape: Tape, place: int, micro_batch: int) -> None:
+        super().__init__(module)
+        self.tape, self.place, self.micro_batch = tape, place, micro_batch
 
-def _call(node: fx.Node, env: Mapping[fx.Node, Any], tape: Tape, micro_batch: int) -> Any:
-    name, positions, operands = node.meta["op"], count(), list[Any]()
+    def run_node(self, n: fx.Node) -> Any:
+        """The value of a node, which the tape takes note of."""
+        made = self._call(n) if "op" in n.meta else super().run_node(n)
+        if "reads" in n.meta:
+            self.tape.read(self.place, n.meta["reads"], made, self.micro_batch)
+        return made
 
-    def value(source: fx.Node) -> Any:
-        if source.name == SEED or not isinstance(env[source], Tensor):
-            return env[source]
-        operands.append(tape.taken(name, next(positions), env[source], micro_batch))
-        return operands[-1]
+    def _call(self, node: fx.Node) -> Any:
+        name, positions, operands = node.meta["op"], count(), list[Any]()
 
-    args = fx.node.map_arg(node.args, value)
-    kwargs = fx.node.map_arg(node.kwargs, value)
-    assert callable(node.target)
-    return tape.made(name, node.target(*args, **kwargs), operands, micro_batch)
+        def value(source: fx.Node) -> Any:
+            found = self.env[source]
+            if source.name == SEED or not isinstance(found, Tensor):
+                return found
+            operands.append(self.tape.taken(name, next(positions), found, self.micro_batch))
+            return operands[-1]
+
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), value)
+        assert callable(node.target)
+        return self.tape.made(name, node.target(*args, **kwargs), operands, self.micro_batch)
 
 
 # --- one device ----------------------------------------------------------------------------------

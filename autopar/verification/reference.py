@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autopar.errors import AutoparError, TraceError, first_line
+from autopar.errors import TraceError, VerificationError, first_line
 from autopar.graph.graph import Graph
 from autopar.lower.emit import OPAQUE
 from autopar.ops.kernels import MODULE, region_of
@@ -47,27 +47,24 @@ class Trained(TypedDict):
     parameters: dict[str, Tensor]
 
 
-def trained_alone(
-    model: nn.Module, batches: Sequence[Mapping[str, Tensor]], problem: str, error: type[AutoparError] = AutoparError
-) -> Trained:
-    """As :func:`trained`, for models of users.
+def trained_alone(model: nn.Module, batches: Sequence[Mapping[str, Tensor]]) -> Trained:
+    """One device's run.
 
     Raises:
-        AutoparError: of that type, with that problem: the model cannot make these steps; names its line.
+        VerificationError: the model cannot make these steps; names its line.
     """
     try:
-        return trained(model, batches)
+        return _trained(model, batches)
     except FAILURES as failure:
-        raise error(
-            problem,
+        raise VerificationError(
+            "One device alone cannot train the model",
             where=explained(failure, model).where,
             got=f"{type(failure).__name__}: {first_line(failure)}",
             fix="Correct that line, or give inputs and settings that fit the model",
         ) from failure
 
 
-def trained(model: nn.Module, batches: Sequence[Mapping[str, Tensor]]) -> Trained:
-    """One device's run."""
+def _trained(model: nn.Module, batches: Sequence[Mapping[str, Tensor]]) -> Trained:
     optimizer = adamw(model.parameters())
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     losses: list[float] = []
@@ -139,9 +136,6 @@ def _relative(difference: float, size: float) -> float:
     return float("inf") if math.isnan(ratio) else ratio
 
 
-DROPOUT = "autopar.dropout"
-
-
 @dataclass(frozen=True, slots=True)
 class WithLoss:
     """``loss_fn(output, batch)`` in place of what the model returns; modules and parameters keep their names.
@@ -208,7 +202,7 @@ def traced_in_double(subject: DoubleSubject, graph: Graph) -> Graph | None:
     """
     batch = subject.make_batch(max(graph.batch_size, 2), seed=0, padded=True)
     example = pytree.tree_map_only(Tensor, lambda value: value.to("meta"), batch)
-    drops = any(op.target == DROPOUT for op in graph.ops)
+    drops = any(op.target == "autopar.dropout" for op in graph.ops)
     model = subject.as_traced() if drops else subject.build()
     try:
         with in_double():

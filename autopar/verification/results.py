@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from torch.utils import _pytree as pytree
+
 from autopar.errors import VerificationError
 from autopar.plan.text import micro_batch_text
 from autopar.util.formatting import plain_table
@@ -302,25 +304,21 @@ def _mismatch(found: Mismatch) -> list[tuple[str, str]]:
 
 
 def verification(report: VerifyReport) -> dict[str, Any]:
-    """The same as JSON values."""
+    """The same as JSON values; numbers that JSON has not, which wrong programs give, as the texts ``inf`` and ``nan``."""
     found = report.confirmation
-    return {
+    said: dict[str, Any] = {
         "passed": report.passed,
         "verdict": report.verdict,
         "steps": report.steps,
         "reference_losses": list(report.reference_losses),
         "bisection": None if report.bisection is None else asdict(report.bisection),
         "ranks": [_row(row) for row in report.rows],
-        **({} if found is None else _confirmed(found)),
     }
-
-
-def _confirmed(found: Confirmation) -> dict[str, Any]:
-    return {
-        "float64_ranks": [_row(row) for row in found.rows],
-        "alone": _row(found.alone),
-        "nudged": [_row(row) for row in found.nudged],
-    }
+    if found is not None:
+        said["float64_ranks"] = [_row(row) for row in found.rows]
+        said |= {"alone": _row(found.alone), "nudged": [_row(row) for row in found.nudged]}
+    finite: dict[str, Any] = pytree.tree_map_only(float, lambda x: x if math.isfinite(x) else str(x), said)
+    return finite
 
 
 def _row(row: RankErrors) -> dict[str, Any]:

@@ -123,23 +123,29 @@ class Split:
         for rank, micro_batch in pieces:
             at = self.coordinate(rank, micro_batch)
             groups.setdefault(tuple((a, i) for a, i in at.items() if a not in pending), []).append((rank, micro_batch))
-        worst: Mismatch | None = None
+        error, shape, samples = 0.0, tuple[int, ...](), tuple[Sample, ...]()
         ranks, numbers = set[int](), set[int]()
         for key, members in groups.items():
             position = dict(key)
             expected = self.part(whole, layout, position)
             weight = None if counts is None else self.part(counts, layout, position)
             found = _sum((pieces[member] for member in members), expected)
-            one = _compare(found, expected, weight, _Bounds(tuple(whole.shape), _size(whole), scale, tolerance))
-            if one is None:
-                continue
-            ranks |= {rank for rank, _ in members}
-            numbers |= {micro_batch for _, micro_batch in members}
-            if worst is None or one.error > worst.error:
-                worst = one
-        if worst is None:
+            off, furthest = _compare(found, expected, weight, size=_size(whole), scale=scale, tolerance=tolerance)
+            if off > 0.0:
+                ranks |= {rank for rank, _ in members}
+                numbers |= {micro_batch for _, micro_batch in members}
+            if off > error:
+                error, shape, samples = off, tuple(found.shape), furthest
+        if not ranks:
             return None
-        return replace(worst, ranks=tuple(sorted(ranks)), micro_batches=tuple(sorted(numbers)))
+        return Mismatch(
+            ranks=tuple(sorted(ranks)),
+            micro_batches=tuple(sorted(numbers)),
+            error=error,
+            local_shape=shape,
+            shape=tuple(whole.shape),
+            samples=samples,
+        )
 
 
 def gradient_layout(layout: Layout) -> Layout:
@@ -167,45 +173,34 @@ def _sum(pieces: Iterable[Tensor | None], like: Tensor) -> Tensor:
     return total
 
 
-@dataclass(frozen=True, slots=True)
-class _Bounds:
-    """Shape of the whole tensor, its largest element and that of what it is made from, and what may be off."""
+def _compare(
+    found: Tensor, expected: Tensor, weight: Tensor | None, *, size: float, scale: float, tolerance: float
+) -> tuple[float, tuple[Sample, ...]]:
+    """The error of one group of ranks, zero where it is within the bounds, and the elements furthest off.
 
-    shape: tuple[int, ...]
-    size: float
-    scale: float
-    tolerance: float
-
-
-def _compare(found: Tensor, expected: Tensor, weight: Tensor | None, bounds: _Bounds) -> Mismatch | None:
-    """Of one group of ranks; its ranks are left to the caller."""
-    empty = Mismatch(
-        ranks=(),
-        micro_batches=(),
-        error=float("inf"),
-        local_shape=tuple(found.shape),
-        shape=bounds.shape,
-        samples=(),
-    )
+    Args:
+        size: largest element of the whole tensor, which errors are relative to.
+        scale: of what it is made from.
+    """
     if found.shape != expected.shape:
-        return empty
+        return float("inf"), ()
     if found.numel() == 0:
-        return None
+        return 0.0, ()
     a, b = _wide(found), _wide(expected)
     difference = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs())
     difference = torch.where(difference.isnan(), float("inf"), difference)
     if weight is not None:
         difference = torch.where(weight != 0, difference, 0.0)
     off = float(difference.max())
-    if off <= max(bounds.tolerance * bounds.size, NOISE * bounds.scale):
-        return None
+    if off <= max(tolerance * size, NOISE * scale):
+        return 0.0, ()
     samples = []
     for flat in difference.flatten().topk(min(NUM_SAMPLES, difference.numel())).indices.tolist():
         index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), difference.shape))
         if float(difference[index]) > 0.0:
             samples.append(Sample(index=index, found=float(a[index].real), expected=float(b[index].real)))
-    error = off / max(bounds.size, NOISE / bounds.tolerance * bounds.scale)
-    return replace(empty, error=error, samples=tuple(samples))
+    measure = max(size, NOISE / tolerance * scale)  # zero where all elements are to be zero, and nothing made them
+    return off / measure if measure else float("inf"), tuple(samples)
 
 
 def _wide(value: Tensor) -> Tensor:

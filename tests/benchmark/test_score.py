@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.benchmark.batches import Choice, Outcome, Row, measured, rank_correlation, render, score
+from autopar.benchmark.batches import Choice, Outcome, Row, measured, render, score
+from autopar.validate.scores import rank_correlation
 
 
 def row(key: str, predicted_s: float, measured_s: float | None, **others: object) -> Row:

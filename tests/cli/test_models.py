@@ -19,8 +19,8 @@ from autopar.models.resolve import resolve_model
 from autopar.plan.file import load_plan, save_plan
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import Plan
-from autopar.verification.against_one_device import RankErrors, VerifyReport
 from autopar.verification.compared_models import VerifiedModel
+from autopar.verification.results import RankErrors, VerifyReport
 from tests.support.cli_runner import Run
 from tests.support.distributed.plans import make_plan
 
@@ -172,7 +172,7 @@ def test_verify_fails_when_a_rank_differs(run: Run, tmp_path: Path, monkeypatch:
             rank=rank, losses=(1.0,), loss=1e-7, gradient=gradient, gradient_name="lm_head.weight", parameter=0.0,
             parameter_name="wte",
         )
-        for rank, gradient in enumerate((1e-7, 0.5))
+        for rank, gradient in enumerate((1e-7, float("inf")))
     )  # fmt: skip
     report = VerifyReport(steps=1, reference_losses=(1.0,), rows=rows)
     monkeypatch.setattr("autopar.verification.against_one_device.verify", lambda *_args, **_options: report)
@@ -181,6 +181,7 @@ def test_verify_fails_when_a_rank_differs(run: Run, tmp_path: Path, monkeypatch:
     assert [line.endswith("past") for line in done.out.splitlines()[4:6]] == [False, True]
     assert "error: rank 1: gradients of the first step differ" in done.err
     assert "Traceback" not in done.err
+    assert [rank["gradient"] for rank in json.loads(run("verify", path, "--json").out)["ranks"]] == [1e-7, "inf"]
 
 
 def test_plan_for_another_model_is_refused(run: Run, tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from scipy import stats
 
-from autopar.validate.runs import read_runs
 from autopar.validate.session import Session
+from tests.support.published import read_runs
 
 TABLE = Path(__file__).parents[3] / "shared" / "validation" / "calibration.csv"
 

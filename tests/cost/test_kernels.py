@@ -13,7 +13,7 @@ from autopar.cost.operators.work_record import Work
 from autopar.graph.graph import Graph, Op, Ref, TensorSpec
 from autopar.models.transformer import Sizes, build
 from autopar.tracing.trace import trace
-from autopar.validate.foreign_kernels import EAGER, ForeignKernels, fuse_ring
+from autopar.validate.foreign_kernels import ForeignKernels, fuse_ring
 from autopar.validate.practice import second_products
 from tests.support.practices import kernels
 
@@ -30,7 +30,7 @@ def graph() -> Graph:
     return trace(model, (), batch, name="llama")
 
 
-def layer(graph: Graph, kernels: ForeignKernels) -> BlockWork:
+def layer(graph: Graph, kernels: ForeignKernels | None) -> BlockWork:
     """The block with most operators: a whole layer."""
     block = max(graph.blocks, key=lambda block: len(graph.block_ops(block)))
     return block_work(graph, block, "cuda", kernels=kernels)
@@ -41,7 +41,7 @@ def linear(done: BlockWork) -> list[Work]:
 
 
 def test_projections_of_one_input_are_one_product(graph: Graph) -> None:
-    plain, joined = layer(graph, EAGER), layer(graph, kernels(fused_projections=True))
+    plain, joined = layer(graph, None), layer(graph, kernels(fused_projections=True))
     assert sum(w.flops for w in linear(plain)) == sum(w.flops for w in linear(joined))
     assert sum(w.backward_flops for w in linear(plain)) == sum(w.backward_flops for w in linear(joined))
     widths = [w.products[0].columns for w in linear(joined) if w.products]
@@ -78,6 +78,6 @@ def test_a_fused_ring_moves_no_scores() -> None:
 
 def test_every_second_product_of_a_layer_is_made_again(graph: Graph) -> None:
     chosen = second_products(graph)
-    done = layer(graph, EAGER)
+    done = layer(graph, None)
     found = [op.name in chosen for op in done.ops if op.target in LINEAR]
     assert found == [False, True, False, True, False, True, False]  # key, out and up of seven

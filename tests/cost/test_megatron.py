@@ -22,8 +22,9 @@ import pytest
 
 from autopar.cost.blocks.block_cost import BlockCost
 from autopar.validate.practice import Site
-from autopar.validate.runs import Run, read_runs
+from autopar.validate.runs import Run
 from autopar.validate.session import Session
+from tests.support.published import read_runs
 
 B, S, H, A, T = 2, 512, 1024, 8, 4  # so large that splitting rows between blocks pays for its launches
 SBH, SCORES = S * B * H, A * S * S * B

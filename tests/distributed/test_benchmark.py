@@ -59,7 +59,8 @@ def test_two_plans_on_two_ranks(pool: WorkerPool, tmp_path: Path) -> None:
 
     kept, cluster = tmp_path / "results.json", Cluster.parse("cpu:1x2")
     request = replace(REQUEST, pins=("pp=1", "micro_batch=2"), sample_seed=1)
-    outcome = on_cluster(request, cluster, launch, results=kept)
+    source = resolve_model(MODEL)
+    outcome = on_cluster(request, source, cluster, launch, results=kept)
     assert outcome.score.plans == len(outcome.rows) == len(jobs[0].plans) >= 2
     assert outcome.score.failures == 0
     for row in outcome.rows:
@@ -67,11 +68,11 @@ def test_two_plans_on_two_ranks(pool: WorkerPool, tmp_path: Path) -> None:
         assert row.measured_bytes == pytest.approx(row.predicted_bytes, rel=0.5)
     assert outcome.score.regret is not None and outcome.score.regret >= 1.0
     assert json.loads(json.dumps(outcome.to_dict()))["score"]["plans"] == outcome.score.plans
-    again = on_cluster(request, cluster, launch, results=kept)  # nothing is left to run
+    again = on_cluster(request, source, cluster, launch, results=kept)  # nothing is left to run
     assert len(jobs) == 1
     assert [row.measured_s for row in again.rows] == [row.measured_s for row in outcome.rows]
     with pytest.raises(UsageError, match="benchmark of this file of results does not match"):
-        on_cluster(replace(request, optimizer="sgd"), cluster, launch, results=kept)
+        on_cluster(replace(request, optimizer="sgd"), source, cluster, launch, results=kept)
 
 
 def test_a_plan_that_fails_is_recorded_and_the_others_are_measured(pool: WorkerPool) -> None:

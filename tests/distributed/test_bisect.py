@@ -14,9 +14,9 @@ from autopar.graph.graph import Graph, Op
 from autopar.lower.read_plan import local_graph
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import Plan
-from autopar.verification.against_one_device import VerifyReport, verify
+from autopar.verification.against_one_device import verify
 from autopar.verification.rank_pool import WorkerPool
-from autopar.verification.results import GRAPH_TOLERANCE, render_verification, verification
+from autopar.verification.results import GRAPH_TOLERANCE, VerifyReport, render_verification, verification
 from tests.support.distributed.faults import Fault, Faulty
 from tests.support.distributed.plans import make_plan
 from tests.support.distributed.subjects import HfSubject, Unpadded

@@ -12,10 +12,11 @@ from autopar.hardware.cluster import Cluster
 from autopar.hardware.describe import with_free_links
 from autopar.lower.read_plan import local_graph
 from autopar.models.resolve import resolve_model
-from autopar.verification.against_one_device import in_dtype, loss_of
+from autopar.verification.against_one_device import in_dtype
 from autopar.verification.compared_models import VerifiedModel
 from autopar.verification.first_difference import bisect
 from autopar.verification.rank_pool import WorkerPool
+from autopar.verification.reference import loss_of
 from autopar.verification.results import GRAPH_TOLERANCE
 from tests.support.distributed.faults import Fault, Faulty
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from autopar import api
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import BF16, FP16, Plan
-from autopar.verification.against_one_device import loss_of
 from autopar.verification.rank_pool import WorkerPool
+from autopar.verification.reference import loss_of
 from tests.support.distributed import scaled
 from tests.support.distributed.layouts import LAYOUTS, batches
 from tests.support.distributed.mixtures import Subject

@@ -16,8 +16,8 @@ from autopar.lower.program import lower
 from autopar.models.resolve import resolve_model
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import Plan
-from autopar.verification.against_one_device import loss_of
 from autopar.verification.rank_pool import WorkerPool
+from autopar.verification.reference import loss_of
 from tests.support.close import assert_close
 from tests.support.distributed import returning
 from tests.support.distributed.plans import make_plan

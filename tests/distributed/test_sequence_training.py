@@ -12,8 +12,9 @@ from autopar import api
 from autopar.lower.program import lower
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import Plan
-from autopar.verification.against_one_device import loss_of, verify
+from autopar.verification.against_one_device import verify
 from autopar.verification.rank_pool import WorkerPool
+from autopar.verification.reference import loss_of
 from tests.support.close import assert_close
 from tests.support.distributed import jobs
 from tests.support.distributed.layouts import batches, clips_as_one_device, goes_on

@@ -6,8 +6,9 @@ import pytest
 
 from autopar import api
 from autopar.plan.plan import Plan
-from autopar.verification.against_one_device import loss_of, verify
+from autopar.verification.against_one_device import verify
 from autopar.verification.rank_pool import WorkerPool
+from autopar.verification.reference import loss_of
 from tests.support.distributed import jobs
 from tests.support.distributed.layouts import clips_as_one_device
 from tests.support.distributed.subjects import HfSubject, graph_of

@@ -11,8 +11,8 @@ import torch
 from autopar.errors import AutoparError
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import RECOMPUTES
-from autopar.verification.against_one_device import adamw, loss_of
 from autopar.verification.rank_pool import WorkerPool
+from autopar.verification.reference import adamw, loss_of
 from tests.support.close import assert_close
 from tests.support.distributed import jobs
 from tests.support.distributed.layouts import (

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from autopar.verification.against_one_device import adamw, loss_of
 from autopar.verification.rank_pool import WorkerPool
+from autopar.verification.reference import adamw, loss_of
 from tests.support.distributed import using
 from tests.support.distributed.layouts import batches, planned
 

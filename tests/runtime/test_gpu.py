@@ -13,7 +13,7 @@ from autopar.plan.plan import BF16, FP16, FP32
 from autopar.runtime.job import stop
 from autopar.runtime.launch import launch
 from autopar.tracing.trace import trace
-from autopar.verification.against_one_device import adamw, loss_of
+from autopar.verification.reference import adamw, loss_of
 from tests.support.distributed.plans import make_plan
 from tests.support.distributed.subjects import HfSubject
 

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from autopar import api
 from autopar.errors import UsageError
 from autopar.runtime.parallel_model import ParallelModel
-from autopar.verification.against_one_device import adamw, loss_of
+from autopar.verification.reference import adamw, loss_of
 from tests.support.distributed.subjects import HfSubject, graph_of
 from tests.support.parallel import alone
 

@@ -30,7 +30,7 @@ from autopar.runtime.same_values import checksums
 from autopar.runtime.step.gradients import BucketedSums, Held
 from autopar.runtime.world import World
 from autopar.tracing.trace import trace
-from autopar.verification.against_one_device import adamw, loss_of
+from autopar.verification.reference import adamw, loss_of
 from tests.support.close import assert_close
 from tests.support.distributed.plans import make_plan
 from tests.support.distributed.subjects import HfSubject, graph_of

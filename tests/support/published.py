@@ -10,13 +10,23 @@ import pytest
 from autopar.plan.prediction import Prediction
 from autopar.validate.express import predict
 from autopar.validate.practice import Site, cluster_of
-from autopar.validate.runs import Run
+from autopar.validate.runs import FailedRow, Run, read_rows
 from autopar.validate.session import Session
 
 _ROOT = Path(__file__).parents[2]
 OWN = _ROOT / "tests" / "validate" / "runs.csv"
 PUBLISHED = _ROOT.parent / "shared" / "validation" / "calibration.csv"
 NEEDS_PUBLISHED = pytest.mark.skipif(not PUBLISHED.is_file(), reason="no ../shared/validation/calibration.csv")
+
+
+def read_runs(path: Path) -> tuple[Run, ...]:
+    """The runs of a file; what is wrong with a row is raised."""
+    runs = []
+    for row in read_rows(path):
+        if isinstance(row, FailedRow):
+            raise row.error
+        runs.append(row)
+    return tuple(runs)
 
 
 def with_cells(folder: Path, faults: Mapping[int, Mapping[str, str]]) -> Path:

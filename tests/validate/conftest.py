@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -19,8 +18,8 @@ def models_of_equal_sizes_are_traced_once() -> Iterator[None]:
     """By all sessions of a process: a graph depends on its sizes alone, and tracing takes most of a test's time."""
     begin = Expressed.__init__
 
-    def sharing(self: Expressed, *args: Any) -> None:
-        begin(self, *args)
+    def sharing(self: Expressed) -> None:
+        begin(self)
         self._graphs = GRAPHS
 
     with mock.patch.object(Expressed, "__init__", sharing):

@@ -14,11 +14,11 @@ from autopar.errors import UsageError
 from autopar.hardware.read import known_devices, load_profile
 from autopar.validate import parameters as free
 from autopar.validate.practice import PLAIN, cluster_of, load_sites, site_of
-from autopar.validate.runs import Run, read_runs
+from autopar.validate.runs import Run
 from autopar.validate.scores import evaluate
 from autopar.validate.session import Session
 from tests.support.practices import doing
-from tests.support.published import NEEDS_PUBLISHED, OWN, PUBLISHED, at_sites
+from tests.support.published import NEEDS_PUBLISHED, OWN, PUBLISHED, at_sites, read_runs
 from tools.evidence import blind as blind_page
 from tools.evidence.blind import TESTS, hidden, page, read_before, read_figures
 

@@ -11,10 +11,10 @@ from autopar.hardware.read import load_profile
 from autopar.validate.express import predict
 from autopar.validate.foreign_kernels import is_filled
 from autopar.validate.practice import Site, cluster_of, load_sites, site_of
-from autopar.validate.runs import Run, read_runs
+from autopar.validate.runs import Run
 from autopar.validate.session import Session
 from tests.support.practices import doing
-from tests.support.published import OWN
+from tests.support.published import OWN, read_runs
 
 MEGATRON = doing(fused_elementwise=True, fused_projections=True)
 ORDERED = doing(MEGATRON, deterministic=True)

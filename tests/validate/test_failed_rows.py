@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from autopar.errors import UsageError
-from autopar.validate.runs import FailedRow, read_rows, read_runs
+from autopar.validate.runs import FailedRow, read_rows
 from tests.support.cli_runner import Run
-from tests.support.published import OWN, with_cells
+from tests.support.published import OWN, read_runs, with_cells
 
 FAULTS = {
     2: {"device": "h100-sxm5-88gb"},

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pytest
 
-from autopar.validate.parameters import Fit, Linearized, Parameter, fit, sensitivities
+from autopar.validate.parameters import Fit, Linearized, Parameter, fit, sensitivity
 
 WORK = [(1.0, 0.2, 0.0), (0.5, 2.0, 0.0), (3.0, 1.0, 0.0), (0.1, 0.3, 0.0), (2.0, 4.0, 0.0), (5.0, 0.1, 0.0)]
 """Seconds of each run that scale with one over the first, with the second, and with the third parameter."""
@@ -26,17 +26,13 @@ def _times(values: Mapping[str, float], runs: Sequence[int]) -> list[float]:
     return [WORK[i][0] / values["speed"] + WORK[i][1] * values["overhead"] for i in runs]
 
 
-def _touches(parameter: Parameter, run: int) -> bool:
-    return parameter.name != "unseen"
-
-
 def _fitted(measured: Sequence[float], parameters: Sequence[Parameter]) -> Fit:
     """From the start, and three times more from what was found: the times are not linear in logarithms."""
     runs = range(len(WORK))
     values: Mapping[str, float] = START
     for _ in range(4):
         log_times = np.log(np.array(_times(values, runs)))
-        slopes = sensitivities(_times, values, parameters, runs, _touches, log_times)
+        slopes = np.stack([sensitivity(_times, values, p, runs, log_times) for p in parameters], axis=1)
         found = fit(Linearized(values=dict(values), log_times=log_times, slopes=slopes), measured, START, parameters)
         values = found.values
     return found

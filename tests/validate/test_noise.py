@@ -10,8 +10,8 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from autopar.validate.runs import Run, read_runs
-from tests.support.published import NEEDS_PUBLISHED, OWN, PUBLISHED
+from autopar.validate.runs import Run
+from tests.support.published import NEEDS_PUBLISHED, OWN, PUBLISHED, read_runs
 from tools.evidence.noise import bound, bounds_table
 
 

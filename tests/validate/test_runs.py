@@ -8,8 +8,8 @@ import pytest
 
 from autopar.errors import UsageError
 from autopar.validate.express import stage_stops
-from autopar.validate.runs import COLUMNS, read_runs
-from tests.support.published import OWN, with_cells
+from autopar.validate.runs import COLUMNS
+from tests.support.published import OWN, read_runs, with_cells
 
 
 def _with(folder: Path, column: str, text: str, row: int = 2) -> Path:

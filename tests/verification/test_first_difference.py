@@ -188,6 +188,13 @@ def test_what_should_cancel_may_leave_rounding() -> None:
     assert split.compare(found, whole, (), scale=1e-3) is not None
 
 
+def test_what_is_all_zero_has_no_measure_and_differs_infinitely() -> None:
+    split, whole = Split(Mesh(), 1, frozenset()), torch.zeros(2, dtype=torch.float64)
+    wrong = split.compare({(0, 0): torch.ones(2, dtype=torch.float64)}, whole, ())
+    assert wrong is not None
+    assert (wrong.error, wrong.samples[0].found) == (float("inf"), 1.0)
+
+
 def test_types_of_gradients() -> None:
     layout = ((BATCH, S(0)), ("cp", R), ("tp", P))
     assert gradient_layout(layout) == ((BATCH, S(0)), ("cp", P), ("tp", R))

@@ -15,13 +15,15 @@ from torch import nn
 import autopar
 from autopar.errors import VerificationError
 from autopar.graph.interpreter import evaluate
+from autopar.models.resolve import resolve_model
 from autopar.plan.plan import Plan
 from autopar.tracing.modes import in_double
 from autopar.tracing.trace import trace
-from autopar.verification.against_one_device import Confirmation, RankErrors, VerifyReport, _Run, verify
+from autopar.verification.against_one_device import _Run, verify
+from autopar.verification.compared_models import VerifiedModel
 from autopar.verification.rank_pool import WorkerPool
 from autopar.verification.reference import DoubleSubject, traced_in_double, worst
-from autopar.verification.results import NUDGES
+from autopar.verification.results import NUDGES, Confirmation, RankErrors, VerifyReport
 from tests.support.close import assert_close
 from tests.support.small_models import model_of
 
@@ -168,6 +170,13 @@ def test_a_model_in_float64_rounds_nowhere_to_float32() -> None:
     assert doubled is not None
     assert doubled.fingerprint == graph.fingerprint
     assert float(evaluate(doubled, batch, {"weight": weight})) == pytest.approx(float(found.detach()), rel=1e-15)
+
+
+def test_a_model_that_drops_is_the_same_in_float64() -> None:
+    source = resolve_model("gpt:layers=1,hidden=8,heads=2,vocab=16,seq=4,dropout=0.1")
+    subject = VerifiedModel(source, masked=False)
+    assert traced_in_double(DoubleSubject(subject), subject.trace(as_trained=True)) is not None
+    assert traced_in_double(DoubleSubject(subject), subject.trace()) is not None
 
 
 def test_a_model_that_fails_on_one_device_is_told_by_its_line() -> None:

@@ -9,7 +9,9 @@ Measurements are kept under ``--out``: a run that was stopped goes on, and predi
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import pickle
 import platform
 import subprocess
 import sys
@@ -25,12 +27,13 @@ from typing import Any
 from autopar.benchmark.batches import Launch, Outcome, local_ranks
 from autopar.benchmark.local import BenchmarkRequest, on_cluster
 from autopar.benchmark.rank_links import LinkTask, measured_cluster
-from autopar.benchmark.rank_runs import QUIET_PROFILER, Job, read_result, write_job
+from autopar.benchmark.rank_runs import QUIET_PROFILER, Job
 from autopar.errors import AutoparError
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.link import load_json
 from autopar.hardware.machine import machine_profile
 from autopar.hardware.read import MachineProfile
+from autopar.models.resolve import resolve_model
 from autopar.util.files import write_json, write_text
 from autopar.util.formatting import seconds
 from tools.revision import revision
@@ -94,7 +97,7 @@ def through(netcluster: Path, setting: Setting, timeout_s: float) -> Launch:
     def launch(job: Job | LinkTask) -> Sequence[Mapping[str, Mapping[str, Any]]]:
         with tempfile.TemporaryDirectory(prefix="autopar-local-") as name:
             job_file, result = Path(name) / "job", Path(name) / "result.json"
-            write_job(job, job_file)
+            job_file.write_bytes(pickle.dumps(job))
             command = [sys.executable, str(netcluster), f"--nodes={setting.nodes}", f"--nproc={setting.per_node}"]
             command += [f"--rate={setting.rate}", f"--delay-ms={setting.delay_ms}", f"--timeout={timeout_s}", "--"]
             command += [str(ROOT / "autopar/benchmark/rank_runs.py"), str(job_file), str(result)]
@@ -107,7 +110,8 @@ def through(netcluster: Path, setting: Setting, timeout_s: float) -> Launch:
                 raise AutoparError(f"Emulated ranks took longer than {timeout_s:g} s", fix="Raise the limit") from error
             if not result.is_file():
                 raise AutoparError("Emulated ranks failed", got=done.stderr[-2000:], fix="See what they say")
-            return read_result(result)
+            ranks: list[dict[str, dict[str, Any]]] = json.loads(result.read_text(encoding="utf-8"))
+            return ranks
 
     return launch
 
@@ -146,7 +150,7 @@ def measure(options: argparse.Namespace) -> list[tuple[str, Setting, Outcome | N
                 file = options.out / f"{name} {setting.file_name}.json".replace(" ", "-")
                 start, is_new = time.monotonic(), not file.is_file()
                 try:
-                    outcome: Outcome | None = on_cluster(request, cluster, launch, results=file)
+                    outcome: Outcome | None = on_cluster(request, resolve_model(model), cluster, launch, results=file)
                 except AutoparError as error:
                     print(f"{name}, {setting.name}: {error}", flush=True)
                     outcome = None

@@ -26,16 +26,10 @@ from autopar.models.resolve import USER_FAILURES, resolve_model
 from autopar.plan.plan import Plan
 from autopar.planner.space.space import ATTENTION_KINDS
 from autopar.rules import table as rules
-from autopar.verification.against_one_device import (
-    LOSS_TOLERANCE,
-    PRELOAD,
-    TENSOR_TOLERANCE,
-    RankErrors,
-    VerifyReport,
-    verify,
-)
+from autopar.verification.against_one_device import PRELOAD, verify
 from autopar.verification.compared_models import DEFAULT_SAMPLES, VerifiedModel
 from autopar.verification.rank_pool import WorkerPool
+from autopar.verification.results import LOSS_TOLERANCE, TENSOR_TOLERANCE, RankErrors, VerifyReport
 
 RANKS = 4
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "evidence" / "models.md"

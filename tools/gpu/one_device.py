@@ -90,12 +90,12 @@ def measured_tables(machine: MachineProfile, device: torch.device, where: str) -
     tables = profile_to_dict(replace(machine, device=replace(machine.device, operators=None)))
     own = tables["device"]
     for dtype in DTYPES[device.type]:
-        name, times = str(dtype).removeprefix("torch."), measure.matmul_times(device, dtype)
-        best = max(times, key=lambda one: one.flops_per_s)
+        name, other = str(dtype).removeprefix("torch."), measure.OTHER_DIM[device.type]
+        best = max(measure.matmul_rates(device, dtype), key=lambda one: one["flops_per_s"])
         if name in own["matmul"]:
-            note = f"ceiling {where}: [{best.m}, {best.k}] @ [{best.k}, {best.n}], random data, median of 5"
+            note = f"ceiling {where}: [{best['smallest_dim']}, {other}] @ [{other}, {other}], random data, median of 5"
             own["matmul"][name] |= {
-                "ceiling_flops_per_s": best.flops_per_s,
+                "ceiling_flops_per_s": best["flops_per_s"],
                 "provenance": f"{note}; before: {own['matmul'][name]['provenance']}",
             }
     own["bandwidth"] |= {

@@ -21,7 +21,7 @@ from autopar.plan.plan import Plan
 from autopar.runtime.checkpoint import contents
 from autopar.runtime.checkpoint.series import Checkpoints
 from autopar.runtime.parallel_model import ParallelModel
-from autopar.verification.against_one_device import adamw
+from autopar.verification.reference import adamw
 from tests.support.damage import damage
 from tests.support.distributed.jobs import build
 from tests.support.said import said

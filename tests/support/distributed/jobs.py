@@ -30,7 +30,7 @@ from autopar.runtime.parallel_model import ParallelModel
 from autopar.runtime.same_values import EVERY
 from autopar.runtime.step import local_batch
 from autopar.runtime.step.gradients import local_part
-from autopar.verification.against_one_device import adamw, loss_of
+from autopar.verification.reference import adamw, loss_of
 from tests.support.distributed.subjects import HfSubject
 from tests.support.parallel import on_rank
 from tests.support.said import said

@@ -15,8 +15,8 @@ from autopar import api
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import BF16, Plan
 from autopar.tracing.trace import trace
-from autopar.verification.against_one_device import adamw, loss_of
 from autopar.verification.rank_pool import WorkerPool
+from autopar.verification.reference import adamw, loss_of
 from tests.support.close import assert_close
 from tests.support.distributed import jobs
 from tests.support.distributed.plans import make_plan, micro_batch_size

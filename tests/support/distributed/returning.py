@@ -16,7 +16,7 @@ from autopar.errors import UsageError
 from autopar.graph.graph import Graph
 from autopar.plan.plan import Plan
 from autopar.runtime.parallel_model import ParallelModel
-from autopar.verification.against_one_device import loss_of
+from autopar.verification.reference import loss_of
 from tests.support.distributed.mixtures import Model as Mixture
 from tests.support.parallel import on_rank
 from tests.support.said import said

@@ -16,7 +16,7 @@ from autopar.graph.graph import Graph
 from autopar.plan.plan import Plan
 from autopar.runtime.parallel_model import ParallelModel
 from autopar.runtime.step.global_loss import ParallelScaler
-from autopar.verification.against_one_device import loss_of
+from autopar.verification.reference import loss_of
 from tests.support.distributed.jobs import build
 
 Batch = Mapping[str, Tensor]

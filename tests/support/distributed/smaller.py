@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from autopar.graph.graph import Graph
 from autopar.plan.plan import Plan
-from autopar.verification.against_one_device import loss_of
+from autopar.verification.reference import loss_of
 from tests.support.distributed.jobs import build
 from tests.support.distributed.subjects import HfSubject
 

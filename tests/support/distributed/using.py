@@ -19,7 +19,7 @@ from autopar.hardware.read import load_profile
 from autopar.plan.plan import Plan
 from autopar.request import Request
 from autopar.runtime.launch import launch
-from autopar.verification.against_one_device import adamw
+from autopar.verification.reference import adamw
 from tests.support.distributed.jobs import Batch, build
 from tests.support.distributed.subjects import HfSubject
 
