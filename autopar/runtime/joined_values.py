@@ -129,7 +129,7 @@ class Join:
         axes = tuple(axis for axis in _MESH if getattr(self._world.mesh, axis) > 1)
         if not axes:
             return value
-        placements = [_placement(kinds.get(BATCH if axis in DATA_AXES else axis)) for axis in axes]
+        placements = [placement_of(kinds.get(BATCH if axis in DATA_AXES else axis)) for axis in axes]
         return DTensor.from_local(value, self._world.device_mesh[axes], placements, run_check=False)
 
     def is_local(self, tap: Tap, samples: Samples) -> bool:
@@ -181,7 +181,8 @@ class Join:
         return found
 
 
-def _placement(kind: Type | None) -> Placement:
+def placement_of(kind: Type | None) -> Placement:
+    """What DTensor calls a type of one mesh axis; None: the same on all ranks."""
     if kind is None or kind.kind in ("I", "R"):
         return Replicate()
     return Partial() if kind.kind == "P" else Shard(kind.dim)

@@ -39,7 +39,7 @@ from autopar.runtime.step.global_loss import SCALER_NUMBERS, GlobalLoss, LossSca
 from autopar.runtime.step.gradients import Norm, clip, refuse_clipping
 from autopar.runtime.step.local_batch import Batches, SharedSamples
 from autopar.runtime.step.other_runs import PartialBatch, partial_of
-from autopar.runtime.step.runner import Accumulation, Batch, Pipeline, Runner, StepGradients, micro_batches
+from autopar.runtime.step.runner import Accumulation, Batch, Pipeline, StepGradients, micro_batches
 from autopar.runtime.weights import Weights
 from autopar.runtime.world import World
 from autopar.tracing.batch import positional, with_names
@@ -108,7 +108,7 @@ class ParallelModel(PlannedModule):
         self._checkpointed = Checkpointed(self.plan, world, held, self._state, self._untrained)
         inputs, is_single = program.graph.inputs, len(program.stages) == 1
         self._single = Accumulation(stages[0], self.plan, inputs, scale.of) if is_single else None
-        self._runner: Runner = self._single or Pipeline(stages, program, world, self.monitor, scale.of)
+        self._runner = self._single or Pipeline(stages, program, world, self.monitor, scale.of)
         self._local_steps = LocalSteps(
             (h.parameter for h in held),
             on_host="optimizer" in self.plan.offload,
