@@ -31,7 +31,7 @@ from autopar.rules.local_graphs import AXIS as SPREAD
 from autopar.runtime.joined_values import placement_of
 from autopar.runtime.step.gradients import Group, Held, hand_over, lengthened
 from autopar.runtime.step.stage import StageModule
-from autopar.runtime.weights import Weights, local_index
+from autopar.runtime.weights import ModelWeights, local_index
 from autopar.runtime.world import World
 
 
@@ -170,7 +170,7 @@ class Assembly:
         return [(first[held.name], held) for held in self.held if first[held.name] is not held]
 
 
-def assemble(program: Program, world: World, weights: Weights) -> Assembly:
+def assemble(program: Program, world: World, weights: ModelWeights) -> Assembly:
     """Makes the stages that ``program`` puts on this rank, with their values.
 
     The program's modules become part of the result. Blocks are filled one after the other, so that
@@ -187,7 +187,7 @@ def assemble(program: Program, world: World, weights: Weights) -> Assembly:
 class _Assembler:
     """The state of one :func:`assemble`."""
 
-    def __init__(self, program: Program, world: World, weights: Weights) -> None:
+    def __init__(self, program: Program, world: World, weights: ModelWeights) -> None:
         self.program, self.world, self.weights = program, world, weights
         self.plan = program.plan
         self.is_fsdp = uses_fsdp(self.plan)
@@ -268,7 +268,7 @@ class _Assembler:
     def _value(self, ir: Parameter) -> Tensor:
         degrees = {**self.degrees, "ep_data": self.plan.mesh.ep_data}
         here = {**self.world.coordinate, "ep_data": self.world.data_index % self.plan.mesh.ep_data}
-        index = local_index(ir, self.weights.shape(ir.fqn), degrees, here)
+        index = local_index(ir, self.weights.model.get_parameter(ir.fqn).shape, degrees, here)
         value = self.weights.parameter(ir, index)
         if ir.padding is not None:
             value = lengthened(value, ir.padding.dim, ir.spec.shape[ir.padding.dim])

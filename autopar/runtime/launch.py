@@ -21,7 +21,7 @@ from autopar.runtime.failure_watch import Alarm, ordinary
 from autopar.runtime.job import DEFAULT_TIMEOUT_S, check_groups, own_store, start
 from autopar.runtime.parallel_model import ParallelModel
 from autopar.runtime.same_values import checksums
-from autopar.runtime.weights import FileWeights, ModelWeights, Weights
+from autopar.runtime.weights import FileWeights, ModelWeights
 from autopar.runtime.world import World
 
 Make = Callable[[], tuple[Plan, Graph]]
@@ -91,10 +91,11 @@ def _built(
     program = lower(plan, graph, device=world.device, rank=world.rank)
     check_program(program)
     # what generators of GPUs draw depends on their kind: ranks on several kinds draw on their hosts
-    source: Weights = ModelWeights(model, seed, torch.device("cpu") if plan.groups else world.device)
+    drawn_on = torch.device("cpu") if plan.groups else world.device
     if weights is not None:
-        source = FileWeights(weights, source)
+        source: ModelWeights = FileWeights(weights, model, seed, drawn_on)
     else:
+        source = ModelWeights(model, seed, drawn_on)
         take_first_rank_weights(model, world.device)
     return ParallelModel(program, world, source, seed=seed, log_dir=log_dir)
 

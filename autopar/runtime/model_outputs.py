@@ -29,7 +29,7 @@ from autopar.runtime.state_dict import full_state_dict
 from autopar.runtime.step.gradients import Held
 from autopar.runtime.step.other_runs import PartialBatch
 from autopar.runtime.step.stage import StageModule
-from autopar.runtime.weights import Weights
+from autopar.runtime.weights import ModelWeights
 from autopar.runtime.world import World
 from autopar.tracing.batch import named_inputs
 
@@ -117,7 +117,7 @@ class ModelOutputs:
     """
 
     def __init__(
-        self, program: Program, world: World, weights: Weights, stages: Sequence[StageModule], held: Sequence[Held]
+        self, program: Program, world: World, weights: ModelWeights, stages: Sequence[StageModule], held: Sequence[Held]
     ) -> None:
         self._program, self._world, self._stages, self._held = program, world, stages, held
         self._plan: Plan = program.plan
@@ -153,7 +153,7 @@ class ModelOutputs:
         for module in self._stages:
             module.keep(blocks.get(module.index, {}))
 
-    def _hold(self, outputs: Outputs, weights: Weights) -> None:
+    def _hold(self, outputs: Outputs, weights: ModelWeights) -> None:
         """Values that no step changes, and the names of parameters that steps train."""
         trained = {parameter.fqn for parameter in self._program.graph.parameters}
         trained |= {name for parameter in self._program.graph.parameters for name in parameter.aliases}

@@ -40,7 +40,7 @@ from autopar.runtime.step.gradients import Norm, clip, refuse_clipping
 from autopar.runtime.step.local_batch import Batches, SharedSamples
 from autopar.runtime.step.other_runs import PartialBatch, partial_of
 from autopar.runtime.step.runner import Accumulation, Batch, Pipeline, StepGradients, micro_batches
-from autopar.runtime.weights import Weights
+from autopar.runtime.weights import ModelWeights
 from autopar.runtime.world import World
 from autopar.tracing.batch import positional, with_names
 
@@ -76,7 +76,7 @@ class ParallelModel(PlannedModule):
     """
 
     def __init__(
-        self, program: Program, world: World, weights: Weights, *, seed: int = 0, log_dir: Path | None = None
+        self, program: Program, world: World, weights: ModelWeights, *, seed: int = 0, log_dir: Path | None = None
     ) -> None:
         check_can_run(program.plan.precision)
         super().__init__(program.plan, world)

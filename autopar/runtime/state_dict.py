@@ -29,7 +29,7 @@ from autopar.graph.graph import Padding, Parameter, TensorSpec
 from autopar.lower.program import PreludeProgram, Program
 from autopar.runtime.step.gradients import Held, lengthened
 from autopar.runtime.step.stage import StageModule
-from autopar.runtime.weights import Weights
+from autopar.runtime.weights import ModelWeights
 from autopar.runtime.world import World
 
 Values = Mapping[str, Tensor]
@@ -198,7 +198,7 @@ class Untrained:
         is_parameter: of each first name.
     """
 
-    def __init__(self, program: Program, world: World, weights: Weights) -> None:
+    def __init__(self, program: Program, world: World, weights: ModelWeights) -> None:
         self.names, tensors = _state_names(program, weights.model)
         self.dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
         trained = {p.fqn for p in program.graph.parameters} | {b.fqn for b in program.state}
@@ -276,7 +276,7 @@ def _state_names(program: Program, model: nn.Module) -> tuple[dict[str, str], di
     return names, {names[name]: tensor for name, tensor in named.items()}
 
 
-def _value(weights: Weights, name: str, tensor: Tensor, traced: Mapping[str, Tensor]) -> Tensor | None:
+def _value(weights: ModelWeights, name: str, tensor: Tensor, traced: Mapping[str, Tensor]) -> Tensor | None:
     """A copy on the host; None, with a warning, where it has none."""
     try:
         if isinstance(tensor, nn.Parameter):
@@ -310,7 +310,7 @@ class State:
         own: names of those that its stages make.
     """
 
-    def __init__(self, program: Program, world: World, weights: Weights, stages: Sequence[StageModule]) -> None:
+    def __init__(self, program: Program, world: World, weights: ModelWeights, stages: Sequence[StageModule]) -> None:
         here = [stage for stage in program.stages if stage.pp_rank == world.coordinate["pp"]]
         sums = frozenset(name for sums in program.sums for name in sums.inputs)
         makers = {name: stage.pp_rank for stage in program.stages for name, _ in stage.mutations}
