@@ -18,7 +18,8 @@ from torch import Tensor
 
 from autopar.errors import UsageError
 from autopar.graph.graph import Input
-from autopar.lower.program import MICRO_BATCH_WEIGHT, SHARE, Program
+from autopar.lower.emit import MICRO_BATCH_WEIGHT, SHARE
+from autopar.lower.program import Program
 from autopar.plan.mesh import DATA_AXES
 from autopar.plan.plan import Plan
 from autopar.runtime.failure_watch import Alarm, Calls
