@@ -22,7 +22,7 @@ from autopar.runtime.job import DEFAULT_TIMEOUT_S, check_groups, own_store, star
 from autopar.runtime.parallel_model import ParallelModel
 from autopar.runtime.same_values import checksums
 from autopar.runtime.weights import FileWeights, ModelWeights
-from autopar.runtime.world import World
+from autopar.runtime.world import Meeting, World
 
 Make = Callable[[], tuple[Plan, Graph]]
 """Gives the plan and the traced model that it is for."""
@@ -85,9 +85,7 @@ def _built(
     log_dir: Path | None,
 ) -> ParallelModel:
     if plan.groups and world.device.type == "cuda":
-        names: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(names, torch.cuda.get_device_name(world.device))
-        check_groups(plan.groups, names)
+        check_groups(plan.groups, Meeting(dist.group.WORLD).all(torch.cuda.get_device_name(world.device)))
     program = lower(plan, graph, device=world.device, rank=world.rank)
     check_program(program)
     # what generators of GPUs draw depends on their kind: ranks on several kinds draw on their hosts

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
@@ -371,11 +370,8 @@ class ParallelModel(PlannedModule):
     def non_finite_gradients(self) -> list[str]:
         """Names of up to three parameters on each rank whose gradients are infinite or no number, of all ranks, on every rank."""
         own = [h.key for h in self._assembly.held if h.gradient is not None and not bool(h.gradient.isfinite().all())]
-        found: list[Any] = [own[:3]]
         with self._calls.at_once("non_finite_gradients"):
-            if self._norm.group is not None:
-                found = [None] * self.world_size
-                dist.all_gather_object(found, own[:3], group=self._norm.group)
+            found = self._checkpointed.meeting.all(own[:3])
         return sorted({name for names in found for name in names})
 
     def largest(self, *values: float) -> list[float]:

@@ -30,7 +30,7 @@ from autopar.lower.program import PreludeProgram, Program
 from autopar.runtime.step.gradients import Held, lengthened
 from autopar.runtime.step.stage import StageModule
 from autopar.runtime.weights import ModelWeights
-from autopar.runtime.world import World
+from autopar.runtime.world import Meeting, World
 
 Values = Mapping[str, Tensor]
 
@@ -52,17 +52,11 @@ def full_state_dict(
         value = h.parameter.grad if gradients else h.parameter.detach()
         if value is None:
             continue
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
-        whole = whole if h.padding is None else whole.narrow(h.padding.dim, 0, h.padding.length)
-        parts[h.name] = whole.detach().to("cpu", copy=True)
+        parts[h.name] = on_host(value.detach(), h.padding)
     whole_buffers = {name: value.to("cpu", copy=True) for name, value in buffers.items()}
-    group = world.axis_group(("pp",))
-    if group is not None:
-        gathered: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(gathered, (parts, whole_buffers), group=group)
-        parts = {name: value for part, _ in gathered for name, value in part.items()}
-        whole_buffers = {name: value for _, part in gathered for name, value in part.items()}
-    return _merge(program, parts) | whole_buffers
+    gathered = Meeting(world.axis_group(("pp",))).all((parts, whole_buffers))
+    parts = {name: value for part, _ in gathered for name, value in part.items()}
+    return _merge(program, parts) | {name: value for _, part in gathered for name, value in part.items()}
 
 
 def _merge(program: Program, parts: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -94,10 +88,11 @@ def names_of(model: nn.Module) -> tuple[str, ...]:
     return tuple(name for name, _ in named)
 
 
-def shortened(value: Tensor, padding: Padding) -> Tensor:
-    """A lengthened tensor whole and as the model has it, on every rank's host; ranks that hold parts of it call together."""
+def on_host(value: Tensor, padding: Padding | None) -> Tensor:
+    """A tensor whole and as the model has it, on every rank's host; ranks that hold parts of it call together."""
     whole = value.full_tensor() if isinstance(value, DTensor) else value
-    return whole.narrow(padding.dim, 0, padding.length).to("cpu", copy=True).contiguous()
+    whole = whole if padding is None else whole.narrow(padding.dim, 0, padding.length)
+    return whole.to("cpu", copy=True).contiguous()
 
 
 def _put(target: Tensor, padding: Padding | None, value: Tensor) -> str:
@@ -152,7 +147,7 @@ class ModuleState:
             state.pop(prefix + name, None)  # further copies, and what stands for none
         for held in self._held:
             if held.padding is not None:
-                state[prefix + held.key] = shortened(held.parameter.detach(), held.padding)
+                state[prefix + held.key] = on_host(held.parameter.detach(), held.padding)
 
     def put(self, state: Mapping[str, Any], prefix: str, buffers: Mapping[str, Tensor]) -> tuple[list[str], list[str]]:
         """Writes parameters and ``buffers`` in place: which are missing, and why some do not fit."""

@@ -26,10 +26,11 @@ from autopar.errors import UsageError, first_line, reason
 from autopar.graph.graph import Graph
 from autopar.runtime.checkpoint import write
 from autopar.runtime.checkpoint.chunk_files import Part, as_bytes, header
-from autopar.runtime.checkpoint.contents import Meeting, part_of
+from autopar.runtime.checkpoint.contents import part_of
 from autopar.runtime.checkpoint.write import Target
 from autopar.runtime.state_dict import Untrained
 from autopar.runtime.step.gradients import Held
+from autopar.runtime.world import Meeting
 
 _INDEX = "model.safetensors.index.json"
 _WRITTEN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|" + re.escape(_INDEX))

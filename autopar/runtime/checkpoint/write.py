@@ -29,7 +29,8 @@ from autopar.errors import AutoparError, UsageError, reason
 from autopar.plan.file import dumps
 from autopar.runtime.checkpoint.checkpoint_index import FILE, NAME, PLAN, Entry, File, Index, Piece, encode
 from autopar.runtime.checkpoint.chunk_files import Part, write
-from autopar.runtime.checkpoint.contents import Meeting, Own, State, once
+from autopar.runtime.checkpoint.contents import Own, State, once
+from autopar.runtime.world import Meeting
 
 _INSIDE = ".saving"
 _OLD = re.compile(r"\.metadata|\.metadata\.tmp|__\d+_.*\.distcp")
