@@ -57,7 +57,7 @@ __all__ = [
 class Index:
     """Look-ups over one graph, made once."""
 
-    __slots__ = ("_crossing", "block_of", "free", "made", "named", "of_block", "parameters", "producers", "users")
+    __slots__ = ("_crossing", "block_of", "free", "made", "named", "parameters", "producers", "read_between", "users")
 
     def __init__(
         self,
@@ -85,8 +85,8 @@ class Index:
         self.users = {ref: tuple(positions) for ref, positions in users.items()}
         self.block_of = {op.name: b.index for b in blocks for op in ops[b.start : b.stop]}
         self._crossing: list[tuple[int, int, Ref]] | None = None
-        self.of_block: dict[tuple[str, int, int], Any] = {}
-        """What was asked for of the operators between two positions."""
+        self.read_between: dict[tuple[int, int], tuple[Parameter, ...]] = {}
+        """Parameters that operators between two positions read, of those that were asked for."""
         self.named: dict[str, Any] = {}
         """What passes found that follows from names, wiring and parameters, whatever the other shapes."""
 
@@ -202,23 +202,17 @@ class Graph:
 
     def block_parameters(self, block: Block) -> tuple[Parameter, ...]:
         """Parameters read in the block, in order of first use."""
-        key = ("parameters", block.start, block.stop)
-        if key not in self._index.of_block:
-            known = self._index.parameters
+        key, known = (block.start, block.stop), self._index.parameters
+        if key not in self._index.read_between:
             names = dict.fromkeys(r.name for op in self.block_ops(block) for r in op.operands if r.name in known)
-            self._index.of_block[key] = tuple(known[name] for name in names)
-        found: tuple[Parameter, ...] = self._index.of_block[key]
-        return found
+            self._index.read_between[key] = tuple(known[name] for name in names)
+        return self._index.read_between[key]
 
     def block_inputs(self, block: Block) -> tuple[Ref, ...]:
         """Live values of earlier blocks that this block reads, in order of first use."""
-        key = ("inputs", block.start, block.stop)
-        if key not in self._index.of_block:
-            others = {op.name for op in self.block_ops(block)} | self._index.free | self._index.parameters.keys()
-            refs = (r for op in self.block_ops(block) for r in op.operands)
-            self._index.of_block[key] = tuple(dict.fromkeys(r for r in refs if r.name not in others))
-        found: tuple[Ref, ...] = self._index.of_block[key]
-        return found
+        others = {op.name for op in self.block_ops(block)} | self._index.free | self._index.parameters.keys()
+        refs = (r for op in self.block_ops(block) for r in op.operands)
+        return tuple(dict.fromkeys(r for r in refs if r.name not in others))
 
     def block_prelude(self, block: Block) -> tuple[Ref, ...]:
         """Inputs, buffers and prelude values that this block reads, in order of first use."""
@@ -227,16 +221,12 @@ class Graph:
 
     def block_outputs(self, block: Block) -> tuple[Ref, ...]:
         """Values of this block that later blocks (or the caller, the loss) read, in order of making."""
-        key = ("outputs", block.start, block.stop)
-        if key not in self._index.of_block:
-            self._index.of_block[key] = tuple(
-                ref
-                for op in self.block_ops(block)
-                for ref in (Ref(op.name, i) for i in range(len(op.outputs)))
-                if ref == self.loss or self._index.last_use(ref) >= block.stop
-            )
-        found: tuple[Ref, ...] = self._index.of_block[key]
-        return found
+        return tuple(
+            ref
+            for op in self.block_ops(block)
+            for ref in (Ref(op.name, i) for i in range(len(op.outputs)))
+            if ref == self.loss or self._index.last_use(ref) >= block.stop
+        )
 
     def block_mutations(self, block: Block) -> tuple[Mutation, ...]:
         """Buffers whose new value this block makes."""
@@ -258,7 +248,6 @@ class Graph:
         """Make the look-ups by name and by block, which are else made when they are asked for: files of the graph have them."""
         for block in self.blocks:
             self.block_parameters(block)
-            self.block_inputs(block)
 
     @property
     def num_parameters(self) -> int:

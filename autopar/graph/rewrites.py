@@ -103,7 +103,6 @@ def _runs(graph: Graph, keys: Sequence[object]) -> list[tuple[int, ...]]:
             and graph.blocks[before].hash == block.hash
             and keys[before] == keys[i]
             and not shares & {before, i}
-            and before not in shares
         ):
             runs[-1].append(i)
         else:

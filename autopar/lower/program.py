@@ -24,17 +24,7 @@ from torch import fx
 
 from autopar.graph.graph import Block, Buffer, Graph, Layout, Ref
 from autopar.graph.operator_kinds import made_again
-from autopar.lower.emit import (
-    MICRO_BATCH_WEIGHT,
-    SEED,
-    SHARE,
-    Emitter,
-    ancestors,
-    is_random,
-    layout_of,
-    readable,
-    str_name,
-)
+from autopar.lower.emit import Emitter, ancestors, is_random, layout_of, readable, str_name
 from autopar.lower.read_plan import local_graph
 from autopar.plan.mesh import Mesh, R
 from autopar.plan.plan import Plan, Recompute, StagePlan
@@ -322,16 +312,3 @@ class _Builder:
             outputs=tuple(str_name(ref) for ref in outputs),
             buffers=buffers,
         )
-
-
-__all__ = [
-    "MICRO_BATCH_WEIGHT",
-    "SEED",
-    "SHARE",
-    "BlockProgram",
-    "PreludeProgram",
-    "Program",
-    "StageProgram",
-    "from_local_graph",
-    "lower",
-]

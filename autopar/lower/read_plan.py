@@ -44,10 +44,7 @@ def local_graph_and_typings(plan: Plan, graph: Graph, data_rank: int = 0) -> tup
             f"not for '{graph.name}' ({graph.fingerprint})",
             fix="Search a plan for this model",
         )
-    if len(plan.blocks) != len(graph.blocks):
-        raise PlanError.mismatch(
-            "The number of blocks of the plan", expected=len(graph.blocks), got=len(plan.blocks), fix=_AGAIN
-        )
+    _check_number("blocks of the plan", len(graph.blocks), len(plan.blocks))
     complete(graph)  # a plan may name strategies of rules that were found when it was made
     size = plan.micro_batch_of(data_rank)
     typings = [batch_typing(plan, graph, size)]
@@ -65,6 +62,11 @@ def local_graph_and_typings(plan: Plan, graph: Graph, data_rank: int = 0) -> tup
             typings.append(axis_typing(plan, result, axis))
             result = shard(result, typings[-1])
     return result, tuple(typings)
+
+
+def _check_number(what: str, expected: int, got: int, place: str = "") -> None:
+    if got != expected:
+        raise PlanError.mismatch(f"The number of {what}", where=place, expected=expected, got=got, fix=_AGAIN)
 
 
 def whole_graph(plan: Plan, graph: Graph) -> Graph:
@@ -86,14 +88,7 @@ def _spread_mixtures(plan: Plan, graph: Graph) -> frozenset[str]:
         place = f"block {block.index} ({block.label})"
         typing = _chosen(plan, planned.layout, local_graphs.AXIS, place)
         names, ops = typing.strategies if typing is not None else (), graph.block_ops(block)
-        if len(names) != len(ops):
-            raise PlanError.mismatch(
-                f"The number of strategies on axis {local_graphs.AXIS}",
-                where=place,
-                expected=len(ops),
-                got=len(names),
-                fix=_AGAIN,
-            )
+        _check_number(f"strategies on axis {local_graphs.AXIS}", len(ops), len(names), place)
         for op, name in zip(ops, names, strict=True):
             if name == local_graphs.DISPATCH and op.target == local_graphs.EXPERTS:
                 found.append(op.name)
@@ -123,10 +118,7 @@ def batch_typing(plan: Plan, graph: Graph, micro_batch_size: int | None = None) 
     """
     size = Fraction(graph.batch_size, micro_batch_size or plan.micro_batch_size)
     reader = _Reader(graph, BATCH, size)
-    if len(plan.prelude) != len(graph.prelude):
-        raise PlanError.mismatch(
-            "The number of strategies of the prelude", expected=len(graph.prelude), got=len(plan.prelude), fix=_AGAIN
-        )
+    _check_number("strategies of the prelude", len(graph.prelude), len(plan.prelude))
     reader.read(graph.prelude, plan.prelude, "prelude")
     typing = _read_blocks(plan, graph, reader)
     if graph.exact and plan.global_batch_size != graph.batch_size:
@@ -196,14 +188,7 @@ def _read_blocks(plan: Plan, graph: Graph, reader: _Reader) -> Typing:
             raise PlanError.missing(f"types and strategies of the block on axis {reader.axis}", where=place, fix=_AGAIN)
         reader.read(graph.block_ops(block), chosen.strategies, place)
         owned = graph.block_parameters(block)
-        if len(owned) != len(chosen.parameters):
-            raise PlanError.mismatch(
-                "The number of types of the block's parameters",
-                where=place,
-                expected=len(owned),
-                got=len(chosen.parameters),
-                fix=_AGAIN,
-            )
+        _check_number("types of the block's parameters", len(owned), len(chosen.parameters), place)
         for parameter, kind in zip(owned, chosen.parameters, strict=True):
             if parameters.setdefault(parameter.name, kind) != kind:
                 raise PlanError(
@@ -229,10 +214,7 @@ class _Reader:
         self.seen: dict[tuple[str, tuple[str, ...]], tuple[Strategy, ...]] = {}
 
     def read(self, ops: Sequence[Op], names: Sequence[str], place: str) -> None:
-        if len(ops) != len(names):
-            raise PlanError.mismatch(
-                "The number of strategies", where=place, expected=len(ops), got=len(names), fix=_AGAIN
-            )
+        _check_number("strategies", len(ops), len(names), place)
         key = (digest(signature(ops, self.graph.spec)), tuple(names))
         if key not in self.seen:
             self.seen[key] = tuple(self._find(op, name, place) for op, name in zip(ops, names, strict=True))

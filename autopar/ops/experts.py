@@ -33,6 +33,7 @@ from torch import Tensor
 
 from autopar.errors import UsageError
 from autopar.ops.collectives import group
+from autopar.ops.plain import unknown
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -153,7 +154,7 @@ def experts(  # noqa: PLR0913, PLR0917  the arguments of the operator
     """
     held = _Held.of(gate, up, down, gate_bias, up_bias, form)
     if hidden.is_meta:
-        return _shape_of(hidden, weights, gate, up, down, gate_bias, up_bias)
+        return unknown(hidden.shape, hidden, weights, gate, up, down, gate_bias, up_bias)
     order, ends = _sorted(indices.reshape(-1), up.shape[0])
     rows = hidden.reshape(-1, hidden.shape[-1])[order // indices.shape[-1]]
     return _combined(_grouped(rows, ends, None, held), order, weights, hidden)
@@ -181,7 +182,7 @@ def experts_split(  # noqa: PLR0913, PLR0917  the arguments of the operator, and
         As hidden, P: a pending sum. Nothing is sent.
     """
     if hidden.is_meta:
-        return _shape_of(hidden, weights, gate, up, down, gate_bias, up_bias)
+        return unknown(hidden.shape, hidden, weights, gate, up, down, gate_bias, up_bias)
     own, k = up.shape[0], indices.shape[-1]
     chosen = indices.reshape(-1) - group(axis).rank() * own
     order, ends = _sorted(chosen.masked_fill((chosen < 0) | (chosen >= own), own), own)
@@ -216,7 +217,7 @@ def experts_dispatch(  # noqa: PLR0913, PLR0917  the arguments of the operator, 
         This rank's tokens, split as hidden. As many rows are sent as the routing asks for.
     """
     if hidden.is_meta:
-        return _shape_of(hidden, weights, gate, up, down, gate_bias, up_bias)
+        return unknown(hidden.shape, hidden, weights, gate, up, down, gate_bias, up_bias)
     order, ends = _sorted(indices.reshape(-1), num_experts)
     tokens = order // indices.shape[-1]
     rows = _travelled(hidden, tokens, ends, _Held.of(gate, up, down, gate_bias, up_bias, form), group(axis))
@@ -250,7 +251,7 @@ def experts_dispatch_split(  # noqa: PLR0913, PLR0917  the arguments of the oper
         As hidden, P on ``inner``: a pending sum.
     """
     if hidden.is_meta:
-        return _shape_of(hidden, weights, gate, up, down, gate_bias, up_bias)
+        return unknown(hidden.shape, hidden, weights, gate, up, down, gate_bias, up_bias)
     own, k = up.shape[0], indices.shape[-1]
     chosen = indices.reshape(-1)
     share = chosen // own  # which share of the experts a choice falls into, over all ranks
@@ -442,23 +443,5 @@ def _is_fake(pg: dist.ProcessGroup) -> bool:
         return False
 
 
-class _Shape(torch.autograd.Function):
-    """What an operator gives on meta tensors: how many rows an expert has is in the values alone."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, *others: Tensor | None) -> Tensor:
-        ctx.specs = [None if x is None else (x.shape, x.dtype) for x in (hidden, *others)]
-        return torch.empty_like(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return tuple(None if s is None else gradients[0].new_empty(s[0], dtype=s[1]) for s in ctx.specs)
-
-
 spmd_types.register_local_autograd_function(_Exchange)
 spmd_types.register_local_autograd_function(_Product)
-spmd_types.register_local_autograd_function(_Shape)
-
-
-def _shape_of(hidden: Tensor, *others: Tensor | None) -> Tensor:
-    return cast("Tensor", _Shape.apply(hidden, *others))  # type: ignore[no-untyped-call]

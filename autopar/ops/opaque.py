@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from autopar.errors import AutoparError, InternalError, RuntimeMismatchError
 from autopar.ops.kernels import MODULE, Region, region_of
 from autopar.ops.seeded import Salt, seeded
+from autopar.util.formatting import some
 
 
 def as_trained(copied: nn.Module, model: nn.Module) -> nn.Module:
@@ -37,8 +38,7 @@ def notes_of(model: nn.Module) -> tuple[str, ...]:
     for path, module in model.named_modules() if model.training else ():
         if not module.training and not any(path.startswith(f"{outer}.") for outer in found):
             found.append(path)
-    said = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
-    return (f"modules in eval() stay so while the others train: {said}",) if found else ()
+    return (f"modules in eval() stay so while the others train: {some(found)}",) if found else ()
 
 
 def modes(module: nn.Module) -> tuple[bool, ...]:

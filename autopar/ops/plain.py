@@ -22,6 +22,26 @@ def local(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return parameter if dtype is None else parameter.to(dtype)
 
 
+class _Unknown(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, shape: Sequence[int], *operands: Tensor | None) -> Tensor:
+        ctx.specs = [None if x is None else (x.shape, x.dtype) for x in operands]
+        assert operands[0] is not None
+        return operands[0].new_empty(tuple(shape))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *(None if s is None else gradients[0].new_empty(s[0], dtype=s[1]) for s in ctx.specs)
+
+
+spmd_types.register_local_autograd_function(_Unknown)
+
+
+def unknown(shape: Sequence[int], *operands: Tensor | None) -> Tensor:
+    """What an operator gives on meta tensors whose values alone say what it does: of the shape, in the dtype of the first operand."""
+    return cast("Tensor", _Unknown.apply(shape, *operands))  # type: ignore[no-untyped-call]
+
+
 def linear_t(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x @ weight + bias``: x [..., in], weight [in, out], bias [out]; the result is [..., out]."""
     return F.linear(x, weight.t(), bias)

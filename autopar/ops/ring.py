@@ -157,13 +157,8 @@ class Ring(torch.autograd.Function):
     """See :func:`autopar.ops.sequence.attention_ring`. Keeps the inputs, the output and a row statistic."""
 
     @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, work: RingWork | None
-    ) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, work: RingWork) -> Tensor:
         ctx.work = work
-        if work is None:
-            ctx.save_for_backward(query, key, value, mask)
-            return query.new_empty((*query.shape[:-1], value.shape[-1]))
         q, pair, masks = _prepared(query, key, value, mask)
         rows = q.shape[-2]
         out = q.new_zeros((*q.shape[:-1], value.shape[-1]))
@@ -186,11 +181,7 @@ class Ring(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        work: RingWork | None = ctx.work
-        if work is None:
-            saved = tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])
-            like = ctx.saved_tensors[3] if ctx.needs_input_grad[3] else None
-            return (*saved, None if like is None else torch.empty_like(like), None)
+        work: RingWork = ctx.work
         query, key, value, mask, result, total = ctx.saved_tensors
         q, pair, masks = _prepared(query, key, value, mask)
         rows = q.shape[-2]

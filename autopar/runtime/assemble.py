@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from autopar.errors import UsageError
 from autopar.graph.graph import Buffer, Parameter
@@ -28,9 +28,10 @@ from autopar.ops.opaque import Holder
 from autopar.plan.mesh import EXPERT_MESH_AXES, MESH_AXES
 from autopar.plan.plan import Plan, Precision
 from autopar.rules.local_graphs import AXIS as SPREAD
+from autopar.runtime.joined_values import placement_of
 from autopar.runtime.step.gradients import Group, Held, hand_over, lengthened
-from autopar.runtime.step.stage import BlockModule, StageModule
-from autopar.runtime.weights import Weights, local_index
+from autopar.runtime.step.stage import StageModule
+from autopar.runtime.weights import ModelWeights, local_index
 from autopar.runtime.world import World
 
 
@@ -169,7 +170,7 @@ class Assembly:
         return [(first[held.name], held) for held in self.held if first[held.name] is not held]
 
 
-def assemble(program: Program, world: World, weights: Weights) -> Assembly:
+def assemble(program: Program, world: World, weights: ModelWeights) -> Assembly:
     """Makes the stages that ``program`` puts on this rank, with their values.
 
     The program's modules become part of the result. Blocks are filled one after the other, so that
@@ -186,7 +187,7 @@ def assemble(program: Program, world: World, weights: Weights) -> Assembly:
 class _Assembler:
     """The state of one :func:`assemble`."""
 
-    def __init__(self, program: Program, world: World, weights: Weights) -> None:
+    def __init__(self, program: Program, world: World, weights: ModelWeights) -> None:
         self.program, self.world, self.weights = program, world, weights
         self.plan = program.plan
         self.is_fsdp = uses_fsdp(self.plan)
@@ -222,7 +223,6 @@ class _Assembler:
                 region.bind(self.weights.model, self.world.device)
         mesh = fsdp_mesh(self.plan, self.world.device_mesh) if self.is_fsdp else None
         for block, block_program in zip(module.blocks, program.blocks, strict=True):
-            assert isinstance(block, BlockModule)
             for name in block_program.parameters:
                 self._place(program.index, name, block.body)
             if mesh is not None and block_program.parameters:
@@ -242,38 +242,22 @@ class _Assembler:
         """Gives one parameter its values and registers it where emitted code reads it."""
         ir = self.parameters[name]
         local = self._value(ir)
-        if _is_spread(ir):
-            self._place_experts(stage, ir, local, holder)
-            return
         if self._is_fsdps(ir) and self.plan.mesh.tp == 1:
-            parameter = nn.Parameter(local, ir.spec.requires_grad)
-        else:
-            kind = dict(ir.layout).get("tp") if self.plan.mesh.tp > 1 else None
-            placement = Shard(kind.dim) if kind is not None and kind.is_split else Replicate()
-            on_mesh = DTensor.from_local(local, self.dense_mesh, [placement], run_check=False)
-            parameter = nn.Parameter(on_mesh, ir.spec.requires_grad)
+            holder.register_parameter(name, nn.Parameter(local, ir.spec.requires_grad))
+            return
+        mesh, placements = self.dense_mesh, [placement_of(dict(ir.layout).get("tp"))]
+        if _is_spread(ir):  # no one's to shard again: FSDP leaves them alone, buckets sum their gradients
+            assert self.world.expert_mesh is not None
+            mesh = self.world.expert_mesh[("ep_data", "tp") if self.plan.mesh.tp > 1 else ("ep_data",)]
+            placements = [Shard(0), *placements][: mesh.ndim]
+        on_mesh = DTensor.from_local(local, mesh, placements, run_check=False)
+        parameter = nn.Parameter(on_mesh, ir.spec.requires_grad)
         if self._is_fsdps(ir):
             holder.register_parameter(name, parameter)
             return
-        self._lend(stage, name, parameter, holder)
-
-    def _place_experts(self, stage: int, ir: Parameter, local: Tensor, holder: nn.Module) -> None:
-        """Experts over data ranks are no one's to shard again: FSDP leaves them alone, buckets sum their gradients."""
-        assert self.world.expert_mesh is not None
-        mesh = self.world.expert_mesh["ep_data"]
-        placements: list[Placement] = [Shard(0)]
-        if self.plan.mesh.tp > 1:
-            kind = dict(ir.layout).get("tp")
-            inner = Shard(kind.dim) if kind is not None and kind.is_split else Replicate()
-            mesh, placements = self.world.expert_mesh["ep_data", "tp"], [Shard(0), inner]
-        on_mesh = DTensor.from_local(local, mesh, placements, run_check=False)
-        self._lend(stage, ir.name, nn.Parameter(on_mesh, ir.spec.requires_grad), holder)
-
-    def _lend(self, stage: int, name: str, parameter: nn.Parameter, holder: nn.Module) -> None:
-        """Emitted code reads a plain tensor on the memory of the parameter that users see."""
+        # emitted code reads a plain tensor on the memory of the parameter that users see
         self.visible[stage, name] = parameter
-        assert isinstance(parameter, DTensor)
-        holder.register_parameter(name, nn.Parameter(parameter._local_tensor.detach(), parameter.requires_grad))
+        holder.register_parameter(name, nn.Parameter(on_mesh._local_tensor.detach(), parameter.requires_grad))
 
     def _left_alone(self, module: nn.Module) -> set[nn.Parameter]:
         """What FSDP must not touch."""
@@ -284,7 +268,7 @@ class _Assembler:
     def _value(self, ir: Parameter) -> Tensor:
         degrees = {**self.degrees, "ep_data": self.plan.mesh.ep_data}
         here = {**self.world.coordinate, "ep_data": self.world.data_index % self.plan.mesh.ep_data}
-        index = local_index(ir, self.weights.shape(ir.fqn), degrees, here)
+        index = local_index(ir, self.weights.model.get_parameter(ir.fqn).shape, degrees, here)
         value = self.weights.parameter(ir, index)
         if ir.padding is not None:
             value = lengthened(value, ir.padding.dim, ir.spec.shape[ir.padding.dim])

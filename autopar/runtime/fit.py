@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from torch.optim import Optimizer
@@ -19,6 +15,7 @@ from torch.optim import Optimizer
 from autopar.errors import NonFiniteError, UsageError
 from autopar.runtime.checkpoint.series import Checkpoints
 from autopar.runtime.checks import is_out_of_memory
+from autopar.runtime.job import on_sigterm
 from autopar.runtime.step.runner import Batch
 
 if TYPE_CHECKING:
@@ -98,8 +95,8 @@ def fit(  # noqa: PLR0913  keywords of the public call
         raise UsageError(f"There is no on_non_finite={on_non_finite!r}", fix="Give stop, skip or ignore")
     loop = _Loop(par, optimizer, batches, scheduler, checkpoints, accumulate, max_norm, on_non_finite)
     loop.resume()
-    termination = Termination()
-    with termination.noted():
+    asked = list[bool]()
+    with on_sigterm(lambda: asked.append(True)):
         while loop.step < steps:
             done = loop.make_step()
             if on_step is not None:
@@ -107,7 +104,7 @@ def fit(  # noqa: PLR0913  keywords of the public call
             is_last = loop.step == steps
             if loop.step % save_every == 0 or is_last:
                 loop.save()
-            if not is_last and loop.is_to_end(termination):
+            if not is_last and loop.is_to_end(is_asked=bool(asked)):
                 loop.save()
                 loop.finish()
                 if par.is_main_process:
@@ -253,15 +250,15 @@ class _Loop:
             + 'Lower the learning rate, clip by max_norm=, or leave such steps out by on_non_finite="skip"',
         )
 
-    def is_to_end(self, termination: Termination) -> bool:
+    def is_to_end(self, *, is_asked: bool) -> bool:
         """Whether any rank was told to end: the same on all ranks, which ask each other about once a second."""
         if self.step < self.next_agreement:
             return False
         step_time_s = (time.monotonic() - self.agreed_at) / max(self.step - self.agreed, 1)
-        is_asked, slowest_s = self.par.largest(termination.is_asked, step_time_s)
+        is_any_asked, slowest_s = self.par.largest(is_asked, step_time_s)
         self.agreed, self.agreed_at = self.step, time.monotonic()
         self.next_agreement = self.step + max(1, int(_AGREE_EVERY_S / max(slowest_s, 1e-3)))
-        return bool(is_asked)
+        return bool(is_any_asked)
 
     def save(self) -> None:
         """A checkpoint of this step, unless there is one."""
@@ -282,29 +279,3 @@ class _Loop:
         if self.checkpoints is None:
             return f"SIGTERM: training ends after step {self.step}. Nothing is saved, as fit was given no checkpoints"
         return f"SIGTERM: training ends after step {self.step}, which is saved in {self.checkpoints.root}; a new start goes on there"
-
-
-class Termination:
-    """Whether this process was asked to end.
-
-    Attributes:
-        is_asked: a signal has come.
-    """
-
-    def __init__(self) -> None:
-        self.is_asked = False
-
-    @contextmanager
-    def noted(self) -> Iterator[None]:
-        """Inside, SIGTERM sets :attr:`is_asked` and nothing else; Python delivers signals to its main thread alone."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = signal.signal(signal.SIGTERM, self._note)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGTERM, before)
-
-    def _note(self, _: int, __: FrameType | None) -> None:
-        self.is_asked = True

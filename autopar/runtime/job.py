@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -340,7 +340,7 @@ def start_script(
         raise UsageError.missing(f"script {script[0]}", fix="Give the path of a Python file")
     ranks = command(plan, script, nodes=nodes, rendezvous=rendezvous, max_restarts=max_restarts)
     environment = {"OMP_NUM_THREADS": "1", **os.environ, PLAN: str(file.resolve())}
-    with subprocess.Popen(ranks, env=environment) as job, _passed_on(job):
+    with subprocess.Popen(ranks, env=environment) as job, on_sigterm(job.terminate):
         while True:
             try:
                 return job.wait()
@@ -349,12 +349,12 @@ def start_script(
 
 
 @contextmanager
-def _passed_on(job: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Inside, SIGTERM goes to the job; Python lets its main thread alone decide about signals."""
+def on_sigterm(act: Callable[[], object]) -> Iterator[None]:
+    """Inside, SIGTERM does this and nothing else; Python lets its main thread alone decide about signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, lambda *_: job.terminate())
+    before = signal.signal(signal.SIGTERM, lambda *_: act())
     try:
         yield
     finally:

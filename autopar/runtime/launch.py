@@ -21,8 +21,8 @@ from autopar.runtime.failure_watch import Alarm, ordinary
 from autopar.runtime.job import DEFAULT_TIMEOUT_S, check_groups, own_store, start
 from autopar.runtime.parallel_model import ParallelModel
 from autopar.runtime.same_values import checksums
-from autopar.runtime.weights import FileWeights, ModelWeights, Weights
-from autopar.runtime.world import World
+from autopar.runtime.weights import FileWeights, ModelWeights
+from autopar.runtime.world import Meeting, World
 
 Make = Callable[[], tuple[Plan, Graph]]
 """Gives the plan and the traced model that it is for."""
@@ -85,16 +85,15 @@ def _built(
     log_dir: Path | None,
 ) -> ParallelModel:
     if plan.groups and world.device.type == "cuda":
-        names: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(names, torch.cuda.get_device_name(world.device))
-        check_groups(plan.groups, names)
+        check_groups(plan.groups, Meeting(dist.group.WORLD).all(torch.cuda.get_device_name(world.device)))
     program = lower(plan, graph, device=world.device, rank=world.rank)
     check_program(program)
     # what generators of GPUs draw depends on their kind: ranks on several kinds draw on their hosts
-    source: Weights = ModelWeights(model, seed, torch.device("cpu") if plan.groups else world.device)
+    drawn_on = torch.device("cpu") if plan.groups else world.device
     if weights is not None:
-        source = FileWeights(weights, source)
+        source: ModelWeights = FileWeights(weights, model, seed, drawn_on)
     else:
+        source = ModelWeights(model, seed, drawn_on)
         take_first_rank_weights(model, world.device)
     return ParallelModel(program, world, source, seed=seed, log_dir=log_dir)
 

@@ -53,11 +53,6 @@ class HostCopy:
         self._gradient.copy_(gradient, non_blocking=True)
         self.parameter.grad = self._gradient
 
-    @property
-    def is_stepped(self) -> bool:
-        """Whether it has a gradient."""
-        return self.parameter.grad is not None
-
 
 class HostCopies:
     """What is in flight between the host and the device of one optimizer's parameters."""
@@ -77,7 +72,7 @@ class HostCopies:
         found = _to_host(checksums([local for _, local in stepped]))
         self._mark(local for _, local in stepped)
         self.wait()
-        numbers = zip(stepped, _read(found), strict=True)
+        numbers = zip(stepped, found.tolist(), strict=True)
         written = [(host, local) for (host, local), now in numbers if host.came_up != now]
         with torch.no_grad():
             for host, local in written:
@@ -101,7 +96,7 @@ class HostCopies:
             event.synchronize()
         self._events.clear()
         if self._up is not None:
-            for host, number in zip(self._up[0], _read(self._up[1]), strict=True):
+            for host, number in zip(self._up[0], self._up[1].tolist(), strict=True):
                 host.came_up = number
             self._up = None
 
@@ -115,12 +110,6 @@ class HostCopies:
 def host_state(value: Tensor) -> Tensor:
     """A state of an optimizer on the host; states that were loaded from elsewhere may lie on the device."""
     return value if value.device.type == "cpu" else _on_host(value).copy_(value)
-
-
-def _read(numbers: Tensor) -> list[int]:
-    """Numbers on the host."""
-    found: list[int] = numbers.tolist()
-    return found
 
 
 def _to_host(value: Tensor) -> Tensor:
@@ -299,7 +288,7 @@ class LocalSteps:
     def _stepped(self, lists: Iterable[Iterable[Tensor]]) -> list[tuple[HostCopy, Tensor]]:
         """The copies that a step changes, and what they are copies of."""
         found = ((self._hosts.get(id(parameter)), _inside(parameter)) for own in lists for parameter in own)
-        return [(host, local) for host, local in found if host is not None and host.is_stepped]
+        return [(host, local) for host, local in found if host is not None and host.parameter.grad is not None]
 
     def _refuse_on_host(self, optimizer: Optimizer) -> None:
         """Nothing, unless states of own parameters would be made on the device."""

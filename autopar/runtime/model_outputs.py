@@ -27,9 +27,10 @@ from autopar.plan.plan import Plan
 from autopar.runtime.joined_values import Join, Samples, Tap, rebuilt
 from autopar.runtime.state_dict import full_state_dict
 from autopar.runtime.step.gradients import Held
+from autopar.runtime.step.local_batch import num_samples
 from autopar.runtime.step.other_runs import PartialBatch
 from autopar.runtime.step.stage import StageModule
-from autopar.runtime.weights import Weights
+from autopar.runtime.weights import ModelWeights
 from autopar.runtime.world import World
 from autopar.tracing.batch import named_inputs
 
@@ -117,7 +118,7 @@ class ModelOutputs:
     """
 
     def __init__(
-        self, program: Program, world: World, weights: Weights, stages: Sequence[StageModule], held: Sequence[Held]
+        self, program: Program, world: World, weights: ModelWeights, stages: Sequence[StageModule], held: Sequence[Held]
     ) -> None:
         self._program, self._world, self._stages, self._held = program, world, stages, held
         self._plan: Plan = program.plan
@@ -153,7 +154,7 @@ class ModelOutputs:
         for module in self._stages:
             module.keep(blocks.get(module.index, {}))
 
-    def _hold(self, outputs: Outputs, weights: Weights) -> None:
+    def _hold(self, outputs: Outputs, weights: ModelWeights) -> None:
         """Values that no step changes, and the names of parameters that steps train."""
         trained = {parameter.fqn for parameter in self._program.graph.parameters}
         trained |= {name for parameter in self._program.graph.parameters for name in parameter.aliases}
@@ -254,10 +255,7 @@ class ModelOutputs:
         return rebuilt(outputs.structure, loss, found.get, more)
 
     def _samples(self, given: Mapping[str, Any], partial: PartialBatch | None) -> Samples:
-        leaf = next(
-            (leaf for leaf in self._program.graph.inputs if leaf.batch_dim is not None and leaf.name in given), None
-        )
-        total = self._plan.global_batch_size if leaf is None else _samples(given[leaf.name], leaf)
+        total = num_samples(given, self._program.graph.inputs) or self._plan.global_batch_size
         ranks = range(self._plan.mesh.data)
         counts = tuple(len(self._plan.samples_of(rank)) for rank in ranks) if partial is None else partial.counts
         is_global = partial is not None or total == self._plan.global_batch_size

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
@@ -24,6 +24,7 @@ from autopar.runtime.checks import absent
 from autopar.runtime.step.gradients import Held
 from autopar.runtime.world import World
 from autopar.tracing import side_effects as memory
+from autopar.util.formatting import some
 
 _LOGGER = logging.getLogger("autopar")
 
@@ -61,18 +62,25 @@ class Given:
         model = self._model()
         before, self._weights = self._weights, None
         if model is not None and before is not None:
-            _tell_of_weights([name for name, now in _written(model).items() if before.get(name) != now])
-            _tell_of_hooks(model)
+            _tell(
+                "parameters of the model have been written since autopar.parallelize (%s): what trains are copies, made there; load "
+                "weights into the model before it, or give files by weights=DIR",
+                [name for name, now in _written(model).items() if before.get(name) != now],
+            )
+            _tell(
+                "layers of the model have hooks (%s), which no step calls: what a forward hook returned when the plan was made is part "
+                "of it, all else that hooks do is not done; return what you look for from the model's forward",
+                _hooked(model),
+            )
         if model is None or not self._state or (step >= _OFTEN and step % _SELDOM):
             return
         changed = memory.changed(self._state, memory.state_of(model))
-        if changed:
-            self._state = {}
-            _LOGGER.warning(
-                "attributes of the model have changed since autopar.parallelize (%s): the plan has them as they were; pass what "
-                "changes as a tensor in the batch, or keep it in a buffer",
-                ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else ""),
-            )
+        self._state = {} if changed else self._state
+        _tell(
+            "attributes of the model have changed since autopar.parallelize (%s): the plan has them as they were; pass what "
+            "changes as a tensor in the batch, or keep it in a buffer",
+            changed,
+        )
 
     def knows_weights(self) -> None:
         """The parallel model's weights have been asked for: they may be put into the model, which is no mistake."""
@@ -101,24 +109,15 @@ def _written(model: nn.Module) -> dict[str, tuple[int, int]]:
     return {name: (id(p), -1 if p.is_inference() else p._version) for name, p in model.named_parameters()}
 
 
-def _tell_of_weights(names: list[str]) -> None:
-    if names:
-        _LOGGER.warning(
-            "parameters of the model have been written since autopar.parallelize (%s): what trains are copies, made there; load "
-            "weights into the model before it, or give files by weights=DIR",
-            ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else ""),
-        )
-
-
-def _tell_of_hooks(model: nn.Module) -> None:
+def _hooked(model: nn.Module) -> list[str]:
+    """Names of the modules with hooks."""
     kinds = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
-    hooked = [name or "the model" for name, one in model.named_modules() if any(getattr(one, kind) for kind in kinds)]
-    if hooked:
-        _LOGGER.warning(
-            "layers of the model have hooks (%s), which no step calls: what a forward hook returned when the plan was made is part "
-            "of it, all else that hooks do is not done; return what you look for from the model's forward",
-            ", ".join(hooked[:3]) + (f" and {len(hooked) - 3} more" if len(hooked) > 3 else ""),
-        )
+    return [name or "the model" for name, one in model.named_modules() if any(getattr(one, kind) for kind in kinds)]
+
+
+def _tell(text: str, names: Sequence[str]) -> None:
+    if names:
+        _LOGGER.warning(text, some(names))
 
 
 NOTHING_HERE = "no_parameter_on_this_rank"

@@ -42,7 +42,7 @@ from autopar.plan.run_log import (
     step_of,
     write_log,
 )
-from autopar.runtime.world import World
+from autopar.runtime.world import Meeting, World
 
 logger = logging.getLogger("autopar")
 
@@ -239,7 +239,7 @@ class Monitor:
         peak, reserved = self._memory.peak_bytes(), self._memory.reserved_bytes()
         row = [*mine.values(), between, *(-1.0 if size is None else float(size) for size in (reserved, peak))]
         ranks = []
-        for rank, values in enumerate(_gathered(row, world.host_group())):
+        for rank, values in enumerate(Meeting(world.host_group()).all(row)):
             ranks.append(
                 RankTimes(
                     rank=rank,
@@ -278,16 +278,6 @@ def _categories(world: World) -> dict[str, str]:
         for axis in sorted(set(expert.mesh_dim_names or ()) & {"ep", "ep_data"}):
             found.setdefault(expert.get_group(axis).group_name, TENSOR)
     return found
-
-
-def _gathered(row: list[float], group: dist.ProcessGroup | None) -> list[list[float]]:
-    """Every rank's row, in order of the ranks of a group on the host; None for one rank alone."""
-    if group is None:
-        return [row]
-    mine = torch.tensor(row, dtype=torch.float64)
-    everyone = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(everyone, mine, group=group)
-    return [values.tolist() for values in everyone]
 
 
 @contextmanager

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
@@ -39,8 +38,8 @@ from autopar.runtime.step.global_loss import SCALER_NUMBERS, GlobalLoss, LossSca
 from autopar.runtime.step.gradients import Norm, clip, refuse_clipping
 from autopar.runtime.step.local_batch import Batches, SharedSamples
 from autopar.runtime.step.other_runs import PartialBatch, partial_of
-from autopar.runtime.step.runner import Accumulation, Batch, Pipeline, Runner, StepGradients, micro_batches
-from autopar.runtime.weights import Weights
+from autopar.runtime.step.runner import Accumulation, Batch, Pipeline, StepGradients, micro_batches
+from autopar.runtime.weights import ModelWeights
 from autopar.runtime.world import World
 from autopar.tracing.batch import positional, with_names
 
@@ -76,7 +75,7 @@ class ParallelModel(PlannedModule):
     """
 
     def __init__(
-        self, program: Program, world: World, weights: Weights, *, seed: int = 0, log_dir: Path | None = None
+        self, program: Program, world: World, weights: ModelWeights, *, seed: int = 0, log_dir: Path | None = None
     ) -> None:
         check_can_run(program.plan.precision)
         super().__init__(program.plan, world)
@@ -108,7 +107,7 @@ class ParallelModel(PlannedModule):
         self._checkpointed = Checkpointed(self.plan, world, held, self._state, self._untrained)
         inputs, is_single = program.graph.inputs, len(program.stages) == 1
         self._single = Accumulation(stages[0], self.plan, inputs, scale.of) if is_single else None
-        self._runner: Runner = self._single or Pipeline(stages, program, world, self.monitor, scale.of)
+        self._runner = self._single or Pipeline(stages, program, world, self.monitor, scale.of)
         self._local_steps = LocalSteps(
             (h.parameter for h in held),
             on_host="optimizer" in self.plan.offload,
@@ -371,11 +370,8 @@ class ParallelModel(PlannedModule):
     def non_finite_gradients(self) -> list[str]:
         """Names of up to three parameters on each rank whose gradients are infinite or no number, of all ranks, on every rank."""
         own = [h.key for h in self._assembly.held if h.gradient is not None and not bool(h.gradient.isfinite().all())]
-        found: list[Any] = [own[:3]]
         with self._calls.at_once("non_finite_gradients"):
-            if self._norm.group is not None:
-                found = [None] * self.world_size
-                dist.all_gather_object(found, own[:3], group=self._norm.group)
+            found = self._checkpointed.meeting.all(own[:3])
         return sorted({name for names in found for name in names})
 
     def largest(self, *values: float) -> list[float]:

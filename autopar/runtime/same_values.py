@@ -17,6 +17,7 @@ from torch import Tensor
 
 from autopar.runtime.step.gradients import Group, Held, local_part
 from autopar.runtime.world import World
+from autopar.util.formatting import some
 
 _WIDTH = 1024
 """Elements of a long tensor are laid in rows of so many: nothing as long as it is made besides it."""
@@ -158,12 +159,11 @@ class Replicas:
         if names and not self._told:
             self._told = True
             _LOGGER.warning(
-                "rank %d: copies of %s%s differed from those of other ranks, and have the values of the first of them again: kernels "
+                "rank %d: copies of %s differed from those of other ranks, and have the values of the first of them again: kernels "
                 "that add in no fixed order let them drift apart by rounding (torch.use_deterministic_algorithms(True) keeps most "
                 "from it); a larger difference is a fault of the device or of code that changes parameters on some ranks alone",
                 self._rank,
-                ", ".join(list(names)[:3]),
-                f" and {len(names) - 3} more" if len(names) > 3 else "",
+                some(names),
             )
 
 

@@ -26,11 +26,12 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from autopar.errors import UsageError
 from autopar.graph.graph import Padding, Parameter, TensorSpec
+from autopar.graph.interpreter import part_of
 from autopar.lower.program import PreludeProgram, Program
 from autopar.runtime.step.gradients import Held, lengthened
 from autopar.runtime.step.stage import StageModule
-from autopar.runtime.weights import Weights
-from autopar.runtime.world import World
+from autopar.runtime.weights import ModelWeights
+from autopar.runtime.world import Meeting, World
 
 Values = Mapping[str, Tensor]
 
@@ -52,17 +53,11 @@ def full_state_dict(
         value = h.parameter.grad if gradients else h.parameter.detach()
         if value is None:
             continue
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
-        whole = whole if h.padding is None else whole.narrow(h.padding.dim, 0, h.padding.length)
-        parts[h.name] = whole.detach().to("cpu", copy=True)
+        parts[h.name] = on_host(value.detach(), h.padding)
     whole_buffers = {name: value.to("cpu", copy=True) for name, value in buffers.items()}
-    group = world.axis_group(("pp",))
-    if group is not None:
-        gathered: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(gathered, (parts, whole_buffers), group=group)
-        parts = {name: value for part, _ in gathered for name, value in part.items()}
-        whole_buffers = {name: value for _, part in gathered for name, value in part.items()}
-    return _merge(program, parts) | whole_buffers
+    gathered = Meeting(world.axis_group(("pp",))).all((parts, whole_buffers))
+    parts = {name: value for part, _ in gathered for name, value in part.items()}
+    return _merge(program, parts) | {name: value for _, part in gathered for name, value in part.items()}
 
 
 def _merge(program: Program, parts: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -94,10 +89,11 @@ def names_of(model: nn.Module) -> tuple[str, ...]:
     return tuple(name for name, _ in named)
 
 
-def shortened(value: Tensor, padding: Padding) -> Tensor:
-    """A lengthened tensor whole and as the model has it, on every rank's host; ranks that hold parts of it call together."""
+def on_host(value: Tensor, padding: Padding | None) -> Tensor:
+    """A tensor whole and as the model has it, on every rank's host; ranks that hold parts of it call together."""
     whole = value.full_tensor() if isinstance(value, DTensor) else value
-    return whole.narrow(padding.dim, 0, padding.length).to("cpu", copy=True).contiguous()
+    whole = whole if padding is None else whole.narrow(padding.dim, 0, padding.length)
+    return whole.to("cpu", copy=True).contiguous()
 
 
 def _put(target: Tensor, padding: Padding | None, value: Tensor) -> str:
@@ -152,7 +148,7 @@ class ModuleState:
             state.pop(prefix + name, None)  # further copies, and what stands for none
         for held in self._held:
             if held.padding is not None:
-                state[prefix + held.key] = shortened(held.parameter.detach(), held.padding)
+                state[prefix + held.key] = on_host(held.parameter.detach(), held.padding)
 
     def put(self, state: Mapping[str, Any], prefix: str, buffers: Mapping[str, Tensor]) -> tuple[list[str], list[str]]:
         """Writes parameters and ``buffers`` in place: which are missing, and why some do not fit."""
@@ -170,18 +166,13 @@ class ModuleState:
         """Names behind ``prefix`` that no rank of the model knows."""
         return [name for name in state if name.startswith(prefix) and name.removeprefix(prefix) not in self._known]
 
-    def _find(self, held: Held, state: Mapping[str, Any], prefix: str) -> Tensor | None:
+    def _find(self, held: Held, state: Values, prefix: str) -> Tensor | None:
         """What ``state`` has for a parameter."""
         if prefix + held.key in state:
-            found: Tensor = state[prefix + held.key]
-            return found
+            return state[prefix + held.key]
         parameter = self._parameters[held.name]
         name = next((n for n in (parameter.fqn, *parameter.aliases) if prefix + n in state), None)
-        if name is None:
-            return None
-        whole: Tensor = state[prefix + name]
-        part = parameter.part
-        return whole if part is None else whole.narrow(part.dim, part.start, part.stop - part.start)
+        return None if name is None else part_of(parameter, state[prefix + name])
 
 
 _LOGGER = logging.getLogger("autopar")
@@ -198,7 +189,7 @@ class Untrained:
         is_parameter: of each first name.
     """
 
-    def __init__(self, program: Program, world: World, weights: Weights) -> None:
+    def __init__(self, program: Program, world: World, weights: ModelWeights) -> None:
         self.names, tensors = _state_names(program, weights.model)
         self.dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
         trained = {p.fqn for p in program.graph.parameters} | {b.fqn for b in program.state}
@@ -276,7 +267,7 @@ def _state_names(program: Program, model: nn.Module) -> tuple[dict[str, str], di
     return names, {names[name]: tensor for name, tensor in named.items()}
 
 
-def _value(weights: Weights, name: str, tensor: Tensor, traced: Mapping[str, Tensor]) -> Tensor | None:
+def _value(weights: ModelWeights, name: str, tensor: Tensor, traced: Mapping[str, Tensor]) -> Tensor | None:
     """A copy on the host; None, with a warning, where it has none."""
     try:
         if isinstance(tensor, nn.Parameter):
@@ -310,14 +301,14 @@ class State:
         own: names of those that its stages make.
     """
 
-    def __init__(self, program: Program, world: World, weights: Weights, stages: Sequence[StageModule]) -> None:
+    def __init__(self, program: Program, world: World, weights: ModelWeights, stages: Sequence[StageModule]) -> None:
         here = [stage for stage in program.stages if stage.pp_rank == world.coordinate["pp"]]
         sums = frozenset(name for sums in program.sums for name in sums.inputs)
         makers = {name: stage.pp_rank for stage in program.stages for name, _ in stage.mutations}
         self.own = tuple(name for stage in here for name, _ in stage.mutations)
         wanted = {*self.own, *sums, *(name for stage in here for name in stage.state)}
         self._stages, self._world = stages, world
-        self._fqns = {buffer.name: buffer.fqn for buffer in program.state}
+        self._known = {buffer.name: buffer for buffer in program.state}
         self.values = {
             buffer.name: weights.buffer(buffer.fqn, buffer.value).to(world.device, buffer.spec.dtype, copy=True)
             for buffer in program.state
@@ -329,7 +320,6 @@ class State:
             if buffer.name in sums or any(_reads(program, makers[buffer.name], buffer.name))
         )
         self._group = world.axis_group(("pp",)) if self._moved else None
-        self._specs = {buffer.name: buffer.spec for buffer in program.state}
         self._lend()
 
     def commit(self) -> None:
@@ -337,7 +327,7 @@ class State:
         made = {name: value for stage in self._stages for name, value in stage.new_state.items()}
         if self._group is not None:
             for name, maker in self._moved:
-                spec = self._specs[name]
+                spec = self._known[name].spec
                 value = made.get(name)
                 empty = torch.empty(spec.shape, dtype=spec.dtype, device=self._world.device)
                 value = empty if value is None else value.contiguous().clone()
@@ -348,7 +338,7 @@ class State:
 
     def named(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """Values by the model's names; those of all names here when None."""
-        return {self._fqns[name]: self.values[name] for name in (self.values if names is None else names)}
+        return {self._known[name].fqn: self.values[name] for name in (self.values if names is None else names)}
 
     def _lend(self) -> None:
         for stage in self._stages:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -27,23 +27,6 @@ Index = tuple[slice, ...]
 _CPU = torch.device("cpu")
 _SHARE = 4
 """A module whose own tensors take more than this part of a device's memory is initialised on the host."""
-
-
-class Weights(Protocol):
-    """Where values come from."""
-
-    def shape(self, fqn: str) -> torch.Size:
-        """Of the model's parameter, whole."""
-
-    def parameter(self, parameter: Parameter, index: Index) -> Tensor:
-        """The elements ``index`` of the model's parameter."""
-
-    def buffer(self, fqn: str, traced: Tensor | None = None) -> Tensor:
-        """A buffer, whole; ``traced`` is what it held when the model was traced, where that is known."""
-
-    @property
-    def model(self) -> nn.Module:
-        """The user's model, for the code of its opaque modules."""
 
 
 def local_index(parameter: Parameter, shape: torch.Size, mesh: Mapping[str, int], here: Mapping[str, int]) -> Index:
@@ -82,39 +65,33 @@ def local_index(parameter: Parameter, shape: torch.Size, mesh: Mapping[str, int]
     return tuple(slice(first, last) for first, last in zip(start, stop, strict=True))
 
 
-class ModelWeights(Weights):
-    """The user's model: real weights are sliced, those on meta initialised module by module.
+class ModelWeights:
+    """Where values come from: the user's model. Real weights are sliced, those on meta initialised module by module.
 
     Args:
         device: on which they are initialised; the same kind on all ranks, as what is drawn depends on it.
+
+    Attributes:
+        model: the user's, also for the code of its opaque modules.
     """
 
     def __init__(self, model: nn.Module, seed: int, device: torch.device = _CPU) -> None:
-        self._model, self._seed, self._device = model, seed, device
+        self.model, self._seed, self._device = model, seed, device
         self._last: tuple[str, nn.Module] | None = None
-
-    @property
-    def model(self) -> nn.Module:
-        """The user's model."""
-        return self._model
-
-    def shape(self, fqn: str) -> torch.Size:
-        """Of the model's parameter, whole."""
-        return self._model.get_parameter(fqn).shape
 
     def parameter(self, parameter: Parameter, index: Index) -> Tensor:
         """The elements ``index`` of the model's parameter."""
-        value = self._model.get_parameter(parameter.fqn)
+        value = self.model.get_parameter(parameter.fqn)
         if value.is_meta:
             path, _, name = parameter.fqn.rpartition(".")
             value = self._initialised(path)._parameters[name]  # type: ignore[assignment]
         return value.detach()[index]
 
     def buffer(self, fqn: str, traced: Tensor | None = None) -> Tensor:
-        """A buffer, whole: ``traced`` where it is given, as rank 0 traced the model of which all take the values."""
+        """A buffer, whole: ``traced`` where it is given, what it held when rank 0 traced the model, of which all take the values."""
         if traced is not None:
             return traced
-        value = self._model.get_buffer(fqn)
+        value = self.model.get_buffer(fqn)
         if value.is_meta:
             path, _, name = fqn.rpartition(".")
             value = self._initialised(path)._buffers[name]  # type: ignore[assignment]
@@ -123,7 +100,7 @@ class ModelWeights(Weights):
     def _initialised(self, path: str) -> nn.Module:
         if self._last is None or self._last[0] != path:
             self._last = None  # one module at a time
-            self._last = (path, initialise(self._model, path, self._seed, self._device))
+            self._last = (path, initialise(self.model, path, self._seed, self._device))
         return self._last[1]
 
 
@@ -222,8 +199,8 @@ _LOGGER = logging.getLogger("autopar")
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-class FileWeights(Weights):
-    """Parameters, and buffers that are in the model's ``state_dict()``; other buffers come from ``rest``.
+class FileWeights(ModelWeights):
+    """Parameters, and buffers that are in the model's ``state_dict()``; other buffers come from the model.
 
     A head's names may have a prefix that the files lack (saved without the head): one, and the same for all.
 
@@ -231,10 +208,10 @@ class FileWeights(Weights):
         UsageError: there are no such files, or they cannot be read.
     """
 
-    def __init__(self, folder: str | Path, rest: Weights) -> None:
-        self._folder, self._rest = Path(folder), rest
+    def __init__(self, folder: str | Path, model: nn.Module, seed: int, device: torch.device = _CPU) -> None:
+        super().__init__(model, seed, device)
+        self._folder = Path(folder)
         self._files = _names(self._folder)
-        model = rest.model
         own = {name: p.dtype for name, p in model.named_parameters(remove_duplicate=False)}
         buffers = {name: b.dtype for name, b in model.named_buffers(remove_duplicate=False)}
         self._dtypes = own | buffers
@@ -250,15 +227,6 @@ class FileWeights(Weights):
                 ", ".join(unknown[:3]),
             )
 
-    @property
-    def model(self) -> nn.Module:
-        """The user's model."""
-        return self._rest.model
-
-    def shape(self, fqn: str) -> torch.Size:
-        """Of the model's parameter, whole."""
-        return self._rest.shape(fqn)
-
     def parameter(self, parameter: Parameter, index: Index) -> Tensor:
         """The elements ``index`` of the model's parameter.
 
@@ -272,13 +240,13 @@ class FileWeights(Weights):
                 where=str(self._folder),
                 fix="Save the complete model, or load what there is into the model and leave weights= out",
             )
-        return self._read(found, parameter.fqn, tuple(self.shape(parameter.fqn)), index)
+        return self._read(found, parameter.fqn, tuple(self.model.get_parameter(parameter.fqn).shape), index)
 
     def buffer(self, fqn: str, traced: Tensor | None = None) -> Tensor:
         """A buffer, whole: that of the files, if the model's ``state_dict()`` has it and they do."""
         found = self._find((fqn,)) if fqn in self._persistent else ""
         if not found:
-            return self._rest.buffer(fqn, traced)
+            return super().buffer(fqn, traced)
         shape = tuple(self.model.get_buffer(fqn).shape)
         return self._read(found, fqn, shape, tuple(slice(0, size) for size in shape))
 

@@ -1,18 +1,19 @@
-"""This rank's place in the mesh: its device and process groups."""
+"""This rank's place in the mesh: its device and process groups, and what ranks tell each other by these."""
 
 from __future__ import annotations
 
 import socket
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import debug as tensor_debug
 
-from autopar.errors import RuntimeMismatchError
+from autopar.errors import AutoparError, RuntimeMismatchError
 from autopar.hardware.machine import num_cores
 from autopar.plan.mesh import EXPERT_AXIS, EXPERT_MESH_AXES, MESH_AXES, Mesh
 from autopar.runtime.job import DEFAULT_TIMEOUT_S, FAKE, how_to_start, local_device
@@ -34,6 +35,75 @@ def _forget_meshes() -> None:
         clear = getattr(tensor_debug, name, None)
         if clear is not None:
             clear()
+
+
+_T = TypeVar("_T")
+
+
+class Meeting:
+    """All ranks call the same of its methods in the same order.
+
+    Args:
+        group: of all ranks, that nothing else uses meanwhile; None for one rank alone.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.size = 1 if group is None else dist.get_world_size(group)
+
+    def all(self, value: _T) -> list[_T]:
+        """What each rank says."""
+        if self.group is None:
+            return [value]
+        said: list[Any] = [None] * self.size
+        dist.all_gather_object(said, value, group=self.group)
+        return said
+
+    def gather(self, value: _T) -> list[_T]:
+        """What each rank says, on rank 0; on the others nothing."""
+        if self.group is None:
+            return [value]
+        said: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(value, said, group=self.group, group_dst=0)
+        return said or []
+
+    def scatter(self, values: Sequence[_T]) -> _T:
+        """For each rank its own of rank 0's values, of which the others give none."""
+        if self.group is None:
+            return values[0]
+        got: list[Any] = [None]
+        dist.scatter_object_list(got, list(values) if self.rank == 0 else None, group=self.group, group_src=0)
+        mine: _T = got[0]
+        return mine
+
+    def first(self, make: Callable[[], _T]) -> _T:
+        """What rank 0 makes, on all ranks.
+
+        Raises:
+            AutoparError: what it raised; on all ranks alike.
+        """
+        made: list[Any] = [None]
+        if self.rank == 0:
+            try:
+                made = [make()]
+            except AutoparError as error:
+                made = [error]
+        if self.group is not None:
+            dist.broadcast_object_list(made, group=self.group, group_src=0)
+        if isinstance(made[0], AutoparError):
+            raise made[0]
+        result: _T = made[0]
+        return result
+
+    def agree(self, failure: AutoparError | None) -> None:
+        """Nothing, where no rank has failed.
+
+        Raises:
+            AutoparError: of the first rank that has; on all ranks alike.
+        """
+        if failed := [one for one in self.all(failure) if one is not None]:
+            raise failed[0]
 
 
 class World:
@@ -159,10 +229,9 @@ class World:
         """This rank's share of the cores of its host; None on CPUs, where ranks compute on them. All ranks call this."""
         if self.device.type != "cuda":
             return None
-        names: list[str] = [socket.gethostname()] * self.mesh.world_size
-        if self.mesh.world_size > 1 and dist.get_backend() != FAKE:
-            dist.all_gather_object(names, socket.gethostname(), group=self.host_group())
-        return max(num_cores() // names.count(socket.gethostname()), 1)
+        own, group = socket.gethostname(), self.host_group()
+        here = self.mesh.world_size if dist.get_backend() == FAKE else Meeting(group).all(own).count(own)
+        return max(num_cores() // here, 1)
 
     def _beside(self, *, on_host: bool, timeout: timedelta | None = None) -> dist.ProcessGroup | None:
         if self.mesh.world_size == 1:

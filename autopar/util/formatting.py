@@ -87,6 +87,16 @@ def ranges(labels: Iterable[str]) -> str:
     return ", ".join(text for text, _ in groupby(texts))
 
 
+def some(names: Iterable[str]) -> str:
+    """Up to three of them, and how many there are besides.
+
+    >>> some("abcde"), some("ab")
+    ('a, b, c and 2 more', 'a, b')
+    """
+    every = list(names)
+    return ", ".join(every[:3]) + (f" and {len(every) - 3} more" if len(every) > 3 else "")
+
+
 def printable(text: str) -> str:
     """The text with control characters shown as ``?``: names come from files that anyone may have written."""
     return "".join(char if char.isprintable() else "?" for char in text)

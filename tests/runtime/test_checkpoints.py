@@ -349,18 +349,22 @@ def test_rows_of_large_tensors_are_read_by_chunks(
     )
     piece, each = pieces["x"], chunk_rows((37, 5), dtype.itemsize)
     assert len(piece.sums) == -(-37 // each) > 1 or dtype.itemsize == 1
-    reader = chunk_files.Reader(tmp_path, {written.name: written})
-    found = torch.cat([rows.view(torch.uint8) for _, rows in reader.rows("x", piece, dtype, 11, 30)])
+    values = {"progress": {"step": 0, "seed": 0}, "optimizer": {"settings": [], "of": {}, "numbers": {}}, "states": {}}
+    entry = checkpoint_index.Entry(dtype=dtype, shape=(37, 5), pieces=(piece,))
+    index = checkpoint_index.Index(files={written.name: written}, tensors={"x": entry}, values=values)
+    (tmp_path / checkpoint_index.NAME).write_bytes(checkpoint_index.encode(index))
+    reader = chunk_files.Folder(tmp_path)
+    found = torch.cat([rows.view(torch.uint8) for _, rows in reader.rows("x", piece, 11, 30)])
     reader.close()
     assert torch.equal(found, value[11:30].contiguous().view(torch.uint8))
     content = bytearray((tmp_path / written.name).read_bytes())
     content[-1] ^= 1
     (tmp_path / written.name).write_bytes(content)
-    reader = chunk_files.Reader(tmp_path, {written.name: written})
+    reader = chunk_files.Folder(tmp_path)
     if dtype.itemsize > 1:
-        list(reader.rows("x", piece, dtype, 0, each))  # another chunk is damaged
+        list(reader.rows("x", piece, 0, each))  # another chunk is damaged
     with pytest.raises(CheckpointError, match=r"x is not what was written \(rows \d+ to 36 of"):
-        list(reader.rows("x", piece, dtype, 30, 37))
+        list(reader.rows("x", piece, 30, 37))
     reader.close()
 
 

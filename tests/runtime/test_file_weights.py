@@ -17,7 +17,7 @@ from autopar.graph.graph import Graph, Parameter, TensorSpec
 from autopar.plan.plan import Plan
 from autopar.runtime.launch import launch
 from autopar.runtime.parallel_model import ParallelModel
-from autopar.runtime.weights import FileWeights, ModelWeights
+from autopar.runtime.weights import FileWeights
 from tests.support.close import assert_close
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -129,7 +129,7 @@ def test_names_without_the_prefix_of_a_head_are_found(tmp_path: Path, caplog: py
             self.model = Net()
 
     table = saved(tmp_path, other=torch.ones(1)).table.weight
-    weights = FileWeights(tmp_path, ModelWeights(Wrapped(), 0))
+    weights = FileWeights(tmp_path, Wrapped(), 0)
     index = slice(4, 8), slice(0, 16)
     assert torch.equal(weights.parameter(_parameter("model.table.weight"), index), table[4:8])
     assert weights.buffer("model.head.scale").item() == 5.0

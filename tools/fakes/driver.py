@@ -146,6 +146,7 @@ def _call(parallel: Any, batch: Any, record: Any) -> None:
 
 def _save(parallel: Any, optimizer: Any, record: Any) -> tuple[set[str], dict[str, Any]]:
     """What goes to a checkpoint, but for the files: names of tensors, and values."""
+    from autopar.runtime import world
     from autopar.runtime.checkpoint import contents, series
 
     kept: list[tuple[set[str], dict[str, Any]]] = []
@@ -166,7 +167,7 @@ def _save(parallel: Any, optimizer: Any, record: Any) -> tuple[set[str], dict[st
         mock.patch.object(series, "Save", saved),
         mock.patch.object(contents, "random_states", return_value={}),
         mock.patch.object(contents, "compute_local_shape_and_global_offset", _places()),
-        mock.patch.object(contents.Meeting, "all", lambda self, value: [value] * self.size),
+        mock.patch.object(world.Meeting, "all", lambda self, value: [value] * self.size),
     ):
         parallel.save("nowhere", optimizer)
         if parallel.plan.mesh.pp == 1:
@@ -195,6 +196,7 @@ def _load(parallel: Any, saved: tuple[set[str], dict[str, Any]], record: Any) ->
     """What comes from a checkpoint, for a job that has made no step yet: its optimizer is new, and has no states."""
     import torch
 
+    from autopar.runtime import world
     from autopar.runtime.checkpoint import contents, series
 
     names, values = saved
@@ -214,7 +216,7 @@ def _load(parallel: Any, saved: tuple[set[str], dict[str, Any]], record: Any) ->
     with (
         mock.patch.object(series, "Loading", mock.Mock(begin=lambda *_, **__: loading)),
         mock.patch.object(contents, "compute_local_shape_and_global_offset", _places()),
-        mock.patch.object(contents.Meeting, "all", lambda self, value: [value] * self.size),
+        mock.patch.object(world.Meeting, "all", lambda self, value: [value] * self.size),
     ):
         parallel.load("nowhere", torch.optim.AdamW(parallel.parameters(), lr=1e-3))
 

@@ -13,14 +13,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from autopar.errors import CheckpointError, reason
-from autopar.runtime.checkpoint.checkpoint_index import AGAIN, NAME, Entry, File, Piece, chunk_rows, read
+from autopar.runtime.checkpoint.checkpoint_index import AGAIN, NAME, File, Piece, chunk_rows, read
+
+if TYPE_CHECKING:
+    from autopar.runtime.checkpoint.older import OlderFolder
 
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -112,15 +115,29 @@ def as_bytes(value: Tensor) -> memoryview:
     return memoryview(found)
 
 
-class Reader:
-    """Reads pieces of the files in ``folder``, each chunk of them verified; keeps one file open.
+OLD_INDEX = ".metadata"
+"""Of folders before version 1: a pickle of torch's."""
+
+
+class Folder:
+    """A folder that :mod:`autopar.runtime.checkpoint.write` wrote: each chunk that is read is verified; keeps one file open.
+
+    Attributes:
+        digest: tells it from others.
+        tensors: all that it has, by name.
+        values: all that is no tensor.
+        is_complete: has what no step changes, too.
 
     Raises:
         CheckpointError: in all methods: a file cannot be read, or is not as it was written; names file and tensor.
     """
 
-    def __init__(self, folder: Path, files: Mapping[str, File]) -> None:
-        self._folder, self._files = folder, files
+    is_complete = True
+
+    def __init__(self, path: Path) -> None:
+        index, self.digest = read(path)
+        self.tensors, self.values = index.tensors, index.values
+        self._folder, self._files = path, index.files
         self._name, self._file = "", None  # type: str, BinaryIO | None
         self._verified: set[str] = set()
 
@@ -138,9 +155,9 @@ class Reader:
         finally:
             self.close()
 
-    def rows(self, name: str, piece: Piece, dtype: torch.dtype, first: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+    def rows(self, name: str, piece: Piece, first: int, stop: int) -> Iterator[tuple[int, Tensor]]:
         """Rows ``first`` to ``stop - 1`` of a piece of the tensor ``name``: chunk by chunk, with the number of each one's first row."""
-        shape = piece.shape or (1,)
+        dtype, shape = self.tensors[name].dtype, piece.shape or (1,)
         each, row = chunk_rows(piece.shape, dtype.itemsize), prod(shape[1:])
         file = self._opened(piece.file)
         for chunk in range(first // each, (stop + each - 1) // each):
@@ -198,54 +215,8 @@ class Reader:
         )
 
 
-OLD_INDEX = ".metadata"
-"""Of folders before version 1: a pickle of torch's."""
-
-
-class Source(Protocol):
-    """A checkpoint that can be read; every method raises ``CheckpointError`` where it is damaged.
-
-    Attributes:
-        digest: tells it from others.
-        tensors: all that it has, by name.
-        values: all that is no tensor.
-        is_complete: has what no step changes, too.
-    """
-
-    digest: str
-    tensors: Mapping[str, Entry]
-    values: Mapping[str, Any]
-    is_complete: bool
-
-    def check_files(self) -> None:
-        """All files are there and as long as they were."""
-
-    def rows(self, name: str, piece: Piece, first: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-        """Rows of a piece, verified, in chunks; each with the number of its first row in the piece."""
-
-    def close(self) -> None:
-        """Closes its files."""
-
-
-class Folder(Source):
-    """A folder that :mod:`autopar.runtime.checkpoint.write` wrote."""
-
-    def __init__(self, path: Path) -> None:
-        index, self.digest = read(path)
-        self.tensors, self.values, self.is_complete = index.tensors, index.values, True
-        self._reader = Reader(path, index.files)
-
-    def check_files(self) -> None:
-        """See the protocol."""
-        self._reader.check_files()
-
-    def rows(self, name: str, piece: Piece, first: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-        """See the protocol."""
-        return self._reader.rows(name, piece, self.tensors[name].dtype, first, stop)
-
-    def close(self) -> None:
-        """See the protocol."""
-        self._reader.close()
+Source: TypeAlias = "Folder | OlderFolder"
+"""A checkpoint that can be read."""
 
 
 def open_folder(path: Path, *, allow_pickle: bool = False) -> Source:

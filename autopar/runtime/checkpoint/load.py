@@ -14,7 +14,7 @@ from torch import Tensor
 from autopar.errors import AutoparError, CheckpointError, PlanError
 from autopar.runtime.checkpoint.checkpoint_index import AGAIN, Entry, Piece
 from autopar.runtime.checkpoint.chunk_files import Part, Source, open_folder
-from autopar.runtime.checkpoint.contents import Meeting
+from autopar.runtime.world import Meeting
 
 OTHER = "The checkpoint is of another model or optimizer"
 _TAKE_SAME = "Load it with the model and the kind of optimizer that were saved"

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from autopar.errors import CheckpointError, reason
 from autopar.runtime.checkpoint import checkpoint_index
 from autopar.runtime.checkpoint.checkpoint_index import AGAIN, Entry, Piece
-from autopar.runtime.checkpoint.chunk_files import OLD_INDEX, Source
+from autopar.runtime.checkpoint.chunk_files import OLD_INDEX
 from autopar.runtime.step.global_loss import SCALER_NUMBERS
 
 _CLASSES = {
@@ -111,15 +111,17 @@ def _checked(found: Any) -> Metadata:
     return found
 
 
-class OlderFolder(Source):
-    """Reads such a folder.
+class OlderFolder:
+    """Reads such a folder, as :class:`~autopar.runtime.checkpoint.chunk_files.Folder` does those of today.
 
     Raises:
         CheckpointError: a file cannot be read, is cut off, or names what no checkpoint is made of; nothing of it was run then.
     """
 
+    is_complete = False
+
     def __init__(self, path: Path) -> None:
-        self._path, self.is_complete = path, False
+        self._path = path
         try:
             self._metadata = read_metadata(path)
             self.digest = sha256((path / OLD_INDEX).read_bytes()).hexdigest()

@@ -21,7 +21,6 @@ from autopar.plan.plan import Plan
 from autopar.runtime.checkpoint import checkpoint_index, contents
 from autopar.runtime.checkpoint.chunk_files import open_folder
 from autopar.runtime.checkpoint.contents import (
-    Meeting,
     Own,
     Settings,
     check_groups,
@@ -34,7 +33,7 @@ from autopar.runtime.checkpoint.load import Loading, state_of
 from autopar.runtime.checkpoint.write import Save, copied
 from autopar.runtime.state_dict import State, Untrained
 from autopar.runtime.step.gradients import Held
-from autopar.runtime.world import DISKS, World
+from autopar.runtime.world import DISKS, Meeting, World
 
 if TYPE_CHECKING:
     from autopar.runtime.parallel_model import ParallelModel

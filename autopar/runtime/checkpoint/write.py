@@ -29,7 +29,8 @@ from autopar.errors import AutoparError, UsageError, reason
 from autopar.plan.file import dumps
 from autopar.runtime.checkpoint.checkpoint_index import FILE, NAME, PLAN, Entry, File, Index, Piece, encode
 from autopar.runtime.checkpoint.chunk_files import Part, write
-from autopar.runtime.checkpoint.contents import Meeting, Own, State, once
+from autopar.runtime.checkpoint.contents import Own, State, once
+from autopar.runtime.world import Meeting
 
 _INSIDE = ".saving"
 _OLD = re.compile(r"\.metadata|\.metadata\.tmp|__\d+_.*\.distcp")
@@ -144,15 +145,13 @@ Box = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...], torch.dtype]
 """Name, whole shape, offset, shape, dtype."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Told:
-    """What a rank tells rank 0 before anything is written."""
+def box_of(part: Part) -> Box:
+    """What a part is a part of, and which."""
+    return part.name, part.whole, part.offset, part.shape, part.value.dtype
 
-    boxes: tuple[Box, ...]
-    settings: Mapping[str, Any]
-    numbers: Mapping[str, Any]
-    states: Mapping[str, State]
 
+_Told: TypeAlias = tuple[tuple[Box, ...], Own]
+"""What a rank tells rank 0 before anything is written: its boxes, and what it has besides, without the tensors."""
 
 _Order: TypeAlias = tuple[frozenset[str], Target]
 """What rank 0 answers: which tensors to write, and where."""
@@ -173,7 +172,7 @@ class Save:
         self.folder = Path(path).absolute()
         self._plan = values["plan"]
         parts = [] if isinstance(own, AutoparError) else once(own.parts)
-        told = own if isinstance(own, AutoparError) else _told(parts, own)
+        told = own if isinstance(own, AutoparError) else (tuple(map(box_of, parts)), replace(own, parts=[]))
         said, self._values, self._shapes = meeting.gather(told), dict(values), dict[str, Box]()
         orders: Sequence[_Order | AutoparError] = []
         if meeting.rank == 0:
@@ -219,10 +218,11 @@ class Save:
             if isinstance(told, AutoparError):
                 raise told
             said.append(told)
-        states, dropped = _states(said)
-        names = _shares([told.boxes for told in said], dropped)
-        self._shapes = {box[0]: box for told in said for box in told.boxes}
-        self._values["optimizer"] |= _optimizer(said)
+        owns = [own for _, own in said]
+        states, dropped = _states(owns)
+        names = _shares([boxes for boxes, _ in said], dropped)
+        self._shapes = {box[0]: box for boxes, _ in said for box in boxes}
+        self._values["optimizer"] |= _optimizer(owns)
         self._values["states"] = states
         target = look(self.folder)
         begin(self.folder, target)
@@ -298,9 +298,22 @@ def _host_memory(like: Tensor) -> Tensor:
     return torch.empty(like.shape, dtype=like.dtype)
 
 
-def _told(parts: Sequence[Part], own: Own) -> _Told:
-    boxes = tuple((p.name, p.whole, p.offset, p.shape, p.value.dtype) for p in parts)
-    return _Told(boxes=boxes, settings=own.settings, numbers=own.numbers, states=own.states)
+def givers(boxes: Sequence[Sequence[Box]]) -> dict[Box, int]:
+    """Of what several ranks have the one that gives it, so that each gives about as many bytes.
+
+    Args:
+        boxes: of each rank.
+    """
+    holders: defaultdict[Box, list[int]] = defaultdict(list)
+    for rank, own in enumerate(boxes):
+        for box in own:
+            holders[box].append(rank)
+    load, found = [0] * len(boxes), dict[Box, int]()
+    size = {box: prod(box[3]) * box[4].itemsize for box in holders}
+    for box in sorted(holders, key=lambda box: (-size[box], box[0], box[2])):
+        found[box] = min(holders[box], key=lambda rank: (load[rank], rank))
+        load[found[box]] += size[box]
+    return found
 
 
 def _shares(boxes: Sequence[Sequence[Box]], dropped: frozenset[str]) -> list[set[str]]:
@@ -309,31 +322,23 @@ def _shares(boxes: Sequence[Sequence[Box]], dropped: frozenset[str]) -> list[set
     Raises:
         UsageError: ranks have parts of a tensor that do not make it.
     """
-    holders: defaultdict[Box, list[int]] = defaultdict(list)
-    for rank, own in enumerate(boxes):
-        for box in own:
-            if box[0] not in dropped:
-                holders[box].append(rank)
+    chosen = givers([[box for box in own if box[0] not in dropped] for own in boxes])
     elements: defaultdict[str, int] = defaultdict(int)
-    for box in holders:
+    for box in chosen:
         elements[box[0]] += prod(box[3])
-    for name, whole, _, _, _ in holders:
+    for name, whole, _, _, _ in chosen:
         if elements[name] != prod(whole):
             raise UsageError(
                 f"Ranks have {elements[name]} elements of {name}, which has {prod(whole)}",
                 fix="Use an optimizer whose states are as long as its parameters, or save without it",
             )
     shares: list[set[str]] = [set() for _ in boxes]
-    load = [0] * len(boxes)
-    size = {box: prod(box[3]) * box[4].itemsize for box in holders}
-    for box in sorted(holders, key=lambda box: (-size[box], box[0], box[2])):
-        chosen = min(holders[box], key=lambda rank: (load[rank], rank))
-        load[chosen] += size[box]
-        shares[chosen].add(box[0])
+    for box, rank in chosen.items():
+        shares[rank].add(box[0])
     return shares
 
 
-def _optimizer(said: Sequence[_Told]) -> dict[str, Any]:
+def _optimizer(said: Sequence[Own]) -> dict[str, Any]:
     """Hyperparameters, each different set once, and states that are no tensors; of all ranks' parameters."""
     merged = {key: value for told in said for key, value in told.settings.items()}
     sets: dict[str, int] = {}
@@ -344,7 +349,7 @@ def _optimizer(said: Sequence[_Told]) -> dict[str, Any]:
     return {"settings": [json.loads(text) for text in sets], "of": of, "numbers": dict(sorted(numbers.items()))}
 
 
-def _states(said: Sequence[_Told]) -> tuple[dict[str, Any], frozenset[str]]:
+def _states(said: Sequence[Own]) -> tuple[dict[str, Any], frozenset[str]]:
     """States by kind and owner, once where all are the same; and the names of tensors that are not needed."""
     found: dict[str, Any] = {}
     kept: set[str] = set()

@@ -64,7 +64,7 @@ class _Bucket:
     """Gradients that are summed together."""
 
     group: Group
-    members: list[Held]
+    leaves: list[nn.Parameter]
     arrived: int = 0
     flat: Tensor | None = None
     work: dist.Work | None = None
@@ -78,19 +78,18 @@ class BucketedSums:
     """
 
     def __init__(self, held: Sequence[Held], *, bucket_bytes: int = BUCKET_BYTES) -> None:
-        self._held = [h for h in held if h.leaf is not None and h.leaf.requires_grad]
-        self._buckets = _fill(self._held, bucket_bytes)
+        own = [(h, h.leaf) for h in held if h.leaf is not None and h.leaf.requires_grad]
+        self._leaves = [(leaf, h.parameter) for h, leaf in own]
+        self._buckets = _fill([(leaf, h.group) for h, leaf in own if h.group is not None], bucket_bytes)
         self._expected = 0
         for bucket in self._buckets:
-            for member in bucket.members:
-                assert member.leaf is not None
-                member.leaf.register_post_accumulate_grad_hook(self._hook(bucket))  # type: ignore[no-untyped-call]
+            for leaf in bucket.leaves:
+                leaf.register_post_accumulate_grad_hook(self._hook(bucket))  # type: ignore[no-untyped-call]
 
     def begin(self, num_backwards: int) -> None:
         """Before the first of ``num_backwards`` backward passes, whose gradients are summed as one."""
-        for held in self._held:
-            assert held.leaf is not None
-            held.leaf.grad = None
+        for leaf, _ in self._leaves:
+            leaf.grad = None
         self._expected = num_backwards
         for bucket in self._buckets:
             bucket.arrived, bucket.flat, bucket.work = 0, None, None
@@ -102,34 +101,30 @@ class BucketedSums:
                 _launch(bucket)
         for bucket in self._buckets:
             _land(bucket)
-        for held in self._held:
-            assert held.leaf is not None
-            if held.leaf.grad is not None:
-                if held.parameter.requires_grad:  # it may have been frozen since
-                    hand_over(held.parameter, held.leaf.grad)
-                held.leaf.grad = None
+        for leaf, parameter in self._leaves:
+            if leaf.grad is not None:
+                if parameter.requires_grad:  # it may have been frozen since
+                    hand_over(parameter, leaf.grad)
+                leaf.grad = None
 
     def _hook(self, bucket: _Bucket) -> Callable[[Tensor], None]:
         def arrive(_: Tensor) -> None:
             bucket.arrived += 1
-            if bucket.arrived == len(bucket.members) * self._expected:
+            if bucket.arrived == len(bucket.leaves) * self._expected:
                 _launch(bucket)
 
         return arrive
 
 
-def _fill(held: Sequence[Held], bucket_bytes: int) -> list[_Bucket]:
+def _fill(leaves: Sequence[tuple[nn.Parameter, Group]], bucket_bytes: int) -> list[_Bucket]:
     """Buckets by group and dtype, in the order in which backward is likely to come by."""
     done: list[_Bucket] = []
     filling: dict[tuple[Group, torch.dtype], tuple[_Bucket, int]] = {}
-    for h in reversed(held):
-        if h.group is None:
-            continue
-        assert h.leaf is not None
-        place = (h.group, h.leaf.dtype)
-        bucket, size = filling.get(place, (_Bucket(h.group, []), 0))
-        bucket.members.append(h)
-        size += h.leaf.numel() * h.leaf.element_size()
+    for leaf, group in reversed(leaves):
+        place = (group, leaf.dtype)
+        bucket, size = filling.get(place, (_Bucket(group, []), 0))
+        bucket.leaves.append(leaf)
+        size += leaf.numel() * leaf.element_size()
         filling[place] = (bucket, size)
         if size >= bucket_bytes:
             done.append(filling.pop(place)[0])
@@ -138,11 +133,10 @@ def _fill(held: Sequence[Held], bucket_bytes: int) -> list[_Bucket]:
 
 def _launch(bucket: _Bucket) -> None:
     grads = []
-    for member in bucket.members:
-        assert member.leaf is not None
-        if member.leaf.grad is None:  # unused on this rank, yet the others count on its part
-            member.leaf.grad = torch.zeros_like(member.leaf)
-        grads.append(member.leaf.grad)
+    for leaf in bucket.leaves:
+        if leaf.grad is None:  # unused on this rank, yet the others count on its part
+            leaf.grad = torch.zeros_like(leaf)
+        grads.append(leaf.grad)
     bucket.flat = grads[0].view(-1) if _is_dense(grads) else torch.cat([grad.reshape(-1) for grad in grads])
     bucket.work = dist.all_reduce(bucket.flat, group=bucket.group, async_op=True)
 
@@ -156,8 +150,8 @@ def _land(bucket: _Bucket) -> None:
     assert bucket.work is not None
     assert bucket.flat is not None
     bucket.work.wait()
-    leaves = [member.leaf for member in bucket.members if member.leaf is not None]
-    for leaf, part in zip(leaves, torch.split(bucket.flat, [leaf.numel() for leaf in leaves]), strict=True):
+    parts = torch.split(bucket.flat, [leaf.numel() for leaf in bucket.leaves])
+    for leaf, part in zip(bucket.leaves, parts, strict=True):
         leaf.grad = part.view(leaf.shape)
     bucket.flat, bucket.work = None, None
 

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from autopar.errors import UsageError
 from autopar.graph.graph import Input
-from autopar.lower.program import MICRO_BATCH_WEIGHT, SHARE, Program
+from autopar.lower.emit import MICRO_BATCH_WEIGHT, SHARE
+from autopar.lower.program import Program
 from autopar.plan.mesh import DATA_AXES
 from autopar.plan.plan import Plan
 from autopar.runtime.failure_watch import Alarm, Calls
@@ -92,11 +93,10 @@ class SharedSamples:
         mine = torch.zeros(len(self._inputs), dtype=torch.int64)
         for place, leaf in enumerate(self._inputs):
             mine[place] = _mark(given[leaf.name])
-        rows = [torch.empty_like(mine) for _ in self._data_index]
         alarm.runs()
-        dist.all_gather(rows, mine, group=self._group)
+        rows = _of_all_ranks(mine, len(self._data_index), self._group)
         alarm.met()
-        return all(torch.equal(row, mine) for row in rows)
+        return all(row == rows[0] for row in rows)
 
     def _compare(self, leaf: Input, marks: Sequence[int]) -> None:
         first: dict[int, int] = {}
@@ -160,12 +160,11 @@ def _mark(value: Tensor) -> Tensor:
     return checksums([flat[:: (flat.numel() // _ELEMENTS) | 1]])[0]
 
 
-def _of_all_ranks(mine: Tensor, num_ranks: int, group: dist.ProcessGroup | None) -> list[list[list[int]]]:
-    """The numbers of every rank of the job."""
+def _of_all_ranks(mine: Tensor, num_ranks: int, group: dist.ProcessGroup | None) -> list[Any]:
+    """The numbers of every rank of the job, as nested lists."""
     rows = [torch.empty_like(mine) for _ in range(num_ranks)]
     dist.all_gather(rows, mine, group=group)
-    found: list[list[list[int]]] = torch.stack(rows).tolist()
-    return found
+    return [row.tolist() for row in rows]
 
 
 def num_samples(batch: object, inputs: Sequence[Input]) -> int | None:

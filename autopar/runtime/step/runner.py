@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -70,16 +70,6 @@ Scaled: TypeAlias = Callable[[Tensor], Tensor]
 _Sent: TypeAlias = tuple[tuple[Tensor, ...], dist.Work]
 
 
-class Runner(Protocol):
-    """Runs forward and backward of all micro-batches."""
-
-    def run(self, batch: Batch, count: int) -> Tensor | None:
-        """From this rank's samples, in ``count`` micro-batches, to its part of the loss; None where the loss is made elsewhere."""
-
-    def evaluate(self, batch: Batch, count: int) -> Tensor | None:
-        """Forward alone, without gradients."""
-
-
 def micro_batches(batch: Batch, inputs: Sequence[Input], count: int) -> list[dict[str, Tensor]]:
     """Cuts a rank's samples into ``count`` equal micro-batches: views."""
     made: list[dict[str, Tensor]] = [{} for _ in range(count)]
@@ -99,7 +89,7 @@ class Accumulation:
         self.stage, self._plan, self._inputs, self._scaled = stage, plan, inputs, scaled
 
     def run(self, batch: Batch, count: int) -> Tensor:
-        """See :class:`Runner`."""
+        """Forward and backward: from this rank's samples, in ``count`` micro-batches, to its part of the loss."""
         total: Tensor | None = None
         for number, micro_batch in enumerate(micro_batches(batch, self._inputs, count)):
             if count > 1:  # with one, all is as after the last
@@ -111,7 +101,7 @@ class Accumulation:
         return total
 
     def evaluate(self, batch: Batch, count: int) -> Tensor:
-        """See :class:`Runner`."""
+        """As :meth:`run`, forward alone and without gradients."""
         parts = micro_batches(batch, self._inputs, count)
         with torch.no_grad():
             return torch.stack([self.forward(part, number) for number, part in enumerate(parts)]).sum()
@@ -176,7 +166,10 @@ class Pipeline:
                 )
 
     def run(self, batch: Batch, count: int) -> Tensor | None:
-        """See :class:`Runner`. More micro-batches than the schedule has are run by it in turns."""
+        """As :meth:`Accumulation.run`; None where the loss is made elsewhere.
+
+        More micro-batches than the schedule has are run by it in turns.
+        """
         own, inputs = self._program.plan.num_micro_batches, self._program.graph.inputs
         if count == own:
             return self._run(batch)
@@ -200,7 +193,10 @@ class Pipeline:
         return torch.stack([loss.detach() for loss in losses]).sum() if losses else None
 
     def evaluate(self, batch: Batch, count: int) -> Tensor | None:
-        """See :class:`Runner`. One micro-batch after the other: torch's schedules drop gradients when they turn to evaluate."""
+        """As :meth:`run`, forward alone and without gradients.
+
+        One micro-batch after the other: torch's schedules drop gradients when they turn to evaluate.
+        """
         losses, sent = list[Tensor](), list[_Sent]()
         with torch.no_grad(), self._monitor.part(PIPELINE):
             for number, part in enumerate(micro_batches(batch, self._program.graph.inputs, count)):

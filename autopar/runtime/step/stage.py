@@ -13,15 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeAlias, cast
 
 import spmd_types
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
+from autopar.graph.aliasing import contiguous
 from autopar.graph.graph import Ref
 from autopar.lower.emit import MICRO_BATCH_WEIGHT, SEED, SHARE, str_name
 from autopar.lower.program import BlockProgram, PreludeProgram, Program, StageProgram
@@ -43,13 +44,13 @@ class BlockModule(nn.Module):
         frees_parameters: FSDP frees what it gathered when the block has run, so that views of it are copied before.
     """
 
-    def __init__(self, program: BlockProgram, meshes: Sequence[DeviceMesh]) -> None:
+    def __init__(self, program: BlockProgram, meshes: Sequence[DeviceMesh], mover: Mover | None = None) -> None:
         super().__init__()
         self.inputs, self.outputs = program.inputs, program.outputs
         self.recompute = program.recompute
         self.body = program.module
         self._meshes = meshes
-        self._mover: Mover | None = None
+        self._mover = mover
         self._tape: Tape | None = None
         self._code = program.module.graph
         self._variants: dict[tuple[bool, bool], Callable[..., Any]] = {}
@@ -65,10 +66,6 @@ class BlockModule(nn.Module):
             with self._mover.block((*self.body.parameters(), *self.body.buffers())):
                 return self._run(*values)
         return self._run(*values)
-
-    def move_by(self, mover: Mover | None) -> None:
-        """What the block keeps for backward lives on the host in the meantime; None: on the device."""
-        self._mover = mover
 
     def _run(self, *values: Any) -> tuple[Tensor, ...]:
         code = self._function()
@@ -138,15 +135,12 @@ class StageModule(nn.Module):
         self.receives, self.sends, self.loss = program.receives, program.sends, whole.loss
         self.ends = ends_of(whole, program)
         self._is_whole = len(whole.stages) == 1
-        self.blocks = nn.ModuleList(BlockModule(block, meshes) for block in program.blocks)
-        self.mover = Mover() if any(block.offload for block in program.blocks) else None
-        for block, block_program in zip(self.blocks, program.blocks, strict=True):
-            assert isinstance(block, BlockModule)
-            block.move_by(self.mover if block_program.offload else None)
+        self.mover = mover = Mover() if any(block.offload for block in program.blocks) else None
+        made = (BlockModule(block, meshes, mover if block.offload else None) for block in program.blocks)
+        self.blocks = cast("Sequence[BlockModule]", nn.ModuleList(made))
         self.prelude = None if program.prelude is None else program.prelude.module
         self.shared_names = program.shared_parameters
         self._prelude_program: PreludeProgram | None = program.prelude
-        self._prelude_at_rest: Callable[..., Any] | None = None
         self._meshes = meshes
         self.is_random = any(SEED in block.inputs for block in program.blocks)
         if program.prelude is not None:
@@ -185,13 +179,13 @@ class StageModule(nn.Module):
         with on_meshes(self._meshes):
             if self._prelude_program is not None and self.prelude is not None:
                 with torch.no_grad():
-                    made = self._prelude_code(self.prelude)(*[values[name] for name in self._prelude_program.inputs])
+                    code = self.prelude if self.training else self._prelude_at_rest
+                    made = code(*[values[name] for name in self._prelude_program.inputs])
                 values.update(zip(self._prelude_program.outputs, made, strict=True))
             if self.mover is not None:
                 self.mover.begin(value for name, value in values.items() if name not in self.receives)
             own = None if self.taken is None else self.taken.setdefault(self.micro_batch, {})
             for block in self.blocks:
-                assert isinstance(block, BlockModule)
                 block.taken = own
                 made = block(*[values[name] for name in block.inputs])
                 values.update(zip(block.outputs, made, strict=True))
@@ -203,24 +197,20 @@ class StageModule(nn.Module):
         given = leave(self.ends, link, [values[name] for name in ((self.loss,) if self.is_last else self.sends)])
         return given[0] if self.is_last else given
 
-    def _prelude_code(self, prelude: fx.GraphModule) -> Callable[..., Any]:
-        if self.training:
-            return prelude
-        if self._prelude_at_rest is None:
-            self._prelude_at_rest = variant(prelude, prelude.graph, trains=False, taps=())
-        return self._prelude_at_rest
+    @cached_property
+    def _prelude_at_rest(self) -> Callable[..., Any]:
+        assert self.prelude is not None
+        return variant(self.prelude, self.prelude.graph, trains=False, taps=())
 
     def keep(self, taps: Mapping[int, Sequence[Ref]]) -> None:
         """Which values inside of its blocks, by their positions here, are taken when values are."""
         for position, block in enumerate(self.blocks):
-            assert isinstance(block, BlockModule)
             block.taps = tuple(taps.get(position, ()))
 
     def holders(self) -> dict[str, nn.Module]:
         """For each parameter name the module that has it registered under that name."""
         found: dict[str, nn.Module] = {}
         for block in self.blocks:
-            assert isinstance(block, BlockModule)
             found |= dict.fromkeys(block.body._parameters, block.body)
         return found | dict.fromkeys(self.shared_names, self)
 
@@ -318,10 +308,8 @@ def _as(value: Tensor, before: torch.dtype, after: torch.dtype) -> Tensor:
 
 def _laid_out(value: Tensor) -> Tensor:
     """With the strides of a new tensor: a contiguous one may have any in dims of length 1."""
-    strides, step = [0] * value.ndim, 1
-    for dim in reversed(range(value.ndim)):
-        strides[dim], step = step, step * max(value.shape[dim], 1)
-    return value if value.stride() == tuple(strides) else value.clone(memory_format=torch.contiguous_format)
+    is_so = value.stride() == contiguous(tuple(value.shape))
+    return value if is_so else value.clone(memory_format=torch.contiguous_format)
 
 
 class _Enter(torch.autograd.Function):
