@@ -12,7 +12,6 @@ from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
 from autopar.models.resolve import resolve_model
 from autopar.plan.plan import BF16
-from autopar.planner.layouts import layout as block_prices
 from autopar.planner.layouts.catalogue import Layouts
 from autopar.planner.layouts.layout import LayoutKey, PricedLayout, TypedLayout
 from autopar.planner.sharding.energy import Weights
@@ -64,13 +63,3 @@ def test_costs_are_those_of_each_layout_alone(graph: Graph, tp: int, micro_batch
         first = [alone[option.keys.index(key)] for key in option.keys]
         assert [unnamed(cost) for cost in option.costs] == [unnamed(cost) for cost in first]
         assert option.prelude_s == layouts.model.prelude_time_s(local)
-
-
-def test_layouts_that_differ_in_some_blocks_share_the_others(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    plain = block_prices.shard
-    monkeypatch.setattr(block_prices, "shard", lambda *a, only: asked.append(len(only)) or plain(*a, only=only))
-    layouts = layouts_of(graph)
-    options = options_of(layouts, LayoutKey(micro_batch_size=4, tp=4))
-    assert len(options) > 1
-    assert sum(asked) < len(asked) * len(layouts.compact.graph.blocks)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from autopar.cost.blocks.block_cost import ParameterCost
+from autopar.cost.blocks.block_work import BlockWork
 from autopar.cost.model import BlockCost, CostModel
 from autopar.errors import InfeasibleError
 from autopar.graph.graph import Graph, Op
@@ -189,6 +190,7 @@ class Layouts:
         self._memos: dict[LayoutKey, LayoutMemo] = {}
         self._every: dict[LayoutKey, tuple[TypedLayout, ...]] = {}
         self._on_device: dict[str, PricedLayout] = {}
+        self._local: dict[str, tuple[Graph, tuple[BlockWork, ...]]] = {}  # of layouts that several devices run
         self._parameters: dict[tuple[ParameterCost, ...], tuple[ParameterCost, ...]] = {}
 
     @property
@@ -271,12 +273,13 @@ class Layouts:
 
     def _at_best(self, key: LayoutKey) -> PricedLayout:
         """A layout without axes at the least that any padding and alignment makes of it; itself where it is that."""
-        layout, works = self.unsplit(key), self.graphs.block_pricing(key, "").unsplit().works
-        costs = [self.model.price(work, self.graphs.mesh(key), at_best=True) for work in works]
-        if all(costs[number] == cost for number, cost in zip(layout.keys, layout.costs, strict=True)):
+        layout = self.unsplit(key)
+        _, works = self.graphs.works(self.local_graph(layout))
+        prices = [self.model.price(work, self.graphs.mesh(key), at_best=True) for work in works]
+        if all(prices[number] == cost for number, cost in zip(layout.keys, layout.costs, strict=True)):
             return layout
-        made = self._of_equal_parameters([costs[number] for number in layout.keys], layout.keys)
-        return replace(layout, identity=f"{layout.identity} at best", costs=made, at_best=True)
+        costs = self._of_equal_parameters(prices, layout.keys)
+        return replace(layout, identity=f"{layout.identity} at best", costs=costs, at_best=True)
 
     def price(self, typed: TypedLayout) -> PricedLayout:
         """The layout with the costs of its blocks."""
@@ -291,28 +294,26 @@ class Layouts:
 
     def _priced(self, typed: TypedLayout) -> PricedLayout:
         key, kind, solution = typed.key, typed.kind, typed.solution
-        pricing = self.graphs.block_pricing(key, kind)
-        blocks = pricing.unsplit() if solution is None else pricing.of(solution)
+        whole = self.graphs.before_tp(key, kind).graph
+        graph = whole if solution is None else shard(whole, solution.typing)
+        keys, works = self.graphs.works(graph)
         return PricedLayout(
             key=key,
             kind=kind,
             solution=solution,
             identity=typed.identity,
             sequence=self.graphs.sequence(key, kind) if key.cp > 1 else None,
-            costs=self._of_equal_parameters(blocks.costs, blocks.keys),
-            keys=blocks.keys,
-            prelude_s=blocks.prelude_s,
-            padding=padding_of(pricing.graph),
-            totals=tuple(pricing.graph.spec(ref).num_bytes for ref in pricing.graph.sums),
+            costs=self._of_equal_parameters([self.model.price(work, self.graphs.mesh(key)) for work in works], keys),
+            keys=keys,
+            prelude_s=self.model.prelude_time_s(graph),
+            padding=padding_of(whole),
+            totals=tuple(whole.spec(ref).num_bytes for ref in whole.sums),
         )
 
-    def _of_equal_parameters(self, costs: Sequence[BlockCost], keys: Sequence[int]) -> tuple[BlockCost, ...]:
-        """Blocks with equal parameters have the same ones: what data axes add to them is worked out once."""
-        made: dict[int, BlockCost] = {}
-        for key, cost in zip(keys, costs, strict=True):
-            if key not in made:
-                parameters = self._parameters.setdefault(cost.parameters, cost.parameters)
-                made[key] = cost if parameters is cost.parameters else replace(cost, parameters=parameters)
+    def _of_equal_parameters(self, prices: Sequence[BlockCost], keys: Sequence[int]) -> tuple[BlockCost, ...]:
+        """Of each block the cost of its number. Equal parameters are one object: what data axes add to them is worked out once."""
+        own = [self._parameters.setdefault(cost.parameters, cost.parameters) for cost in prices]
+        made = [replace(cost, parameters=parameters) for cost, parameters in zip(prices, own, strict=True)]
         return tuple([made[key] for key in keys])
 
     def on_device(self, layout: PricedLayout, part: CostModel) -> PricedLayout:
@@ -321,24 +322,21 @@ class Layouts:
             return layout
         identity = f"{layout.identity} on {sorted(part.places or ())}"
         if identity not in self._on_device:
-            pricing, mesh = self.graphs.block_pricing(layout.key, layout.kind), self.graphs.mesh(layout.key)
-            blocks = pricing.unsplit() if layout.solution is None else pricing.of(layout.solution)
-            parameters = {number: cost.parameters for number, cost in zip(layout.keys, layout.costs, strict=True)}
-            costs = [
-                replace(part.price(work, mesh, at_best=layout.at_best), parameters=parameters[k])
-                for k, work in enumerate(blocks.works)
-            ]
+            if layout.identity not in self._local:
+                graph = self.local_graph(layout)
+                self._local[layout.identity] = graph, self.graphs.works(graph)[1]
+            graph, works = self._local[layout.identity]
+            mesh = self.graphs.mesh(layout.key)
+            prices = [part.price(work, mesh, at_best=layout.at_best) for work in works]
             self._on_device[identity] = replace(
                 layout,
                 identity=identity,
-                costs=tuple(costs[k] for k in layout.keys),
-                prelude_s=part.prelude_time_s(blocks.prelude),
+                costs=self._of_equal_parameters(prices, layout.keys),
+                prelude_s=part.prelude_time_s(graph),
             )
         return self._on_device[identity]
 
     def local_graph(self, layout: PricedLayout) -> Graph:
         """One rank's graph of one micro-batch."""
         graph, solution = self.graphs.before_tp(layout.key, layout.kind).graph, layout.solution
-        if solution is None:
-            return graph
-        return shard(graph, solution.typing)
+        return graph if solution is None else shard(graph, solution.typing)

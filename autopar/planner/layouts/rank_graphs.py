@@ -5,18 +5,19 @@ Everything happens on the compact graph and is kept: many layouts share it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
+from autopar.cost.blocks.block_work import BlockWork
 from autopar.cost.model import CostModel
 from autopar.cost.step.data_parallel import itemsize
 from autopar.errors import InfeasibleError
-from autopar.graph.graph import Graph
+from autopar.graph.graph import Block, Graph
 from autopar.graph.rewrites import Compact, lengths, pad
 from autopar.plan.mesh import I, Mesh
 from autopar.plan.plan import PaddedParameter
-from autopar.planner.layouts.layout import BlockPricing, LayoutKey
+from autopar.planner.layouts.layout import LayoutKey
 from autopar.planner.sharding.block_chain import AxisSolution, AxisSolver, owners_of
 from autopar.planner.sharding.block_table import AxisCosts, AxisPricing
 from autopar.planner.sharding.energy import Weights
@@ -91,7 +92,6 @@ class RankGraphs:
         self._micro = _micro_graphs(compact.graph, self.batch, global_batch_size)
         self._pads: dict[tuple[int, int], bool] = {}
         self._before_tp: dict[tuple[LayoutKey, str], Compact] = {}
-        self._pricing: dict[tuple[LayoutKey, str], BlockPricing] = {}
         self._sequences: dict[tuple[LayoutKey, str], AxisSolution | InfeasibleError] = {}
 
     # --- graphs
@@ -176,7 +176,10 @@ class RankGraphs:
         return solution
 
     def _split_sequence(self, key: LayoutKey, kind: str) -> AxisSolution | InfeasibleError:
-        compact, costs = self.before_tp(replace(key, cp=1), ""), self.block_pricing(key.unsplit, "").unsplit().costs
+        compact, whole = self.before_tp(replace(key, cp=1), ""), key.unsplit
+        numbers, works = self.works(self.before_tp(whole, "").graph)
+        prices = [self.model.price(work, self.mesh(whole)) for work in works]
+        costs = [prices[number] for number in numbers]
         saved = sum(cost.saved_bytes for cost in costs)
         counts = [len(members) for members in self.compact.members]
         time_s = sum(n * (c.forward_s + c.backward_s) for n, c in zip(counts, costs, strict=True))
@@ -197,14 +200,21 @@ class RankGraphs:
 
     # --- prices
 
-    def block_pricing(self, key: LayoutKey, kind: str) -> BlockPricing:
-        """What prices blocks in typings on ``tp``."""
-        if (key, kind) not in self._pricing:
-            self._pricing[key, kind] = BlockPricing(
-                self.before_tp(key, kind).graph, self.model, self.mesh(key), self.owners,
-                is_selective=self.is_selective,
-            )  # fmt: skip
-        return self._pricing[key, kind]
+    def works(self, graph: Graph) -> tuple[tuple[int, ...], tuple[BlockWork, ...]]:
+        """For each block of one rank's graph of one micro-batch a number, equal for blocks of equal cost; and the work of each number."""
+        first: dict[Hashable, Block] = {}
+        classes = [self._cost_class(graph, block) for block in graph.blocks]
+        for cost_class, block in zip(classes, graph.blocks, strict=True):
+            first.setdefault(cost_class, block)
+        number = {cost_class: i for i, cost_class in enumerate(first)}
+        works = [self.model.block_work(graph, block, selective=self.is_selective) for block in first.values()]
+        return tuple(number[cost_class] for cost_class in classes), tuple(works)
+
+    def _cost_class(self, graph: Graph, block: Block) -> Hashable:
+        """Equal for blocks of equal cost: equal operators at equal shapes, neither shared parameters nor other values sent."""
+        shared = tuple([p.name for p in graph.block_parameters(block) if self.owners[p.name] > 1])
+        sent = tuple([graph.spec(ref) for ref in graph.block_outputs(block)])
+        return block.hash, shared, sent, graph._index.block_of.get(graph.loss.name) == block.index
 
     def axis_pricing(self, axis: str, key: LayoutKey) -> AxisPricing:
         """A parameter's state as without ZeRO; the price of memory that is swept covers the rest."""
