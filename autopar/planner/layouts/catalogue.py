@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from autopar.cost.blocks.block_cost import ParameterCost
 from autopar.cost.blocks.block_work import BlockWork
-from autopar.cost.model import BlockCost, CostModel
+from autopar.cost.model import CostModel
 from autopar.errors import InfeasibleError
 from autopar.graph.graph import Graph, Op
 from autopar.graph.rewrites import compact
@@ -191,7 +190,6 @@ class Layouts:
         self._every: dict[LayoutKey, tuple[TypedLayout, ...]] = {}
         self._on_device: dict[str, PricedLayout] = {}
         self._local: dict[str, tuple[Graph, tuple[BlockWork, ...]]] = {}  # of layouts that several devices run
-        self._parameters: dict[tuple[ParameterCost, ...], tuple[ParameterCost, ...]] = {}
 
     @property
     def prelude(self) -> tuple[str, ...]:
@@ -278,7 +276,7 @@ class Layouts:
         prices = [self.model.price(work, self.graphs.mesh(key), at_best=True) for work in works]
         if all(prices[number] == cost for number, cost in zip(layout.keys, layout.costs, strict=True)):
             return layout
-        costs = self._of_equal_parameters(prices, layout.keys)
+        costs = tuple(prices[number] for number in layout.keys)
         return replace(layout, identity=f"{layout.identity} at best", costs=costs, at_best=True)
 
     def price(self, typed: TypedLayout) -> PricedLayout:
@@ -297,24 +295,19 @@ class Layouts:
         whole = self.graphs.before_tp(key, kind).graph
         graph = whole if solution is None else shard(whole, solution.typing)
         keys, works = self.graphs.works(graph)
+        prices = [self.model.price(work, self.graphs.mesh(key)) for work in works]
         return PricedLayout(
             key=key,
             kind=kind,
             solution=solution,
             identity=typed.identity,
             sequence=self.graphs.sequence(key, kind) if key.cp > 1 else None,
-            costs=self._of_equal_parameters([self.model.price(work, self.graphs.mesh(key)) for work in works], keys),
+            costs=tuple(prices[number] for number in keys),
             keys=keys,
             prelude_s=self.model.prelude_time_s(graph),
             padding=padding_of(whole),
             totals=tuple(whole.spec(ref).num_bytes for ref in whole.sums),
         )
-
-    def _of_equal_parameters(self, prices: Sequence[BlockCost], keys: Sequence[int]) -> tuple[BlockCost, ...]:
-        """Of each block the cost of its number. Equal parameters are one object: what data axes add to them is worked out once."""
-        own = [self._parameters.setdefault(cost.parameters, cost.parameters) for cost in prices]
-        made = [replace(cost, parameters=parameters) for cost, parameters in zip(prices, own, strict=True)]
-        return tuple([made[key] for key in keys])
 
     def on_device(self, layout: PricedLayout, part: CostModel) -> PricedLayout:
         """A layout of :meth:`price` as the devices of ``part`` run it."""
@@ -331,7 +324,7 @@ class Layouts:
             self._on_device[identity] = replace(
                 layout,
                 identity=identity,
-                costs=self._of_equal_parameters(prices, layout.keys),
+                costs=tuple(prices[number] for number in layout.keys),
                 prelude_s=part.prelude_time_s(graph),
             )
         return self._on_device[identity]
