@@ -18,7 +18,7 @@ from autopar.hardware.device import KernelKind
 from autopar.plan.plan import BUCKET_BYTES, Precision, Recompute
 from autopar.plan.prediction import Prediction
 from autopar.planner.layouts.catalogue import Layouts
-from autopar.planner.layouts.layout import Load, PricedLayout, TypedLayout, layout_key_of
+from autopar.planner.layouts.layout import PricedLayout, TypedLayout, layout_key_of
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.pin_syntax import ChoicePin
 from autopar.planner.space.pins import Pins
@@ -275,7 +275,9 @@ class SearchContext:
         Raises:
             InfeasibleError: the pins of parameters allow none.
         """
-        return self.layouts.typed(layout_key_of(candidate), load_of(candidate))
+        in_flight = min(candidate.num_micro_batches, candidate.mesh.pp)
+        count = candidate.num_micro_batches
+        return self.layouts.typed(layout_key_of(candidate), num_micro_batches=count, in_flight=in_flight)
 
     def known_layouts(self, candidate: Candidate) -> tuple[TypedLayout, ...]:
         """As :meth:`typed_layouts`; none where there is none, which the candidate's evaluation explains."""
@@ -283,12 +285,6 @@ class SearchContext:
             return self.typed_layouts(candidate)
         except InfeasibleError:
             return ()
-
-
-def load_of(candidate: Candidate) -> Load:
-    """How many micro-batches a rank runs and holds at once, on which the price of memory depends."""
-    in_flight = min(candidate.num_micro_batches, candidate.mesh.pp)
-    return Load(num_micro_batches=candidate.num_micro_batches, in_flight=in_flight)
 
 
 def readable(num_bytes: float) -> str:

@@ -15,7 +15,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.models.resolve import resolve_model
 from autopar.plan.plan import BF16
 from autopar.planner.layouts.catalogue import Layouts
-from autopar.planner.layouts.layout import LayoutKey, Load, layout_key_of
+from autopar.planner.layouts.layout import LayoutKey, layout_key_of
 from autopar.planner.planner import Planner
 from autopar.planner.search import Limits
 from autopar.planner.space.pins import Pins
@@ -56,7 +56,7 @@ def test_no_priced_layout_is_quicker_than_its_typing_or_the_quickest_typing(name
     ):
         key = LayoutKey(micro_batch_size=size, tp=tp, cp=cp, ep_data=ep)
         quickest_s = min(layouts.typings.solver(key, kind).quickest.value for kind in layouts.graphs.kinds(key))
-        for typed in layouts.typed(key, Load(num_micro_batches=8, in_flight=2)):
+        for typed in layouts.typed(key, num_micro_batches=8, in_flight=2):
             total_s = typed_s = 0.0
             assert typed.solution is not None
             blocks = zip(layouts.compact.members, layouts.price(typed).costs, typed.solution.block_s, strict=True)

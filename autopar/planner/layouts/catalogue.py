@@ -16,7 +16,7 @@ from autopar.errors import InfeasibleError
 from autopar.graph.graph import Graph, Op
 from autopar.graph.rewrites import compact
 from autopar.plan.mesh import Type
-from autopar.planner.layouts.layout import LayoutKey, Load, PricedLayout, TypedLayout
+from autopar.planner.layouts.layout import LayoutKey, PricedLayout, TypedLayout
 from autopar.planner.layouts.rank_graphs import RankGraphs, padding_of
 from autopar.planner.sharding.block_chain import AxisSolution, AxisSolver, every_typing
 from autopar.planner.sharding.block_table import AxisCosts, Narrow
@@ -34,7 +34,7 @@ SPREAD_EXPERTS = "autopar.experts_dispatch"
 MIXTURES = (EXPERTS, SPREAD_EXPERTS)
 
 Order = tuple[int, int]
-"""Orders of magnitude of a load; see :attr:`autopar.planner.layouts.layout.Load.order`."""
+"""Orders of magnitude of the micro-batches over which a gradient sum is spread, and of those that a stage holds."""
 
 
 class TpTypings:
@@ -131,7 +131,7 @@ class LayoutMemo:
     """What is known of the layouts of one key; another process can take it over.
 
     Attributes:
-        typed: by the orders of magnitude of their loads.
+        typed: by the orders of magnitude of their micro-batches.
         priced: by their identities.
         at_best: see :meth:`Layouts.unsplit`; None: nobody asked.
     """
@@ -213,16 +213,18 @@ class Layouts:
 
     # --- typed
 
-    def typed(self, key: LayoutKey, load: Load) -> tuple[TypedLayout, ...]:
+    def typed(self, key: LayoutKey, *, num_micro_batches: int, in_flight: int) -> tuple[TypedLayout, ...]:
         """The layouts that some price of memory makes best, from lean to fast, before anything is priced.
 
         Args:
-            load: what a plan does with them.
+            num_micro_batches: over which a gradient sum is spread; the order of magnitude alone counts.
+            in_flight: micro-batches that a stage holds, likewise.
 
         Raises:
             InfeasibleError: the pins of parameters allow none.
         """
-        typed, order = self.memo(key).typed, load.order if key.tp > 1 else (1, 1)
+        typed = self.memo(key).typed
+        order = (_round(num_micro_batches), _round(in_flight)) if key.tp > 1 else (1, 1)
         if order not in typed:
             typed[order] = self._every_typed(key) or self._front(key, order)
         return typed[order]
@@ -333,3 +335,8 @@ class Layouts:
         """One rank's graph of one micro-batch."""
         graph, solution = self.graphs.before_tp(layout.key, layout.kind).graph, layout.solution
         return graph if solution is None else shard(graph, solution.typing)
+
+
+def _round(n: int) -> int:
+    """The power of 8 at or below: layouts change with the order of magnitude alone."""
+    return int(8 ** ((n.bit_length() - 1) // 3))

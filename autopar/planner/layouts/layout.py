@@ -102,26 +102,6 @@ class PricedLayout:
         return self.ranks[pp_rank] if self.ranks else self
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """What the price of a layout depends on besides its key.
-
-    Only orders of magnitude count.
-
-    Attributes:
-        num_micro_batches: over which a gradient sum is spread.
-        in_flight: micro-batches that a stage holds.
-    """
-
-    num_micro_batches: int
-    in_flight: int
-
-    @property
-    def order(self) -> tuple[int, int]:
-        """Equal for loads of equal prices."""
-        return _round(self.num_micro_batches), _round(self.in_flight)
-
-
 def layout_key_of(candidate: Candidate) -> LayoutKey:
     """What of a candidate a layout depends on."""
     mesh = candidate.mesh
@@ -138,8 +118,3 @@ def expert_degree(layout: PricedLayout, tp: int) -> int:
     """Over how many ranks a layout splits experts: those of ``ep_data``, times ``tp`` where any mixture does."""
     chosen = layout.solution.typing.strategies.values() if layout.solution is not None else ()
     return layout.key.ep_data * (tp if any(strategy.target in EXPERT_TARGETS for strategy in chosen) else 1)
-
-
-def _round(n: int) -> int:
-    """The power of 8 at or below: layouts change with the order of magnitude alone."""
-    return int(8 ** ((n.bit_length() - 1) // 3))

@@ -164,7 +164,7 @@ def other_values(problem: Problem, pins: Pins, degrees: Sequence[Sequence[int]])
         "micro_batch": micro,
         "schedule": sorted({SCHEDULES.index(n) for n in ("none", *space.schedules, *named)}),
         "virtual_stages": values_of(pins, "virtual_stages", (1, *space.virtual_stages)),
-        "ep_data": _expert_ranks(problem, pins),
+        "ep_data": values_of(pins, "ep_data", divisors(gcd(*(problem.experts or (1,)), problem.world_size))),
         "vocab_multiple": vocab_multiples(problem, pins),
     }
 
@@ -180,12 +180,6 @@ def vocab_multiples(problem: Problem, pins: Pins) -> list[int]:
     named = [p.value for p in pins.pins if isinstance(p, NumberPin) and p.key == "vocab_multiple" and p.value]
     usual = problem.space.vocab_multiples if problem.vocabularies else (1,)
     return sorted({*usual, *named})
-
-
-def _expert_ranks(problem: Problem, pins: Pins) -> list[int]:
-    """Numbers of data ranks that experts may borrow."""
-    most = gcd(*problem.experts) if problem.experts else 1
-    return values_of(pins, "ep_data", divisors(gcd(most, problem.world_size)))
 
 
 def _candidate(t: Mapping[str, Sequence[int]], row: int, meshes: dict[tuple[int, ...], Mesh]) -> Candidate:

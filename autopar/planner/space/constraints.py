@@ -231,7 +231,7 @@ _Rule = tuple[tuple[str, ...], str, Callable[[Table], NDArray[np.bool_]]]
 def _worth_trying(problem: Problem) -> list[_Rule]:
     """What leaves out choices that are not better than others of the space."""
     space, per_node = problem.space, problem.devices_per_node
-    layers, common = problem.num_layers, gcd(*problem.experts) if problem.experts else 1
+    layers, common = problem.num_layers, gcd(*(problem.experts or (1,)))
     data = "dp_shard is all data ranks or 1" + (", or those of a node" if space.hsdp else "")
     found: list[_Rule] = [
         (("dp_replicate", "dp_shard"), data, lambda t: _shard_groups(t, space.hsdp, per_node)),
