@@ -106,7 +106,6 @@ def test_what_searches_keep_with_a_graph_changes_no_plan() -> None:
     copied = pickle.loads(pickle.dumps(graph))
     assert graph.passes and not copied.passes and not new.passes
     assert copied._index.made == graph._index.made and copied._index.users == graph._index.users
-    assert not copied._index.named
     plans = [planner(traced, 48, "quick").search(limits=Limits()) for traced in (graph, graph, new)]
     timeless = [replace(plan, search=replace(plan.search, wall_time_s=0.0)) for plan in plans]
     assert timeless[0] == timeless[1] == timeless[2]

@@ -6,7 +6,7 @@ Everything happens on the compact graph and is kept: many layouts share it.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from fractions import Fraction
 
 from autopar.cost.blocks.block_work import BlockWork
@@ -26,35 +26,11 @@ from autopar.planner.sharding.resharding import Structures
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import ATTENTION_KINDS
 from autopar.rules.apply import shard
-from autopar.rules.local_graphs import Resizer, can_resize, spread
-from autopar.rules.strategy import Typing
+from autopar.rules.local_graphs import spread
 
 COLLECTIVE_WEIGHT = 1e-3
 """Of collectives in the typing on ``cp``: the axis is there to split work and what is kept for backward, and a typing
 that repeats them rather than send must not win because a model is small. Plans are compared at full prices."""
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _MicroGraphs:
-    """The graphs of one micro-batch that were made of a graph, by its size.
-
-    Attributes:
-        batch: the typing by which.
-        resizer: makes the others of the first one, where they follow.
-    """
-
-    batch: Typing
-    graphs: dict[int, Graph] = field(default_factory=dict)
-    resizer: Resizer | None = None
-
-
-def _micro_graphs(graph: Graph, batch: Typing, global_batch_size: int) -> _MicroGraphs:
-    """Kept with the graph: searches of other spaces and clusters have the same ones."""
-    key = _MicroGraphs, global_batch_size
-    micro: _MicroGraphs | None = graph.passes.get(key)
-    if micro is None or micro.batch is not batch:
-        micro = graph.passes[key] = _MicroGraphs(batch=batch)
-    return micro
 
 
 class RankGraphs:
@@ -89,7 +65,9 @@ class RankGraphs:
         self.owners: Mapping[str, int] = owners_of(compact)
         self.structures = Structures()
         self._attention = tuple(kind for kind in ATTENTION_KINDS if pins.allows("cp_attention", kind))
-        self._micro = _micro_graphs(compact.graph, self.batch, global_batch_size)
+        # by their samples; kept with the graph, as searches of other spaces and clusters have the same ones
+        key = RankGraphs.micro, global_batch_size, id(self.batch)
+        self._micro: dict[int, Graph] = compact.graph.passes.setdefault(key, {})
         self._pads: dict[tuple[int, int], bool] = {}
         self._before_tp: dict[tuple[LayoutKey, str], Compact] = {}
         self._sequences: dict[tuple[LayoutKey, str], AxisSolution | InfeasibleError] = {}
@@ -98,20 +76,12 @@ class RankGraphs:
 
     def micro(self, micro_batch_size: int) -> Graph:
         """The compact graph of one micro-batch."""
-        graphs = self._micro.graphs
-        if micro_batch_size not in graphs:
-            graphs[micro_batch_size] = self._micro_graph(micro_batch_size)
-        return graphs[micro_batch_size]
-
-    def _micro_graph(self, micro_batch_size: int) -> Graph:
-        graph, micro = self.compact.graph, self._micro
-        typing = replace(self.batch, size=Fraction(self.graph.batch_size, micro_batch_size))
-        if micro.resizer is not None:
-            return micro.resizer.run(typing, micro_batch_size)
-        local = shard(graph, typing, global_batch_size=self.global_batch_size, micro_batch_size=micro_batch_size)
-        if not micro.graphs and can_resize(graph, local, typing):  # the first of them
-            micro.resizer = Resizer(graph, local, typing, self.global_batch_size)
-        return local
+        if micro_batch_size not in self._micro:
+            typing = replace(self.batch, size=Fraction(self.graph.batch_size, micro_batch_size))
+            self._micro[micro_batch_size] = shard(
+                self.compact.graph, typing, global_batch_size=self.global_batch_size, micro_batch_size=micro_batch_size
+            )
+        return self._micro[micro_batch_size]
 
     def before_tp(self, key: LayoutKey, kind: str) -> Compact:
         """The compact graph of one micro-batch and one rank of ``cp``, with its share of the experts and vocabularies padded.
