@@ -39,7 +39,7 @@ def options_of(layouts: Layouts, split: LayoutKey) -> list[PricedLayout]:
         for step in (0.01, 10.0)
         for price in (0.0, 1e-9, 1e-7, 1e-5, 1e-3)
     ]
-    solutions = {solution.signature: solution for solution in layouts.typings.solver(split, "").solve_all(weights)}
+    solutions = {solution.signature: solution for solution in layouts.solver(split, "").solve_all(weights)}
     return [layouts.price(TypedLayout(key=split, kind="", solution=solution)) for solution in solutions.values()]
 
 

@@ -55,7 +55,7 @@ def test_no_priced_layout_is_quicker_than_its_typing_or_the_quickest_typing(name
         *(((2, 2, 1, 4), (2, 2, 2, 2)) if name == "mixtral" else ()),
     ):
         key = LayoutKey(micro_batch_size=size, tp=tp, cp=cp, ep_data=ep)
-        quickest_s = min(layouts.typings.solver(key, kind).quickest.value for kind in layouts.graphs.kinds(key))
+        quickest_s = min(layouts.solver(key, kind).quickest.value for kind in layouts.graphs.kinds(key))
         for typed in layouts.typed(key, num_micro_batches=8, in_flight=2):
             total_s = typed_s = 0.0
             assert typed.solution is not None

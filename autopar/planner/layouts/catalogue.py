@@ -18,7 +18,7 @@ from autopar.graph.rewrites import compact
 from autopar.plan.mesh import Type
 from autopar.planner.layouts.layout import LayoutKey, PricedLayout, TypedLayout
 from autopar.planner.layouts.rank_graphs import RankGraphs, padding_of
-from autopar.planner.sharding.block_chain import AxisSolution, AxisSolver, every_typing
+from autopar.planner.sharding.block_chain import AxisSolver, every_typing
 from autopar.planner.sharding.block_table import AxisCosts, Narrow
 from autopar.planner.sharding.energy import Weights
 from autopar.planner.sharding.strategy_energy import rests_of
@@ -35,87 +35,6 @@ MIXTURES = (EXPERTS, SPREAD_EXPERTS)
 
 Order = tuple[int, int]
 """Orders of magnitude of the micro-batches over which a gradient sum is spread, and of those that a stage holds."""
-
-
-class TpTypings:
-    """All typings on ``tp`` of one model on one cluster.
-
-    Args:
-        graphs: before the axis is applied.
-        pins: of parameters and of ``ep``.
-        price_ratios: prices of memory that are tried, as the seconds that a rank's whole memory is worth over those of a
-            micro-batch in its quickest typing.
-        narrow: keeps those of an operator's strategies that it may take; None: all.
-    """
-
-    def __init__(self, graphs: RankGraphs, *, pins: Pins, price_ratios: Sequence[float], narrow: Narrow | None) -> None:
-        self.graphs, self.pins, self.narrow = graphs, pins, narrow
-        self.price_ratios = sorted(price_ratios, reverse=True)
-        self.pinned = pinned_types(graphs.graph, pins)
-        self._solvers: dict[tuple[LayoutKey, str], AxisSolver] = {}
-        self._solutions: dict[tuple[LayoutKey, str, Order], list[AxisSolution]] = {}
-
-    def solutions(self, key: LayoutKey, kind: str, order: Order) -> list[AxisSolution]:
-        """The best typing at each price of memory, from the leanest to the quickest; ``key`` has ``tp`` > 1.
-
-        Raises:
-            InfeasibleError: the pins allow none.
-        """
-        if (key, kind, order) not in self._solutions:
-            least_s = min(self.solver(key, own).quickest.value for own in self.graphs.kinds(key))
-            num_micro_batches, in_flight = order
-            prices = [ratio * least_s / self.graphs.model.device.memory_bytes for ratio in self.price_ratios]
-            self._solutions[key, kind, order] = self.solver(key, kind).solve_all(
-                [
-                    Weights(per_step_s=1 / num_micro_batches, saved_byte=price * in_flight, state_byte=price)
-                    for price in prices
-                ]
-            )
-        return self._solutions[key, kind, order]
-
-    def solver(self, key: LayoutKey, kind: str) -> AxisSolver:
-        """The solver of all typings of a key and kind of attention.
-
-        Raises:
-            InfeasibleError: a pinned parameter does not divide, or pins leave an operator no strategy.
-        """
-        if (key, kind) not in self._solvers:
-            compact = self.graphs.before_tp(key, kind)
-            costs = AxisCosts(
-                graph=compact.graph,
-                axis=TP,
-                size=key.tp,
-                pricing=self.graphs.axis_pricing(TP, key),
-                owners=self.graphs.owners,
-                rests=self._rests(compact.graph, key.tp),
-                narrow=partial(self._kept, key),
-            )
-            self._solvers[key, kind] = AxisSolver(compact, costs, self.graphs.structures)
-        return self._solvers[key, kind]
-
-    def _kept(self, key: LayoutKey, op: Op, offered: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
-        """Those of an operator's strategies that it may take; the pins of ``ep`` say whether experts are split over ``tp`` as well."""
-        if self.narrow is not None:
-            offered = self.narrow(op, offered)
-        if op.target not in MIXTURES:
-            return offered
-        outside = key.ep_data if op.target == SPREAD_EXPERTS else 1
-        return tuple(
-            s for s in offered if self.pins.allows("ep", outside * (key.tp if s.target in EXPERT_TARGETS else 1))
-        )
-
-    def _rests(self, graph: Graph, tp: int) -> Mapping[str, Sequence[Type]]:
-        rests: dict[str, Sequence[Type]] = {}
-        for parameter in graph.parameters if self.pinned else ():
-            pinned = self.pinned.get(parameter.name)
-            if pinned is not None:
-                if pinned not in rests_of(parameter.spec, tp):
-                    raise InfeasibleError(
-                        f"The parameter {parameter.key} of shape {parameter.spec.shape} cannot be split as {pinned} with tp={tp}",
-                        fix="Pin another dim or another tp",
-                    )
-                rests[parameter.name] = (pinned,)
-        return rests
 
 
 def pinned_types(graph: Graph, pins: Pins) -> dict[str, Type]:
@@ -160,7 +79,8 @@ class Layouts:
     Attributes:
         compact: the compact graph.
         batch: the typing on axis ``batch``.
-        graphs, typings: what the layouts are made from.
+        graphs: of one rank before axis ``tp``, what the layouts are made from.
+        pinned: types at rest of the parameters that are pinned, by name.
     """
 
     def __init__(
@@ -173,19 +93,16 @@ class Layouts:
         space: Space,
         narrow: Narrow | None = None,
     ) -> None:
-        self.graph, self.model, self.space = graph, model, space
+        self.graph, self.model, self.space, self.pins, self.narrow = graph, model, space, pins, narrow
         is_selective = "selective" in {*space.recompute, *pins.recompute(graph).values()}
-        pinned = pinned_types(graph, pins)
-        keys = [
-            tuple(pinned.get(p.name) for p in graph.block_parameters(block)) if pinned else None
-            for block in graph.blocks
-        ]
-        self.compact = compact(graph, keys=keys)
+        self.pinned = pinned_types(graph, pins)
+        parameters = [graph.block_parameters(block) for block in graph.blocks] if self.pinned else []
+        self.compact = compact(graph, keys=[tuple(self.pinned.get(p.name) for p in own) for own in parameters])
         self.graphs = RankGraphs(
             graph, self.compact, model, global_batch_size=global_batch_size, pins=pins, is_selective=is_selective
         )
         self.batch = self.graphs.batch
-        self.typings = TpTypings(self.graphs, pins=pins, price_ratios=space.price_ratios, narrow=narrow)
+        self._solvers: dict[tuple[LayoutKey, str], AxisSolver] = {}
         self._memos: dict[LayoutKey, LayoutMemo] = {}
         self._every: dict[LayoutKey, tuple[TypedLayout, ...]] = {}
         self._on_device: dict[str, PricedLayout] = {}
@@ -230,15 +147,22 @@ class Layouts:
         return typed[order]
 
     def _front(self, key: LayoutKey, order: Order) -> tuple[TypedLayout, ...]:
-        """Those that some price of memory makes best."""
+        """The best typing at each price of memory, from the leanest to the quickest."""
         kinds = self.graphs.kinds(key)
         if key.tp == 1:
             return tuple(TypedLayout(key=key, kind=kind, solution=None) for kind in kinds)
-        solutions = [[(kind, one) for one in self.typings.solutions(key, kind, order)] for kind in kinds]
+        num_micro_batches, in_flight = order
+        solvers = [self.solver(key, kind) for kind in kinds]
+        byte_s = min(solver.quickest.value for solver in solvers) / self.model.device.memory_bytes
+        weights = [
+            Weights(per_step_s=1 / num_micro_batches, saved_byte=price * in_flight, state_byte=price)
+            for price in (ratio * byte_s for ratio in sorted(self.space.price_ratios, reverse=True))
+        ]
         front: dict[str, TypedLayout] = {}
-        for kind, solution in (one for at_price in zip(*solutions, strict=True) for one in at_price):
-            typed = TypedLayout(key=key, kind=kind, solution=solution)
-            front.setdefault(typed.identity, typed)
+        for at_price in zip(*(solver.solve_all(weights) for solver in solvers), strict=True):
+            for kind, solution in zip(kinds, at_price, strict=True):
+                typed = TypedLayout(key=key, kind=kind, solution=solution)
+                front.setdefault(typed.identity, typed)
         return tuple(front.values())
 
     def _every_typed(self, key: LayoutKey) -> tuple[TypedLayout, ...]:
@@ -246,15 +170,56 @@ class Layouts:
         if not self.space.every or key.tp == 1:
             return ()
         if key not in self._every:
-            every: list[TypedLayout] = []
-            for kind in self.graphs.kinds(key):
-                solutions = every_typing(self.typings.solver(key, kind), self.space.every)
-                if solutions is None:
-                    every = []
-                    break
-                every += [TypedLayout(key=key, kind=kind, solution=one) for one in solutions]
-            self._every[key] = tuple(every)
+            every = [(kind, every_typing(self.solver(key, kind), self.space.every)) for kind in self.graphs.kinds(key)]
+            few = all(some is not None for _, some in every)
+            self._every[key] = tuple(
+                TypedLayout(key=key, kind=kind, solution=one) for kind, some in every if few for one in some or ()
+            )
         return self._every[key]
+
+    def solver(self, key: LayoutKey, kind: str) -> AxisSolver:
+        """The solver of all typings of a key and kind of attention.
+
+        Raises:
+            InfeasibleError: a pinned parameter does not divide, or pins leave an operator no strategy.
+        """
+        if (key, kind) not in self._solvers:
+            compact = self.graphs.before_tp(key, kind)
+            costs = AxisCosts(
+                graph=compact.graph,
+                axis=TP,
+                size=key.tp,
+                pricing=self.graphs.axis_pricing(TP, key),
+                owners=self.graphs.owners,
+                rests=self._rests(compact.graph, key.tp),
+                narrow=partial(self._kept, key),
+            )
+            self._solvers[key, kind] = AxisSolver(compact, costs, self.graphs.structures)
+        return self._solvers[key, kind]
+
+    def _kept(self, key: LayoutKey, op: Op, offered: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
+        """Those of an operator's strategies that it may take; the pins of ``ep`` say whether experts are split over ``tp`` as well."""
+        if self.narrow is not None:
+            offered = self.narrow(op, offered)
+        if op.target not in MIXTURES:
+            return offered
+        outside = key.ep_data if op.target == SPREAD_EXPERTS else 1
+        return tuple(
+            s for s in offered if self.pins.allows("ep", outside * (key.tp if s.target in EXPERT_TARGETS else 1))
+        )
+
+    def _rests(self, graph: Graph, tp: int) -> Mapping[str, Sequence[Type]]:
+        rests: dict[str, Sequence[Type]] = {}
+        for parameter in graph.parameters:
+            pinned = self.pinned.get(parameter.name)
+            if pinned is not None:
+                if pinned not in rests_of(parameter.spec, tp):
+                    raise InfeasibleError(
+                        f"The parameter {parameter.key} of shape {parameter.spec.shape} cannot be split as {pinned} with tp={tp}",
+                        fix="Pin another dim or another tp",
+                    )
+                rests[parameter.name] = (pinned,)
+        return rests
 
     # --- priced
 
