@@ -115,10 +115,6 @@ class GroupShape:
     inter_latency_s: float = 0.0
     half_bandwidth_bytes: float = 0.0
 
-    def __hash__(self) -> int:
-        """Of the numbers that tell most shapes apart: every collective is priced by its shape."""
-        return hash((self.size, self.num_nodes, self.ranks_per_node, self.egress_bytes_per_s))
-
 
 def shapes_of(groups: Sequence[Sequence[int]], cluster: Cluster) -> tuple[GroupShape, ...]:
     """The different shapes of groups of ranks that communicate at the same time."""

@@ -59,10 +59,6 @@ class Step:
     bucket_bytes: int = BUCKET_BYTES
     offload: tuple[Offload, ...] = ()
 
-    def __hash__(self) -> int:
-        """Of the fields that tell most steps apart: steps are keys of a table that is asked again and again."""
-        return hash((self.mesh, self.schedule, self.num_micro_batches, self.zero_stage, self.bucket_bytes))
-
     @property
     def offloads_optimizer(self) -> bool:
         """Whether the states of the optimizer live on the host."""

@@ -72,12 +72,6 @@ class Candidate:
         """What lives or may live on the host, in words."""
         return (*self.offload, *(("activations",) if self.moves else ()))
 
-    def __hash__(self) -> int:
-        """Of what tells candidates of one pool apart, in one tuple: they are looked up again and again."""
-        mesh = self.mesh
-        degrees = (mesh.pp, mesh.dp_shard, mesh.cp, mesh.tp, mesh.ep_data, self.micro_batch_size, self.zero_stage)
-        return hash((*degrees, self.schedule, self.virtual_stages, self.order, self.offload, self.vocab_multiple))
-
     def __str__(self) -> str:
         samples = "-".join(map(str, self.shares)) or str(self.micro_batch_size)
         parts = [str(self.mesh), f"zero={self.zero_stage}", f"micro_batch={samples}"]
