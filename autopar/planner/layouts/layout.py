@@ -30,10 +30,6 @@ class LayoutKey:
     tp: int = 1
     vocab_multiple: int = 1
 
-    def __str__(self) -> str:
-        degrees = f"ep_data={self.ep_data} cp={self.cp} tp={self.tp} vocab_multiple={self.vocab_multiple}"
-        return f"micro_batch={self.micro_batch_size} {degrees}"
-
     @property
     def unsplit(self) -> LayoutKey:
         """The same micro-batch with neither ``cp`` nor ``tp``."""
