@@ -114,10 +114,10 @@ def strict(problem: Problem, pins: Pins) -> tuple[Constraint, ...]:
     )
 
 
-def values_of(pins: Pins, key: str, usual: Sequence[int]) -> list[int]:
+def values_of(pins: Pins, key: str, usual: Sequence[int], around: Sequence[int] = (-1, 0, 1)) -> list[int]:
     """The usual values and those that pins name, with their neighbours for inequalities."""
-    named = [p.value for p in pins.pins if isinstance(p, NumberPin) and p.key == key]
-    return sorted({*usual, *(v for n in named for v in (n, n - 1, n + 1) if v >= (0 if key == "zero" else 1))})
+    named = [p.value + n for p in pins.pins if isinstance(p, NumberPin) and p.key == key for n in around]
+    return sorted({*usual, *(value for value in named if value >= (0 if key == "zero" else 1))})
 
 
 def cp_degrees(problem: Problem, pins: Pins) -> tuple[int, ...]:
@@ -159,7 +159,10 @@ def other_values(problem: Problem, pins: Pins, degrees: Sequence[Sequence[int]])
         "schedule": sorted({SCHEDULES.index(n) for n in ("none", *space.schedules, *named)}),
         "virtual_stages": values_of(pins, "virtual_stages", (1, *space.virtual_stages)),
         "ep_data": values_of(pins, "ep_data", divisors(gcd(*(problem.experts or (1,)), problem.world_size))),
-        "vocab_multiple": vocab_multiples(problem, pins),
+        # as far as it makes some vocabulary another length than 1 does
+        "vocab_multiple": values_of(
+            pins, "vocab_multiple", space.vocab_multiples if problem.vocabularies else (1,), (0,)
+        ),
     }
 
 
@@ -167,13 +170,6 @@ def columns(names: Sequence[str], rows: Iterable[Sequence[int]]) -> dict[str, Co
     """Rows as columns by name."""
     found = np.array(list(rows), dtype=np.int64).reshape(-1, len(names))
     return {name: found[:, i] for i, name in enumerate(names)}
-
-
-def vocab_multiples(problem: Problem, pins: Pins) -> list[int]:
-    """Those of the space and of pins, as far as they make some vocabulary another length than 1 does."""
-    named = [p.value for p in pins.pins if isinstance(p, NumberPin) and p.key == "vocab_multiple" and p.value]
-    usual = problem.space.vocab_multiples if problem.vocabularies else (1,)
-    return sorted({*usual, *named})
 
 
 def _candidate(t: Mapping[str, Sequence[int]], row: int, meshes: dict[tuple[int, ...], Mesh]) -> Candidate:
