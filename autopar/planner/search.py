@@ -266,7 +266,7 @@ class SearchContext:
         )
 
     def unsplit(self, candidate: Candidate) -> PricedLayout:
-        """What the parts of a candidate's layouts are taken of; see :meth:`Layouts.whole`."""
+        """What the parts of a candidate's layouts are taken of; see :meth:`Layouts.unsplit`."""
         return self.layouts.unsplit(layout_key_of(candidate))
 
     def typed_layouts(self, candidate: Candidate) -> tuple[TypedLayout, ...]:

@@ -68,7 +68,6 @@ class RankGraphs:
         # by their samples; kept with the graph, as searches of other spaces and clusters have the same ones
         key = RankGraphs.micro, global_batch_size, id(self.batch)
         self._micro: dict[int, Graph] = compact.graph.passes.setdefault(key, {})
-        self._pads: dict[tuple[int, int], bool] = {}
         self._before_tp: dict[tuple[LayoutKey, str], Compact] = {}
         self._sequences: dict[tuple[LayoutKey, str], AxisSolution | InfeasibleError] = {}
 
@@ -103,10 +102,8 @@ class RankGraphs:
 
     def key_before_tp(self, key: LayoutKey) -> LayoutKey:
         """Equal for keys whose graphs before ``tp`` are the same: its ranks count where they pad vocabularies."""
-        sizes = key.tp, key.vocab_multiple
-        if sizes not in self._pads:
-            self._pads[sizes] = bool(lengths(self.compact.graph, *sizes))
-        return key if self._pads[sizes] else replace(key, tp=1, vocab_multiple=1)
+        is_padded = lengths(self.compact.graph, key.tp, key.vocab_multiple)
+        return key if is_padded else replace(key, tp=1, vocab_multiple=1)
 
     # --- context parallelism
 
