@@ -99,9 +99,8 @@ def candidates(problem: Problem, pins: Pins) -> list[Candidate]:
     if table is None:
         return []
     table["num_micro_batches"] = num_micro_batches(table, batch)
-    meshes: dict[tuple[int, ...], Mesh] = {}
     kept: dict[str, list[int]] = {key: column.tolist() for key, column in table.items()}
-    return [_candidate(kept, row, meshes) for row in range(len(kept["pp"]))]
+    return [_candidate(kept, row) for row in range(len(kept["pp"]))]
 
 
 def strict(problem: Problem, pins: Pins) -> tuple[Constraint, ...]:
@@ -115,7 +114,7 @@ def strict(problem: Problem, pins: Pins) -> tuple[Constraint, ...]:
 
 
 def values_of(pins: Pins, key: str, usual: Sequence[int], around: Sequence[int] = (-1, 0, 1)) -> list[int]:
-    """The usual values and those that pins name, with their neighbours for inequalities."""
+    """The usual values and those that pins name, with what is around these for inequalities: their neighbours."""
     named = [p.value + n for p in pins.pins if isinstance(p, NumberPin) and p.key == key for n in around]
     return sorted({*usual, *(value for value in named if value >= (0 if key == "zero" else 1))})
 
@@ -172,15 +171,11 @@ def columns(names: Sequence[str], rows: Iterable[Sequence[int]]) -> dict[str, Co
     return {name: found[:, i] for i, name in enumerate(names)}
 
 
-def _candidate(t: Mapping[str, Sequence[int]], row: int, meshes: dict[tuple[int, ...], Mesh]) -> Candidate:
-    """Equal meshes are one object: they are compared again and again."""
-    spread, degrees = t["ep_data"][row], tuple([t[key][row] for key in DEGREES])
-    if (mesh := meshes.get((*degrees, spread))) is None:
-        mesh = Mesh(**dict(zip(DEGREES, degrees, strict=True)), ep=spread, ep_data=spread)
-        meshes[*degrees, spread] = mesh
+def _candidate(t: Mapping[str, Sequence[int]], row: int) -> Candidate:
+    spread = t["ep_data"][row]
     schedule: ScheduleName = SCHEDULES[t["schedule"][row]]  # type: ignore[assignment]
     return Candidate(
-        mesh=mesh,
+        mesh=Mesh(**{axis: t[axis][row] for axis in DEGREES}, ep=spread, ep_data=spread),
         micro_batch_size=t["micro_batch"][row],
         num_micro_batches=t["num_micro_batches"][row],
         zero_stage=t["zero"][row],
