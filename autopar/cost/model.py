@@ -215,8 +215,8 @@ class CostModel:
             UsageError: the schedule cannot serve these stages and micro-batches.
         """
         pipeline = self._pipeline(stages, step)
-        sums, memory = pipeline.sums(), memory or pipeline.memory()
-        parts = pipeline.breakdown(sums)
+        memory = memory or pipeline.memory()
+        parts = pipeline.breakdown()
         time_s = parts.total_s
         width, peak = max(device.uncertainty for device in self.devices), max(m.total for m in memory)
         limits = [part.memory_limit_bytes for part in self.parts(step.mesh)]
@@ -235,21 +235,18 @@ class CostModel:
             breakdown=parts,
             memory=memory,
             host_memory_limit_bytes=(self.host.memory_bytes or 0) if any(m.host for m in memory) else 0,
-            stage_times=tuple((s.forward_s, s.backward_s) for s in sums),
+            stage_times=tuple((s.forward_s, s.backward_s) for s in pipeline.sums),
         )
 
     def breakdown(self, stages: Sequence[StageCost], step: Step) -> Breakdown:
         """The step time of :meth:`predict` and what it is made of, without memory."""
-        pipeline = self._pipeline(stages, step)
-        return pipeline.breakdown(pipeline.sums())
+        return self._pipeline(stages, step).breakdown()
 
     def longest_chains(self, stages: Sequence[StageCost], step: Step) -> tuple[float, list[Chain]]:
         """The step time, and up to the end of each rank the longest chain of its actions; the longest of all first."""
         pipeline = self._pipeline(stages, step)
-        sums = pipeline.sums()
-        times = pipeline.times(sums)
-        simulated, chains = with_chains(step.schedule, step.mesh.pp, step.num_micro_batches, times)
-        return pipeline.ended(sums, times, simulated).total_s, chains
+        simulated, chains = with_chains(step.schedule, step.mesh.pp, step.num_micro_batches, pipeline.times)
+        return pipeline.breakdown(simulated).total_s, chains
 
 
 def shared_step_s(models: Sequence[CostModel], stages: Sequence[StageCost], steps: Sequence[Step]) -> float:

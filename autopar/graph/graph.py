@@ -8,8 +8,6 @@ What it consists of is in :mod:`autopar.graph.elements`, and can be imported fro
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
-from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -57,7 +55,7 @@ __all__ = [
 class Index:
     """Look-ups over one graph, made once."""
 
-    __slots__ = ("_crossing", "block_of", "free", "made", "named", "parameters", "producers", "read_between", "users")
+    __slots__ = ("_crossing", "block_of", "free", "made", "parameters", "producers", "read_between", "users")
 
     def __init__(
         self,
@@ -87,29 +85,11 @@ class Index:
         self._crossing: list[tuple[int, int, Ref]] | None = None
         self.read_between: dict[tuple[int, int], tuple[Parameter, ...]] = {}
         """Parameters that operators between two positions read, of those that were asked for."""
-        self.named: dict[str, Any] = {}
-        """What passes found that follows from names, wiring and parameters, whatever the other shapes."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without what passes found, as that of a graph."""
-        return {name: getattr(self, name) for name in self.__slots__ if name != "named"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        for name, value in state.items():
-            setattr(self, name, value)
-        self.named = {}
 
     @property
     def refs(self) -> list[Ref]:
         """All tensors: leaves, then those of the prelude, then all others."""
         return [Ref(name, i) for name, specs in self.made.items() for i in range(len(specs))]
-
-    def of_other_shapes(self, ops: Iterable[Op], made: dict[str, tuple[TensorSpec, ...]]) -> Index:
-        """The index of a graph with the same names, wiring and parameters; ``ops``: with those of its prelude."""
-        found = copy(self)
-        found.made, found.named = made, self.named
-        found.producers = {op.name: op for op in ops}
-        return found
 
     def crossing(self, ops: tuple[Op, ...]) -> list[tuple[int, int, Ref]]:
         """Of the live values that some operator reads: where each is made, where it is read last; in order of making."""
@@ -304,14 +284,6 @@ class Graph:
             for ref in op.operands:
                 found.add_edge(ref.name, op.name, output=ref.index, num_bytes=self.spec(ref).num_bytes)
         return found
-
-    def share_names(self, other: Graph, made: dict[str, tuple[TensorSpec, ...]]) -> None:
-        """Take the look-ups by name of a graph with the same names and wiring and other shapes.
-
-        Args:
-            made: specs of all tensors of this graph, by the name of what makes them.
-        """
-        self.__dict__["_index"] = other._index.of_other_shapes((*self.prelude, *self.ops), made)
 
 
 def digest(text: str) -> str:

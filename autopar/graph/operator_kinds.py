@@ -91,32 +91,38 @@ def attention_sequences(graph: Graph) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def _aten(names: str) -> frozenset[str]:
+def aten_targets(names: str) -> frozenset[str]:
+    """Operators of torch by their names, between spaces."""
     return frozenset(f"aten.{name}" for name in names.split())
 
 
-_SUMS = _aten("add.Tensor sub.Tensor")
+_SUMS = aten_targets("add.Tensor sub.Tensor")
 _DROPOUT = "autopar.dropout"
-_PRODUCTS = _aten("mm.default bmm.default matmul.default baddbmm.default einsum.default")
-_COPIES = _aten(
+_PRODUCTS = aten_targets("mm.default bmm.default matmul.default baddbmm.default einsum.default")
+VIEWS = aten_targets(
     "view.default _unsafe_view.default reshape.default flatten.using_ints unflatten.int squeeze.default squeeze.dim squeeze.dims"
     " unsqueeze.default transpose.int t.default permute.default expand.default slice.Tensor select.int narrow.default"
     " alias.default detach.default split.Tensor split_with_sizes.default chunk.default unbind.int diagonal.default movedim.int"
-    " view_as.default expand_as.default clone.default contiguous.default to.dtype _to_copy.default type_as.default cat.default"
-    " stack.default pad.default constant_pad_nd.default repeat.default repeat_interleave.self_int roll.default flip.default"
-    " tril.default triu.default"
+    " unfold.default view_as.default expand_as.default"
 )
-_REDUCTIONS = _aten("mean.default mean.dim sum.default sum.dim_IntList cumsum.default")
-_LINEAR = _COPIES | _REDUCTIONS | _SUMS | _aten("add.Scalar sub.Scalar rsub.Scalar neg.default mul.Scalar div.Scalar")
+"""Operators whose output lies in the storage of their first operand."""
+_COPIES = aten_targets(
+    "clone.default contiguous.default to.dtype _to_copy.default type_as.default cat.default stack.default pad.default"
+    " constant_pad_nd.default repeat.default repeat_interleave.self_int roll.default flip.default tril.default triu.default"
+)
+_REDUCTIONS = aten_targets("mean.default mean.dim sum.default sum.dim_IntList cumsum.default")
+_SCALED = aten_targets("add.Scalar sub.Scalar rsub.Scalar neg.default mul.Scalar div.Scalar")
+_LINEAR = (VIEWS - {"aten.unfold.default"}) | _COPIES | _REDUCTIONS | _SUMS | _SCALED
+SAVES_NOTHING = _LINEAR | aten_targets("rsub.Tensor zeros_like.default ones_like.default")
 """Operators whose backward needs neither what they read nor what they make."""
-_OTHERS = _aten(
+_OTHERS = aten_targets(
     "softmax.int _softmax.default log_softmax.int _log_softmax.default layer_norm.default native_layer_norm.default"
     " rms_norm.default group_norm.default instance_norm.default amax.default amin.default logsumexp.default var.correction"
     " std.correction linalg_vector_norm.default norm.ScalarOpt_dim index.Tensor index_select.default gather.default glu.default"
     " zeros_like.default ones_like.default prod.default"
 )
 _CHEAP = _LINEAR | _OTHERS
-SAVES_OUTPUT = _aten(
+SAVES_OUTPUT = aten_targets(
     "exp.default tanh.default sigmoid.default sqrt.default rsqrt.default relu.default reciprocal.default sign.default"
     " amax.default amin.default logsumexp.default prod.default elu.default selu.default softmax.int _softmax.default"
     " log_softmax.int _log_softmax.default"

@@ -197,10 +197,9 @@ class Vocabulary:
 
 def vocabularies(graph: Graph) -> tuple[Vocabulary, ...]:
     """Every vocabulary of the graph all of whose uses are understood."""
-    known, key = graph._index.named, "vocabularies"
-    if key not in known:
-        known[key] = _vocabularies(graph)
-    found: tuple[Vocabulary, ...] = known[key]
+    if vocabularies not in graph.passes:
+        graph.passes[vocabularies] = _vocabularies(graph)
+    found: tuple[Vocabulary, ...] = graph.passes[vocabularies]
     return found
 
 

@@ -39,14 +39,15 @@ from autopar.planner.explain import answer
 from autopar.planner.explain.answer import notes_of, plan_of, record_of
 from autopar.planner.explain.reasons import Alternative, compare
 from autopar.planner.layouts.catalogue import Layouts
-from autopar.planner.layouts.layout import Load, layout_key_of
+from autopar.planner.layouts.layout import layout_key_of
 from autopar.planner.search import Evaluation, Limits, Misfit, Outcome, Progress, Task, checked, peak_bytes
 from autopar.planner.sharding.input_axes import mixes_samples
 from autopar.planner.space.candidates import Candidate, candidates
 from autopar.planner.space.constraints import Problem
+from autopar.planner.space.pin_syntax import EQUAL
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.preferences import leanness, seeds, usual
-from autopar.planner.space.variants import equally_shared, in_orders, offloaded, shared
+from autopar.planner.space.variants import SHARES, in_orders, offloaded, shared
 from autopar.planner.studies.workers import Sharing, helpers
 from autopar.rules.local_graphs import expert_counts
 from autopar.rules.missing import complete
@@ -110,7 +111,8 @@ class Planner:
 
     def _candidates(self, problem: Problem, pins: Pins) -> list[Candidate]:
         task = self.task
-        pool = equally_shared(in_orders(candidates(problem, pins), task.cluster, pins), pins)
+        pool = in_orders(candidates(problem, pins), task.cluster, pins)
+        pool = pool if pins.allows(SHARES, EQUAL) else []
         pool = offloaded(pool, task.cluster, pins, task.space.offload, task.optimizer)
         where = self.mixing[0].name if self.mixing else ""
         return [*pool, *shared(problem, pins, task.cluster, self.evaluator.shares.seconds, mixing=where)]
@@ -349,7 +351,7 @@ def operator_calls(planner: Planner, *, progress: Progress | None = None) -> tup
             progress("laying out", done, len(keys))
         layouts.unsplit(key.unsplit)
         with suppress(InfeasibleError):  # no kind of attention fits the axis cp
-            for typed in layouts.typed(key, Load(num_micro_batches=1, in_flight=1)):
+            for typed in layouts.typed(key, num_micro_batches=1, in_flight=1):
                 if typed.solution is None:
                     layouts.price(typed)
     return tuple(recorder.calls.values())

@@ -18,7 +18,7 @@ from autopar.hardware.device import KernelKind
 from autopar.plan.plan import BUCKET_BYTES, Precision, Recompute
 from autopar.plan.prediction import Prediction
 from autopar.planner.layouts.catalogue import Layouts
-from autopar.planner.layouts.layout import Load, PricedLayout, TypedLayout, layout_key_of
+from autopar.planner.layouts.layout import PricedLayout, TypedLayout, layout_key_of
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.pin_syntax import ChoicePin
 from autopar.planner.space.pins import Pins
@@ -267,7 +267,7 @@ class SearchContext:
         )
 
     def unsplit(self, candidate: Candidate) -> PricedLayout:
-        """What the parts of a candidate's layouts are taken of; see :meth:`Layouts.whole`."""
+        """What the parts of a candidate's layouts are taken of; see :meth:`Layouts.unsplit`."""
         return self.layouts.unsplit(layout_key_of(candidate))
 
     def typed_layouts(self, candidate: Candidate) -> tuple[TypedLayout, ...]:
@@ -276,7 +276,9 @@ class SearchContext:
         Raises:
             InfeasibleError: the pins of parameters allow none.
         """
-        return self.layouts.typed(layout_key_of(candidate), load_of(candidate))
+        in_flight = min(candidate.num_micro_batches, candidate.mesh.pp)
+        count = candidate.num_micro_batches
+        return self.layouts.typed(layout_key_of(candidate), num_micro_batches=count, in_flight=in_flight)
 
     def known_layouts(self, candidate: Candidate) -> tuple[TypedLayout, ...]:
         """As :meth:`typed_layouts`; none where there is none, which the candidate's evaluation explains."""
@@ -284,12 +286,6 @@ class SearchContext:
             return self.typed_layouts(candidate)
         except InfeasibleError:
             return ()
-
-
-def load_of(candidate: Candidate) -> Load:
-    """How many micro-batches a rank runs and holds at once, on which the price of memory depends."""
-    in_flight = min(candidate.num_micro_batches, candidate.mesh.pp)
-    return Load(num_micro_batches=candidate.num_micro_batches, in_flight=in_flight)
 
 
 def readable(num_bytes: float) -> str:

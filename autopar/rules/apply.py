@@ -20,7 +20,6 @@ by :data:`OVER_DATA`, as on any other axis whose ranks are those of the data axe
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -44,7 +43,6 @@ def shard(
     global_batch_size: int | None = None,
     micro_batch_size: int | None = None,
     whole: bool = False,
-    only: Collection[int] | None = None,
 ) -> Graph:
     """One rank's graph on ``typing.axis``.
 
@@ -55,14 +53,12 @@ def shard(
         global_batch_size: samples of a step, for literals that count samples; axis ``batch`` alone.
         micro_batch_size: samples of the result; axis ``batch`` alone.
         whole: there is one data rank and one micro-batch, so that no type changes; axis ``batch`` alone.
-        only: blocks by index that are wanted; None: all. Of the others the values have their local shapes, so that a
-            wanted block is as in the whole graph; their operators are not as they run, and their hashes mean nothing.
 
     Raises:
         RuleError: a dim does not divide, or the loss is no sum over samples; names the operator.
         InternalError: a strategy is missing, or a change of type does not exist; names the operator.
     """
-    return _Sharding(graph, typing, global_batch_size or graph.batch_size, whole=whole, only=only).run(micro_batch_size)
+    return _Sharding(graph, typing, global_batch_size or graph.batch_size, whole=whole).run(micro_batch_size)
 
 
 @dataclass(slots=True)
@@ -76,16 +72,8 @@ class _Section:
 class _Sharding:
     """The state of one :func:`shard`."""
 
-    def __init__(
-        self,
-        graph: Graph,
-        typing: Typing,
-        global_batch_size: int,
-        *,
-        whole: bool,
-        only: Collection[int] | None = None,
-    ) -> None:
-        self.whole, self.only = whole, only
+    def __init__(self, graph: Graph, typing: Typing, global_batch_size: int, *, whole: bool) -> None:
+        self.whole = whole
         self.graph, self.typing, self.axis = graph, typing, typing.axis
         self.is_batch = typing.axis == BATCH
         self.is_zigzag = is_zigzag(typing.strategies.values())
@@ -166,29 +154,16 @@ class _Sharding:
         graph, ops, blocks = self.graph, list[Op](), list[Block]()
         for block in graph.blocks:
             section, start = _Section([], {}), len(ops)
-            is_wanted = self.only is None or block.index in self.only
             for op in graph.block_ops(block):
-                (self._op if is_wanted else self._outline)(op, section)
+                self._op(op, section)
             for mutation in graph.block_mutations(block):
                 self._new_value(mutation.value, section)
             if block.index == len(graph.blocks) - 1:
                 self._loss(section)
             ops += section.ops
-            text = f"{block.hash}|{self.axis}|{signature(section.ops, self.specs.__getitem__)}" if is_wanted else ""
+            text = f"{block.hash}|{self.axis}|{signature(section.ops, self.specs.__getitem__)}"
             blocks.append(replace(block, start=start, stop=len(ops), hash=digest(text)))
         return tuple(ops), tuple(blocks)
-
-    def _outline(self, op: Op, section: _Section) -> None:
-        """An operator of a block that is not wanted: what it makes, and what it changes in the prelude."""
-        strategy = self._strategy(op)
-        for ref, wanted in zip(op.operands, strategy.inputs, strict=True):
-            if self.graph.is_prelude(ref):
-                self._converted(ref, wanted, op, section)
-        place = f"{op.name} ({op.target})"
-        outputs = tuple(self._local(spec, kind, place) for spec, kind in zip(op.outputs, strategy.outputs, strict=True))
-        section.ops.append(Op(name=op.name, target=op.target, args=op.args, kwargs=op.kwargs, outputs=outputs))
-        for i, (kind, spec) in enumerate(zip(strategy.outputs, outputs, strict=True)):
-            self.types[Ref(op.name, i)], self.specs[Ref(op.name, i)] = kind, spec
 
     def _op(self, op: Op, section: _Section) -> None:
         strategy, place = self._strategy(op), f"{op.name} ({op.target})"

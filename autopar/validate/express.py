@@ -23,7 +23,7 @@ from autopar.plan.mesh import Mesh
 from autopar.plan.plan import Precision, Recompute
 from autopar.plan.prediction import Prediction
 from autopar.planner.layouts.catalogue import Layouts
-from autopar.planner.layouts.layout import LayoutKey, Load, PricedLayout
+from autopar.planner.layouts.layout import LayoutKey, PricedLayout
 from autopar.planner.search import flops_of_block
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
@@ -90,7 +90,7 @@ class Expressed:
         layouts = self._layouts_of(run, site, profile)
         split = LayoutKey(micro_batch_size=run.micro_batch, cp=run.cp, tp=run.tp)
         found = {}
-        for typed in layouts.typed(split, Load(num_micro_batches=8, in_flight=1)):
+        for typed in layouts.typed(split, num_micro_batches=8, in_flight=1):
             found[typed.kind] = layouts.price(typed)
         return tuple(_structure(layouts, option, run, site) for option in found.values())
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.cost.network.collectives import KINDS, CollectiveModel, volume_factor
-from autopar.cost.network.placement import GroupShape, group_place, group_shape
+from autopar.cost.network.placement import GroupShape, group_shape
 from autopar.errors import UsageError
 from autopar.hardware.cluster import Cluster, Tier
 from autopar.hardware.link import Link
@@ -226,29 +225,3 @@ def test_a_step_reaches_its_share_of_a_link() -> None:
     whole = CollectiveModel(H100).time_s("all_gather", 1e9, mesh, ("tp",))
     slow = CollectiveModel(replace(H100, groups=half)).time_s("all_gather", 1e9, mesh, ("tp",))
     assert slow == pytest.approx(2 * whole, rel=0.05)
-
-
-def test_groups_of_one_place_are_the_same_groups() -> None:
-    """On every mesh of 16 ranks: what is priced once for several meshes is a property of the groups alone."""
-    found: dict[object, set[tuple[int, ...]]] = {}
-    many = 0
-    for degrees in product((1, 2, 4), repeat=4):
-        pp, replicate, shard, tp = degrees
-        if pp * replicate * shard * tp != 16:
-            continue
-        for ep_data in (1, 2):
-            if replicate * shard % ep_data:
-                continue
-            mesh = Mesh(pp=pp, dp_replicate=replicate, dp_shard=shard, tp=tp, ep=ep_data, ep_data=ep_data)
-            for axes in (
-                ("dp_shard",),
-                ("dp_replicate", "dp_shard"),
-                ("tp",),
-                ("ep_data",),
-                ("ep_outer",),
-                ("pp", "tp"),
-            ):
-                groups = set(mesh.groups(axes))
-                many += group_place(mesh, axes) in found
-                assert found.setdefault(group_place(mesh, axes), groups) == groups
-    assert many > 50

@@ -111,6 +111,12 @@ def test_views_are_free_and_parts_fill_their_gradient() -> None:
     assert part.backward_bytes == 2 * (32 + 2 * 16)
 
 
+def test_repeated_elements_keep_nothing() -> None:
+    """They were counted as kept, with what they were made of."""
+    done = work(op("aten.repeat_interleave.self_int", (X, 2, 1), spec(4, 16)), (spec(4, 8),))
+    assert (done.saved, done.saves_output, done.saved_bytes) == ((), False, 0)
+
+
 def test_a_product_keeps_the_other_factor() -> None:
     call = op("aten.mul.Tensor", (X, K), spec(4, 8))
     assert work(call, (spec(4, 8), spec(4, 8))).saved == (0, 1)

@@ -10,18 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.cost.step.simulation import (
-    ROUNDS,
     StageTimes,
-    _continued,
     compiled,
     durations_of,
     rank_chains,
     sends_of,
     simulate,
-    whole,
     with_chains,
 )
-from autopar.plan.schedule import dependencies, schedule_actions, schedule_numbers
+from autopar.plan.schedule import dependencies, schedule_actions
 
 F, B = 1.0, 2.0
 
@@ -90,7 +87,7 @@ def test_the_longest_chain_of_each_rank_takes_until_its_end(name: str, pp: int, 
             for s in range(pp * v)
         ]
         times, chains = with_chains(name, pp, m, stages)
-        assert times == whole(name, pp, m, stages)
+        assert times == simulate(name, pp, m, stages)
         assert sorted(chain.rank for chain in chains) == [*range(pp)]
         for chain in chains:
             links = [*itertools.pairwise((*chain.actions, -1))]
@@ -176,78 +173,6 @@ def test_a_slower_stage_never_makes_a_faster_step(
         send_backward_s=stages[at].send_backward_s,
     )
     assert max(simulate(name, pp, m, slower).finish_s) >= max(simulate(name, pp, m, stages).finish_s)
-
-
-@st.composite
-def long_cases(draw: st.DrawFn) -> tuple[str, int, int, list[StageTimes]]:
-    """Steps of more rounds than are simulated, stages nearly or not at all alike."""
-    pp, v = draw(st.integers(2, 5)), draw(st.integers(1, 4))
-    m = draw(st.integers(8, 40)) * pp + (draw(st.integers(0, pp - 1)) if v == 1 else 0)
-    apart, base = draw(st.sampled_from([0.0, 0.01, 1.0])), [draw(seconds) for _ in range(4)]
-    times = [
-        StageTimes(**dict(zip(KINDS, (own + apart * draw(seconds) for own in base), strict=True)),
-                   first_forward_s=draw(seconds))
-        for _ in range(pp * v)
-    ]  # fmt: skip
-    return "1F1B" if v == 1 else "Interleaved1F1B", pp, m, times
-
-
-KINDS = ("forward_s", "backward_s", "send_forward_s", "send_backward_s")
-
-
-@settings(max_examples=60, deadline=None)
-@given(long_cases())
-def test_what_repeats_itself_is_as_if_all_of_it_were_simulated(case: tuple[str, int, int, list[StageTimes]]) -> None:
-    name, pp, m, stages = case
-    found, every = simulate(name, pp, m, stages), whole(name, pp, m, stages)
-    assert found.finish_s == pytest.approx(every.finish_s, rel=1e-9)
-    assert found.busy_s == pytest.approx(every.busy_s, rel=1e-9)
-    assert found.exposed_send_s == pytest.approx(every.exposed_send_s, rel=1e-9, abs=1e-9 * max(every.finish_s))
-
-
-@pytest.mark.parametrize(
-    ("name", "v", "send_s"), [("1F1B", 1, 0.0), ("Interleaved1F1B", 2, 0.1), ("Interleaved1F1B", 5, 0.1)]
-)
-def test_alike_stages_are_simulated_for_the_fewest_rounds(name: str, v: int, send_s: float) -> None:
-    pp, m = 4, 200
-    stages = equal(pp * v, send_forward_s=send_s, send_backward_s=send_s)
-    found = _continued(name, pp, m, tuple(stages), ROUNDS[0])
-    assert found is not None
-    assert found.finish_s == pytest.approx(whole(name, pp, m, stages).finish_s, rel=1e-12)
-
-
-@pytest.mark.parametrize(("name", "pp", "v"), [("1F1B", 5, 1), ("Interleaved1F1B", 2, 2), ("Interleaved1F1B", 4, 3)])
-def test_orders_of_more_micro_batches_have_rounds_more(name: str, pp: int, v: int) -> None:
-    """Each rank's actions of many micro-batches: those of few up to a pair of forward and backward, rounds of the same actions of
-    later micro-batches, and then those of few of later micro-batches."""
-    few, more = ROUNDS[0] * pp, 7 * pp
-    size = 1 if name == "1F1B" else pp
-    for short, long in zip(schedule_numbers(name, pp, v, few), schedule_numbers(name, pp, v, few + more), strict=True):
-        stop = 2 * v * (few - pp)  # of the last pairs
-        own = [(number // few, number % few) for number in short]
-        made = own[:stop]
-        while len(made) < len(long) - (len(own) - stop):
-            made.append((made[-2 * v * size][0], made[-2 * v * size][1] + size))
-        made += [(kind, batch + more) for kind, batch in own[stop:]]
-        assert [(number // (few + more), number % (few + more)) for number in long] == made
-
-
-@pytest.mark.parametrize(("name", "pp", "v"), [("1F1B", 5, 1), ("Interleaved1F1B", 2, 2), ("Interleaved1F1B", 4, 3)])
-def test_actions_wait_for_no_more_than_a_round_and_a_step_for_each_rank(name: str, pp: int, v: int) -> None:
-    m = ROUNDS[0] * pp
-    actions = compiled(name, pp, v, m)
-    columns, own = actions.columns, [[] for _ in range(pp)]
-    for place, rank in enumerate(actions.rank):
-        own[rank].append(place)
-    steps = [0] * len(actions.rank)
-    for mine in own:
-        kinds = [columns[2][place] % 3 == 1 for place in mine]
-        fill = kinds.index(True) - 1
-        for at, place in enumerate(mine):
-            steps[place] = at if at < fill else fill + (at - fill) // 2
-    for place, need in enumerate(actions.need):
-        if need >= 0 and steps[place] < v * m - pp:
-            assert steps[place] - steps[need] <= (v * pp if v > 1 else 1) + pp
 
 
 def test_large_pipelines_take_milliseconds() -> None:

@@ -102,7 +102,7 @@ def test_where_samples_meet_no_trained_parameter_is_read_as_if_its_gradient_were
         return [Cost() if strategy.name == "invariant" else cost for strategy, cost in found]
 
     monkeypatch.setattr(batch._BatchCosts, "operators", operators)
-    typing = solve_batch(compact(graph), parts=2)
+    typing = solve_batch(compact(graph))
     for one in graph.ops:
         for ref, kind in zip(one.operands, typing.strategies[one.name].inputs, strict=True):
             assert kind != I or not graph.is_parameter(ref), f"{one.name} reads {ref}"

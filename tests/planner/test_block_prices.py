@@ -12,7 +12,6 @@ from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
 from autopar.models.resolve import resolve_model
 from autopar.plan.plan import BF16
-from autopar.planner.layouts import layout as block_prices
 from autopar.planner.layouts.catalogue import Layouts
 from autopar.planner.layouts.layout import LayoutKey, PricedLayout, TypedLayout
 from autopar.planner.sharding.energy import Weights
@@ -40,7 +39,7 @@ def options_of(layouts: Layouts, split: LayoutKey) -> list[PricedLayout]:
         for step in (0.01, 10.0)
         for price in (0.0, 1e-9, 1e-7, 1e-5, 1e-3)
     ]
-    solutions = {solution.signature: solution for solution in layouts.typings.solver(split, "").solve_all(weights)}
+    solutions = {solution.signature: solution for solution in layouts.solver(split, "").solve_all(weights)}
     return [layouts.price(TypedLayout(key=split, kind="", solution=solution)) for solution in solutions.values()]
 
 
@@ -64,13 +63,3 @@ def test_costs_are_those_of_each_layout_alone(graph: Graph, tp: int, micro_batch
         first = [alone[option.keys.index(key)] for key in option.keys]
         assert [unnamed(cost) for cost in option.costs] == [unnamed(cost) for cost in first]
         assert option.prelude_s == layouts.model.prelude_time_s(local)
-
-
-def test_layouts_that_differ_in_some_blocks_share_the_others(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    plain = block_prices.shard
-    monkeypatch.setattr(block_prices, "shard", lambda *a, only: asked.append(len(only)) or plain(*a, only=only))
-    layouts = layouts_of(graph)
-    options = options_of(layouts, LayoutKey(micro_batch_size=4, tp=4))
-    assert len(options) > 1
-    assert sum(asked) < len(asked) * len(layouts.compact.graph.blocks)

@@ -15,7 +15,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.models.resolve import resolve_model
 from autopar.plan.plan import BF16
 from autopar.planner.layouts.catalogue import Layouts
-from autopar.planner.layouts.layout import LayoutKey, Load, layout_key_of
+from autopar.planner.layouts.layout import LayoutKey, layout_key_of
 from autopar.planner.planner import Planner
 from autopar.planner.search import Limits
 from autopar.planner.space.pins import Pins
@@ -55,8 +55,8 @@ def test_no_priced_layout_is_quicker_than_its_typing_or_the_quickest_typing(name
         *(((2, 2, 1, 4), (2, 2, 2, 2)) if name == "mixtral" else ()),
     ):
         key = LayoutKey(micro_batch_size=size, tp=tp, cp=cp, ep_data=ep)
-        quickest_s = min(layouts.typings.solver(key, kind).quickest.value for kind in layouts.graphs.kinds(key))
-        for typed in layouts.typed(key, Load(num_micro_batches=8, in_flight=2)):
+        quickest_s = min(layouts.solver(key, kind).quickest.value for kind in layouts.graphs.kinds(key))
+        for typed in layouts.typed(key, num_micro_batches=8, in_flight=2):
             total_s = typed_s = 0.0
             assert typed.solution is not None
             blocks = zip(layouts.compact.members, layouts.price(typed).costs, typed.solution.block_s, strict=True)
@@ -106,7 +106,6 @@ def test_what_searches_keep_with_a_graph_changes_no_plan() -> None:
     copied = pickle.loads(pickle.dumps(graph))
     assert graph.passes and not copied.passes and not new.passes
     assert copied._index.made == graph._index.made and copied._index.users == graph._index.users
-    assert not copied._index.named
     plans = [planner(traced, 48, "quick").search(limits=Limits()) for traced in (graph, graph, new)]
     timeless = [replace(plan, search=replace(plan.search, wall_time_s=0.0)) for plan in plans]
     assert timeless[0] == timeless[1] == timeless[2]

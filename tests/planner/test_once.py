@@ -62,7 +62,7 @@ def test_no_rank_sums_its_gradients_in_less(seed: int) -> None:
         turns = [order[edges[0] : edges[1]], order[edges[2] : edges[3]]]
         again = chance.random() < 0.5
         stages = [StageCost(blocks=tuple(kinds[k] for k in own), recompute=(again,) * len(own)) for own in turns if own]
-        found = MODEL.of(step(mesh)).gradients_s(stages, tuple(one.runs for one in stages))
+        found = MODEL.of(step(mesh)).gradients_s(stages)
         assert sum(least[k] for own in turns for k in own) <= sum(found.values()) * (1 + 1e-9)
     if seed % 2 == 0 and any(p.spread for kind in kinds for p in kind.parameters):
         alone = least_sums_s(MODEL, kinds, counts, step(mesh), others=True)

@@ -13,24 +13,19 @@ from autopar.graph.graph import Block, Graph, Op, Ref, TensorSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Wiring:
-    """The values of a block by number, those that it makes first: the same for graphs that differ in shapes alone.
+    """The values of a block by number, those that it makes first.
 
     Attributes:
         values: by number.
-        number: of each value.
         maker: position of the operator that makes a value.
         reads, makes: for each operator its operands and outputs.
         is_counted: for each value whether it counts where it is kept: what the batch brings and parameters are there anyway.
         is_parameter: for each value.
         inputs, outputs: values of earlier blocks that it reads, and its own that others read.
-        prelude: inputs, buffers and prelude values that it reads.
-        across: values that are alive behind it.
-        constants: names of the buffers.
-        shared: whether other blocks read its parameters, in their order.
+        prelude: inputs and prelude values that it reads.
     """
 
     values: tuple[Ref, ...]
-    number: dict[Ref, int]
     maker: dict[int, int]
     reads: tuple[tuple[int, ...], ...]
     makes: tuple[tuple[int, ...], ...]
@@ -39,21 +34,10 @@ class Wiring:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     prelude: tuple[int, ...]
-    across: tuple[Ref, ...]
-    constants: frozenset[str]
-    shared: tuple[bool, ...]
 
 
 def wiring_of(graph: Graph, block: Block) -> Wiring:
-    """The wiring of a block; kept with the names of its graph, for all shapes."""
-    known, key = graph._index.named, f"wiring {block.start}:{block.stop}"
-    if key not in known:
-        known[key] = _wiring(graph, block)
-    found: Wiring = known[key]
-    return found
-
-
-def _wiring(graph: Graph, block: Block) -> Wiring:
+    """The wiring of a block."""
     ops = graph.block_ops(block)
     number: dict[Ref, int] = {}
     for op in ops:
@@ -64,10 +48,9 @@ def _wiring(graph: Graph, block: Block) -> Wiring:
     values, parameters, free = tuple(number), graph._index.parameters, graph._index.free
     counts = iter(range(made))
     makes = tuple([tuple([next(counts) for _ in op.outputs]) for op in ops])
-    outside = values[made:]
+    buffers = {buffer.name for buffer in graph.buffers}
     return Wiring(
         values=values,
-        number=number,
         maker={v: i for i, own in enumerate(makes) for v in own},
         reads=reads,
         makes=makes,
@@ -75,15 +58,7 @@ def _wiring(graph: Graph, block: Block) -> Wiring:
         is_parameter=tuple([ref.name in parameters for ref in values]),
         inputs=tuple([number[ref] for ref in graph.block_inputs(block)]),
         outputs=tuple([number[ref] for ref in graph.block_outputs(block)]),
-        prelude=tuple([number[ref] for ref in outside if ref.name in free]),
-        across=graph.live_across(block.stop),
-        constants=frozenset([buffer.name for buffer in graph.buffers]),
-        shared=tuple(
-            [
-                not all(block.start <= user < block.stop for user in graph.users(Ref(p.name)))
-                for p in graph.block_parameters(block)
-            ]
-        ),
+        prelude=tuple([number[ref] for ref in values[made:] if ref.name in free and ref.name not in buffers]),
     )
 
 
@@ -123,15 +98,13 @@ class Storages:
 
     def __init__(
         self,
-        graph: Graph,
-        block: Block,
+        ops: Sequence[Op],
+        wiring: Wiring,
         works: Sequence[Work],
         specs: Sequence[TensorSpec],
         again: frozenset[int] = frozenset(),
     ) -> None:
-        self.wiring, self.works, self._specs = wiring_of(graph, block), works, specs
-        wiring = self.wiring
-        self.ops = graph.block_ops(block)
+        self.ops, self.wiring, self.works, self._specs = ops, wiring, works, specs
         self._roots = roots = numbered_roots(self.ops, wiring.reads, wiring.makes, specs)
         self.sizes = [spec.num_bytes for spec in specs]
         """Bytes of each value."""
@@ -216,9 +189,7 @@ class Storages:
         return {self._roots[v]: self.sizes[self._roots[v]] for v in self.wiring.inputs}
 
     def prelude(self) -> tuple[tuple[str, int], ...]:
-        wiring = self.wiring
-        names = ((wiring.values[v].name, self.sizes[v]) for v in wiring.prelude)
-        return tuple([(name, size) for name, size in names if name not in wiring.constants])
+        return tuple([(self.wiring.values[v].name, self.sizes[v]) for v in self.wiring.prelude])
 
     def forward_peak(self) -> int:
         """Kept so far and still to be read, at the fullest moment of forward; inputs count where they are kept."""

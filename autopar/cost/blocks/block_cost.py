@@ -65,11 +65,11 @@ def messages(op: Op, spec_of: Callable[[Ref], TensorSpec]) -> Iterator[Message]:
         return
     name, axis = op.target.removeprefix("autopar.").removeprefix("zigzag_"), str(op.args[1])
     before, after = spec_of(op.operands[0]).num_bytes, op.spec.num_bytes
-    forward, backward = _directions(name, op)
+    forward, backward, end = _DIRECTIONS.get(name, ("", "", ""))
     size = before if name == "all_to_all" else max(before, after)
     if forward:
         yield Message(kind=forward, axis=axis, num_bytes=size, backward=False)
-    if backward and op.spec.requires_grad:
+    if backward and op.spec.requires_grad and end in ("", op.args[-1]):
         yield Message(kind=backward, axis=axis, num_bytes=size, backward=True)
 
 
@@ -100,24 +100,16 @@ def _travels(op: Op, spec_of: Callable[[Ref], TensorSpec]) -> Iterator[Message]:
         yield from (message,) * count
 
 
-def _directions(name: str, op: Op) -> tuple[str, str]:
-    """Collectives forward and backward of an emitted change of type; the table of ``rules.local_calls``."""
-    end = op.args[-1]
-    match name:
-        case "all_reduce":
-            return "all_reduce", "all_reduce" if end == "R" else ""
-        case "all_gather":
-            return "all_gather", "reduce_scatter" if end == "R" else ""
-        case "reduce_scatter":
-            return "reduce_scatter", "all_gather"
-        case "all_to_all":
-            return "all_to_all", "all_to_all"
-        case "shard":
-            return "", "all_gather" if end == "I" else ""
-        case "invariant_to_replicate":
-            return "", "all_reduce"
-        case _:
-            return "", ""
+_DIRECTIONS: dict[str, tuple[str, str, str]] = {
+    "all_reduce": ("all_reduce", "all_reduce", "R"),
+    "all_gather": ("all_gather", "reduce_scatter", "R"),
+    "reduce_scatter": ("reduce_scatter", "all_gather", ""),
+    "all_to_all": ("all_to_all", "all_to_all", ""),
+    "shard": ("", "all_gather", "I"),
+    "invariant_to_replicate": ("", "all_reduce", ""),
+}
+"""Collectives forward and backward of an emitted change of type (the table of ``rules.local_calls``); and the type that it must end
+in for the latter, empty: any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from autopar.cost.blocks.block_cost import SENDING, BlockCost, Message, Paramete
 from autopar.cost.network.collectives import CollectiveModel
 from autopar.cost.operators.operator_times import OperatorTimes, time_of_work
 from autopar.cost.operators.work import Specs, Work, work
-from autopar.graph.graph import Block, Graph, Op, TensorSpec
+from autopar.graph.graph import Block, Graph, Op, Ref, TensorSpec
 from autopar.graph.operator_kinds import is_dear, made_again
 from autopar.hardware.device import Device, KernelKind
 from autopar.plan.mesh import Mesh
@@ -83,10 +83,10 @@ def block_work(
     if kernels is not None:
         works = [kernels.operator(graph, *own) for own in zip(ops, operands, works, strict=True)]
         unkept = repeated | kernels.unkept(graph, ops)
-    storages = Storages(graph, block, works, specs, unkept)
+    storages = Storages(ops, wiring, works, specs, unkept)
     works = [storages.copied(i) for i in range(len(works))]
     remade = storages.without(made_again(graph, block, storages.roots)) if selective else None
-    shape = _shape(graph, block, wiring, storages, works, remade)
+    shape = _shape(graph, block, storages, works, remade)
     inside: Collection[int] = ()
     if kernels is not None:
         works, inside = kernels.joined(graph, ops, operands, works)
@@ -99,12 +99,10 @@ def block_work(
     )  # fmt: skip
 
 
-def _shape(
-    graph: Graph, block: Block, wiring: Wiring, storages: Storages, works: Sequence[Work], remade: Storages | None
-) -> BlockCost:
+def _shape(graph: Graph, block: Block, storages: Storages, works: Sequence[Work], remade: Storages | None) -> BlockCost:
     """What no profile changes of a block's cost; ``remade``: its storages under selective recompute, where that is asked for."""
     ops, inputs = graph.block_ops(block), storages.inputs()
-    across = [graph.spec(ref) for ref in wiring.across]
+    across = [graph.spec(ref) for ref in graph.live_across(block.stop)]
     keeping = (i for i, done in enumerate(works) if done.saved or done.saves_output or done.saved_bytes)
     last_kept = max(keeping, default=-1)
     kept = _kept(storages, inputs)
@@ -131,11 +129,11 @@ def _shape(
             if op.target in SENDING
             for message in messages(op, graph.spec)
         ),
-        parameters=_parameters(graph, block, wiring),
+        parameters=_parameters(graph, block),
     )
 
 
-def _parameters(graph: Graph, block: Block, wiring: Wiring) -> tuple[ParameterCost, ...]:
+def _parameters(graph: Graph, block: Block) -> tuple[ParameterCost, ...]:
     """The parameters that a block reads."""
     return tuple(
         [
@@ -146,9 +144,9 @@ def _parameters(graph: Graph, block: Block, wiring: Wiring) -> tuple[ParameterCo
                 gradient_sum_axes=p.gradient_sum_axes,
                 trained=p.spec.requires_grad,
                 spread=any(axis == "ep_data" for axis, _ in p.layout),
-                shared=is_shared,
+                shared=not all(block.start <= user < block.stop for user in graph.users(Ref(p.name))),
             )
-            for p, is_shared in zip(graph.block_parameters(block), wiring.shared, strict=True)
+            for p in graph.block_parameters(block)
         ]
     )
 

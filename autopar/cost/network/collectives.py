@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from autopar.cost.network.placement import GroupShape, group_place, group_shape, hop_shape, send_shape
+from autopar.cost.network.placement import GroupShape, group_shape, hop_shape
 from autopar.errors import UsageError
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.link import Algorithm, CollectiveTime
@@ -38,7 +38,7 @@ class CollectiveModel:
         self.cluster, self.only = cluster, only
         self._fabric = Fabric(cluster)
         self._groups: dict[tuple[Mesh, tuple[str, ...]], tuple[GroupShape, ...]] = {}
-        self._placed: dict[tuple[object, ...], tuple[GroupShape, ...]] = {}  # by what of a mesh decides
+        self._pairs: dict[tuple[int, int, int | None], tuple[GroupShape, ...]] = {}
         self._lines: dict[tuple[str, GroupShape], tuple[_Line, ...]] = {}
         self._measured = _measured_on(cluster)
 
@@ -56,12 +56,7 @@ class CollectiveModel:
         """
         shapes = self._groups.get((mesh, axes))
         if shapes is None:
-            place = group_place(mesh, axes)
-            if self.only is not None:  # which groups lie on the nodes that are priced depends on the pipeline too
-                place = (*place, "of", mesh.pp)
-            if place not in self._placed:
-                self._placed[place] = group_shape(mesh, axes, self._fabric, self.only)
-            shapes = self._groups[mesh, axes] = self._placed[place]
+            shapes = self._groups[mesh, axes] = group_shape(mesh, axes, self._fabric, self.only)
         return max([self.shape_time_s(kind, num_bytes, shape) for shape in shapes])
 
     @property
@@ -83,11 +78,12 @@ class CollectiveModel:
 
     def _neighbours(self, mesh: Mesh, here: int | None = None) -> tuple[GroupShape, ...]:
         """Shapes of pairs of ranks of neighbouring pipeline ranks; ``here``: of those of one of these and the next one alone."""
-        place = ("send", mesh.pp, mesh.world_size, here)
-        if place not in self._placed:
-            fabric = self._fabric
-            self._placed[place] = send_shape(mesh, fabric) if here is None else hop_shape(mesh, fabric, here)
-        return self._placed[place]
+        place = mesh.pp, mesh.world_size, here
+        if place not in self._pairs:
+            hops = (range(mesh.pp) if mesh.pp > 1 else ()) if here is None else (here,)
+            every = (shape for rank in hops for shape in hop_shape(mesh, self._fabric, rank))
+            self._pairs[place] = tuple(dict.fromkeys(every))
+        return self._pairs[place]
 
     def shape_time_s(self, kind: str, num_bytes: float, shape: GroupShape) -> float:
         """Time of a collective of one group."""

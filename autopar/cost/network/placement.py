@@ -115,10 +115,6 @@ class GroupShape:
     inter_latency_s: float = 0.0
     half_bandwidth_bytes: float = 0.0
 
-    def __hash__(self) -> int:
-        """Of the numbers that tell most shapes apart: every collective is priced by its shape."""
-        return hash((self.size, self.num_nodes, self.ranks_per_node, self.egress_bytes_per_s))
-
 
 def shapes_of(groups: Sequence[Sequence[int]], cluster: Cluster) -> tuple[GroupShape, ...]:
     """The different shapes of groups of ranks that communicate at the same time."""
@@ -167,34 +163,6 @@ def _within(ranks: NDArray[Any], pp: int, cluster: Cluster, only: frozenset[int]
     if not found.any():
         raise InternalError(f"No group of ranks lies on the node groups {sorted(only)}", where=cluster.name)
     return found
-
-
-def group_place(mesh: Mesh, axes: tuple[str, ...]) -> tuple[object, ...]:
-    """Equal for axes of meshes that have the same groups: world size, and for each axis its degree and distance of ranks."""
-    names, degrees, axes = mesh.cut(axes)
-    found: list[tuple[int, int]] = []
-    distance = 1
-    for name, degree in zip(reversed(names), reversed(degrees), strict=True):
-        if name in axes and degree > 1:
-            if found and found[-1][0] * found[-1][1] == distance:  # neighbouring axes are one
-                found[-1] = (found[-1][0], found[-1][1] * degree)
-            else:
-                found.append((distance, degree))
-        distance *= degree
-    return (distance, *found)
-
-
-def send_shape(mesh: Mesh, fabric: Fabric) -> tuple[GroupShape, ...]:
-    """The pairs of ranks between which neighbouring pipeline stages send, all at the same time.
-
-    For pp of 1 there is none.
-    """
-    if mesh.pp == 1:
-        return ()
-    shapes: dict[GroupShape, None] = {}
-    for here in range(mesh.pp):
-        shapes |= dict.fromkeys(hop_shape(mesh, fabric, here))
-    return tuple(shapes)
 
 
 def hop_shape(mesh: Mesh, fabric: Fabric, here: int) -> tuple[GroupShape, ...]:

@@ -13,12 +13,12 @@ from __future__ import annotations
 import json
 import math
 import re
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
+import numpy as np
 import torch
 
 from autopar.cost.operators.work import COLLECTIVES, LINEAR, VIEWS, Product, Specs, work
@@ -279,14 +279,10 @@ class _Curve:
     def time_s(self, size: float) -> tuple[float, bool]:
         """Seconds, and whether the size lies between measured ones."""
         at = math.log(size)
-        i = bisect_left(self.sizes, at)
-        if i < len(self.sizes) and self.sizes[i] == at:
-            return math.exp(self.times[i]), True
-        if i in (0, len(self.sizes)):
-            nearest = min(i, len(self.sizes) - 1)
-            return size * math.exp(self.times[nearest] - self.sizes[nearest]), False
-        share = (at - self.sizes[i - 1]) / (self.sizes[i] - self.sizes[i - 1])
-        return math.exp(self.times[i - 1] + share * (self.times[i] - self.times[i - 1])), True
+        if self.sizes[0] <= at <= self.sizes[-1]:
+            return math.exp(np.interp(at, self.sizes, self.times)), True
+        nearest = 0 if at < self.sizes[0] else -1
+        return size * math.exp(self.times[nearest] - self.sizes[nearest]), False
 
 
 class Measured:

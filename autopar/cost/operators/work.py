@@ -16,24 +16,12 @@ import torch
 from autopar.cost.operators.matmul import PRODUCTS
 from autopar.cost.operators.work_record import FLOAT, Product, Specs, Work, argument, total, with_grad
 from autopar.graph.graph import Op, Ref, TensorSpec
-from autopar.graph.operator_kinds import SAVES_OUTPUT
+from autopar.graph.operator_kinds import SAVES_NOTHING, SAVES_OUTPUT, VIEWS, aten_targets
 from autopar.hardware.device import KernelKind
 from autopar.ops.kernels import region_of
 
 __all__ = ["COLLECTIVES", "LINEAR", "VIEWS", "Product", "Specs", "Work", "operand_specs", "work"]
 
-_VIEW_NAMES = (
-    "view.default _unsafe_view.default reshape.default flatten.using_ints unflatten.int squeeze.default squeeze.dim"
-    " squeeze.dims unsqueeze.default transpose.int t.default permute.default expand.default slice.Tensor select.int"
-    " narrow.default alias.default detach.default split.Tensor split_with_sizes.default chunk.default unbind.int"
-    " diagonal.default movedim.int unfold.default view_as.default expand_as.default"
-)
-_SAVE_NOTHING_NAMES = (
-    "add.Tensor add.Scalar sub.Tensor sub.Scalar rsub.Scalar rsub.Tensor neg.default clone.default contiguous.default"
-    " to.dtype _to_copy.default cat.default stack.default pad.default constant_pad_nd.default repeat.default"
-    " roll.default flip.default cumsum.default mul.Scalar div.Scalar tril.default triu.default type_as.default"
-    " zeros_like.default ones_like.default"
-)
 _SAVE_INPUT_NAMES = (
     "pow.Tensor_Scalar silu.default gelu.default abs.default log.default sin.default cos.default square.default"
     " leaky_relu.default hardtanh.default clamp.default softplus.default hardswish.default mish.default"
@@ -41,13 +29,6 @@ _SAVE_INPUT_NAMES = (
 )
 _COLLECTIVE_NAMES = "all_reduce all_gather reduce_scatter all_to_all shard keep_on_first invariant_to_replicate"
 
-
-def _aten(names: str) -> frozenset[str]:
-    return frozenset(f"aten.{name}" for name in names.split())
-
-
-VIEWS = _aten(_VIEW_NAMES)
-"""Operators whose output lies in the storage of their first operand."""
 
 _ZIGZAG_NAMES = "zigzag_shard zigzag_all_gather zigzag_reduce_scatter zigzag_all_to_all"
 COLLECTIVES = frozenset(f"autopar.{name}" for name in (*_COLLECTIVE_NAMES.split(), *_ZIGZAG_NAMES.split()))
@@ -59,18 +40,18 @@ LINEAR = frozenset(("aten.linear.default", "autopar.linear_t"))
 FUNCTIONS = {
     "aten.tanh.default": "tanh",
     "aten.gelu.default": "gelu",
-    **dict.fromkeys(_aten("silu.default sigmoid.default"), "silu"),
+    **dict.fromkeys(aten_targets("silu.default sigmoid.default"), "silu"),
     "aten.exp.default": "exp",
-    **dict.fromkeys(_aten("softmax.int _softmax.default log_softmax.int _log_softmax.default"), "softmax"),
+    **dict.fromkeys(aten_targets("softmax.int _softmax.default log_softmax.int _log_softmax.default"), "softmax"),
     **dict.fromkeys(("autopar.cross_entropy_sum", "autopar.cross_entropy_vocabulary"), "softmax"),
     "aten.cross_entropy_loss.default": "softmax",
-    **dict.fromkeys(_aten("layer_norm.default native_layer_norm.default rms_norm.default"), "norm"),
+    **dict.fromkeys(aten_targets("layer_norm.default native_layer_norm.default rms_norm.default"), "norm"),
     "aten.pow.Tensor_Scalar": "pow",
 }
 """Operators that compute a function which may take longer than its bytes; profiles measure these names."""
 
-_PARTIAL_VIEWS = _aten("slice.Tensor select.int narrow.default")
-_SAVE_NOTHING, _SAVE_INPUT = _aten(_SAVE_NOTHING_NAMES), _aten(_SAVE_INPUT_NAMES)
+_PARTIAL_VIEWS = aten_targets("slice.Tensor select.int narrow.default")
+_SAVE_INPUT = aten_targets(_SAVE_INPUT_NAMES)
 _SAVE_CONDITION = {"aten.where.self": (0,), "aten.where.ScalarOther": (0,), "aten.where.ScalarSelf": (0,)}
 _SAVE_CONDITION |= {"aten.masked_fill.Scalar": (1,), "aten.masked_fill.Tensor": (1,), "aten.index.Tensor": (1,)}
 _SAVE_CONDITION |= {"aten.gather.default": (1,), "aten.index_select.default": (1,)}
@@ -162,7 +143,7 @@ def _elementwise(op: Op, operands: Specs) -> Work:
 def _saved(op: Op, operands: Specs) -> tuple[tuple[int, ...], bool]:
     """Positions of the operands that autograd keeps, and whether it keeps the output."""
     target = op.target
-    if target in _SAVE_NOTHING:
+    if target in SAVES_NOTHING:
         return (), False
     if target in SAVES_OUTPUT:
         return (), True

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 from autopar.cost.network.collectives import CollectiveModel
 from autopar.cost.step.gradient_buckets import tied
 from autopar.cost.step.memory import launched_s, rank_memory
 from autopar.cost.step.simulation import PipelineTimes, StageTimes, simulate
-from autopar.cost.step.step import Runs, StageCost, StageMessages, StageSums, Step, gathering_share
+from autopar.cost.step.step import StageCost, StageMessages, StageSums, Step, gathering_share
 from autopar.cost.step.step_model import StepModel
 from autopar.errors import UsageError
 from autopar.hardware.device import Overheads
@@ -34,7 +35,6 @@ class PipelineStep:
     ) -> None:
         self.stages, self.parts, self.collectives, self.by_hop = stages, parts, collectives, by_hop
         self.step, self.data = parts[0].step, parts[0].data
-        self.runs: list[Runs] = [stage.runs for stage in stages]
         pp = self.step.mesh.pp
         if not stages or len(stages) % pp:
             raise UsageError(
@@ -47,10 +47,10 @@ class PipelineStep:
         step, found = self.step, []
         for rank in range(step.mesh.pp) if ranks is None else ranks:
             part = self.parts[rank]
-            own, runs = self.stages[rank :: step.mesh.pp], tuple(self.runs[rank :: step.mesh.pp])
+            own = self.stages[rank :: step.mesh.pp]
             found.append(
                 rank_memory(
-                    [part.stage_memory(stage, key) for stage, key in zip(own, runs, strict=True)],
+                    [part.stage_memory(stage) for stage in own],
                     self.data,
                     copied_bytes=part.copied_bytes(own),
                     optimizer=part.ranks.optimizer,
@@ -61,20 +61,22 @@ class PipelineStep:
             )
         return tuple(found)
 
+    @cached_property
     def sums(self) -> list[StageSums]:
         """What each stage spends on one micro-batch."""
         step, found = self.step, []
-        for s, (stage, runs) in enumerate(zip(self.stages, self.runs, strict=True)):
+        for s, stage in enumerate(self.stages):
             share = gathering_share(self.data, step.schedule, len(self.stages), step.num_micro_batches, s)
             prelude_s = step.preludes_s[s % step.mesh.pp] if step.preludes_s else step.prelude_s
             part = self.parts[s % step.mesh.pp]
-            found.append(part.stage_sums(stage, runs, share=share, prelude_s=prelude_s))
+            found.append(part.stage_sums(stage, share=share, prelude_s=prelude_s))
         return found
 
-    def times(self, sums: Sequence[StageSums]) -> list[StageTimes]:
+    @cached_property
+    def times(self) -> list[StageTimes]:
         """What the pipeline simulates of each stage: of the stage, its place and the block before it alone."""
         stages, mesh, times, received_s = self.stages, self.step.mesh, [], 0.0
-        for s, own in enumerate(sums):
+        for s, own in enumerate(self.sums):
             ranks = self.parts[s % mesh.pp].ranks
             before = stages[s - 1].blocks[-1] if s and stages[s - 1].blocks else None
             sent = stages[s].blocks[-1].send_bytes if stages[s].blocks and s < len(stages) - 1 else 0
@@ -93,15 +95,15 @@ class PipelineStep:
             times.append(ranks.runtime.stage_times(own, messages, mesh, self.collectives, ranks.device))
         return times
 
-    def breakdown(self, sums: Sequence[StageSums]) -> Breakdown:
-        """Where the step goes on the rank that is the last one to finish; idle time included."""
-        step, times = self.step, self.times(sums)
-        return self.ended(sums, times, simulate(step.schedule, step.mesh.pp, step.num_micro_batches, times))
+    def breakdown(self, simulated: PipelineTimes | None = None) -> Breakdown:
+        """Where the step goes on the rank that is the last one to finish; idle time included.
 
-    def ended(self, sums: Sequence[StageSums], times: Sequence[StageTimes], pipeline: PipelineTimes) -> Breakdown:
-        """As :meth:`breakdown`, of a pipeline that is simulated already."""
-        ties = tied([stage.blocks for stage in self.stages], self.data)
-        every = [self._of_rank(rank, sums, times, pipeline, ties) for rank in range(self.step.mesh.pp)]
+        Args:
+            simulated: the pipeline, where it is simulated already.
+        """
+        step, ties = self.step, tied([stage.blocks for stage in self.stages], self.data)
+        pipeline = simulated or simulate(step.schedule, step.mesh.pp, step.num_micro_batches, self.times)
+        every = [self._of_rank(rank, pipeline, ties) for rank in range(step.mesh.pp)]
         return max(every, key=lambda found: found.total_s)
 
     def _send_s(self, num_bytes: int, sender: int) -> float:
@@ -123,18 +125,15 @@ class PipelineStep:
         gradients = sum(len(block.send_gradients) for block in neighbours)
         return action_s + message_s * tensors, action_s + message_s * gradients
 
-    def _of_rank(
-        self, rank: int, every: Sequence[StageSums], times: Sequence[StageTimes], pipeline: PipelineTimes,
-        ties: Mapping[tuple[int, ...], int],
-    ) -> Breakdown:  # fmt: skip
+    def _of_rank(self, rank: int, pipeline: PipelineTimes, ties: Mapping[tuple[int, ...], int]) -> Breakdown:
         """Where the step goes if this rank is the last one to finish."""
         pp, count, part, data = self.step.mesh.pp, self.step.num_micro_batches, self.parts[rank], self.data
-        stages, runs, sums = self.stages[rank::pp], tuple(self.runs[rank::pp]), every[rank::pp]
-        units = [part.units(stage, key) for stage, key in zip(stages, runs, strict=True)]
+        stages, sums = self.stages[rank::pp], self.sums[rank::pp]
+        units = [part.units(stage) for stage in stages]
         flat = [unit for stage in units for unit in stage]
         device, runtime = part.ranks.device, part.ranks.runtime
         host = part.ranks.host if self.step.offloads_optimizer else None
-        sent = part.gradients_s(stages, runs)
+        sent = part.gradients_s(stages)
         tail = sum(data.tail_s(stage) for stage in units) + sum(s.data_last_s for s in sums)
         tail *= runtime.late_share(device)
         tail += sent["data"] + ties_s(self.collectives, ties, self.step, rank) + part.scalars_s
@@ -148,7 +147,7 @@ class PipelineStep:
             tensor_parallel_s=count * sum(s.tensor_parallel_s for s in sums) + sent["tp"],
             context_parallel_s=count * sum(s.context_parallel_s for s in sums) + sent["cp"],
             data_parallel_s=count * always + first + tail,
-            pipeline_s=exposed_s + count * sum(stage.schedule_s for stage in times[rank::pp]),
+            pipeline_s=exposed_s + count * sum(stage.schedule_s for stage in self.times[rank::pp]),
             bubble_s=max(pipeline.finish_s[rank] - pipeline.busy_s[rank] - exposed_s, 0.0),
             optimizer_s=optimizer_s + launched_s(part.ranks.optimizer, flat, device, host),
             offload_s=offload_s + count * sum(s.offload_s for s in sums),

@@ -1,8 +1,7 @@
 """Time of a pipelined step: an event simulation of the actions that the runtime carries out.
 
 Sends do not occupy the sender; a receiver waits for them. The schedule's dependencies are worked out once for each
-(schedule, ranks, virtual stages, micro-batches); a simulation is then one pass over the actions. Once all ranks repeat what they
-did a round before, by so much later, they go on so until the pipeline drains: what is between is not simulated.
+(schedule, ranks, virtual stages, micro-batches); a simulation is then one pass over the actions.
 
 The longest chains of actions of a simulated step say what its time is made of, as numbers of actions of each stage.
 """
@@ -17,14 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.plan.schedule import check_schedule, schedule_numbers
-
-ROUNDS = (5, 10, 20)
-"""Of as many micro-batches as there are ranks, after which it is looked whether all ranks repeat themselves."""
-
-STEADY = 1e-12
-"""Of what a round takes, within which all actions come later by the same: rounding."""
-
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,43 +132,6 @@ def _in_turn(numbers: NDArray[np.int64], needs: NDArray[np.int64]) -> NDArray[np
     return np.array(order)
 
 
-@lru_cache(maxsize=64)
-def _rounds(name: str, pp: int, virtual_stages: int, num_micro_batches: int) -> tuple[NDArray[np.intp], int]:
-    """Where the last actions stand that no rank's drain has a part in, and how many of them are a round.
-
-    Each rank runs, after its first forwards, a forward and a backward in turn: here the step of a pair is that of its forward among
-    the forwards of the rank. Forward and backward wait for ranks beside, of the same step or of up to two steps before, or at the ends of a
-    pipeline of virtual stages for a round less as many steps as there are ranks: so a round and a step for each rank are all that
-    what follows can wait for.
-
-    Returns:
-        For each rank positions of the actions of two rounds and a step for each rank [ranks, actions].
-    """
-    stages, columns = pp * virtual_stages, compiled(name, pp, virtual_stages, num_micro_batches).columns
-    own = np.argsort(columns[0], kind="stable").reshape(pp, -1)
-    fill = (columns[2][own] % 3 == 1).argmax(axis=1) - 1  # forwards before those that have a backward beside them
-    size = stages if name == "Interleaved1F1B" else 1
-    stop = virtual_stages * num_micro_batches - pp
-    first = 2 * (stop - 2 * size - pp) - fill
-    assert (first >= fill).all()
-    return np.take_along_axis(own, first[:, None] + np.arange(2 * (2 * size + pp)), axis=1), 2 * size
-
-
-def _run(
-    actions: Compiled, durations: Sequence[float], sends: Sequence[float], ends: Sequence[float]
-) -> tuple[Array, Array, Array]:
-    """When each action ends, what it takes, and how long its rank is idle while a message to it is under way.
-
-    Args:
-        ends: the first of :func:`_ends`.
-    """
-    every = np.array(ends)
-    _, needs, lengths, messages, befores = actions.columns
-    idle, made, sent = every[befores], every[needs], np.array(sends)[messages]
-    exposed = np.where(made + sent > idle, made + sent - np.maximum(made, idle), 0.0)
-    return every[:-1], np.array(durations)[lengths], exposed
-
-
 def _ends(actions: Compiled, durations: Sequence[float], sends: Sequence[float]) -> tuple[list[float], list[float]]:
     """When each action ends, with one of no seconds behind them (-1), which those need that need nothing; and each rank."""
     ends = [0.0] * (len(actions.rank) + 1)
@@ -191,56 +145,25 @@ def _ends(actions: Compiled, durations: Sequence[float], sends: Sequence[float])
     return ends, free
 
 
-def _continued(
-    name: str, pp: int, num_micro_batches: int, stages: tuple[StageTimes, ...], rounds: int
-) -> PipelineTimes | None:
-    """A step by that of fewer micro-batches, where it repeats itself after so many rounds; None where it does not."""
-    by_round = pp if name == "Interleaved1F1B" else 1
-    degrees = name, pp, len(stages) // pp, rounds * pp
-    actions, (places, size) = compiled(*degrees), _rounds(*degrees)
-    durations, sends = durations_of(stages), sends_of(stages)
-    ends, took, exposed = _run(actions, durations, sends, _ends(actions, durations, sends)[0])
-    later = ends[places[:, size:]] - ends[places[:, :-size]]
-    later_s = float(later[0, 0])
-    if np.abs(later - later_s).max() > STEADY * later_s:
-        return None
-    more = (num_micro_batches - rounds * pp) // by_round
-    one = places[:, -size:]
-    ranks = actions.columns[0]
-    return PipelineTimes(
-        finish_s=tuple((ends[list(actions.last)] + more * later_s).tolist()),
-        busy_s=tuple((np.bincount(ranks, took) + more * took[one].sum(axis=1)).tolist()),
-        exposed_send_s=tuple((np.bincount(ranks, exposed) + more * exposed[one].sum(axis=1)).tolist()),
-    )
-
-
 @lru_cache(maxsize=16)
 def _simulated(name: str, pp: int, num_micro_batches: int, stages: tuple[StageTimes, ...]) -> PipelineTimes:
     """A step of several stages; a search asks for the same one again where a cut that is in time is the one that fits."""
     check_schedule(name, pp, len(stages) // pp, num_micro_batches)
-    if name == "1F1B" or (name == "Interleaved1F1B" and num_micro_batches % pp == 0):
-        for rounds in ROUNDS:
-            if 3 * rounds * pp > 2 * num_micro_batches:
-                break
-            if (found := _continued(name, pp, num_micro_batches, stages, rounds)) is not None:
-                return found
-    return whole(name, pp, num_micro_batches, stages)
-
-
-def whole(name: str, pp: int, num_micro_batches: int, stages: Sequence[StageTimes]) -> PipelineTimes:
-    """As :func:`simulate`, action by action to the end."""
     actions = compiled(name, pp, len(stages) // pp, num_micro_batches)
     durations, sends = durations_of(stages), sends_of(stages)
     return _times(actions, durations, sends, _ends(actions, durations, sends)[0])
 
 
 def _times(
-    actions: Compiled, durations: Sequence[float], sends: Sequence[float], every: Sequence[float]
+    actions: Compiled, durations: Sequence[float], sends: Sequence[float], ends: Sequence[float]
 ) -> PipelineTimes:
-    ends, took, exposed = _run(actions, durations, sends, every)
-    ranks = actions.columns[0]
+    """``ends``: the first of :func:`_ends`."""
+    every = np.array(ends)
+    ranks, needs, lengths, messages, befores = actions.columns
+    idle, made, sent, took = every[befores], every[needs], np.array(sends)[messages], np.array(durations)[lengths]
+    exposed = np.where(made + sent > idle, made + sent - np.maximum(made, idle), 0.0)
     return PipelineTimes(
-        finish_s=tuple(ends[list(actions.last)].tolist()),
+        finish_s=tuple(every[list(actions.last)].tolist()),
         busy_s=tuple(np.bincount(ranks, took).tolist()),
         exposed_send_s=tuple(np.bincount(ranks, exposed).tolist()),
     )
@@ -302,7 +225,7 @@ class Chain:
 def with_chains(
     name: str, pp: int, num_micro_batches: int, stages: Sequence[StageTimes]
 ) -> tuple[PipelineTimes, list[Chain]]:
-    """As :func:`whole`, with the longest chain up to the end of each rank; the longest of all first."""
+    """As :func:`simulate`, with the longest chain up to the end of each rank; the longest of all first."""
     actions = compiled(name, pp, len(stages) // pp, num_micro_batches)
     durations, sends = durations_of(stages), sends_of(stages)
     ends, free = _ends(actions, durations, sends)

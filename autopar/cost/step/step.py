@@ -7,7 +7,7 @@ receiver, gradients summed beside the last backward. ``autopar.validate.practice
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import groupby
 from typing import TypeAlias
@@ -59,10 +59,6 @@ class Step:
     bucket_bytes: int = BUCKET_BYTES
     offload: tuple[Offload, ...] = ()
 
-    def __hash__(self) -> int:
-        """Of the fields that tell most steps apart: steps are keys of a table that is asked again and again."""
-        return hash((self.mesh, self.schedule, self.num_micro_batches, self.zero_stage, self.bucket_bytes))
-
     @property
     def offloads_optimizer(self) -> bool:
         """Whether the states of the optimizer live on the host."""
@@ -79,11 +75,12 @@ class StageCost:
 
     blocks: tuple[BlockCost, ...]
     recompute: tuple[Recompute, ...]
+    runs: Runs = field(init=False, compare=False, repr=False)
+    """Equal blocks that recompute alike, side by side, with their number: all that a stage is, and short as a key."""
 
-    @property
-    def runs(self) -> Runs:
-        """Equal blocks that recompute alike, side by side, with their number: all that a stage is, and short as a key."""
-        return tuple((one, len(list(some))) for one, some in groupby(zip(self.blocks, self.recompute, strict=True)))
+    def __post_init__(self) -> None:
+        pairs = groupby(zip(self.blocks, self.recompute, strict=True))
+        object.__setattr__(self, "runs", tuple([(one, len(list(some))) for one, some in pairs]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -180,25 +180,25 @@ class StepModel:
 
     # --- a stage
 
-    def units(self, stage: StageCost, runs: Runs) -> list[Unit]:
+    def units(self, stage: StageCost) -> list[Unit]:
         """Of each block of a stage; a parameter that several of its blocks read counts with the first."""
-        if runs not in self._stages:
-            self._stages[runs] = [
+        if stage.runs not in self._stages:
+            self._stages[stage.runs] = [
                 self.unit(block) if len(own) == len(block.parameters) else self.ranks.unit(own, self.data)
                 for block, own in zip(stage.blocks, own_parameters(stage.blocks), strict=True)
             ]
-        return self._stages[runs]
+        return self._stages[stage.runs]
 
-    def stage_sums(self, stage: StageCost, runs: Runs, *, share: float, prelude_s: float) -> StageSums:
+    def stage_sums(self, stage: StageCost, *, share: float, prelude_s: float) -> StageSums:
         """What a stage spends on one micro-batch.
 
         Args:
             share: of its forwards those that gather parameters anew.
             prelude_s: of the operators that it repeats.
         """
-        key = runs, share, prelude_s
+        key = stage.runs, share, prelude_s
         if key not in self._sums:
-            units, device, adding_s = self.units(stage, runs), self.ranks.device, 0.0
+            units, device, adding_s = self.units(stage), self.ranks.device, 0.0
             if self.step.adds_gradients:
                 adding_s = self._adding_s(units)
                 adding_s += shared_sums_s(stage.blocks, itemsize(self.ranks.precision.compute), device)
@@ -210,13 +210,13 @@ class StepModel:
             self._sums[key] = moving(sums, stage, self.ranks.host) if moves else sums
         return self._sums[key]
 
-    def stage_memory(self, stage: StageCost, runs: Runs) -> StageMemory:
+    def stage_memory(self, stage: StageCost) -> StageMemory:
         """The bytes of a stage."""
-        if runs not in self._memory:
-            units = self.units(stage, runs)
+        if stage.runs not in self._memory:
+            units = self.units(stage)
             states = [self._state(one) for one, some in groupby(units) for _ in some]
-            self._memory[runs] = stage_memory(stage, units, states, self.data, self.step.num_micro_batches)
-        return self._memory[runs]
+            self._memory[stage.runs] = stage_memory(stage, units, states, self.data, self.step.num_micro_batches)
+        return self._memory[stage.runs]
 
     def copied_bytes(self, stages: Sequence[StageCost]) -> int:
         """Gradients of a rank with these stages that lie in buckets beside themselves."""
@@ -254,8 +254,9 @@ class StepModel:
         size = itemsize(self.ranks.precision.storage)
         return stepped_s(self.ranks.optimizer, units, size, self.ranks.device, host)
 
-    def gradients_s(self, own: Sequence[StageCost], runs: tuple[Runs, ...]) -> Mapping[str, float]:
+    def gradients_s(self, own: Sequence[StageCost]) -> Mapping[str, float]:
         """Exposed sums of gradients that FSDP does not do, on a pipeline rank with the stages ``own``: by axis."""
+        runs = tuple([stage.runs for stage in own])
         if runs not in self._gradients:
             device = self.ranks.device
             self._gradients[runs] = exposed_sums_s(

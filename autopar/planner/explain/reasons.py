@@ -67,7 +67,6 @@ class Alternative:
     """
 
     choice: str
-    candidate: Candidate
     comparison: str
     evaluation: Evaluation | None
 
@@ -94,7 +93,7 @@ def compare(
     for some in group.allgather(compared):
         compared |= some
     return [
-        Alternative(choice=choice, candidate=other, comparison=compared[other][0], evaluation=compared[other][1])
+        Alternative(choice=choice, comparison=compared[other][0], evaluation=compared[other][1])
         for choice, other in named
     ]
 
@@ -104,10 +103,8 @@ def _alternatives(pool: Sequence[Candidate], best: Candidate) -> list[tuple[str,
     found: list[tuple[str, Candidate]] = []
     mine = [value(best) for _, value in _CHOICES]
     columns = [[value(c) for c in pool] for _, value in _CHOICES]
-    spreads = _spreads(pool, best)
-    distances = [
-        sum(map(ne, values, mine)) + spread for values, spread in zip(zip(*columns, strict=True), spreads, strict=True)
-    ]
+    rows = zip(zip(*columns, strict=True), pool, strict=True)
+    distances = [sum(map(ne, values, mine)) + _spread(candidate, best) for values, candidate in rows]
     for (name, value), own, values in zip(_CHOICES, mine, columns, strict=True):
         near = _neighbours(pool, distances, values, own)[: MAX_ALTERNATIVES - len(found)]
         found += [(f"{name}={value(other)}", other) for other in near]
@@ -134,11 +131,12 @@ def _neighbours(
     return [nearest[k][1] for k in sorted(nearest, key=str)][:2]
 
 
-def _spreads(pool: Sequence[Candidate], best: Candidate) -> list[float]:
-    """How far the degrees of each are from those of the best, less than any other choice counts."""
-    mine = (*best.mesh.degrees, best.micro_batch_size)
-    every = ((*candidate.mesh.degrees, candidate.micro_batch_size) for candidate in pool)
-    return [sum(max(x / y, y / x) for x, y in zip(own, mine, strict=True)) / 1e6 for own in every]
+def _spread(candidate: Candidate, best: Candidate) -> float:
+    """How far its degrees are from those of the best, less than any other choice counts."""
+    pairs = zip(
+        (*candidate.mesh.degrees, candidate.micro_batch_size), (*best.mesh.degrees, best.micro_batch_size), strict=True
+    )
+    return sum(max(x / y, y / x) for x, y in pairs) / 1e6
 
 
 def _compare(evaluator: Evaluator, best: Evaluation, other: Candidate, bound_s: float) -> tuple[str, Evaluation | None]:

@@ -10,15 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from autopar.cost.blocks.block_cost import ParameterCost
-from autopar.cost.model import BlockCost, CostModel
+from autopar.cost.blocks.block_work import BlockWork
+from autopar.cost.model import CostModel
 from autopar.errors import InfeasibleError
 from autopar.graph.graph import Graph, Op
 from autopar.graph.rewrites import compact
 from autopar.plan.mesh import Type
-from autopar.planner.layouts.layout import LayoutKey, Load, PricedLayout, TypedLayout
+from autopar.planner.layouts.layout import LayoutKey, PricedLayout, TypedLayout
 from autopar.planner.layouts.rank_graphs import RankGraphs, padding_of
-from autopar.planner.sharding.block_chain import AxisSolution, AxisSolver, every_typing
+from autopar.planner.sharding.block_chain import AxisSolver, every_typing
 from autopar.planner.sharding.block_table import AxisCosts, Narrow
 from autopar.planner.sharding.energy import Weights
 from autopar.planner.sharding.strategy_energy import rests_of
@@ -34,44 +34,148 @@ SPREAD_EXPERTS = "autopar.experts_dispatch"
 MIXTURES = (EXPERTS, SPREAD_EXPERTS)
 
 Order = tuple[int, int]
-"""Orders of magnitude of a load; see :attr:`autopar.planner.layouts.layout.Load.order`."""
+"""Orders of magnitude of the micro-batches over which a gradient sum is spread, and of those that a stage holds."""
 
 
-class TpTypings:
-    """All typings on ``tp`` of one model on one cluster.
+def pinned_types(graph: Graph, pins: Pins) -> dict[str, Type]:
+    """Types at rest of the parameters that are pinned, by name; the last pin that matches wins."""
+    types: dict[str, Type] = {}
+    for pin in pins.parameters:
+        types |= {p.name: pin.type for p in graph.parameters if pin.matches((p.key, p.fqn, *p.aliases))}
+    return types
 
-    Args:
-        graphs: before the axis is applied.
-        pins: of parameters and of ``ep``.
-        price_ratios: prices of memory that are tried, as the seconds that a rank's whole memory is worth over those of a
-            micro-batch in its quickest typing.
-        narrow: keeps those of an operator's strategies that it may take; None: all.
+
+@dataclass(slots=True, kw_only=True)
+class LayoutMemo:
+    """What is known of the layouts of one key; another process can take it over.
+
+    Attributes:
+        typed: by the orders of magnitude of their micro-batches.
+        priced: by their identities.
+        at_best: see :meth:`Layouts.unsplit`; None: nobody asked.
     """
 
-    def __init__(self, graphs: RankGraphs, *, pins: Pins, price_ratios: Sequence[float], narrow: Narrow | None) -> None:
-        self.graphs, self.pins, self.narrow = graphs, pins, narrow
-        self.price_ratios = sorted(price_ratios, reverse=True)
-        self.pinned = pinned_types(graphs.graph, pins)
-        self._solvers: dict[tuple[LayoutKey, str], AxisSolver] = {}
-        self._solutions: dict[tuple[LayoutKey, str, Order], list[AxisSolution]] = {}
+    typed: dict[Order, tuple[TypedLayout, ...]] = field(default_factory=dict)
+    priced: dict[str, PricedLayout] = field(default_factory=dict)
+    at_best: PricedLayout | None = None
 
-    def solutions(self, key: LayoutKey, kind: str, order: Order) -> list[AxisSolution]:
-        """The best typing at each price of memory, from the leanest to the quickest; ``key`` has ``tp`` > 1.
+    def learn(self, other: LayoutMemo) -> None:
+        """What another process has worked out; what is known already stays."""
+        self.typed = other.typed | self.typed
+        self.priced = other.priced | self.priced
+        self.at_best = other.at_best if self.at_best is None else self.at_best
+
+
+class Layouts:
+    """All layouts of one model on one cluster.
+
+    Args:
+        graph: as traced.
+        model: the cost model.
+        pins: of parameters, of ``ep`` and of attention on ``cp``.
+        space: which prices of memory are tried, and up to how many layouts all.
+        narrow: keeps those of an operator's strategies on ``tp`` that it may take; None: all.
+
+    Attributes:
+        compact: the compact graph.
+        batch: the typing on axis ``batch``.
+        graphs: of one rank before axis ``tp``, what the layouts are made from.
+        pinned: types at rest of the parameters that are pinned, by name.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        model: CostModel,
+        *,
+        global_batch_size: int,
+        pins: Pins,
+        space: Space,
+        narrow: Narrow | None = None,
+    ) -> None:
+        self.graph, self.model, self.space, self.pins, self.narrow = graph, model, space, pins, narrow
+        is_selective = "selective" in {*space.recompute, *pins.recompute(graph).values()}
+        self.pinned = pinned_types(graph, pins)
+        parameters = [graph.block_parameters(block) for block in graph.blocks] if self.pinned else []
+        self.compact = compact(graph, keys=[tuple(self.pinned.get(p.name) for p in own) for own in parameters])
+        self.graphs = RankGraphs(
+            graph, self.compact, model, global_batch_size=global_batch_size, pins=pins, is_selective=is_selective
+        )
+        self.batch = self.graphs.batch
+        self._solvers: dict[tuple[LayoutKey, str], AxisSolver] = {}
+        self._memos: dict[LayoutKey, LayoutMemo] = {}
+        self._every: dict[LayoutKey, tuple[TypedLayout, ...]] = {}
+        self._on_device: dict[str, PricedLayout] = {}
+        self._local: dict[str, tuple[Graph, tuple[BlockWork, ...]]] = {}  # of layouts that several devices run
+
+    @property
+    def prelude(self) -> tuple[str, ...]:
+        """Strategy names of the prelude on axis ``batch``."""
+        return tuple(self.batch.strategies[op.name].name for op in self.graph.prelude)
+
+    # --- what processes exchange
+
+    def memo(self, key: LayoutKey) -> LayoutMemo:
+        """What is known of the layouts of a key."""
+        return self._memos.setdefault(key, LayoutMemo())
+
+    def memos(self) -> dict[LayoutKey, LayoutMemo]:
+        """What is known of the layouts of all keys, for another process."""
+        return dict(self._memos)
+
+    def learn(self, memos: Mapping[LayoutKey, LayoutMemo]) -> None:
+        """What another process has worked out."""
+        for key, memo in memos.items():
+            self.memo(key).learn(memo)
+
+    # --- typed
+
+    def typed(self, key: LayoutKey, *, num_micro_batches: int, in_flight: int) -> tuple[TypedLayout, ...]:
+        """The layouts that some price of memory makes best, from lean to fast, before anything is priced.
+
+        Args:
+            num_micro_batches: over which a gradient sum is spread; the order of magnitude alone counts.
+            in_flight: micro-batches that a stage holds, likewise.
 
         Raises:
-            InfeasibleError: the pins allow none.
+            InfeasibleError: the pins of parameters allow none.
         """
-        if (key, kind, order) not in self._solutions:
-            least_s = min(self.solver(key, own).quickest.value for own in self.graphs.kinds(key))
-            num_micro_batches, in_flight = order
-            prices = [ratio * least_s / self.graphs.model.device.memory_bytes for ratio in self.price_ratios]
-            self._solutions[key, kind, order] = self.solver(key, kind).solve_all(
-                [
-                    Weights(per_step_s=1 / num_micro_batches, saved_byte=price * in_flight, state_byte=price)
-                    for price in prices
-                ]
+        typed = self.memo(key).typed
+        order = (_round(num_micro_batches), _round(in_flight)) if key.tp > 1 else (1, 1)
+        if order not in typed:
+            typed[order] = self._every_typed(key) or self._front(key, order)
+        return typed[order]
+
+    def _front(self, key: LayoutKey, order: Order) -> tuple[TypedLayout, ...]:
+        """The best typing at each price of memory, from the leanest to the quickest."""
+        kinds = self.graphs.kinds(key)
+        if key.tp == 1:
+            return tuple(TypedLayout(key=key, kind=kind, solution=None) for kind in kinds)
+        num_micro_batches, in_flight = order
+        solvers = [self.solver(key, kind) for kind in kinds]
+        byte_s = min(solver.quickest.value for solver in solvers) / self.model.device.memory_bytes
+        weights = [
+            Weights(per_step_s=1 / num_micro_batches, saved_byte=price * in_flight, state_byte=price)
+            for price in (ratio * byte_s for ratio in sorted(self.space.price_ratios, reverse=True))
+        ]
+        front: dict[str, TypedLayout] = {}
+        for at_price in zip(*(solver.solve_all(weights) for solver in solvers), strict=True):
+            for kind, solution in zip(kinds, at_price, strict=True):
+                typed = TypedLayout(key=key, kind=kind, solution=solution)
+                front.setdefault(typed.identity, typed)
+        return tuple(front.values())
+
+    def _every_typed(self, key: LayoutKey) -> tuple[TypedLayout, ...]:
+        """All of them where the space asks for it and they are few; else none."""
+        if not self.space.every or key.tp == 1:
+            return ()
+        if key not in self._every:
+            every = [(kind, every_typing(self.solver(key, kind), self.space.every)) for kind in self.graphs.kinds(key)]
+            few = all(some is not None for _, some in every)
+            self._every[key] = tuple(
+                TypedLayout(key=key, kind=kind, solution=one) for kind, some in every if few for one in some or ()
             )
-        return self._solutions[key, kind, order]
+        return self._every[key]
 
     def solver(self, key: LayoutKey, kind: str) -> AxisSolver:
         """The solver of all typings of a key and kind of attention.
@@ -106,7 +210,7 @@ class TpTypings:
 
     def _rests(self, graph: Graph, tp: int) -> Mapping[str, Sequence[Type]]:
         rests: dict[str, Sequence[Type]] = {}
-        for parameter in graph.parameters if self.pinned else ():
+        for parameter in graph.parameters:
             pinned = self.pinned.get(parameter.name)
             if pinned is not None:
                 if pinned not in rests_of(parameter.spec, tp):
@@ -116,143 +220,6 @@ class TpTypings:
                     )
                 rests[parameter.name] = (pinned,)
         return rests
-
-
-def pinned_types(graph: Graph, pins: Pins) -> dict[str, Type]:
-    """Types at rest of the parameters that are pinned, by name; the last pin that matches wins."""
-    types: dict[str, Type] = {}
-    for pin in pins.parameters:
-        types |= {p.name: pin.type for p in graph.parameters if pin.matches((p.key, p.fqn, *p.aliases))}
-    return types
-
-
-@dataclass(slots=True, kw_only=True)
-class LayoutMemo:
-    """What is known of the layouts of one key; another process can take it over.
-
-    Attributes:
-        typed: by the orders of magnitude of their loads.
-        priced: by their identities.
-        at_best: see :meth:`Layouts.unsplit`; None: nobody asked.
-    """
-
-    typed: dict[Order, tuple[TypedLayout, ...]] = field(default_factory=dict)
-    priced: dict[str, PricedLayout] = field(default_factory=dict)
-    at_best: PricedLayout | None = None
-
-    def learn(self, other: LayoutMemo) -> None:
-        """What another process has worked out; what is known already stays."""
-        self.typed = other.typed | self.typed
-        self.priced = other.priced | self.priced
-        self.at_best = other.at_best if self.at_best is None else self.at_best
-
-
-class Layouts:
-    """All layouts of one model on one cluster.
-
-    Args:
-        graph: as traced.
-        model: the cost model.
-        pins: of parameters, of ``ep`` and of attention on ``cp``.
-        space: which prices of memory are tried, and up to how many layouts all.
-        narrow: keeps those of an operator's strategies on ``tp`` that it may take; None: all.
-
-    Attributes:
-        compact: the compact graph.
-        batch: the typing on axis ``batch``.
-        graphs, typings: what the layouts are made from.
-    """
-
-    def __init__(
-        self,
-        graph: Graph,
-        model: CostModel,
-        *,
-        global_batch_size: int,
-        pins: Pins,
-        space: Space,
-        narrow: Narrow | None = None,
-    ) -> None:
-        self.graph, self.model, self.space = graph, model, space
-        is_selective = "selective" in {*space.recompute, *pins.recompute(graph).values()}
-        pinned = pinned_types(graph, pins)
-        keys = [
-            tuple(pinned.get(p.name) for p in graph.block_parameters(block)) if pinned else None
-            for block in graph.blocks
-        ]
-        self.compact = compact(graph, keys=keys)
-        self.graphs = RankGraphs(
-            graph, self.compact, model, global_batch_size=global_batch_size, pins=pins, is_selective=is_selective
-        )
-        self.batch = self.graphs.batch
-        self.typings = TpTypings(self.graphs, pins=pins, price_ratios=space.price_ratios, narrow=narrow)
-        self._memos: dict[LayoutKey, LayoutMemo] = {}
-        self._every: dict[LayoutKey, tuple[TypedLayout, ...]] = {}
-        self._on_device: dict[str, PricedLayout] = {}
-        self._parameters: dict[tuple[ParameterCost, ...], tuple[ParameterCost, ...]] = {}
-
-    @property
-    def prelude(self) -> tuple[str, ...]:
-        """Strategy names of the prelude on axis ``batch``."""
-        return tuple(self.batch.strategies[op.name].name for op in self.graph.prelude)
-
-    # --- what processes exchange
-
-    def memo(self, key: LayoutKey) -> LayoutMemo:
-        """What is known of the layouts of a key."""
-        return self._memos.setdefault(key, LayoutMemo())
-
-    def memos(self) -> dict[LayoutKey, LayoutMemo]:
-        """What is known of the layouts of all keys, for another process."""
-        return dict(self._memos)
-
-    def learn(self, memos: Mapping[LayoutKey, LayoutMemo]) -> None:
-        """What another process has worked out."""
-        for key, memo in memos.items():
-            self.memo(key).learn(memo)
-
-    # --- typed
-
-    def typed(self, key: LayoutKey, load: Load) -> tuple[TypedLayout, ...]:
-        """The layouts that some price of memory makes best, from lean to fast, before anything is priced.
-
-        Args:
-            load: what a plan does with them.
-
-        Raises:
-            InfeasibleError: the pins of parameters allow none.
-        """
-        typed, order = self.memo(key).typed, load.order if key.tp > 1 else (1, 1)
-        if order not in typed:
-            typed[order] = self._every_typed(key) or self._front(key, order)
-        return typed[order]
-
-    def _front(self, key: LayoutKey, order: Order) -> tuple[TypedLayout, ...]:
-        """Those that some price of memory makes best."""
-        kinds = self.graphs.kinds(key)
-        if key.tp == 1:
-            return tuple(TypedLayout(key=key, kind=kind, solution=None) for kind in kinds)
-        solutions = [[(kind, one) for one in self.typings.solutions(key, kind, order)] for kind in kinds]
-        front: dict[str, TypedLayout] = {}
-        for kind, solution in (one for at_price in zip(*solutions, strict=True) for one in at_price):
-            typed = TypedLayout(key=key, kind=kind, solution=solution)
-            front.setdefault(typed.identity, typed)
-        return tuple(front.values())
-
-    def _every_typed(self, key: LayoutKey) -> tuple[TypedLayout, ...]:
-        """All of them where the space asks for it and they are few; else none."""
-        if not self.space.every or key.tp == 1:
-            return ()
-        if key not in self._every:
-            every: list[TypedLayout] = []
-            for kind in self.graphs.kinds(key):
-                solutions = every_typing(self.typings.solver(key, kind), self.space.every)
-                if solutions is None:
-                    every = []
-                    break
-                every += [TypedLayout(key=key, kind=kind, solution=one) for one in solutions]
-            self._every[key] = tuple(every)
-        return self._every[key]
 
     # --- priced
 
@@ -271,12 +238,13 @@ class Layouts:
 
     def _at_best(self, key: LayoutKey) -> PricedLayout:
         """A layout without axes at the least that any padding and alignment makes of it; itself where it is that."""
-        layout, works = self.unsplit(key), self.graphs.block_pricing(key, "").unsplit().works
-        costs = [self.model.price(work, self.graphs.mesh(key), at_best=True) for work in works]
-        if all(costs[number] == cost for number, cost in zip(layout.keys, layout.costs, strict=True)):
+        layout = self.unsplit(key)
+        _, works = self.graphs.works(self.local_graph(layout))
+        prices = [self.model.price(work, self.graphs.mesh(key), at_best=True) for work in works]
+        if all(prices[number] == cost for number, cost in zip(layout.keys, layout.costs, strict=True)):
             return layout
-        made = self._of_equal_parameters([costs[number] for number in layout.keys], layout.keys)
-        return replace(layout, identity=f"{layout.identity} at best", costs=made, at_best=True)
+        costs = tuple(prices[number] for number in layout.keys)
+        return replace(layout, identity=f"{layout.identity} at best", costs=costs, at_best=True)
 
     def price(self, typed: TypedLayout) -> PricedLayout:
         """The layout with the costs of its blocks."""
@@ -291,29 +259,22 @@ class Layouts:
 
     def _priced(self, typed: TypedLayout) -> PricedLayout:
         key, kind, solution = typed.key, typed.kind, typed.solution
-        pricing = self.graphs.block_pricing(key, kind)
-        blocks = pricing.unsplit() if solution is None else pricing.of(solution)
+        whole = self.graphs.before_tp(key, kind).graph
+        graph = whole if solution is None else shard(whole, solution.typing)
+        keys, works = self.graphs.works(graph)
+        prices = [self.model.price(work, self.graphs.mesh(key)) for work in works]
         return PricedLayout(
             key=key,
             kind=kind,
             solution=solution,
             identity=typed.identity,
             sequence=self.graphs.sequence(key, kind) if key.cp > 1 else None,
-            costs=self._of_equal_parameters(blocks.costs, blocks.keys),
-            keys=blocks.keys,
-            prelude_s=blocks.prelude_s,
-            padding=padding_of(pricing.graph),
-            totals=tuple(pricing.graph.spec(ref).num_bytes for ref in pricing.graph.sums),
+            costs=tuple(prices[number] for number in keys),
+            keys=keys,
+            prelude_s=self.model.prelude_time_s(graph),
+            padding=padding_of(whole),
+            totals=tuple(whole.spec(ref).num_bytes for ref in whole.sums),
         )
-
-    def _of_equal_parameters(self, costs: Sequence[BlockCost], keys: Sequence[int]) -> tuple[BlockCost, ...]:
-        """Blocks with equal parameters have the same ones: what data axes add to them is worked out once."""
-        made: dict[int, BlockCost] = {}
-        for key, cost in zip(keys, costs, strict=True):
-            if key not in made:
-                parameters = self._parameters.setdefault(cost.parameters, cost.parameters)
-                made[key] = cost if parameters is cost.parameters else replace(cost, parameters=parameters)
-        return tuple([made[key] for key in keys])
 
     def on_device(self, layout: PricedLayout, part: CostModel) -> PricedLayout:
         """A layout of :meth:`price` as the devices of ``part`` run it."""
@@ -321,24 +282,26 @@ class Layouts:
             return layout
         identity = f"{layout.identity} on {sorted(part.places or ())}"
         if identity not in self._on_device:
-            pricing, mesh = self.graphs.block_pricing(layout.key, layout.kind), self.graphs.mesh(layout.key)
-            blocks = pricing.unsplit() if layout.solution is None else pricing.of(layout.solution)
-            parameters = {number: cost.parameters for number, cost in zip(layout.keys, layout.costs, strict=True)}
-            costs = [
-                replace(part.price(work, mesh, at_best=layout.at_best), parameters=parameters[k])
-                for k, work in enumerate(blocks.works)
-            ]
+            if layout.identity not in self._local:
+                graph = self.local_graph(layout)
+                self._local[layout.identity] = graph, self.graphs.works(graph)[1]
+            graph, works = self._local[layout.identity]
+            mesh = self.graphs.mesh(layout.key)
+            prices = [part.price(work, mesh, at_best=layout.at_best) for work in works]
             self._on_device[identity] = replace(
                 layout,
                 identity=identity,
-                costs=tuple(costs[k] for k in layout.keys),
-                prelude_s=part.prelude_time_s(blocks.prelude),
+                costs=tuple(prices[number] for number in layout.keys),
+                prelude_s=part.prelude_time_s(graph),
             )
         return self._on_device[identity]
 
     def local_graph(self, layout: PricedLayout) -> Graph:
         """One rank's graph of one micro-batch."""
         graph, solution = self.graphs.before_tp(layout.key, layout.kind).graph, layout.solution
-        if solution is None:
-            return graph
-        return shard(graph, solution.typing)
+        return graph if solution is None else shard(graph, solution.typing)
+
+
+def _round(n: int) -> int:
+    """The power of 8 at or below: layouts change with the order of magnitude alone."""
+    return int(8 ** ((n.bit_length() - 1) // 3))

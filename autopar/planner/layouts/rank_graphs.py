@@ -5,18 +5,19 @@ Everything happens on the compact graph and is kept: many layouts share it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from fractions import Fraction
 
+from autopar.cost.blocks.block_work import BlockWork
 from autopar.cost.model import CostModel
 from autopar.cost.step.data_parallel import itemsize
 from autopar.errors import InfeasibleError
-from autopar.graph.graph import Graph
+from autopar.graph.graph import Block, Graph
 from autopar.graph.rewrites import Compact, lengths, pad
 from autopar.plan.mesh import I, Mesh
 from autopar.plan.plan import PaddedParameter
-from autopar.planner.layouts.layout import BlockPricing, LayoutKey
+from autopar.planner.layouts.layout import LayoutKey
 from autopar.planner.sharding.block_chain import AxisSolution, AxisSolver, owners_of
 from autopar.planner.sharding.block_table import AxisCosts, AxisPricing
 from autopar.planner.sharding.energy import Weights
@@ -25,35 +26,11 @@ from autopar.planner.sharding.resharding import Structures
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import ATTENTION_KINDS
 from autopar.rules.apply import shard
-from autopar.rules.local_graphs import Resizer, can_resize, spread
-from autopar.rules.strategy import Typing
+from autopar.rules.local_graphs import spread
 
 COLLECTIVE_WEIGHT = 1e-3
 """Of collectives in the typing on ``cp``: the axis is there to split work and what is kept for backward, and a typing
 that repeats them rather than send must not win because a model is small. Plans are compared at full prices."""
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _MicroGraphs:
-    """The graphs of one micro-batch that were made of a graph, by its size.
-
-    Attributes:
-        batch: the typing by which.
-        resizer: makes the others of the first one, where they follow.
-    """
-
-    batch: Typing
-    graphs: dict[int, Graph] = field(default_factory=dict)
-    resizer: Resizer | None = None
-
-
-def _micro_graphs(graph: Graph, batch: Typing, global_batch_size: int) -> _MicroGraphs:
-    """Kept with the graph: searches of other spaces and clusters have the same ones."""
-    key = _MicroGraphs, global_batch_size
-    micro: _MicroGraphs | None = graph.passes.get(key)
-    if micro is None or micro.batch is not batch:
-        micro = graph.passes[key] = _MicroGraphs(batch=batch)
-    return micro
 
 
 class RankGraphs:
@@ -88,30 +65,22 @@ class RankGraphs:
         self.owners: Mapping[str, int] = owners_of(compact)
         self.structures = Structures()
         self._attention = tuple(kind for kind in ATTENTION_KINDS if pins.allows("cp_attention", kind))
-        self._micro = _micro_graphs(compact.graph, self.batch, global_batch_size)
-        self._pads: dict[tuple[int, int], bool] = {}
+        # by their samples; kept with the graph, as searches of other spaces and clusters have the same ones
+        key = RankGraphs.micro, global_batch_size, id(self.batch)
+        self._micro: dict[int, Graph] = compact.graph.passes.setdefault(key, {})
         self._before_tp: dict[tuple[LayoutKey, str], Compact] = {}
-        self._pricing: dict[tuple[LayoutKey, str], BlockPricing] = {}
         self._sequences: dict[tuple[LayoutKey, str], AxisSolution | InfeasibleError] = {}
 
     # --- graphs
 
     def micro(self, micro_batch_size: int) -> Graph:
         """The compact graph of one micro-batch."""
-        graphs = self._micro.graphs
-        if micro_batch_size not in graphs:
-            graphs[micro_batch_size] = self._micro_graph(micro_batch_size)
-        return graphs[micro_batch_size]
-
-    def _micro_graph(self, micro_batch_size: int) -> Graph:
-        graph, micro = self.compact.graph, self._micro
-        typing = replace(self.batch, size=Fraction(self.graph.batch_size, micro_batch_size))
-        if micro.resizer is not None:
-            return micro.resizer.run(typing, micro_batch_size)
-        local = shard(graph, typing, global_batch_size=self.global_batch_size, micro_batch_size=micro_batch_size)
-        if not micro.graphs and can_resize(graph, local, typing):  # the first of them
-            micro.resizer = Resizer(graph, local, typing, self.global_batch_size)
-        return local
+        if micro_batch_size not in self._micro:
+            typing = replace(self.batch, size=Fraction(self.graph.batch_size, micro_batch_size))
+            self._micro[micro_batch_size] = shard(
+                self.compact.graph, typing, global_batch_size=self.global_batch_size, micro_batch_size=micro_batch_size
+            )
+        return self._micro[micro_batch_size]
 
     def before_tp(self, key: LayoutKey, kind: str) -> Compact:
         """The compact graph of one micro-batch and one rank of ``cp``, with its share of the experts and vocabularies padded.
@@ -133,10 +102,8 @@ class RankGraphs:
 
     def key_before_tp(self, key: LayoutKey) -> LayoutKey:
         """Equal for keys whose graphs before ``tp`` are the same: its ranks count where they pad vocabularies."""
-        sizes = key.tp, key.vocab_multiple
-        if sizes not in self._pads:
-            self._pads[sizes] = bool(lengths(self.compact.graph, *sizes))
-        return key if self._pads[sizes] else replace(key, tp=1, vocab_multiple=1)
+        is_padded = lengths(self.compact.graph, key.tp, key.vocab_multiple)
+        return key if is_padded else replace(key, tp=1, vocab_multiple=1)
 
     # --- context parallelism
 
@@ -176,7 +143,10 @@ class RankGraphs:
         return solution
 
     def _split_sequence(self, key: LayoutKey, kind: str) -> AxisSolution | InfeasibleError:
-        compact, costs = self.before_tp(replace(key, cp=1), ""), self.block_pricing(key.unsplit, "").unsplit().costs
+        compact, whole = self.before_tp(replace(key, cp=1), ""), key.unsplit
+        numbers, works = self.works(self.before_tp(whole, "").graph)
+        prices = [self.model.price(work, self.mesh(whole)) for work in works]
+        costs = [prices[number] for number in numbers]
         saved = sum(cost.saved_bytes for cost in costs)
         counts = [len(members) for members in self.compact.members]
         time_s = sum(n * (c.forward_s + c.backward_s) for n, c in zip(counts, costs, strict=True))
@@ -197,14 +167,21 @@ class RankGraphs:
 
     # --- prices
 
-    def block_pricing(self, key: LayoutKey, kind: str) -> BlockPricing:
-        """What prices blocks in typings on ``tp``."""
-        if (key, kind) not in self._pricing:
-            self._pricing[key, kind] = BlockPricing(
-                self.before_tp(key, kind).graph, self.model, self.mesh(key), self.owners,
-                is_selective=self.is_selective,
-            )  # fmt: skip
-        return self._pricing[key, kind]
+    def works(self, graph: Graph) -> tuple[tuple[int, ...], tuple[BlockWork, ...]]:
+        """For each block of one rank's graph of one micro-batch a number, equal for blocks of equal cost; and the work of each number."""
+        first: dict[Hashable, Block] = {}
+        classes = [self._cost_class(graph, block) for block in graph.blocks]
+        for cost_class, block in zip(classes, graph.blocks, strict=True):
+            first.setdefault(cost_class, block)
+        number = {cost_class: i for i, cost_class in enumerate(first)}
+        works = [self.model.block_work(graph, block, selective=self.is_selective) for block in first.values()]
+        return tuple(number[cost_class] for cost_class in classes), tuple(works)
+
+    def _cost_class(self, graph: Graph, block: Block) -> Hashable:
+        """Equal for blocks of equal cost: equal operators at equal shapes, neither shared parameters nor other values sent."""
+        shared = tuple([p.name for p in graph.block_parameters(block) if self.owners[p.name] > 1])
+        sent = tuple([graph.spec(ref) for ref in graph.block_outputs(block)])
+        return block.hash, shared, sent, graph._index.block_of.get(graph.loss.name) == block.index
 
     def axis_pricing(self, axis: str, key: LayoutKey) -> AxisPricing:
         """A parameter's state as without ZeRO; the price of memory that is swept covers the rest."""

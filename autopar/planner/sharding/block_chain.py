@@ -67,20 +67,6 @@ class AxisSolution:
         return tuple((b.strategies, b.parameters) for b in self.blocks)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Chain:
-    """What the energy of the chain has apart from the tables of the blocks.
-
-    Attributes:
-        variables: of the values, by reference, and parameters, by name.
-        equal: tables that keep pairs of values of one type.
-    """
-
-    variables: Mapping[Ref | str, int]
-    equal: tuple[Table, ...]
-    prepared: Prepared
-
-
 class AxisSolver:
     """All typings of one micro-batch graph on one axis; solve it for one price of memory after the other.
 
@@ -171,17 +157,17 @@ class AxisSolver:
         """The best typings by the tables of the blocks under ``count`` weights."""
         counts = [len(members) for members in self.compact.members]
         tables = [marginals[key].tables * n for key, n in zip(self.keys, counts, strict=True)]
-        chain = self._chain
-        best = chain.prepared.solve_all([*tables, *(t[None] for t in chain.equal)], count)
+        variables, equal, prepared = self._chain
+        best = prepared.solve_all([*tables, *(t[None] for t in equal)], count)
         if np.isinf(best.tables).any():
             raise InfeasibleError(
                 f"No layouts of the blocks on axis {self.costs.axis} fit together",
                 where=self.compact.graph.name,
                 fix=f"Drop a pin of parameters, or pin {self.costs.axis}=1",
             )
-        crossing = [[chain.variables[key] for key in boundary.keys] for boundary in self.boundaries]
+        crossing = [[variables[key] for key in boundary.keys] for boundary in self.boundaries]
         wanted = [
-            [Entry(i, tuple([chosen[v] for v in variables])) for variables in crossing]
+            [Entry(i, tuple([chosen[v] for v in own])) for own in crossing]
             for i, chosen in enumerate(best.decode([Entry(i, ()) for i in range(count)]))
         ]
         asked: dict[Hashable, dict[Entry, None]] = {key: {} for key in self.problems}
@@ -192,10 +178,7 @@ class AxisSolver:
             key: dict(zip(entries, marginals[key].decode(list(entries)), strict=True)) for key, entries in asked.items()
         }
         return [
-            replace(
-                self.solution(tuple([decoded[key][e] for key, e in zip(self.keys, entries, strict=True)])),
-                value=float(value),
-            )
+            self.solution([decoded[key][e] for key, e in zip(self.keys, entries, strict=True)], float(value))
             for entries, value in zip(wanted, best.tables, strict=True)
         ]
 
@@ -207,8 +190,11 @@ class AxisSolver:
             yield from zip((*a.inputs, *a.outputs), (*b.inputs, *b.outputs), strict=True)
 
     @cached_property
-    def _chain(self) -> _Chain:
-        """The energy of the chain."""
+    def _chain(self) -> tuple[Mapping[Ref | str, int], list[Table], Prepared]:
+        """What the energy of the chain has apart from the tables of the blocks.
+
+        Variables of the values, by reference, and parameters, by name; tables that keep pairs of values of one type.
+        """
         sizes: dict[Ref | str, int] = {}
         for boundary, key in zip(self.boundaries, self.keys, strict=True):
             block = self.problems[key]
@@ -221,12 +207,12 @@ class AxisSolver:
                 scopes.append((variables[a], variables[b]))
                 equal.append(np.array([[0.0 if x == y else np.inf for y in self.types[b]] for x in self.types[a]]))
         prepared = prepare(tuple(sizes.values()), tuple(scopes), (), known=self.structures.prepared)
-        return _Chain(variables=variables, equal=tuple(equal), prepared=prepared)
+        return variables, equal, prepared
 
     # --- solutions
 
-    def solution(self, assignments: Sequence[Assignment]) -> AxisSolution:
-        """The typing of an assignment of each block's variables that fit together.
+    def solution(self, assignments: Sequence[Assignment], value: float = 0.0) -> AxisSolution:
+        """The typing of an assignment of each block's variables that fit together; ``value``: of its energy.
 
         Choices are of the block that a table was made for, carried over to each block that shares it.
         """
@@ -245,7 +231,7 @@ class AxisSolver:
         typing_of_all = Typing(
             axis=self.costs.axis, size=Fraction(self.costs.size), strategies=strategies, parameters=parameters
         )
-        return AxisSolution(typing=typing_of_all, blocks=tuple(blocks), value=0.0, block_s=tuple(block_s))
+        return AxisSolution(typing=typing_of_all, blocks=tuple(blocks), value=value, block_s=tuple(block_s))
 
     def _typing(self, block: Block, solved: Block, choice: Choice) -> Choice:
         """A choice for a block under the names of one that is equal to it."""

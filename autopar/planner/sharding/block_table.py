@@ -58,15 +58,11 @@ class AxisPricing:
 
     @property
     def changes_by_bytes(self) -> bool:
-        """Whether changes of type cost the same for tensors of the same bytes.
+        """Whether changes of type, and elementwise operators, cost the same for tensors of the same bytes.
 
         Whatever their shapes, and whichever of the dims after the first is split; what was measured, was measured at a shape.
         """
         return self.measured is None
-
-    def by_bytes(self, op: Op) -> bool:
-        """Whether an operator costs the same at local shapes of the same bytes."""
-        return self.measured is None and is_elementwise(op)
 
     def op_cost(self, op: Op, operands: Sequence[TensorSpec]) -> Cost:
         """Seconds of one local operator, forward and backward, and bytes that it saves of its own making."""
@@ -169,7 +165,7 @@ class AxisCosts:
         specs = tuple([self.graph.spec(ref) for ref in op.operands])
         call = op.target, without_refs(op.args), without_refs(op.kwargs), specs, op.outputs
         number = self._calls.setdefault(call, len(self._calls))
-        by_bytes, works_by_class = self.pricing.by_bytes(op), self._works
+        by_bytes, works_by_class = self.pricing.changes_by_bytes and is_elementwise(op), self._works
         works = []
         for strategy in strategies:
             key = number, _local_class(strategy, by_bytes)

@@ -159,19 +159,10 @@ def _parts(step: EliminationStep, tables: Sequence[Table]) -> list[Table]:
 
 def _sum(step: EliminationStep, parts: Sequence[Table]) -> Table:
     """The sum of the parts of a step, the energies side by side in front."""
-    full = (max([len(part) for part in parts], default=1), *step.shape)
-    total: Table | None = None
-    is_view = True
+    total = np.zeros((max([len(part) for part in parts], default=1), *step.shape))
     for part in parts:
-        if total is None:
-            total = part
-        elif not is_view and total.shape == full:
-            total += part
-        else:
-            total, is_view = total + part, False
-    if total is None:
-        return np.zeros(full)
-    return total if total.shape == full else np.broadcast_to(total, full).copy()
+        total += part
+    return total
 
 
 @dataclass(frozen=True, slots=True)

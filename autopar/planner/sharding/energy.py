@@ -101,29 +101,20 @@ class PartedFactor:
         return table
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SumTable:
-    """A table whose entries are sums of a few costs, whatever these are.
+def sums_of(terms: Sequence[NDArray[np.intp]], costs: Sequence[Cost | None]) -> tuple[Table, ...]:
+    """The parts of a table whose entries are sums of a few costs; empty where all is free.
 
-    Attributes:
+    Args:
         terms: for the first, second, ... term of each entry its place among the costs; 0: none.
+        costs: the first one free; None forbids.
     """
-
-    terms: tuple[NDArray[np.intp], ...]
-
-    def parts(self, costs: Sequence[Cost | None]) -> tuple[Table, ...]:
-        """The parts of the table; empty where all is free.
-
-        Args:
-            costs: the first one free; None forbids.
-        """
-        if not self.terms:
-            return ()
-        columns = columns_of(costs)
-        sums = [column[self.terms[0]] for column in columns]
-        for term in self.terms[1:]:
-            sums = [part + column[term] for part, column in zip(sums, columns, strict=True)]
-        return tuple(sums)
+    if not terms:
+        return ()
+    columns = columns_of(costs)
+    sums = [column[terms[0]] for column in columns]
+    for term in terms[1:]:
+        sums = [part + column[term] for part, column in zip(sums, columns, strict=True)]
+    return tuple(sums)
 
 
 def columns_of(costs: Sequence[Cost | None]) -> list[NDArray[np.float64]]:

@@ -104,12 +104,11 @@ class _BatchCosts:
         """Changes depend on whether the prelude makes a value, and on its spec; each problem is solved once."""
 
 
-def solve_batch(compact: Compact, *, parts: int | None = None) -> Typing:
+def solve_batch(compact: Compact) -> Typing:
     """The typing that cuts the batch into single samples; its strategies hold for every micro-batch size.
 
     Args:
         compact: of the traced graph.
-        parts: into how many parts the traced batch is cut; the traced batch size where None.
 
     Where samples are not independent up to the loss, but meet in sums alone (an auxiliary loss of a router, a mean
     that is squared), these are totalled inside of the step: see :func:`mixes_samples`. Where they meet otherwise
@@ -118,9 +117,9 @@ def solve_batch(compact: Compact, *, parts: int | None = None) -> Typing:
     Raises:
         RuleError: an operator mixes samples otherwise, or the loss is no sum over them; names it.
     """
-    key = solve_batch, parts, compact.alike, rules.default_table().version
+    key = solve_batch, compact.alike, rules.default_table().version
     if key not in compact.graph.passes:
-        compact.graph.passes[key] = _solved(compact, Fraction(parts or compact.graph.batch_size))
+        compact.graph.passes[key] = _solved(compact, Fraction(compact.graph.batch_size))
     found: Typing = compact.graph.passes[key]
     return found
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from autopar.plan.mesh import Type
 from autopar.planner.sharding.elimination import Prepared
-from autopar.planner.sharding.energy import SumTable, Table
+from autopar.planner.sharding.energy import Table
 
 Made = tuple[Type, ...]
 """For each state of a maker the type in which it makes a value."""
@@ -39,15 +39,15 @@ class Flow:
 
     Attributes:
         changes: of type that there may be.
-        sums: over maker and reader, of one reader; of several readers over the states of the value. Places among the costs
-            are one more than those in ``changes``.
+        sums: see :func:`autopar.planner.sharding.energy.sums_of`; over maker and reader, of one reader; of several readers over
+            the states of the value. Places among the costs are one more than those in ``changes``.
         states: of the value, where several operators read it; else none.
         from_source: a table that forbids states that do not go with those of the maker; None: all do.
         to_readers: likewise for each reader and its strategies.
     """
 
     changes: tuple[Change, ...]
-    sums: SumTable
+    sums: tuple[NDArray[np.intp], ...]
     states: Sequence[Held] = ()
     from_source: Table | None = None
     to_readers: tuple[Table | None, ...] = ()
@@ -130,14 +130,14 @@ def forbidding(allowed: NDArray[np.bool_]) -> Table | None:
 
 def _sums(
     entries: Sequence[Sequence[list[int]]], shape: tuple[int, ...], places: tuple[NDArray[np.intp], ...]
-) -> SumTable:
+) -> tuple[NDArray[np.intp], ...]:
     """``places``: of the two dims, where they are given, the row or column of each state."""
     count = max([len(terms) for row in entries for terms in row], default=0)
     table_terms = []
     for k in range(count):
         term = np.array([[terms[k] if k < len(terms) else 0 for terms in row] for row in entries], dtype=np.intp)
         table_terms.append(term[places[0][:, None], places[1]] if places else term.reshape(shape))
-    return SumTable(tuple(table_terms))
+    return tuple(table_terms)
 
 
 def _numbered(items: Sequence[_T]) -> tuple[list[_T], NDArray[np.intp]]:

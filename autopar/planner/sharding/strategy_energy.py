@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from autopar.graph.graph import Graph, Op, Parameter, Ref, TensorSpec
 from autopar.plan.mesh import I, P, R, S, Type
 from autopar.planner.sharding.elimination import Marginals, Prepared, prepare
-from autopar.planner.sharding.energy import FREE, Cost, PartedFactor, Table, Weights, columns_of
+from autopar.planner.sharding.energy import FREE, Cost, PartedFactor, Table, Weights, columns_of, sums_of
 from autopar.planner.sharding.resharding import Flow, Made, Structures, Wanted, forbidding, one_reader, several_readers
 from autopar.rules.strategy import Strategy
 
@@ -295,7 +295,7 @@ class Problem:
 
     def _parts(self, ref: Ref, flow: Flow) -> tuple[Table, ...]:
         """The table of a flow; a parameter is used even where it stays as it is."""
-        return flow.sums.parts([FREE, *[self._change(ref, source, target) for source, target in flow.changes]])
+        return sums_of(flow.sums, [FREE, *[self._change(ref, source, target) for source, target in flow.changes]])
 
     def _add(self, scope: tuple[int, ...], costs: Sequence[Cost | None]) -> None:
         """A factor over one variable; None forbids."""

@@ -1,13 +1,13 @@
 """Candidates: all that a problem and its pins leave; or where there are none, a smallest set of constraints that conflict.
 
 Every constraint (:mod:`autopar.planner.space.constraints`) is a predicate over the columns of one table of combinations. Those that keep
-all of them are the candidates; where there are none, :func:`conflict` finds which conflict.
+all of them are the candidates; where there are none, :func:`conflict` finds which conflict. Columns are joined one after the other, and a
+constraint is asked as soon as the columns are there that it reads, so that tables stay small.
 
-A set is found by deletion: a constraint without which there is still no candidate is not needed for the conflict (the deletion filter of
-Chinneck and Dravnieks 1991, "Locating minimal infeasible constraint sets in linear programs"). Each trial asks whether some combination of
-values keeps a set of constraints, without a table of all combinations: columns are joined one after the other. A constraint is asked as
-soon as the columns are there that it reads, and a column that no other one reads is left out, so that tables stay small: what is left of
-one is a projection of all combinations that keep the constraints asked so far.
+A set that conflicts is found by deletion: a constraint without which there is still no candidate is not needed for the conflict (the
+deletion filter of Chinneck and Dravnieks 1991, "Locating minimal infeasible constraint sets in linear programs"). Each trial asks whether
+some combination of values keeps a set of constraints: a column that no other one reads is then left out, so that what is left of a table
+is a projection of all combinations that keep the constraints asked so far.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 from math import gcd
 
 import numpy as np
@@ -73,12 +72,6 @@ class Candidate:
         """What lives or may live on the host, in words."""
         return (*self.offload, *(("activations",) if self.moves else ()))
 
-    def __hash__(self) -> int:
-        """Of what tells candidates of one pool apart, in one tuple: they are looked up again and again."""
-        mesh = self.mesh
-        degrees = (mesh.pp, mesh.dp_shard, mesh.cp, mesh.tp, mesh.ep_data, self.micro_batch_size, self.zero_stage)
-        return hash((*degrees, self.schedule, self.virtual_stages, self.order, self.offload, self.vocab_multiple))
-
     def __str__(self) -> str:
         samples = "-".join(map(str, self.shares)) or str(self.micro_batch_size)
         parts = [str(self.mesh), f"zero={self.zero_stage}", f"micro_batch={samples}"]
@@ -100,16 +93,14 @@ def num_micro_batches(table: Table, global_batch_size: int) -> Column:
 
 def candidates(problem: Problem, pins: Pins) -> list[Candidate]:
     """All candidates that keep every constraint, in a fixed order."""
-    constraints = (*strict(problem, pins), *practice(problem, pins))
-    table = _table(problem, pins, constraints)
-    keep = np.ones(len(table["pp"]), dtype=bool)
-    if not keep.any():
+    read = [(one, columns_of(one)) for one in (*strict(problem, pins), *practice(problem, pins))]
+    degrees, batch = degrees_of(problem, pins), problem.global_batch_size
+    table = rows_of(columns(DEGREES, degrees), other_values(problem, pins, degrees), read, batch, is_whole=True)
+    if table is None:
         return []
-    for constraint in constraints:
-        keep &= constraint.holds(table)
-    meshes: dict[tuple[int, ...], Mesh] = {}
-    kept: dict[str, list[int]] = {key: column[keep].tolist() for key, column in table.items()}
-    return [_candidate(kept, row, meshes) for row in range(len(kept["pp"]))]
+    table["num_micro_batches"] = num_micro_batches(table, batch)
+    kept: dict[str, list[int]] = {key: column.tolist() for key, column in table.items()}
+    return [_candidate(kept, row) for row in range(len(kept["pp"]))]
 
 
 def strict(problem: Problem, pins: Pins) -> tuple[Constraint, ...]:
@@ -122,25 +113,10 @@ def strict(problem: Problem, pins: Pins) -> tuple[Constraint, ...]:
     )
 
 
-def values_of(pins: Pins, key: str, usual: Sequence[int]) -> list[int]:
-    """The usual values and those that pins name, with their neighbours for inequalities."""
-    named = [p.value for p in pins.pins if isinstance(p, NumberPin) and p.key == key]
-    return sorted({*usual, *(v for n in named for v in (n, n - 1, n + 1) if v >= (0 if key == "zero" else 1))})
-
-
-def _table(problem: Problem, pins: Pins, early: Sequence[Constraint]) -> Table:
-    """All combinations whose degrees multiply to the world size, as columns.
-
-    Args:
-        early: what breaks one of these in the degrees alone, or in the other columns alone, is left out.
-    """
-    degrees = degrees_of(problem, pins)
-    values = other_values(problem, pins, degrees)
-    left = _kept(columns(DEGREES, degrees), early)
-    rest = _kept(columns(tuple(values), product(*values.values())), early)
-    table = _product(left, rest)
-    table["num_micro_batches"] = num_micro_batches(table, problem.global_batch_size)
-    return table
+def values_of(pins: Pins, key: str, usual: Sequence[int], around: Sequence[int] = (-1, 0, 1)) -> list[int]:
+    """The usual values and those that pins name, with what is around these for inequalities: their neighbours."""
+    named = [p.value + n for p in pins.pins if isinstance(p, NumberPin) and p.key == key for n in around]
+    return sorted({*usual, *(value for value in named if value >= (0 if key == "zero" else 1))})
 
 
 def cp_degrees(problem: Problem, pins: Pins) -> tuple[int, ...]:
@@ -181,8 +157,11 @@ def other_values(problem: Problem, pins: Pins, degrees: Sequence[Sequence[int]])
         "micro_batch": micro,
         "schedule": sorted({SCHEDULES.index(n) for n in ("none", *space.schedules, *named)}),
         "virtual_stages": values_of(pins, "virtual_stages", (1, *space.virtual_stages)),
-        "ep_data": _expert_ranks(problem, pins),
-        "vocab_multiple": vocab_multiples(problem, pins),
+        "ep_data": values_of(pins, "ep_data", divisors(gcd(*(problem.experts or (1,)), problem.world_size))),
+        # as far as it makes some vocabulary another length than 1 does
+        "vocab_multiple": values_of(
+            pins, "vocab_multiple", space.vocab_multiples if problem.vocabularies else (1,), (0,)
+        ),
     }
 
 
@@ -192,41 +171,11 @@ def columns(names: Sequence[str], rows: Iterable[Sequence[int]]) -> dict[str, Co
     return {name: found[:, i] for i, name in enumerate(names)}
 
 
-def _kept(part: dict[str, Column], constraints: Iterable[Constraint]) -> dict[str, Column]:
-    """The rows that keep the constraints on these columns alone; those that read other columns wait for the whole table."""
-    for constraint in constraints:
-        try:
-            keep = constraint.holds(part)
-        except KeyError:
-            continue
-        part = {key: column[keep] for key, column in part.items()}
-        if not keep.any():
-            break
-    return part
-
-
-def vocab_multiples(problem: Problem, pins: Pins) -> list[int]:
-    """Those of the space and of pins, as far as they make some vocabulary another length than 1 does."""
-    named = [p.value for p in pins.pins if isinstance(p, NumberPin) and p.key == "vocab_multiple" and p.value]
-    usual = problem.space.vocab_multiples if problem.vocabularies else (1,)
-    return sorted({*usual, *named})
-
-
-def _expert_ranks(problem: Problem, pins: Pins) -> list[int]:
-    """Numbers of data ranks that experts may borrow."""
-    most = gcd(*problem.experts) if problem.experts else 1
-    return values_of(pins, "ep_data", divisors(gcd(most, problem.world_size)))
-
-
-def _candidate(t: Mapping[str, Sequence[int]], row: int, meshes: dict[tuple[int, ...], Mesh]) -> Candidate:
-    """Equal meshes are one object: they are compared again and again."""
-    spread, degrees = t["ep_data"][row], tuple([t[key][row] for key in DEGREES])
-    if (mesh := meshes.get((*degrees, spread))) is None:
-        mesh = Mesh(**dict(zip(DEGREES, degrees, strict=True)), ep=spread, ep_data=spread)
-        meshes[*degrees, spread] = mesh
+def _candidate(t: Mapping[str, Sequence[int]], row: int) -> Candidate:
+    spread = t["ep_data"][row]
     schedule: ScheduleName = SCHEDULES[t["schedule"][row]]  # type: ignore[assignment]
     return Candidate(
-        mesh=mesh,
+        mesh=Mesh(**{axis: t[axis][row] for axis in DEGREES}, ep=spread, ep_data=spread),
         micro_batch_size=t["micro_batch"][row],
         num_micro_batches=t["num_micro_batches"][row],
         zero_stage=t["zero"][row],
@@ -239,12 +188,6 @@ def _candidate(t: Mapping[str, Sequence[int]], row: int, meshes: dict[tuple[int,
 MAX_FREE_WORLD = 64
 """Up to this world size a conflict is looked for among all degrees; past it among those that multiply to the world
 size, and combinations of what the pins name."""
-
-COLUMNS = (
-    *("tp", "cp", "pp", "dp_replicate", "dp_shard", "micro_batch", "zero", "schedule"),
-    *("virtual_stages", "ep_data", "vocab_multiple"),
-)
-"""In the order in which they are combined: those first that most constraints read alone."""
 
 _SAMPLES = ("micro_batch", "dp_replicate", "dp_shard")
 
@@ -261,7 +204,7 @@ def conflict(problem: Problem, pins: Pins) -> tuple[str, ...]:
 
         def possible(names: Iterable[str], read: Mapping[str, Read] = read) -> bool:
             wanted = [read[name] for name in names]
-            return any(any_row(mesh, values, wanted, problem.global_batch_size) for mesh in meshes)
+            return any(rows_of(mesh, values, wanted, problem.global_batch_size) is not None for mesh in meshes)
 
         left = list(read)
         if possible(left):
@@ -307,23 +250,26 @@ def columns_of(constraint: Constraint) -> frozenset[str]:
     return frozenset(asked.keys() - {"num_micro_batches"}).union(_SAMPLES if "num_micro_batches" in asked else ())
 
 
-def any_row(
+def rows_of(
     table: Mapping[str, Column],
     values: Mapping[str, Sequence[int]],
     constraints: Sequence[Read],
     global_batch_size: int,
-) -> bool:
-    """Whether some row of ``table``, with a value of each other column, keeps all constraints.
+    *,
+    is_whole: bool = False,
+) -> dict[str, Column] | None:
+    """The rows of ``table``, with each value of each other column, that keep all constraints; None: there are none.
 
     Args:
         table: rows that belong together; empty: there are none such.
         values: of each column.
+        is_whole: rows have all columns; else those alone that were read last, each row once.
     """
     held: dict[str, Column] = dict(table)
     left = list(constraints)
-    rest = [name for name in COLUMNS if name not in held]
+    rest = [name for name in values if name not in held]
     if not all(values[name] for name in rest):
-        return False
+        return None
     while True:
         for one in [c for c in left if c[1] <= held.keys()]:
             left.remove(one)
@@ -332,12 +278,14 @@ def any_row(
                 view["num_micro_batches"] = num_micro_batches(view, global_batch_size)
             keep = one[0].holds(view)
             if not keep.any():
-                return False
+                return None
             held = {name: column[keep] for name, column in held.items()}
-        if not left:
-            return True
-        held = _distinct({name: c for name, c in held.items() if any(name in read for _, read in left)})
-        name = next(name for name in rest if any(name in read for _, read in left))
+        asked = set(rest) if is_whole else {name for _, read in left for name in read}
+        if not asked:
+            return held
+        if not is_whole:
+            held = _distinct({name: column for name, column in held.items() if name in asked})
+        name = next(name for name in rest if name in asked)
         rest.remove(name)
         held = _product(held, {name: np.array(values[name], dtype=np.int64)})
 

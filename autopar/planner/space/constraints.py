@@ -6,7 +6,7 @@ Every constraint is a predicate over the columns of one table of combinations (:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from math import gcd
@@ -205,54 +205,48 @@ def practice(problem: Problem, pins: Pins) -> tuple[Constraint, ...]:
     """
     space, per_node = problem.space, problem.devices_per_node
     most = min(space.max_tp, per_node * space.max_tp_nodes)
-    in_nodes = f"tp <= {most}, in equal parts of a node of {per_node} or whole nodes"
-    found = [
-        _usual(
-            pins,
-            ("tp",),
-            in_nodes,
-            lambda t: (t["tp"] <= most) & ((per_node % t["tp"] == 0) | (t["tp"] % per_node == 0)),
-        ),
-        _usual(pins, ("pp",), f"pp <= {space.max_pp}", lambda t: t["pp"] <= space.max_pp),
-        _usual(pins, ("micro_batch", "num_micro_batches"), "micro_batch is the largest part of a data rank's samples up to some size",
-               lambda t: _usual_sizes(t, problem)),
+    rules: list[_Rule] = [
+        (("tp",), f"tp <= {most}, in equal parts of a node of {per_node} or whole nodes",
+         lambda t: (t["tp"] <= most) & ((per_node % t["tp"] == 0) | (t["tp"] % per_node == 0))),
+        (("pp",), f"pp <= {space.max_pp}", lambda t: t["pp"] <= space.max_pp),
+        (("micro_batch", "num_micro_batches"), "micro_batch is the largest part of a data rank's samples up to some size",
+         lambda t: _usual_sizes(t, problem)),
+        *(_worth_trying(problem) if space.practice else ()),
     ]  # fmt: skip
-    if space.practice:
-        found += _worth_trying(problem, pins)
-    return tuple(replace(c, name=f"{c.name} (the space {space.name})") for c in found if c is not None)
+    return tuple(
+        Constraint(
+            name=f"{name} (the space {space.name})",
+            holds=holds,
+            remedy=f"pin {' or '.join(keys)}, which lifts what a space leaves out of it",
+        )
+        for keys, name, holds in rules
+        if not is_pinned(pins, *keys)
+    )
 
 
-def _worth_trying(problem: Problem, pins: Pins) -> list[Constraint | None]:
+_Rule = tuple[tuple[str, ...], str, Callable[[Table], NDArray[np.bool_]]]
+"""What it is about, which pins say otherwise; its name; which rows keep it."""
+
+
+def _worth_trying(problem: Problem) -> list[_Rule]:
     """What leaves out choices that are not better than others of the space."""
     space, per_node = problem.space, problem.devices_per_node
-    layers, common = problem.num_layers, gcd(*problem.experts) if problem.experts else 1
-    divided = f"virtual_stages divides the layers of a pipeline rank, {layers} / pp rounded up"
+    layers, common = problem.num_layers, gcd(*(problem.experts or (1,)))
     data = "dp_shard is all data ranks or 1" + (", or those of a node" if space.hsdp else "")
-    experts = "experts are over no data ranks, over as many as can be, or as can be in a node"
-    padded = "vocabularies are padded as makes the products of their rows quickest"
-    sharded = "zero > 0 if and only if dp_shard > 1"
-    return [
-        # else some stages are a layer longer, and all wait
-        _usual(pins, ("virtual_stages",), divided, lambda t: -(-layers // t["pp"]) % t["virtual_stages"] == 0)
-        if layers else None,
-        _usual(pins, ("dp_replicate", "dp_shard"), data, lambda t: _shard_groups(t, space.hsdp, per_node)),
-        _usual(pins, ("ep", "ep_data"), experts, lambda t: _usual_experts(t, common, per_node)),
+    found: list[_Rule] = [
+        (("dp_replicate", "dp_shard"), data, lambda t: _shard_groups(t, space.hsdp, per_node)),
+        (("ep", "ep_data"), "experts are over no data ranks, over as many as can be, or as can be in a node",
+         lambda t: _usual_experts(t, common, per_node)),
         # with one micro-batch ZeRO-2 is ZeRO-1
-        _usual(pins, ("zero",), "zero=2 has several micro-batches",
-               lambda t: (t["zero"] != 2) | (t["num_micro_batches"] > 1)),
-        _usual(pins, ("vocab_multiple",), padded, lambda t: _quickest_vocabularies(t, problem)),
-        _usual(pins, ("zero",), sharded, lambda t: (t["zero"] == 0) == (t["dp_shard"] == 1)),
+        (("zero",), "zero=2 has several micro-batches", lambda t: (t["zero"] != 2) | (t["num_micro_batches"] > 1)),
+        (("vocab_multiple",), "vocabularies are padded as makes the products of their rows quickest",
+         lambda t: _quickest_vocabularies(t, problem)),
+        (("zero",), "zero > 0 if and only if dp_shard > 1", lambda t: (t["zero"] == 0) == (t["dp_shard"] == 1)),
     ]  # fmt: skip
-
-
-def _usual(
-    pins: Pins, keys: tuple[str, ...], name: str, holds: Callable[[Table], NDArray[np.bool_]]
-) -> Constraint | None:
-    """A constraint unless pins say something of what it is about."""
-    if is_pinned(pins, *keys):
-        return None
-    remedy = f"pin {' or '.join(keys)}, which lifts what a space leaves out of it"
-    return Constraint(name=name, holds=holds, remedy=remedy)
+    if layers:  # else some stages are a layer longer, and all wait
+        divided = f"virtual_stages divides the layers of a pipeline rank, {layers} / pp rounded up"
+        found.insert(0, (("virtual_stages",), divided, lambda t: -(-layers // t["pp"]) % t["virtual_stages"] == 0))
+    return found
 
 
 def _usual_sizes(t: Table, problem: Problem) -> NDArray[np.bool_]:

@@ -61,7 +61,7 @@ class NumberPin:
     relation: str
     value: int
 
-    def holds(self, found: int) -> bool:
+    def holds(self, found: int | str) -> bool:
         return bool(RELATIONS[self.relation](found, self.value))
 
 
@@ -74,7 +74,7 @@ class ChoicePin:
     relation: str
     value: str
 
-    def holds(self, found: str) -> bool:
+    def holds(self, found: int | str) -> bool:
         return (found == self.value) == (self.relation != "!=")
 
 
@@ -151,8 +151,8 @@ def parse_pin(text: str) -> Pin:
                 fix=f"Write for example {name}=4",
             )
         return NumberPin(text=text, key=_SAME.get(name, name), relation=relation, value=int(value))
-    if name in ("groups", "data_shares"):
-        return (_order if name == "groups" else _shares)(text, relation, value)
+    if name in _BY_GROUP:
+        return _by_group(text, name, relation, value)
     if name == "offload" and value.partition("@")[0] == ACTIVATIONS:
         return _activations(text, relation, value)
     if name in _CHOICES:
@@ -197,23 +197,27 @@ def _activations(text: str, relation: str, value: str) -> ActivationPin:
     return ActivationPin(text=text, selector=selector)
 
 
-def _order(text: str, relation: str, value: str) -> ChoicePin:
-    if relation not in ("=", "==", "!=") or not re.fullmatch(r"\d+(-\d+)*", value):
-        raise UsageError(
-            f"The pin '{text}' is no order of node groups",
-            fix="Write for example groups=1-0: each group by its place in the cluster's file, from 0",
-        )
-    return ChoicePin(text=text, key="groups", relation=relation, value=value)
+_BY_GROUP = {
+    "groups": (
+        r"\d+(-\d+)*",
+        "is no order of node groups",
+        "Write for example groups=1-0: each group by its place in the cluster's file, from 0",
+    ),
+    "data_shares": (
+        rf"{EQUAL}|\d+(-\d+)+",
+        "gives no shares of node groups",
+        "Write for example data_shares=3-1: the samples that a data rank of each node group takes at once. Or 'equal'",
+    ),
+}
+"""Numbers for each node group: their form, and what to say of others."""
 
 
-def _shares(text: str, relation: str, value: str) -> ChoicePin:
-    if relation not in ("=", "==", "!=") or not (value == EQUAL or re.fullmatch(r"\d+(-\d+)+", value)):
-        raise UsageError(
-            f"The pin '{text}' gives no shares of node groups",
-            fix="Write for example data_shares=3-1: the samples that a data rank of each node group takes at once. Or 'equal'",
-        )
-    shares = value if value == EQUAL else "-".join(str(int(share)) for share in value.split("-"))
-    return ChoicePin(text=text, key="data_shares", relation=relation, value=shares)
+def _by_group(text: str, name: str, relation: str, value: str) -> ChoicePin:
+    form, fault, fix = _BY_GROUP[name]
+    if relation not in ("=", "==", "!=") or not re.fullmatch(form, value):
+        raise UsageError(f"The pin '{text}' {fault}", fix=fix)
+    plain = value if value == EQUAL else "-".join(str(int(number)) for number in value.split("-"))
+    return ChoicePin(text=text, key=name, relation=relation, value=plain)
 
 
 def _of_modules(text: str, name: str, value: str) -> Pin:

@@ -100,19 +100,8 @@ class Pins:
 
     def allows(self, key: str, value: int | str) -> bool:
         """Whether every pin on ``key`` holds for ``value``."""
-        for pin in self.pins:
-            if isinstance(pin, NumberPin) and pin.key == key and not pin.holds(int(value)):
-                return False
-            if isinstance(pin, ChoicePin) and pin.key == key and not pin.holds(str(value)):
-                return False
-        return True
-
-    def equal_to(self, key: str) -> int | None:
-        """The value that an ``=`` pin fixes, if there is one."""
-        for pin in self.pins:
-            if isinstance(pin, NumberPin) and pin.key == key and pin.relation in ("=", "=="):
-                return pin.value
-        return None
+        own = (pin for pin in self.pins if isinstance(pin, NumberPin | ChoicePin) and pin.key == key)
+        return all(pin.holds(value) for pin in own)
 
     def buckets(self, sizes: Sequence[int]) -> tuple[int, ...]:
         """The sizes of buckets to choose from: those of ``sizes`` and of the pins that all pins allow; the usual one first.

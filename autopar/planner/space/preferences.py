@@ -7,15 +7,14 @@ over all ranks) and PyTorch's FSDP2 and HSDP. Every search by a sampler begins w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autopar.plan.schedule import SCHEDULES
 from autopar.planner.space.candidates import DEGREES, Candidate
-from autopar.planner.space.constraints import pin_constraints
+from autopar.planner.space.constraints import Table, pin_constraints
 from autopar.planner.space.pins import Pins
 
 
@@ -95,21 +94,22 @@ def seeds(pool: Sequence[Candidate], devices_per_node: int, may_fit: Callable[[i
         return found
     table = _table(pool)
     for rule in rules(devices_per_node):
-        index = next((i for i in _tried(pool, table, rule) if may_fit(i)), None)
+        tried = (i for texts in rule.tries for i in _usual_first(pool, table, texts))
+        index = next(filter(may_fit, tried), None)
         if index is not None:
             found.setdefault(index, rule.name)
     return found
 
 
-def _tried(pool: Sequence[Candidate], table: Mapping[str, NDArray[np.int64]], rule: Rule) -> Iterator[int]:
-    for texts in rule.tries:
-        keep = np.ones(len(pool), dtype=bool)
-        for constraint in pin_constraints(Pins.parse(texts), 0):
-            keep &= constraint.holds(dict(table))
-        yield from sorted(np.flatnonzero(keep).tolist(), key=lambda i: usual(pool[i]))
+def _usual_first(pool: Sequence[Candidate], table: Table, texts: Sequence[str]) -> list[int]:
+    """The candidates that pins leave."""
+    keep = np.ones(len(pool), dtype=bool)
+    for constraint in pin_constraints(Pins.parse(texts), 0):
+        keep &= constraint.holds(table)
+    return sorted(np.flatnonzero(keep).tolist(), key=lambda i: usual(pool[i]))
 
 
-def _table(pool: Sequence[Candidate]) -> dict[str, NDArray[np.int64]]:
+def _table(pool: Sequence[Candidate]) -> Table:
     """What the rules speak of, a column each."""
     columns = {key: [getattr(c.mesh, key) for c in pool] for key in DEGREES} | {
         "zero": [c.zero_stage for c in pool],

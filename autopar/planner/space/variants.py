@@ -26,9 +26,9 @@ from autopar.errors import InfeasibleError, UsageError
 from autopar.hardware.cluster import Cluster
 from autopar.plan.check import SHARES_ALONE, shares_fault
 from autopar.plan.mesh import Mesh
-from autopar.plan.plan import Offload, RankGroup
+from autopar.plan.plan import RankGroup
 from autopar.planner.space.candidates import Candidate, candidates, conflict
-from autopar.planner.space.constraints import Problem, divisors
+from autopar.planner.space.constraints import Problem, divisors, is_pinned
 from autopar.planner.space.pin_syntax import EQUAL, ActivationPin, ChoicePin, NumberPin
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import Hosted
@@ -86,7 +86,6 @@ def rank_groups(candidate: Candidate, cluster: Cluster) -> tuple[RankGroup, ...]
 
 
 OFFLOAD = "offload"
-OPTIMIZER: tuple[Offload, ...] = ("optimizer",)
 
 
 def offloaded(
@@ -116,7 +115,7 @@ def offloaded(
         raise UsageError(reason[0], where=f"pin '{texts[0]}'", fix=reason[1])
     found = list(pool) if stays else []
     if goes and not reason and (texts or "optimizer" in tried):
-        found += [replace(candidate, offload=OPTIMIZER) for candidate in pool]
+        found += [replace(candidate, offload=("optimizer",)) for candidate in pool]
     if "activations" in tried and pins.allows(OFFLOAD, "activations") and not moved and not _without_link(cluster):
         found += [replace(candidate, moves=True) for candidate in found]
     return found
@@ -160,11 +159,6 @@ Line = tuple[float, float]
 """Seconds of a micro-batch whatever its size, and for each of its samples."""
 
 
-def equally_shared(pool: Sequence[Candidate], pins: Pins) -> list[Candidate]:
-    """Of candidates in which all data ranks take as many samples those that the pins leave."""
-    return list(pool) if pins.allows(SHARES, EQUAL) else []
-
-
 def shared(problem: Problem, pins: Pins, cluster: Cluster, seconds: Seconds, *, mixing: str = "") -> list[Candidate]:
     """Candidates whose data ranks take different numbers of samples.
 
@@ -189,7 +183,7 @@ def shared(problem: Problem, pins: Pins, cluster: Cluster, seconds: Seconds, *, 
     found = []
     for count, sizes in _dealt(problem, pins, ranks, order, seconds, fixed) if meshes else ():
         for mesh, zero, multiple in meshes:
-            if zero == 2 and count == 1 and problem.space.practice and pins.equal_to("zero") != 2:
+            if zero == 2 and count == 1 and problem.space.practice and not is_pinned(pins, "zero"):
                 continue  # with one micro-batch ZeRO 2 is ZeRO 1
             found.append(
                 Candidate(

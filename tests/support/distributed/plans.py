@@ -57,9 +57,6 @@ class SimplePrices:
     def __init__(self, byte_price: float) -> None:
         self.byte_price = byte_price
 
-    def by_bytes(self, op: Op) -> bool:
-        return False
-
     def op_cost(self, op: Op, operands: Sequence[TensorSpec]) -> Cost:
         return Cost(time_s=float(sum(prod(spec.shape) for spec in (*operands, *op.outputs))))
 

@@ -27,9 +27,6 @@ class ToyPricing:
     state_bytes_per_element: float = 16.0
     changes_by_bytes: bool = True
 
-    def by_bytes(self, op: Op) -> bool:
-        return False
-
     def op_cost(self, op: Op, operands: Sequence[TensorSpec]) -> Cost:
         moved = sum(s.num_bytes for s in (*operands, *op.outputs))
         flops = 0.0
