@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,9 +11,9 @@ import torch
 from autopar import api
 from autopar.cost.model import CostModel
 from autopar.hardware.cluster import Cluster
-from autopar.hardware.device import HostLink
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.close import assert_close
+from tests.support.clusters import HOST, with_device
 from tests.support.distributed import jobs
 from tests.support.distributed.layouts import batches, bf16_plan, clips_as_one_device, goes_on, planned, traced
 from tests.support.distributed.subjects import SEQUENCE
@@ -22,17 +21,8 @@ from tests.support.step_traffic import stages_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
 
-HOST = HostLink(
-    to_host_bytes_per_s=1e10, to_device_bytes_per_s=2e10, latency_s=1e-5, memory_bandwidth_bytes_per_s=5e10,
-    launch_s=1e-6, memory_bytes=10**9, provenance="made up for tests",
-)  # fmt: skip
-
-
-def with_host(cluster: str, **changes: Any) -> Cluster:
-    """CPU ranks that take part of their memory for a host's."""
-    found = Cluster.parse(cluster)
-    (group,) = found.groups
-    return replace(found, groups=(replace(group, device=replace(group.device, host=replace(HOST, **changes))),))
+CLUSTER = with_device(Cluster.parse("cpu:1x4"), host=replace(HOST, memory_bytes=10**9))
+"""CPU ranks that take part of their memory for a host's."""
 
 
 @pytest.mark.parametrize(
@@ -68,7 +58,7 @@ def test_checkpoints_go_on_wherever_states_live(pool: WorkerPool, tmp_path: Path
 def test_bytes_on_the_host_are_those_predicted(pool: WorkerPool, pins: str) -> None:
     subject, graph = traced("gpt2")
     wish = [*pins.split(), "num_micro_batches=2", "offload=optimizer"]
-    plan = api.estimate(graph, cluster=with_host("cpu:1x4"), global_batch_size=16, pins=wish)
+    plan = api.estimate(graph, cluster=CLUSTER, global_batch_size=16, pins=wish)
     assert plan.offload == ("optimizer",)
     rows = pool.run(jobs.host_bytes, subject, plan, graph, subject.make_batch(16, seed=0), timeout_s=60.0)
     for predicted in plan.predicted.memory:
@@ -107,9 +97,9 @@ def test_blocks_that_keep_on_the_host_train_the_same(pool: WorkerPool, layout: s
 def test_bytes_that_move_are_those_predicted(pool: WorkerPool, pins: str) -> None:
     subject, graph = traced("gpt2")
     wish = [*pins.split(), "num_micro_batches=2", "offload!=optimizer"]
-    plan = api.estimate(graph, cluster=with_host("cpu:1x4"), global_batch_size=16, pins=wish)
+    plan = api.estimate(graph, cluster=CLUSTER, global_batch_size=16, pins=wish)
     assert any(block.offload for block in plan.blocks)
-    model = CostModel(with_host("cpu:1x4"), plan.precision, plan.optimizer)
+    model = CostModel(CLUSTER, plan.precision, plan.optimizer)
     stages = stages_of(model, plan, graph)
     rows = pool.run(jobs.moved_bytes, subject, plan, graph, subject.make_batch(16, seed=0), timeout_s=60.0)
     for pp_rank, down, up in rows:

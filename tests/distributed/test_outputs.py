@@ -19,10 +19,10 @@ from autopar.plan.plan import Plan
 from autopar.verification.against_one_device import loss_of
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.close import assert_close
+from tests.support.clusters import two_kinds
 from tests.support.distributed import returning
 from tests.support.distributed.plans import make_plan
 from tests.support.distributed.returning import Returning, plain
-from tests.support.mixed_clusters import two_kinds
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
 

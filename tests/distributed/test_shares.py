@@ -8,10 +8,10 @@ from autopar import api
 from autopar.plan.plan import Plan
 from autopar.verification.against_one_device import loss_of, verify
 from autopar.verification.rank_pool import WorkerPool
+from tests.support.clusters import two_kinds
 from tests.support.distributed import jobs
 from tests.support.distributed.layouts import clips_as_one_device
 from tests.support.distributed.subjects import HfSubject, graph_of
-from tests.support.mixed_clusters import two_kinds
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
 

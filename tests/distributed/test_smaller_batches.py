@@ -12,12 +12,12 @@ from autopar.plan.mesh import Mesh
 from autopar.plan.plan import Plan
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.close import assert_close
+from tests.support.clusters import two_kinds
 from tests.support.distributed import smaller
 from tests.support.distributed.layouts import LAYOUTS
 from tests.support.distributed.plans import make_plan
 from tests.support.distributed.smaller import CountingSubject
 from tests.support.distributed.subjects import HfSubject, graph_of
-from tests.support.mixed_clusters import two_kinds
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
 
