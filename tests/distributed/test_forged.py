@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -19,19 +18,10 @@ from autopar.runtime.checkpoint.older import OlderFolder, read_metadata
 from autopar.runtime.job import start, stop
 from autopar.verification.rank_pool import WorkerPool
 from tests.distributed.test_state import planned, traced
+from tests.support.damage import Touch
 from tests.support.distributed import jobs
 
 pytestmark = pytest.mark.distributed
-
-
-class Touch:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.path),)
 
 
 def _by_way_of(path: Path) -> bytes:
