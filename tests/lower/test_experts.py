@@ -12,9 +12,9 @@ from autopar.lower.program import Program, lower
 from autopar.plan.mesh import Mesh
 from autopar.rules import apply
 from tests.support.close import assert_close
+from tests.support.distributed.mixtures import Subject, mixture_graph
 from tests.support.lower import chooser
 from tests.support.lower.models import plan_of, whole_tensors
-from tests.support.lower.moe import Mixture, mixture_graph
 from tests.support.lower.ranks import assert_as_one_device, dense
 
 WAYS = {"autopar.experts", "autopar.experts_split", "autopar.experts_dispatch"}
@@ -47,8 +47,7 @@ def test_programs_are_well_typed(mesh: Mesh) -> None:
 
 
 def test_traced_and_eager_agree_and_experts_without_tokens_have_a_gradient() -> None:
-    torch.manual_seed(0)
-    model = Mixture()
+    model = Subject().build()
     graph = mixture_graph()
     batch = {"input_ids": torch.randint(0, 64, (4, 8)), "labels": torch.randint(0, 64, (4, 8))}
     with torch.no_grad():
