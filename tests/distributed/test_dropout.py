@@ -12,6 +12,7 @@ from autopar import api
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.close import assert_close
 from tests.support.distributed import jobs
+from tests.support.distributed.layouts import on_ranks
 from tests.support.distributed.masked import SAMPLES, TOKENS, WIDTH, MaskedSubject
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
@@ -38,7 +39,7 @@ def test_streams_are_distinct_on_shards_and_equal_on_replicas_and_in_recompute(
         plan = api.estimate(
             graph, cluster="cpu:1x4", global_batch_size=SAMPLES, pins=[*pins, "pp=1", f"recompute={mode}"]
         )
-        found[mode] = list(pool.run(jobs.gradients_both_ways, subject, plan, graph, batch, timeout_s=60.0))
+        found[mode] = list(on_ranks(pool, jobs.gradients_both_ways, subject, plan, graph, batch))
     first = found["none"][0]["step"]["table.weight"]
     for rank in (*found["none"], *found["full"]):
         assert torch.equal(rank["step"]["table.weight"], first)

@@ -20,6 +20,7 @@ from autopar.verification.rank_pool import WorkerPool
 from tests.distributed.test_state import planned, traced
 from tests.support.damage import Touch
 from tests.support.distributed import jobs
+from tests.support.distributed.layouts import on_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -109,10 +110,10 @@ def test_all_ranks_refuse_a_forged_checkpoint(pool: WorkerPool, tmp_path: Path) 
     subject, graph = traced(statistics=False)
     batches = [subject.make_batch(8, seed=seed) for seed in range(2)]
     run, made, plan = tmp_path / "run", tmp_path / "made", planned(graph, "tp2 x dp2")
-    pool.run(jobs.save_run, subject, plan, graph, batches, str(run), timeout_s=60.0)
+    on_ranks(pool, jobs.save_run, subject, plan, graph, batches, str(run))
     (run / "checkpoint.json").unlink()
     for forged, said in ((".metadata", "an older autopar: its index is a pickle"), ("checkpoint.json", "checksum")):
         (run / forged).write_bytes(pickle.dumps(Touch(made)))
         with pytest.raises(AutoparError, match=rf"CheckpointError.*{said}"):
-            pool.run(jobs.load_run, subject, plan, graph, batches, str(run), timeout_s=60.0)
+            on_ranks(pool, jobs.load_run, subject, plan, graph, batches, str(run))
         assert not made.exists(), forged
