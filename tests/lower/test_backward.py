@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -18,7 +17,8 @@ from autopar.lower.program import Program, lower
 from autopar.plan.mesh import I, Mesh, R
 from autopar.rules import apply
 from autopar.rules import table as rules
-from autopar.rules.strategy import Strategy, Typing
+from autopar.rules.strategy import Strategy
+from tests.support.lower.chooser import named_typing
 from tests.support.lower.mlp import op, spec
 from tests.support.lower.models import plan_of
 
@@ -55,21 +55,12 @@ def graph(*, negated: bool) -> Graph:
     )
 
 
-def typing(whole: Graph, axis: str, names: Names) -> Typing:
-    chosen: dict[str, Strategy] = {}
-    for one in whole.ops:
-        specs = tuple(whole.spec(ref) for ref in one.operands)
-        offered = {s.name: s for s in rules.strategies(one, specs, axis=axis, size=Fraction(2), fallback=True)}
-        chosen[one.name] = offered[names.get(one.name, "invariant")]
-    return Typing(axis=axis, size=Fraction(2), strategies=chosen, parameters={})
-
-
 def program(mesh: Mesh, *, negated: bool = False, **names: Names) -> Program:
     """Strategies by axis and operator, in the order of the axes."""
     traced = local = graph(negated=negated)
     graphs, typings = [], []
     for axis, chosen in names.items():
-        typings.append(typing(local, axis, chosen))
+        typings.append(named_typing(local, axis, chosen))
         graphs.append(local)
         sizes = {"global_batch_size": SAMPLES, "micro_batch_size": SAMPLES // 2} if axis == apply.BATCH else {}
         local = apply.shard(local, typings[-1], **sizes)

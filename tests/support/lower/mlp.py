@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from autopar.graph.graph import Block, Graph, Input, Op, Parameter, Ref, TensorSpec
 from autopar.plan.mesh import I, P, R, S, Type
 from autopar.rules.strategy import Strategy, Typing
+from tests.support.lower import chooser
 
 BATCH, SEQ, HIDDEN, FFN, LAYERS = 4, 8, 16, 32, 2
 
@@ -76,23 +78,10 @@ def strategy(name: str, inputs: tuple[Type, ...], output: Type, work: Fraction =
     return Strategy(name=name, inputs=inputs, outputs=(output,), work=work)
 
 
-def batch_typing(graph: Graph, size: Fraction) -> Typing:
-    """Everything that has samples is split along dim 0."""
-    chosen: dict[str, Strategy] = {
-        "valid": strategy("split", (S(0),), S(0)),
-        "count": strategy("split", (S(0),), P),
-        "count_as_float": strategy("replicate", (R,), R),
-        "square": strategy("split", (S(0), S(0)), S(0)),
-        "total": strategy("split", (S(0),), P),
-        "loss": strategy("linear 0", (P, R), P),
-    }
-    for i in range(LAYERS):
-        chosen[f"h{i}"] = strategy("split", (S(0), R, R), S(0))
-        chosen[f"g{i}"] = chosen[f"d{i}"] = strategy("split", (S(0),), S(0))
-        chosen[f"y{i}"] = strategy("split", (S(0), R), S(0))
-        chosen[f"z{i}"] = strategy("split", (S(0), R), S(0))
-        chosen[f"r{i}"] = strategy("split", (S(0), S(0)), S(0))
-    return Typing(axis="batch", size=size, strategies=chosen, parameters={})
+def batch_typing(graph: Graph, micro_batch_size: int) -> Typing:
+    """Samples are split; what is summed over them is the count, as an integer."""
+    typing = chooser.batch_typing(graph, micro_batch_size)
+    return replace(typing, strategies={**typing.strategies, "count_as_float": strategy("replicate", (R,), R)})
 
 
 def tensor_typing(size: int, *, sequence: bool) -> Typing:
