@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from autopar.errors import InternalError
-from autopar.graph.graph import Block, Graph, Input, Op, Parameter, Ref, TensorSpec
+from autopar.graph.graph import Graph, Op, Parameter, Ref, TensorSpec
 from autopar.lower import check_types as check
 from autopar.lower.check_sums import check_gradients
 from autopar.lower.check_types import typecheck
@@ -18,6 +18,7 @@ from autopar.plan.mesh import I, Mesh, R
 from autopar.rules import apply
 from autopar.rules import table as rules
 from autopar.rules.strategy import Strategy
+from tests.support.graphs_by_hand import graph_of_ops
 from tests.support.lower.chooser import named_typing
 from tests.support.lower.mlp import op, spec
 from tests.support.lower.models import plan_of
@@ -40,19 +41,9 @@ def graph(*, negated: bool) -> Graph:
         op("square", "aten.mul.Tensor", Ref("z"), Ref("z"), out=shape),
         op("loss", "aten.sum.default", Ref("square"), out=spec(grad=True)),
     )
-    return Graph(
-        name="convolution",
-        batch_size=SAMPLES,
-        inputs=(Input(name="x", spec=spec(SAMPLES, 4, 8), batch_dim=0),),
-        parameters=tuple(Parameter(name=name, fqn=f"m.{name}", spec=weight) for name in ("u", "w")),
-        buffers=(),
-        prelude=(),
-        ops=ops,
-        blocks=(Block(index=0, start=0, stop=len(ops), hash="b", label="m"),),
-        loss=Ref("loss"),
-        fingerprint="convolution",
-        mixing="z",  # values may change their type over data ranks
-    )
+    parameters = [Parameter(name=name, fqn=f"m.{name}", spec=weight) for name in ("u", "w")]
+    mixing = "z"  # values may change their type over data ranks
+    return graph_of_ops("convolution", ops, {"x": spec(SAMPLES, 4, 8)}, parameters, mixing=mixing)
 
 
 def program(mesh: Mesh, *, negated: bool = False, **names: Names) -> Program:

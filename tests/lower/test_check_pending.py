@@ -9,11 +9,12 @@ from functools import partial
 import pytest
 import torch
 
-from autopar.graph.graph import Block, Graph, Input, Op, Parameter, Ref
+from autopar.graph.graph import Graph, Op, Parameter, Ref
 from autopar.lower.check_types import typecheck
 from autopar.lower.program import Program, lower
 from autopar.plan.mesh import Mesh, P
 from autopar.rules import apply
+from tests.support.graphs_by_hand import graph_of_ops
 from tests.support.lower import chooser
 from tests.support.lower.chooser import named_typing
 from tests.support.lower.models import plan_of
@@ -42,18 +43,8 @@ def attention_graph() -> Graph:
         Op(name="y", target="aten.scaled_dot_product_attention.default", args=qkv, outputs=(turned,)),
         Op(name="loss", target="aten.sum.default", args=(Ref("y"),), outputs=(spec(),)),
     )
-    return Graph(
-        name="fuzz",
-        batch_size=4,
-        inputs=(Input(name="x_1", spec=spec(4, 8, 8, grad=False), batch_dim=0),),
-        parameters=tuple(Parameter(name=f"p_{n}", fqn=f"m.{n}", spec=spec(8, 8)) for n in ("q", "v")),
-        buffers=(),
-        prelude=(),
-        ops=ops,
-        blocks=(Block(index=0, start=0, stop=len(ops), hash="b", label="m"),),
-        loss=Ref("loss"),
-        fingerprint="fuzz",
-    )
+    parameters = [Parameter(name=f"p_{n}", fqn=f"m.{n}", spec=spec(8, 8)) for n in ("q", "v")]
+    return graph_of_ops("fuzz", ops, {"x_1": spec(4, 8, 8, grad=False)}, parameters)
 
 
 def pair(cp: Mapping[str, str], tp: Mapping[str, str]) -> Pair:

@@ -7,9 +7,10 @@ from fractions import Fraction
 
 import torch
 
-from autopar.graph.graph import Block, Graph, Input, Op, Parameter, Ref, TensorSpec
+from autopar.graph.graph import Block, Graph, Op, Parameter, Ref, TensorSpec
 from autopar.plan.mesh import I, P, R, S, Type
 from autopar.rules.strategy import Strategy, Typing
+from tests.support.graphs_by_hand import graph_of_ops
 from tests.support.lower import chooser
 
 BATCH, SEQ, HIDDEN, FFN, LAYERS = 4, 8, 16, 32, 2
@@ -57,21 +58,8 @@ def mlp_graph(dropout: float = 0.0) -> Graph:
         op("count", "aten.sum.default", Ref("valid"), out=spec(dtype=torch.int64)),
         op("count_as_float", "aten.to.dtype", Ref("count"), torch.float32, out=spec()),
     )
-    return Graph(
-        name="mlp",
-        batch_size=BATCH,
-        inputs=(
-            Input(name="x", spec=spec(BATCH, SEQ, HIDDEN), batch_dim=0),
-            Input(name="keep", spec=tokens, batch_dim=0),
-        ),
-        parameters=tuple(parameters),
-        buffers=(),
-        prelude=prelude,
-        ops=tuple(ops),
-        blocks=tuple(blocks),
-        loss=Ref("loss"),
-        fingerprint="mlp",
-    )
+    inputs = {"x": spec(BATCH, SEQ, HIDDEN), "keep": tokens}
+    return graph_of_ops("mlp", ops, inputs, parameters, blocks=tuple(blocks), prelude=prelude)
 
 
 def strategy(name: str, inputs: tuple[Type, ...], output: Type, work: Fraction = Fraction(1)) -> Strategy:
