@@ -18,7 +18,7 @@ from autopar.plan.file import dumps, plan_from_dict, plan_to_dict
 from autopar.plan.plan import Plan
 from autopar.plan.text import diff_plans
 from autopar.report.summaries import plan_summary
-from tests.support.mixed_clusters import two_kinds
+from tests.support.clusters import two_kinds
 from tests.support.planner.graphs import mlp
 
 

@@ -152,12 +152,6 @@ def test_wrong_usage_exits_with_2(run: Run, arguments: list[str], expected: str)
     assert done.out == ""
 
 
-def test_absent_plan_file(run: Run, tmp_path: Path) -> None:
-    done = run("show", tmp_path / "none.json")
-    assert done.code == 2
-    assert "Cannot read" in done.error
-
-
 def test_defect_is_one_line_and_a_traceback_with_debug(
     run: Run, plan_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,24 +41,8 @@ class Net(nn.Module):
         return (self.down(torch.relu(self.up(x))) - y).square().mean()
 
 
-class Branching(Net):
-    def forward(self, x, y):
-        loss = super().forward(x, y)
-        if loss > 1:
-            loss = loss * 2
-        return loss
-
-
-def batch():
-    return {"x": torch.randn(4, 8), "y": torch.randn(4, 8)}
-
-
 def net():
-    return Net(), batch()
-
-
-def branching():
-    return Branching(), batch()
+    return Net(), {"x": torch.randn(4, 8), "y": torch.randn(4, 8)}
 
 
 def scaled():
@@ -131,14 +115,6 @@ def test_a_factory_draws_the_same_numbers_each_time(
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_model_that_cannot_be_traced_names_the_line(run: Run, user_models: str) -> None:
-    done = run("trace", f"{user_models}:branching")
-    assert done.code == 1
-    line = 1 + USER_MODELS.splitlines().index("        if loss > 1:")
-    assert f"{user_models}.py:{line}" in done.error
-    assert "Or move the line into a separate module" in done.error
-
-
 def _save(path: Path, plan: Plan) -> Path:
     save_plan(plan, path)
     return path
@@ -192,19 +168,6 @@ def test_plan_for_another_model_is_refused(run: Run, tmp_path: Path) -> None:
     assert f"made for model '{ONE_LAYER}'" in done.error
 
 
-def test_verify_of_a_large_plan_says_how_many_ranks_it_takes(run: Run, tmp_path: Path) -> None:
-    path = _save(tmp_path / "plan.json", _plan_of(ONE_LAYER, Mesh(tp=4, dp_replicate=16)))
-    done = run("verify", path)
-    assert done.code == 2
-    assert "has 64 ranks, and verify starts at most 32" in done.error
-
-
-def test_verify_of_a_model_needs_a_cluster(run: Run) -> None:
-    done = run("verify", GPT)
-    assert done.code == 2
-    assert "--cluster cpu:1x4" in done.error
-
-
 def test_search_prints_saves_and_answers_in_json(run: Run, tmp_path: Path) -> None:
     done = run("search", GPT, "--cluster", "cpu:1x2", "--global-batch", "8", "-o", "plan.json", "--json")
     found = json.loads(done.out)
@@ -234,22 +197,6 @@ def test_printed_plan_names_parameters(run: Run) -> None:
     layouts = done.out.split("Layouts of parameters")[1]
     assert "transformer.h.0-1 (2 blocks)" in layouts
     assert "mlp.c_fc.weight" in layouts
-
-
-@pytest.mark.parametrize(
-    ("cluster", "pins", "named"),
-    [
-        ("cpu:1x3", ["dp_shard=3"], ["the global batch 8 divides by", "dp_shard=3"]),
-        ("cpu:1x4", ["tp=4", "pp=2", "zero=0"], ["tp=4", "pp=2"]),
-        ("cpu:1x1?memory=1MB", [], ["of memory a device", "1 device"]),
-    ],
-)
-def test_conflict_exits_with_3_and_is_named(cluster: str, pins: list[str], named: list[str], run: Run) -> None:
-    options = [option for pin in pins for option in ("--pin", pin)]
-    done = run("search", GPT, "--cluster", cluster, "--global-batch", "8", *options)
-    assert done.code == 3
-    assert all(text in done.error for text in named)
-    assert "zero=0" not in done.error
 
 
 def test_explain_compares_with_other_pins(run: Run) -> None:
@@ -290,6 +237,7 @@ def test_a_model_that_cannot_be_traced_prints_one_line_alone(tmp_path: Path) -> 
     (line,) = done.stderr.splitlines()
     assert "branching.py:11" in line
     assert "if y.sum() > 0:" in line
+    assert "Or move the line into a separate module" in line
 
 
 def test_a_model_is_verified_without_the_dropout_that_plans_are_made_for() -> None:

@@ -14,11 +14,12 @@ from autopar.cost.blocks.block_cost import Message, messages
 from autopar.cost.model import CostModel
 from autopar.cost.operators.operator_times import EXPERT_TARGETS, experts_as_run, experts_wait_s, op_time
 from autopar.cost.operators.work import work
-from autopar.graph.graph import Argument, Block, Graph, Input, Op, Parameter, Ref, TensorSpec
+from autopar.graph.graph import Argument, Graph, Op, Parameter, Ref, TensorSpec
 from autopar.hardware.cluster import Cluster
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import FP32
 from autopar.tracing.trace import trace
+from tests.support.graphs_by_hand import graph_of_ops
 from tests.support.kept import kept_bytes
 
 MODEL = CostModel(Cluster.parse("cpu:1x4"), FP32, "adamw")
@@ -113,11 +114,7 @@ FULL_BYTES = FULL.num_bytes
 
 def change(name: str, *args: Argument, source: TensorSpec, out: TensorSpec) -> set[tuple[str, int, bool]]:
     op = Op(name="y", target=f"autopar.{name}", args=(Ref("x"), "tp", *args), outputs=(out,))
-    graph = Graph(
-        name="g", batch_size=1, inputs=(), parameters=(Parameter(name="x", fqn="x", spec=source),), buffers=(),
-        prelude=(), ops=(op,), blocks=(Block(index=0, start=0, stop=1, hash="h", label=""),), loss=Ref("y"),
-        fingerprint="",
-    )  # fmt: skip
+    graph = graph_of_ops("g", [op], {}, [Parameter(name="x", fqn="x", spec=source)])
     found = list(messages(op, graph.spec))
     assert all(isinstance(message, Message) and message.axis == "tp" for message in found)
     return {(message.kind, message.num_bytes, message.backward) for message in found}
@@ -148,11 +145,7 @@ def test_messages_of_the_split_loss() -> None:
     loss = TensorSpec(shape=(), dtype=torch.float32, requires_grad=True)
     args = (Ref("x"), Ref("t"), "tp", -100, 0.0)
     op = Op(name="y", target="autopar.cross_entropy_vocabulary", args=args, outputs=(loss,))
-    graph = Graph(
-        name="g", batch_size=1, inputs=(Input(name="t", spec=target, batch_dim=0),),
-        parameters=(Parameter(name="x", fqn="x", spec=logits),), buffers=(), prelude=(), ops=(op,),
-        blocks=(Block(index=0, start=0, stop=1, hash="h", label=""),), loss=Ref("y"), fingerprint="",
-    )  # fmt: skip
+    graph = graph_of_ops("g", [op], {"t": target}, [Parameter(name="x", fqn="x", spec=logits)])
     assert [m.num_bytes for m in messages(op, graph.spec)] == [32 * 4, 2 * 32 * 4]
 
 
@@ -162,13 +155,8 @@ def experts_graph(target: str, tail: tuple[object, ...] = ()) -> tuple[Graph, Op
     specs = {k: TensorSpec(shape=v, dtype=torch.float32, requires_grad=True) for k, v in shapes.items()}
     names = ("x", "w", "i", "gate", "up", "down")
     op = Op(name="y", target=target, args=(*map(Ref, names), None, None, "silu", *tail), outputs=(specs["x"],))
-    chosen = Input(name="i", spec=TensorSpec(shape=(32, 2), dtype=torch.int64), batch_dim=0)
-    graph = Graph(
-        name="g", batch_size=1, inputs=(chosen,),
-        parameters=tuple(Parameter(name=k, fqn=k, spec=v) for k, v in specs.items()), buffers=(), prelude=(), ops=(op,),
-        blocks=(Block(index=0, start=0, stop=1, hash="h", label=""),), loss=Ref("y"), fingerprint="",
-    )  # fmt: skip
-    return graph, op
+    chosen = TensorSpec(shape=(32, 2), dtype=torch.int64)
+    return graph_of_ops("g", [op], {"i": chosen}, [Parameter(name=k, fqn=k, spec=v) for k, v in specs.items()]), op
 
 
 def test_the_host_waits_once_for_experts_but_of_one_rank_in_grouped_products() -> None:

@@ -13,11 +13,12 @@ from autopar.cost.blocks.block_cost import BlockCost, ParameterCost
 from autopar.cost.model import CostModel, StageCost
 from autopar.errors import UsageError
 from autopar.hardware.cluster import Cluster
-from autopar.hardware.device import HostLink, Overheads
+from autopar.hardware.device import Overheads
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import BF16, FP32, Recompute
 from autopar.plan.prediction import Prediction
 from tests.support.blocks_by_hand import block, stage, step
+from tests.support.clusters import HOST, with_device
 from tests.support.practices import runtime
 from tests.support.step_traffic import traffic
 
@@ -203,8 +204,7 @@ def test_gradients_of_a_parameter_that_two_blocks_use_are_summed_for_every_micro
 def test_actions_and_messages_take_their_time_of_the_cores() -> None:
     """By the engine that runs them: another one where a rank has several stages."""
     around = Overheads(action_s=1e-3, message_s=1e-4, interleaved_action_s=3e-3, interleaved_message_s=5e-4)
-    group = H100.groups[0]
-    cluster = replace(H100, groups=(replace(group, device=replace(group.device, overheads=around)),))
+    cluster = with_device(H100, overheads=around)
     count, sends = 8, {"sends": (1, 1), "send_gradients": (1,)}
 
     def busy_s(name: str, virtual_stages: int) -> float:
@@ -265,12 +265,8 @@ def test_small_buckets_leave_early_and_large_ones_wait_for_fewer_messages() -> N
 
 def test_copies_of_what_blocks_keep_hide_behind_other_blocks() -> None:
     """1000 bytes: 5 ms down and 4 ms up beside forwards of 1 ms and backwards of 2 ms."""
-    host = HostLink(
-        to_host_bytes_per_s=2e5, to_device_bytes_per_s=2.5e5, latency_s=0.0, memory_bandwidth_bytes_per_s=1e9,
-        launch_s=0.0, provenance="example",
-    )  # fmt: skip
-    group = CPU.groups[0]
-    cluster = replace(CPU, groups=(replace(group, device=replace(group.device, host=host)),))
+    host = replace(HOST, to_host_bytes_per_s=2e5, to_device_bytes_per_s=2.5e5, latency_s=0.0, launch_s=0.0)
+    cluster = with_device(CPU, host=host)
     blocks = layers(8, **SMALL)
 
     def waits_s(*moved: int, count: int = 3) -> float:

@@ -13,7 +13,7 @@ from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import Plan
-from tests.support.mixed_clusters import of_one, two_kinds
+from tests.support.clusters import of_one, two_kinds
 from tests.support.planner.graphs import mlp
 
 PINS = ["pp=2", "dp_replicate=1", "dp_shard=2", "tp=1", "zero=1", "micro_batch=2", "schedule=1F1B"]

@@ -10,7 +10,7 @@ from autopar import api
 from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
 from autopar.plan.plan import Plan
-from tests.support.mixed_clusters import of_one, two_kinds
+from tests.support.clusters import of_one, two_kinds
 from tests.support.planner.graphs import mlp
 
 

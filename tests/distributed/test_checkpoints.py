@@ -13,7 +13,7 @@ from autopar.verification.rank_pool import WorkerPool
 from tests.support.close import assert_close
 from tests.support.distributed import checkpoints as jobs
 from tests.support.distributed import jobs as jobs_
-from tests.support.distributed.layouts import batches, planned, planned_on
+from tests.support.distributed.layouts import batches, on_ranks, planned, planned_on
 from tools.campaigns import checkpoints as campaign
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(180)]
@@ -60,7 +60,7 @@ def test_a_rank_that_is_killed_in_a_save_leaves_the_checkpoint_before(tmp_path: 
 
 def test_what_is_written_beside_steps_is_what_a_save_writes(pool: WorkerPool, tmp_path: Path) -> None:
     subject, plan, graph = planned("tp2 x dp2 ZeRO 3", "gpt2")
-    pool.run(jobs.beside_and_at_once, subject, plan, graph, batches(subject, 3), str(tmp_path), timeout_s=90.0)
+    on_ranks(pool, jobs.beside_and_at_once, subject, plan, graph, batches(subject, 3), str(tmp_path), timeout_s=90.0)
     found = {path.relative_to(tmp_path / "beside") for path in (tmp_path / "beside").glob("*/*")}
     assert len({path.parent for path in found}) == 3
     assert found == {path.relative_to(tmp_path / "at_once") for path in (tmp_path / "at_once").glob("*/*")}
@@ -70,13 +70,13 @@ def test_what_is_written_beside_steps_is_what_a_save_writes(pool: WorkerPool, tm
 
 def test_each_data_rank_has_its_position_again(pool: WorkerPool, tmp_path: Path) -> None:
     subject, plan, graph = planned("tp2 x dp2", "gpt2")
-    pool.run(jobs.saved_positions, subject, plan, graph, str(tmp_path), timeout_s=60.0)
+    on_ranks(pool, jobs.saved_positions, subject, plan, graph, str(tmp_path))
     for layout in ("tp2 x dp2", "pp2 x dp2"):
         _, other, _ = planned(layout, "gpt2")
-        found = pool.run(jobs.loaded_positions, subject, other, graph, str(tmp_path), timeout_s=60.0)
+        found = on_ranks(pool, jobs.loaded_positions, subject, other, graph, str(tmp_path))
         assert sorted(found) == [(n, 10 * n, [n, n + 1, n + 2], {"epoch": 4}) for n in (0, 0, 1, 1)]
     _, four, _ = planned("dp4", "gpt2")
-    for said in pool.run(jobs.loaded_positions, subject, four, graph, str(tmp_path), timeout_s=60.0):
+    for said in on_ranks(pool, jobs.loaded_positions, subject, four, graph, str(tmp_path)):
         assert "The state of the dataloader was saved for 2 ranks, each of which had another one" in said
         assert "Load without dataloader=" in said
 
@@ -97,7 +97,7 @@ def test_weights_go_out_to_transformers_and_in_again(
     subject, plan, graph = planned(layout, kind)
     folder = tmp_path / "out"
     for _ in range(2 if size == "20KB" else 1):  # the second time in place of the first
-        found = pool.run(jobs.exported, subject, plan, graph, batches(subject, 1), str(folder), size, timeout_s=60.0)
+        found = on_ranks(pool, jobs.exported, subject, plan, graph, batches(subject, 1), str(folder), size)
     model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
@@ -109,7 +109,7 @@ def test_weights_go_out_to_transformers_and_in_again(
     assert ("model.safetensors" in files) == (size == "5GB")
     assert {"config.json", "generation_config.json"} <= set(files)
     assert _tensors(folder) == _tensors(wanted)
-    for values in pool.run(jobs_.launched_from, subject, plan, graph, "meta", str(folder), timeout_s=60.0):
+    for values in on_ranks(pool, jobs_.launched_from, subject, plan, graph, "meta", str(folder)):
         assert_close(values, {name: found[0][name] for name in values}, 0.0)
 
 

@@ -12,7 +12,7 @@ from autopar.graph.graph import Graph
 from autopar.plan.plan import Plan
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.distributed import jobs
-from tests.support.distributed.layouts import traced, traced_in_half
+from tests.support.distributed.layouts import on_batch, traced, traced_in_half
 from tests.support.distributed.mixtures import Subject
 from tests.support.distributed.subjects import graph_of
 
@@ -27,8 +27,7 @@ def largest_of(rows: Sequence[Mapping[str, int]], pp_rank: int) -> dict[str, int
 
 def check_states(pool: WorkerPool, subject: Any, graph: Graph, plan: Plan, *, shards: int = 1) -> None:
     """``shards``: of whole gradients that every data rank holds until the last micro-batch, and a shard of them after the step."""
-    batch = subject.make_batch(plan.global_batch_size, seed=0)
-    rows = pool.run(jobs.held_bytes, subject, plan, graph, batch, timeout_s=60.0)
+    rows = on_batch(pool, jobs.held_bytes, subject, plan, graph)
     for predicted in plan.predicted.memory:
         largest = largest_of(rows, predicted.pp_rank)
         assert shards * largest.pop("gradients") == predicted.gradients
@@ -70,7 +69,7 @@ def test_states_of_other_optimizers(pool: WorkerPool, optimizer: str) -> None:
     subject, graph = traced("gpt2")
     pins = ["dp_replicate=2", "tp=2", "zero=0", "num_micro_batches=2"]
     plan = api.estimate(graph, cluster="cpu:1x4", global_batch_size=16, pins=pins, optimizer=optimizer)
-    rows = pool.run(jobs.held_bytes, subject, plan, graph, subject.make_batch(16, seed=0), optimizer, timeout_s=60.0)
+    rows = on_batch(pool, jobs.held_bytes, subject, plan, graph, optimizer)
     assert max(row["optimizer"] for row in rows) == plan.predicted.memory[0].optimizer
 
 

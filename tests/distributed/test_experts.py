@@ -12,7 +12,7 @@ from autopar.plan.plan import Plan
 from autopar.verification.against_one_device import verify
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.distributed import jobs
-from tests.support.distributed.layouts import clips_as_one_device, goes_on
+from tests.support.distributed.layouts import clips_as_one_device, goes_on, on_ranks
 from tests.support.distributed.mixtures import Subject
 from tests.support.distributed.subjects import graph_of
 
@@ -77,7 +77,7 @@ def test_mixed_precision_keeps_spread_experts_in_float32_at_rest(pool: WorkerPoo
     name = "layers.1.experts.down"
     wanted = model.get_parameter(name).grad
     assert wanted is not None
-    for rank in pool.run(jobs.gradients_both_ways, subject, plan, graph, batch, timeout_s=60.0):
+    for rank in on_ranks(pool, jobs.gradients_both_ways, subject, plan, graph, batch):
         for way in ("step", "call"):
             assert rank[way][name].dtype == torch.float32
             assert (rank[way][name] - wanted).norm() <= 0.05 * wanted.norm()

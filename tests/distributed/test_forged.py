@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -19,19 +18,11 @@ from autopar.runtime.checkpoint.older import OlderFolder, read_metadata
 from autopar.runtime.job import start, stop
 from autopar.verification.rank_pool import WorkerPool
 from tests.distributed.test_state import planned, traced
+from tests.support.damage import Touch
 from tests.support.distributed import jobs
+from tests.support.distributed.layouts import on_ranks
 
 pytestmark = pytest.mark.distributed
-
-
-class Touch:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.path),)
 
 
 def _by_way_of(path: Path) -> bytes:
@@ -119,10 +110,10 @@ def test_all_ranks_refuse_a_forged_checkpoint(pool: WorkerPool, tmp_path: Path) 
     subject, graph = traced(statistics=False)
     batches = [subject.make_batch(8, seed=seed) for seed in range(2)]
     run, made, plan = tmp_path / "run", tmp_path / "made", planned(graph, "tp2 x dp2")
-    pool.run(jobs.save_run, subject, plan, graph, batches, str(run), timeout_s=60.0)
+    on_ranks(pool, jobs.save_run, subject, plan, graph, batches, str(run))
     (run / "checkpoint.json").unlink()
     for forged, said in ((".metadata", "an older autopar: its index is a pickle"), ("checkpoint.json", "checksum")):
         (run / forged).write_bytes(pickle.dumps(Touch(made)))
         with pytest.raises(AutoparError, match=rf"CheckpointError.*{said}"):
-            pool.run(jobs.load_run, subject, plan, graph, batches, str(run), timeout_s=60.0)
+            on_ranks(pool, jobs.load_run, subject, plan, graph, batches, str(run))
         assert not made.exists(), forged

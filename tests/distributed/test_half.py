@@ -16,7 +16,7 @@ from autopar.plan.plan import BF16, FP16, Plan
 from autopar.verification.rank_pool import WorkerPool
 from autopar.verification.reference import loss_of
 from tests.support.distributed import scaled
-from tests.support.distributed.layouts import LAYOUTS, batches
+from tests.support.distributed.layouts import LAYOUTS, batches, on_ranks
 from tests.support.distributed.mixtures import Subject
 from tests.support.distributed.plans import make_plan, micro_batch_size
 from tests.support.distributed.subjects import HfSubject, Unpadded
@@ -37,8 +37,7 @@ def graph_of(subject: Any) -> Any:
 def stepped(pool: WorkerPool, layout: str, called: bool = False) -> tuple[dict[str, Any], ...]:
     """What each rank finds in the two steps of :func:`one_device`."""
     plan, job = planned(layout), partial(scaled.steps, scaling=FIXED, called=called)
-    data, size = batches(SUBJECT, 2), plan.mesh.world_size
-    return pool.run(job, SUBJECT, plan, graph_of(SUBJECT), data, size=size, timeout_s=60.0)
+    return on_ranks(pool, job, SUBJECT, plan, graph_of(SUBJECT), batches(SUBJECT, 2))
 
 
 def planned(layout: str, **options: Any) -> Plan:
@@ -110,9 +109,8 @@ def test_scaling_what_a_call_returns_equals_a_train_step(pool: WorkerPool, layou
 def test_an_infinity_on_one_rank_skips_the_step_on_all(pool: WorkerPool, layout: str, fused: bool) -> None:
     """Of a rank's own part of a gradient, which no other rank has: torch's scaler would step everywhere else."""
     plan, data = planned(layout), batches(SUBJECT, 3)
-    size = plan.mesh.world_size
-    job = partial(scaled.steps, scaling=FIXED, fused=fused, infinite=(1, size - 1))
-    for found in pool.run(job, SUBJECT, plan, graph_of(SUBJECT), data, size=size, timeout_s=60.0):
+    job = partial(scaled.steps, scaling=FIXED, fused=fused, infinite=(1, plan.mesh.world_size - 1))
+    for found in on_ranks(pool, job, SUBJECT, plan, graph_of(SUBJECT), data):
         before, skipped, after = found["parameters"]
         assert all(torch.equal(skipped[name], p) for name, p in before.items())
         assert not any(torch.equal(after[name], p) for name, p in before.items())
@@ -123,7 +121,7 @@ def test_an_infinity_on_one_rank_skips_the_step_on_all(pool: WorkerPool, layout:
 def test_a_checkpoint_keeps_the_scale(pool: WorkerPool, tmp_path: Path, before: str, after: str, late: bool) -> None:
     (batch,), plans, folder = batches(SUBJECT, 1), [planned(before), planned(after)], str(tmp_path)
     first, second = [
-        pool.run(job, SUBJECT, plan, graph_of(SUBJECT), batch, folder, size=plan.mesh.world_size, timeout_s=60.0)
+        on_ranks(pool, job, SUBJECT, plan, graph_of(SUBJECT), batch, folder)
         for job, plan in zip((scaled.save, partial(scaled.load, late=late)), plans, strict=True)
     ]
     state, loss = first[0]
@@ -137,10 +135,10 @@ def test_a_checkpoint_without_a_scale_is_loaded(pool: WorkerPool, tmp_path: Path
     low = api.trace(SUBJECT.build(), example_inputs=SUBJECT.make_batch(2, seed=0), precision="bf16", name="half")
     plain = make_plan(low, Mesh(dp_shard=2), global_batch_size=16, micro_batch_size=4, zero_stage=3, precision=BF16)
     (batch,), plan = batches(SUBJECT, 1), planned("tp2")
-    pool.run(scaled.save_plain, SUBJECT, plain, low, batch, str(tmp_path), size=2, timeout_s=60.0)
+    on_ranks(pool, scaled.save_plain, SUBJECT, plain, low, batch, str(tmp_path))
     job = partial(scaled.load, late=False)
     wanted = loss_of(SUBJECT.build()(**batch)).item()
-    for state, loss in pool.run(job, SUBJECT, plan, graph_of(SUBJECT), batch, str(tmp_path), size=2, timeout_s=60.0):
+    for state, loss in on_ranks(pool, job, SUBJECT, plan, graph_of(SUBJECT), batch, str(tmp_path)):
         assert state["scale"] == 65536.0
         assert loss == pytest.approx(wanted, rel=EPSILON)
 
@@ -164,7 +162,7 @@ def test_split_sequences_and_experts(pool: WorkerPool, subject: Any, pins: str) 
     exact = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     alone = scaled.alone(subject.build(), data, scaling=scaling)
     rounding = error(alone["gradients"][0], exact)
-    for found in pool.run(partial(scaled.steps, scaling=scaling), subject, plan, graph, data, timeout_s=60.0):
+    for found in on_ranks(pool, partial(scaled.steps, scaling=scaling), subject, plan, graph, data):
         assert found["losses"] == pytest.approx(alone["losses"], rel=EPSILON)
         assert error(found["gradients"][0], exact) <= 2 * rounding
         assert found["states"] == alone["states"]

@@ -13,6 +13,7 @@ from autopar.graph.graph import Graph
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.close import assert_close
 from tests.support.distributed import meeting
+from tests.support.distributed.layouts import on_ranks
 from tests.support.distributed.meeting import MeetingSubject, Residual, Routed
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
@@ -43,7 +44,7 @@ def compared(pool: WorkerPool, kind: type[nn.Module], layout: str, too_many: tup
     steps = [subject.make_batch(size, seed=seed + 1) for seed, size in enumerate(STEPS)]
     rests = [subject.make_batch(size, seed=seed + 9) for seed, size in enumerate(RESTS)]
     wanted = meeting.on_one_device(subject, [s for s in steps if len(s["labels"]) not in too_many], rests)
-    ranks = pool.run(meeting.on_ranks, subject, plan, graph, steps, rests, timeout_s=100.0)
+    ranks = on_ranks(pool, meeting.on_ranks, subject, plan, graph, steps, rests, timeout_s=100.0)
     for found in ranks:
         done = [step for step, size in zip(found["steps"], STEPS, strict=True) if size not in too_many]
         refused = [step for step, size in zip(found["steps"], STEPS, strict=True) if size in too_many]

@@ -12,8 +12,8 @@ from autopar.plan.file import load_plan, save_plan
 from autopar.util.files import write_toml
 from autopar.verification.against_one_device import verify
 from autopar.verification.rank_pool import WorkerPool
+from tests.support.clusters import two_kinds
 from tests.support.distributed.subjects import HfSubject
-from tests.support.mixed_clusters import two_kinds
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
 

@@ -16,7 +16,7 @@ from autopar.plan.run_log import CATEGORIES, DATA, OPTIMIZER, PIPELINE, TENSOR, 
 from autopar.runtime.monitor import MEASURED_STEPS
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.distributed import jobs
-from tests.support.distributed.layouts import traced
+from tests.support.distributed.layouts import on_batch, traced
 
 FREE = with_free_links(Cluster.parse("cpu:1x4"))
 """So that ``tp`` splits something of so small a model."""
@@ -35,10 +35,9 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
 def test_categories_and_warnings(pool: WorkerPool, tmp_path: Path, pins: str, called: bool, present: set[str]) -> None:
     subject, graph = traced("gpt2")
     plan = api.estimate(graph, cluster=FREE, global_batch_size=8, pins=pins.split())
-    batch = subject.make_batch(8, seed=0)
     wide = replace(plan.predicted, step_time_interval_s=(1e-9, 1e9))
     quiet = replace(plan, predicted=wide)
-    rows = pool.run(jobs.watched, subject, quiet, graph, batch, str(tmp_path), called, timeout_s=60.0)
+    rows = on_batch(pool, jobs.watched, subject, quiet, graph, str(tmp_path), called)
     assert len({row["measured_s"] for row in rows}) == 1  # ranks agree
     assert not any(row["active"] for row in rows)
     assert all(row["restored"] for row in rows)
@@ -56,10 +55,9 @@ def test_an_altered_prediction_is_warned_of_once(pool: WorkerPool, tmp_path: Pat
     """The step is measured first; predictions that are ten times off it, and intervals around them."""
     subject, graph = traced("gpt2")
     plan = api.estimate(graph, cluster="cpu:1x4", global_batch_size=8, pins=["tp=2", "dp_replicate=2"])
-    batch = subject.make_batch(8, seed=0)
 
     def rows(plan: Plan) -> Any:
-        return pool.run(jobs.watched, subject, plan, graph, batch, str(tmp_path), False, timeout_s=60.0)
+        return on_batch(pool, jobs.watched, subject, plan, graph, str(tmp_path), False)
 
     measured = rows(plan)[0]["measured_s"]
     for factor in (0.1, 10.0):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,27 +11,27 @@ import torch
 from autopar import api
 from autopar.cost.model import CostModel
 from autopar.hardware.cluster import Cluster
-from autopar.hardware.device import HostLink
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.close import assert_close
+from tests.support.clusters import HOST, with_device
 from tests.support.distributed import jobs
-from tests.support.distributed.layouts import batches, bf16_plan, clips_as_one_device, goes_on, planned, traced
+from tests.support.distributed.layouts import (
+    batches,
+    bf16_plan,
+    clips_as_one_device,
+    goes_on,
+    on_batch,
+    on_ranks,
+    planned,
+    traced,
+)
 from tests.support.distributed.subjects import SEQUENCE
 from tests.support.step_traffic import stages_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
 
-HOST = HostLink(
-    to_host_bytes_per_s=1e10, to_device_bytes_per_s=2e10, latency_s=1e-5, memory_bandwidth_bytes_per_s=5e10,
-    launch_s=1e-6, memory_bytes=10**9, provenance="made up for tests",
-)  # fmt: skip
-
-
-def with_host(cluster: str, **changes: Any) -> Cluster:
-    """CPU ranks that take part of their memory for a host's."""
-    found = Cluster.parse(cluster)
-    (group,) = found.groups
-    return replace(found, groups=(replace(group, device=replace(group.device, host=replace(HOST, **changes))),))
+CLUSTER = with_device(Cluster.parse("cpu:1x4"), host=replace(HOST, memory_bytes=10**9))
+"""CPU ranks that take part of their memory for a host's."""
 
 
 @pytest.mark.parametrize(
@@ -48,7 +47,7 @@ def test_in_mixed_precision_steps_are_the_same_wherever_they_are_made(pool: Work
     subject, _ = traced("llama")
     data = batches(subject, 2)
     there, here = (
-        pool.run(jobs.train, subject, replace(plan, offload=offload), graph, data, 0.1, timeout_s=60.0)[0]
+        on_ranks(pool, jobs.train, subject, replace(plan, offload=offload), graph, data, 0.1)[0]
         for offload in (("optimizer",), ())
     )
     # one kernel steps there, which rounds float32 in other places, and bfloat16 of what it steps may round to the next number
@@ -68,9 +67,9 @@ def test_checkpoints_go_on_wherever_states_live(pool: WorkerPool, tmp_path: Path
 def test_bytes_on_the_host_are_those_predicted(pool: WorkerPool, pins: str) -> None:
     subject, graph = traced("gpt2")
     wish = [*pins.split(), "num_micro_batches=2", "offload=optimizer"]
-    plan = api.estimate(graph, cluster=with_host("cpu:1x4"), global_batch_size=16, pins=wish)
+    plan = api.estimate(graph, cluster=CLUSTER, global_batch_size=16, pins=wish)
     assert plan.offload == ("optimizer",)
-    rows = pool.run(jobs.host_bytes, subject, plan, graph, subject.make_batch(16, seed=0), timeout_s=60.0)
+    rows = on_batch(pool, jobs.host_bytes, subject, plan, graph)
     for predicted in plan.predicted.memory:
         largest = max(row["copies"] + row["states"] for row in rows if row["pp_rank"] == predicted.pp_rank)
         assert (predicted.host, predicted.optimizer) == (largest, 0)
@@ -87,10 +86,7 @@ def test_blocks_that_keep_on_the_host_train_the_same(pool: WorkerPool, layout: s
     subject, plan, graph = planned(layout, "gpt2", dropout=dropout)
     moved = replace(plan, blocks=tuple(replace(b, offload=b.index != 1) for b in plan.blocks))
     data = batches(subject, 2)
-    here, there = (
-        pool.run(jobs.train, subject, p, graph, data, None, size=plan.mesh.world_size, timeout_s=60.0)[0]
-        for p in (plan, moved)
-    )
+    here, there = (on_ranks(pool, jobs.train, subject, one, graph, data)[0] for one in (plan, moved))
     assert here["losses"] == there["losses"]
     assert all(torch.equal(value, there["parameters"][name]) for name, value in here["parameters"].items())
 
@@ -107,11 +103,11 @@ def test_blocks_that_keep_on_the_host_train_the_same(pool: WorkerPool, layout: s
 def test_bytes_that_move_are_those_predicted(pool: WorkerPool, pins: str) -> None:
     subject, graph = traced("gpt2")
     wish = [*pins.split(), "num_micro_batches=2", "offload!=optimizer"]
-    plan = api.estimate(graph, cluster=with_host("cpu:1x4"), global_batch_size=16, pins=wish)
+    plan = api.estimate(graph, cluster=CLUSTER, global_batch_size=16, pins=wish)
     assert any(block.offload for block in plan.blocks)
-    model = CostModel(with_host("cpu:1x4"), plan.precision, plan.optimizer)
+    model = CostModel(CLUSTER, plan.precision, plan.optimizer)
     stages = stages_of(model, plan, graph)
-    rows = pool.run(jobs.moved_bytes, subject, plan, graph, subject.make_batch(16, seed=0), timeout_s=60.0)
+    rows = on_batch(pool, jobs.moved_bytes, subject, plan, graph)
     for pp_rank, down, up in rows:
         own = [(b, r) for s in stages[pp_rank :: plan.mesh.pp] for b, r in zip(s.blocks, s.recompute, strict=True)]
         predicted = sum(block.moved_bytes(mode) for block, mode in own)

@@ -19,10 +19,11 @@ from autopar.plan.plan import Plan
 from autopar.verification.rank_pool import WorkerPool
 from autopar.verification.reference import loss_of
 from tests.support.close import assert_close
+from tests.support.clusters import two_kinds
 from tests.support.distributed import returning
+from tests.support.distributed.layouts import on_batch, on_ranks
 from tests.support.distributed.plans import make_plan
 from tests.support.distributed.returning import Returning, plain
-from tests.support.mixed_clusters import two_kinds
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
 
@@ -104,9 +105,7 @@ def check(pool: WorkerPool, subject: Any, plan: Plan, graph: Graph, *sizes: int,
     """Outputs of batches of these sizes, one after the other; ``own``: also of a rank's own samples."""
     batches = [subject.make_batch(size, seed=1) for size in sizes]
     expected = [wanted(subject, batch) for batch in batches]
-    for rank in pool.run(
-        returning.predicted, subject, plan, graph, batches, own, size=plan.mesh.world_size, timeout_s=90.0
-    ):
+    for rank in on_ranks(pool, returning.predicted, subject, plan, graph, batches, own, timeout_s=90.0):
         for size, found, outputs in zip(sizes, rank, expected, strict=True):
             for way in ("complete", "split", "called"):
                 assert_same(found[way], outputs, f"{size} samples, {way}")
@@ -152,16 +151,14 @@ def test_a_call_in_training_gives_outputs_and_a_loss_with_gradients(pool: Worker
     expected = model.train()(**batch)
     expected.loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    for found in pool.run(returning.called, subject, plan, graph, batch, size=plan.mesh.world_size, timeout_s=90.0):
+    for found in on_ranks(pool, returning.called, subject, plan, graph, batch, timeout_s=90.0):
         for way in ("output", "silent"):
             assert_same(found[way], plain(expected), f"{layout} {way}")
         assert_close(found["gradients"], gradients)
 
 
 def test_other_outputs_of_a_training_call_say_what_they_are_not(pool: WorkerPool) -> None:
-    subject, plan, graph = planned("metrics", "dp2 x tp2")
-    batch = subject.make_batch(8, seed=1)
-    for said in pool.run(returning.read_in_training, subject, plan, graph, batch, size=4, timeout_s=90.0):
+    for said in on_batch(pool, returning.read_in_training, *planned("metrics", "dp2 x tp2")):
         assert said["read"].startswith("The output more.accuracy is computed from complete values")
         assert said["stacked"].startswith("The output more.guess is computed from complete values")
         assert said["shown"] == "<more.accuracy: not computed in training, par.predict(batch) has it>"
@@ -175,7 +172,7 @@ def test_outputs_where_a_function_makes_the_loss(pool: WorkerPool) -> None:
     subject, plan, graph = planned("scores", "pp2 x dp2")
     batch = subject.make_batch(8, seed=1)
     logits = wanted(subject, {"idx": batch["idx"]})
-    for (found,) in pool.run(returning.predicted, subject, plan, graph, [batch], size=4, timeout_s=90.0):
+    for (found,) in on_ranks(pool, returning.predicted, subject, plan, graph, [batch], timeout_s=90.0):
         assert_same(found["called"], logits, "called")
 
 
@@ -185,7 +182,7 @@ def test_outputs_of_experts_over_data_ranks(pool: WorkerPool) -> None:
     assert plan.mesh.ep_data == 2
     batch = subject.make_batch(8, seed=1)
     expected = wanted(subject, batch)
-    for (found,) in pool.run(returning.predicted, subject, plan, graph, [batch], size=2, timeout_s=90.0):
+    for (found,) in on_ranks(pool, returning.predicted, subject, plan, graph, [batch], timeout_s=90.0):
         for name in ("loss", "logits"):
             assert_close(found["complete"][name], expected[name], place=name)
 
@@ -194,7 +191,7 @@ def test_one_stage_is_needed_for_a_loss_with_gradients(pool: WorkerPool) -> None
     subject, plan, graph = planned("pair", "pp2 x dp2")
     batch = subject.make_batch(8, seed=1)
     with pytest.raises(Exception, match=r"by autopar\.integrations\.loss\.step_loss\(par, batch\)\. par\.predict"):
-        pool.run(returning.called, subject, plan, graph, batch, size=4, timeout_s=90.0)
+        on_ranks(pool, returning.called, subject, plan, graph, batch, timeout_s=90.0)
     assert loss_of(subject.build()(**batch)).requires_grad
 
 
@@ -213,7 +210,6 @@ def test_split_outputs_stay_where_they_are(pool: WorkerPool) -> None:
         (planned("metrics", "cp2"), ["S(1)"]),
         (planned("llama", "tp2"), ["R"]),
     )
-    for number, ((subject, plan, graph), kinds) in enumerate(cases):
-        batch = subject.make_batch(8, seed=1)
-        ranks = pool.run(returning.placements, subject, plan, graph, batch, size=plan.mesh.world_size, timeout_s=90.0)
-        assert list(ranks) == [kinds] * plan.mesh.world_size, number
+    for number, (planned_one, kinds) in enumerate(cases):
+        ranks = on_batch(pool, returning.placements, *planned_one)
+        assert list(ranks) == [kinds] * len(ranks), number

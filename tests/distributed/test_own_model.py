@@ -84,7 +84,7 @@ def test_one_sample_does_not_stand_for_those_of_two_ranks() -> None:
 
 
 def test_a_plan_with_more_ranks_than_processes_are_started_is_refused() -> None:
-    with pytest.raises(UsageError, match="has 64 ranks"):
+    with pytest.raises(UsageError, match="has 64 ranks, and verify starts at most 32"):
         autopar.verify(Ranker(), planned(cluster="cpu:8x8", global_batch_size=64, pins=["dp_shard=64"]), **GIVEN)
 
 

@@ -6,21 +6,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from autopar import api
-from autopar.lower.program import lower
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import Plan
 from autopar.verification.against_one_device import verify
 from autopar.verification.rank_pool import WorkerPool
-from autopar.verification.reference import loss_of
-from tests.support.close import assert_close
-from tests.support.distributed import jobs
-from tests.support.distributed.layouts import batches, clips_as_one_device, goes_on
+from tests.support.distributed.layouts import (
+    batches,
+    clips_as_one_device,
+    drops_the_same_again,
+    goes_on,
+    stays_near_fp32,
+)
 from tests.support.distributed.oddities import SinksSubject
 from tests.support.distributed.plans import make_plan
-from tests.support.distributed.subjects import HfSubject, NoisySubject, Unpadded, graph_of
+from tests.support.distributed.subjects import HfSubject, Unpadded, graph_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
 
@@ -49,41 +50,16 @@ def test_attention_with_a_column_more_than_keys_is_split(pool: WorkerPool, kind:
 @pytest.mark.parametrize(("kind", "pins"), [("gather", "cp=4"), ("ulysses", "cp=2 tp=2"), ("ring", "cp=2 dp_shard=2")])
 def test_bf16_stays_near_fp32(pool: WorkerPool, kind: str, pins: str) -> None:
     subject = Unpadded("llama")
-    data = batches(subject, 2)
-    exact = loss_of(subject.build()(**data[0])).item()
-    graph = api.trace(subject.build(), example_inputs=data[0], precision="bf16", name="llama")
-    plan = planned(graph, kind, *pins.split(), precision="bf16")
-    found = pool.run(jobs.train, subject, plan, graph, data, None, timeout_s=60.0)
-    for rank in found:
-        assert rank["losses"] == found[0]["losses"]
-        assert rank["losses"][0] == pytest.approx(exact, rel=1e-2)
-        assert all(tensor.dtype == torch.float32 for tensor in rank["parameters"].values())
+    graph = api.trace(subject.build(), example_inputs=batches(subject, 1)[0], precision="bf16", name="llama")
+    stays_near_fp32(pool, subject, planned(graph, kind, *pins.split(), precision="bf16"), graph)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_dropout_repeats_itself_under_recompute(pool: WorkerPool, kind: str) -> None:
-    subject = HfSubject("gpt2", dropout=0.2)
-    data, found = batches(subject, 2), {}
-    for mode in ("none", "full"):
-        plan = planned(graph_of(subject), kind, "cp=2", "tp=2", f"recompute={mode}")
-        found[mode] = pool.run(jobs.train, subject, plan, graph_of(subject), data, None, timeout_s=60.0)
-    dry = HfSubject("gpt2")
-    assert found["none"][0]["losses"][0] != pytest.approx(loss_of(dry.build()(**data[0])).item(), rel=1e-6)
-    for rank in range(4):
-        assert found["full"][rank]["losses"] == pytest.approx(found["none"][0]["losses"], rel=1e-6)
-        assert_close(found["full"][rank]["parameters"], found["none"][0]["parameters"], 1e-5)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_dropout_is_independent_on_the_parts_of_a_sequence(pool: WorkerPool, kind: str) -> None:
-    """Variance 0.25 an element: 0.25 / 16 for a sample; equal masks on four parts would make it 0.25 / 4."""
-    subject = NoisySubject("noisy")
-    plan, data = planned(graph_of(subject), kind, "cp=4"), batches(subject, 4)
-    assert "'cp'" in lower(plan, graph_of(subject)).code
-    (first, *others) = pool.run(jobs.train, subject, plan, graph_of(subject), data, None, timeout_s=60.0)
-    assert all(rank["losses"] == first["losses"] for rank in others)
-    assert len(set(first["losses"])) == 4
-    assert sum(first["losses"]) / 4 == pytest.approx(0.25 / 16, rel=0.15)
+    subject, modes = HfSubject("gpt2", dropout=0.2), ("none", "full")
+    graph = graph_of(subject)
+    plans = {mode: planned(graph, kind, "cp=2", "tp=2", f"recompute={mode}") for mode in modes}
+    drops_the_same_again(pool, subject, graph, plans)
 
 
 def test_checkpoint_goes_on_without_cp_and_back(pool: WorkerPool, tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ from autopar.plan.plan import Plan
 from autopar.verification.against_one_device import verify
 from autopar.verification.rank_pool import WorkerPool
 from autopar.verification.reference import loss_of
+from tests.support.clusters import two_kinds
 from tests.support.distributed import jobs
-from tests.support.distributed.layouts import clips_as_one_device
+from tests.support.distributed.layouts import clips_as_one_device, on_batch, on_ranks
 from tests.support.distributed.subjects import HfSubject, graph_of
-from tests.support.mixed_clusters import two_kinds
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
 
@@ -54,13 +54,10 @@ def test_the_norm_is_that_of_one_device(pool: WorkerPool, zero: int) -> None:
 def test_a_launched_job_trains_with_its_shares(pool: WorkerPool) -> None:
     batch = SUBJECT.make_batch(8, seed=0, padded=True)
     expected = loss_of(SUBJECT.build()(**batch)).item()
-    for loss in pool.run(jobs.launched_loss, SUBJECT, planned(0), graph_of(SUBJECT), batch, size=2, timeout_s=60.0):
+    for loss in on_ranks(pool, jobs.launched_loss, SUBJECT, planned(0), graph_of(SUBJECT), batch):
         assert loss == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_rank_may_bring_its_own_samples(pool: WorkerPool) -> None:
-    batch = SUBJECT.make_batch(8, seed=0)
-    for whole, own in pool.run(
-        jobs.local_batches, SUBJECT, planned(3), graph_of(SUBJECT), batch, size=2, timeout_s=60.0
-    ):
+    for whole, own in on_batch(pool, jobs.local_batches, SUBJECT, planned(3), graph_of(SUBJECT)):
         assert whole == pytest.approx(own, rel=1e-6)

@@ -12,12 +12,12 @@ from autopar.plan.mesh import Mesh
 from autopar.plan.plan import Plan
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.close import assert_close
+from tests.support.clusters import two_kinds
 from tests.support.distributed import smaller
-from tests.support.distributed.layouts import LAYOUTS
+from tests.support.distributed.layouts import LAYOUTS, on_ranks
 from tests.support.distributed.plans import make_plan
 from tests.support.distributed.smaller import CountingSubject
 from tests.support.distributed.subjects import HfSubject, graph_of
-from tests.support.mixed_clusters import two_kinds
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
 
@@ -40,7 +40,7 @@ def of_one_device(kind: str) -> tuple[list[Any], list[Any]]:
 
 def check(pool: WorkerPool, kind: str, plan: Plan, job: Any = smaller.trained) -> None:
     subject, (batches, wanted) = SUBJECTS[kind], of_one_device(kind)
-    ranks = pool.run(job, subject, plan, graph_of(subject), batches, size=plan.mesh.world_size, timeout_s=100.0)
+    ranks = on_ranks(pool, job, subject, plan, graph_of(subject), batches, timeout_s=100.0)
     for rank in ranks:
         for found, one, size in zip(rank, wanted, SIZES, strict=True):
             assert found["losses"] == pytest.approx(one["losses"], rel=1e-5), size

@@ -13,7 +13,7 @@ from autopar.plan.plan import Plan
 from autopar.verification.against_one_device import verify
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.distributed import jobs
-from tests.support.distributed.layouts import goes_on
+from tests.support.distributed.layouts import goes_on, on_ranks
 from tests.support.distributed.remembering import RememberingSubject
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
@@ -54,7 +54,7 @@ def test_a_step_of_several_micro_batches_changes_buffers_once(pool: WorkerPool, 
 def test_every_rank_gives_the_buffers_and_a_checkpoint_keeps_them(pool: WorkerPool, tmp_path: Path) -> None:
     subject, graph = traced(statistics=True)
     batches = [subject.make_batch(8, seed=seed) for seed in range(3)]
-    for rank in pool.run(jobs.train, subject, planned(graph, "pp2 x tp2"), graph, batches, timeout_s=60.0):
+    for rank in on_ranks(pool, jobs.train, subject, planned(graph, "pp2 x tp2"), graph, batches):
         assert rank["parameters"]["steps"].item() == 3
         assert rank["parameters"]["norm.num_batches_tracked"].item() == 6, "one batch norm, twice a step"
     goes_on(pool, subject, graph, batches, tmp_path, planned(graph, "pp2 x tp2"), planned(graph, "tp2 x dp2"))

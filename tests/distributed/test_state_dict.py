@@ -12,7 +12,7 @@ from autopar.models.resolve import resolve_model
 from autopar.plan.plan import Plan
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.distributed import using
-from tests.support.distributed.layouts import batches, planned, traced
+from tests.support.distributed.layouts import batches, on_ranks, planned, traced
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
 
@@ -21,7 +21,7 @@ PADDED = "hf:gpt2?n_embd=32&n_layer=2&n_head=4&vocab_size=257&n_positions=17"
 
 def ranks(pool: WorkerPool, job: Any, subject: Any, plan: Plan, *more: Any) -> Any:
     """What the first one of them finds."""
-    return pool.run(job, subject, plan, *more, size=plan.mesh.world_size, timeout_s=60.0)[0]
+    return on_ranks(pool, job, subject, plan, *more)[0]
 
 
 def test_under_other_plans(pool: WorkerPool, tmp_path: Path) -> None:

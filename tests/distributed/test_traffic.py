@@ -21,7 +21,7 @@ from autopar.plan.mesh import Mesh
 from autopar.plan.plan import BF16, Plan
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.distributed import recording
-from tests.support.distributed.layouts import LAYOUTS, traced, traced_in_half
+from tests.support.distributed.layouts import LAYOUTS, on_batch, traced, traced_in_half
 from tests.support.distributed.plans import make_plan, micro_batch_size
 from tests.support.step_traffic import Collective, stages_of, traffic
 
@@ -86,9 +86,7 @@ def compare(pool: WorkerPool, kind: str, plan: Plan, graph: Graph) -> None:
     subject, _ = traced(kind)
     model = CostModel(Cluster.parse(f"cpu:1x{plan.mesh.world_size}"), plan.precision, plan.optimizer)
     predicted = traffic(model, stages_of(model, plan, graph), step_of(plan, graph, clips=True))
-    batch = subject.make_batch(GLOBAL_BATCH, seed=0)
-    rows = pool.run(recording.one_step, subject, plan, graph, batch, True, size=plan.mesh.world_size, timeout_s=60.0)
-    for rank, row in enumerate(rows):
+    for rank, row in enumerate(on_batch(pool, recording.one_step, subject, plan, graph, True)):
         assert row
         expected = as_recorded(predicted[plan.mesh.coordinate(rank)["pp"]], plan.mesh, rank)
         if torch.__version__ < "2.13":  # as ops.all_to_all asks: there gloo gathers and cuts instead

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from autopar.errors import AutoparError
 from autopar.plan.mesh import Mesh
@@ -19,9 +18,13 @@ from tests.support.distributed.layouts import (
     batches,
     bf16_plan,
     clips_as_one_device,
+    drops_the_same_again,
     goes_on,
+    on_batch,
+    on_ranks,
     planned,
     planned_on,
+    stays_near_fp32,
     traced,
 )
 from tests.support.distributed.plans import make_plan
@@ -39,9 +42,7 @@ def test_clipping_takes_the_norm_of_the_whole_model(pool: WorkerPool, layout: st
 
 @pytest.mark.parametrize("layout", ["dp4", "dp4 ZeRO 2", "tp2 x dp2 whole parameters", "tp2 x dp2 ZeRO 1"])
 def test_call_and_backward_equal_a_train_step(pool: WorkerPool, layout: str) -> None:
-    subject, plan, graph = planned(layout, "gpt2")
-    (batch,) = batches(subject, 1)
-    for rank in pool.run(jobs.gradients_both_ways, subject, plan, graph, batch, timeout_s=60.0):
+    for rank in on_batch(pool, jobs.gradients_both_ways, *planned(layout, "gpt2")):
         assert rank["losses"] == pytest.approx([rank["losses"][0]] * 3, rel=1e-6)
         assert_close(rank["call"], rank["step"], 1e-5)
         assert_close(rank["twice"], {name: 2 * tensor for name, tensor in rank["step"].items()}, 1e-5)
@@ -55,7 +56,7 @@ def test_a_step_after_an_evaluation_is_seen(pool: WorkerPool, layout: str) -> No
     loss_of(model(**batch)).backward()
     adamw(model.parameters()).step()
     wanted = loss_of(model(**batch)).item()
-    for found in pool.run(jobs.losses_after_looking, subject, plan, graph, batch, timeout_s=60.0):
+    for found in on_ranks(pool, jobs.losses_after_looking, subject, plan, graph, batch):
         assert found == pytest.approx((wanted, wanted), rel=1e-5)
 
 
@@ -129,7 +130,7 @@ def test_a_batch_that_every_rank_refuses_leaves_the_job_as_it_is(pool: WorkerPoo
     (batch,) = batches(subject, 1)
     bad = {name: tensor[:, :-1] for name, tensor in batch.items()}
     wanted = loss_of(subject.build()(**batch)).item()
-    for kinds, losses in pool.run(jobs.after_a_refusal, subject, plan, graph, batch, bad, timeout_s=60.0):
+    for kinds, losses in on_ranks(pool, jobs.after_a_refusal, subject, plan, graph, batch, bad):
         assert kinds == ("UsageError", "UsageError")
         assert losses == pytest.approx([wanted, wanted], rel=1e-5)
 
@@ -143,7 +144,7 @@ def test_ranks_that_share_samples_are_given_the_same_ones(pool: WorkerPool, mesh
     subject, plan, graph = planned_on(mesh)
     (batch,) = batches(subject, 1)
     wanted = loss_of(subject.build()(**batch)).item()
-    found = pool.run(jobs.with_own_shuffle, subject, plan, graph, batch, size=2, timeout_s=60.0)
+    found = on_ranks(pool, jobs.with_own_shuffle, subject, plan, graph, batch)
     for texts, loss in found if mesh.data == 1 else found[:1]:
         assert len(texts) == (2 if mesh.data == 1 else 1)
         assert all(said in text for text in texts), texts
@@ -152,11 +153,7 @@ def test_ranks_that_share_samples_are_given_the_same_ones(pool: WorkerPool, mesh
 
 def test_a_later_batch_is_refused_by_all_ranks_before_the_next_step(pool: WorkerPool) -> None:
     """What may lie on a device is not read in its own step, and a step with the right one goes on afterwards."""
-    subject, plan, graph = planned_on(Mesh(tp=2))
-    (batch,) = batches(subject, 1)
-    for first, own, after, last in pool.run(
-        jobs.with_own_shuffle_later, subject, plan, graph, batch, size=2, timeout_s=60.0
-    ):
+    for first, own, after, last in on_batch(pool, jobs.with_own_shuffle_later, *planned_on(Mesh(tp=2))):
         assert (first, own, last) == ("", "", "")
         assert "Ranks 1 and 0 were given different samples, but must share them (par.data_rank 0)" in after
 
@@ -187,9 +184,7 @@ def test_a_rank_that_cannot_build_its_part_ends_all(tmp_path: Path) -> None:
 )
 def test_what_needs_what_other_ranks_hold_is_refused(pool: WorkerPool, layout: str, kind: str, said: str) -> None:
     """LBFGS took other steps than one device; Adafactor ended in an error of DTensor's; each rank clipped by its own norm."""
-    subject, plan, graph = planned(layout, "gpt2")
-    (batch,) = batches(subject, 1)
-    found = pool.run(jobs.step_refused, subject, plan, graph, batch, kind, size=plan.mesh.world_size, timeout_s=60.0)
+    found = on_batch(pool, jobs.step_refused, *planned(layout, "gpt2"), kind)
     assert all(said in message and bool(said) == bool(message) for message in found), found
 
 
@@ -202,23 +197,19 @@ def test_muon_on_split_matrices_steps_as_on_whole_ones(pool: WorkerPool) -> None
     jobs.step_muon(
         [p for p in model.parameters() if p.ndim == 2], lambda batch: loss_of(model(**batch)).backward(), data
     )
-    (found, *_) = pool.run(jobs.muon_steps, subject, plan, graph, data, timeout_s=60.0)
+    (found, *_) = on_ranks(pool, jobs.muon_steps, subject, plan, graph, data)
     assert_close(found, dict(model.named_parameters()), 1e-5)
 
 
 def test_call_is_refused_with_pipeline_stages(pool: WorkerPool) -> None:
-    subject, plan, graph = planned("pp2 GPipe", "gpt2")
-    (batch,) = batches(subject, 1)
-    for message in pool.run(jobs.refused, subject, plan, graph, batch, size=2, timeout_s=60.0):
+    for message in on_batch(pool, jobs.refused, *planned("pp2 GPipe", "gpt2")):
         assert "train_step(batch)" in message
         assert "2 pipeline stages cannot be called" in message
 
 
 @pytest.mark.parametrize("layout", ["pp2 x dp2", "tp2 x dp2"])
 def test_a_rank_may_bring_its_own_samples(pool: WorkerPool, layout: str) -> None:
-    subject, plan, graph = planned(layout, "llama")
-    (batch,) = batches(subject, 1)
-    for whole, own in pool.run(jobs.local_batches, subject, plan, graph, batch, timeout_s=60.0):
+    for whole, own in on_batch(pool, jobs.local_batches, *planned(layout, "llama")):
         assert whole == pytest.approx(own, rel=1e-6)
 
 
@@ -227,31 +218,14 @@ def test_a_rank_may_bring_its_own_samples(pool: WorkerPool, layout: str) -> None
     ["dp4", "dp4 ZeRO 3", "tp2 x dp2", "pp2 x dp2 ZeRO 1", "pp2 x dp2 ZeRO 3 without shards"],
 )
 def test_bf16_stays_near_fp32(pool: WorkerPool, layout: str) -> None:
-    subject = HfSubject("llama")
-    data = batches(subject, 2)
-    exact = loss_of(subject.build()(**data[0])).item()
-    plan, graph = bf16_plan(layout)
-    found = pool.run(jobs.train, subject, plan, graph, data, None, size=plan.mesh.world_size, timeout_s=60.0)
-    for rank in found:
-        assert rank["losses"] == found[0]["losses"]
-        assert rank["losses"][0] == pytest.approx(exact, rel=1e-2)
-        assert all(tensor.dtype == torch.float32 for tensor in rank["parameters"].values())
+    stays_near_fp32(pool, HfSubject("llama"), *bf16_plan(layout))
 
 
 @pytest.mark.parametrize("layout", ["dp4 ZeRO 3", "tp2", "pp2 x dp2"])
 def test_dropout_repeats_itself_under_recompute(pool: WorkerPool, layout: str) -> None:
-    data = batches(HfSubject("gpt2"), 2)
-    found = {}
-    for recompute in ("none", "full") if layout == "pp2 x dp2" else RECOMPUTES:
-        subject, plan, graph = planned(layout, "gpt2", dropout=0.2, recompute=recompute)
-        size = plan.mesh.world_size
-        found[recompute] = pool.run(jobs.train, subject, plan, graph, data, None, size=size, timeout_s=60.0)
-    dry = HfSubject("gpt2")
-    assert found["none"][0]["losses"][0] != pytest.approx(loss_of(dry.build()(**data[0])).item(), rel=1e-4)
-    for rank in range(size):
-        for recompute in found:
-            assert found[recompute][rank]["losses"] == pytest.approx(found["none"][rank]["losses"], rel=1e-6)
-        assert_close(found["full"][rank]["parameters"], found["none"][0]["parameters"], 1e-5)
+    modes = ("none", "full") if layout == "pp2 x dp2" else RECOMPUTES
+    plans = {mode: planned(layout, "gpt2", dropout=0.2, recompute=mode)[1] for mode in modes}
+    drops_the_same_again(pool, *traced("gpt2", 0.2), plans)
 
 
 @pytest.mark.parametrize("layout", ["dp4 ZeRO 3", "pp2 two virtual stages", "pp2 x dp2 ZeRO 3 made again"])
@@ -259,7 +233,7 @@ def test_an_evaluation_drops_nothing_and_changes_nothing(pool: WorkerPool, layou
     subject, plan, graph = planned(layout, "gpt2", dropout=0.2)
     (batch,) = batches(subject, 1)
     wanted = loss_of(HfSubject("gpt2").build()(**batch)).item()
-    for found in pool.run(jobs.evaluated, subject, plan, graph, batch, size=plan.mesh.world_size, timeout_s=60.0):
+    for found in on_ranks(pool, jobs.evaluated, subject, plan, graph, batch):
         assert found["losses"] == pytest.approx([wanted] * 3, rel=1e-5)
         assert abs(found["trained"][0] - wanted) > 1e-4 * wanted
         assert (len(set(found["trained"])), found["same"], found["steps"]) == (2, True, 2)
@@ -275,9 +249,8 @@ def test_checkpoint_goes_on_under_other_plans(pool: WorkerPool, tmp_path: Path) 
 def test_a_save_that_fails_leaves_nothing_but_the_checkpoint_before(
     pool: WorkerPool, tmp_path: Path, mesh: Mesh
 ) -> None:
-    subject, plan, graph = planned_on(mesh, zero_stage=3 if mesh.pp == 1 else 0)
-    (batch,) = batches(subject, 1)
-    for found in pool.run(jobs.saves_that_fail, subject, plan, graph, batch, str(tmp_path), size=2, timeout_s=60.0):
+    planned = planned_on(mesh, zero_stage=3 if mesh.pp == 1 else 0)
+    for found in on_batch(pool, jobs.saves_that_fail, *planned, str(tmp_path)):
         for name, value in (
             ("last", "file too large"),
             ("first", "file too large"),
@@ -291,8 +264,7 @@ def test_a_save_that_fails_leaves_nothing_but_the_checkpoint_before(
 
 def test_a_load_that_fails_changes_nothing(pool: WorkerPool, tmp_path: Path) -> None:
     """Who starts anew where there is no checkpoint, or goes back to the one before, starts from where he is."""
-    subject, plan, graph = planned_on(Mesh(dp_shard=2), zero_stage=3)
-    for found in pool.run(jobs.loads_that_fail, subject, plan, graph, str(tmp_path), size=2, timeout_s=60.0):
+    for found in on_ranks(pool, jobs.loads_that_fail, *planned_on(Mesh(dp_shard=2), zero_stage=3), str(tmp_path)):
         for name, value in (
             ("nothing", "no such file"),
             ("others", "Rank 1 loads another checkpoint than rank 0"),
@@ -305,8 +277,7 @@ def test_a_load_that_fails_changes_nothing(pool: WorkerPool, tmp_path: Path) -> 
 
 
 def test_groups_of_pipeline_ranks_keep_their_own_learning_rates(pool: WorkerPool, tmp_path: Path) -> None:
-    subject, plan, graph = planned("pp2 x dp2", "gpt2")
-    for found in pool.run(jobs.rates_after_load, subject, plan, graph, str(tmp_path), timeout_s=60.0):
+    for found in on_ranks(pool, jobs.rates_after_load, *planned("pp2 x dp2", "gpt2"), str(tmp_path)):
         assert found == {name: jobs.rate_of(name) for name in found}
 
 
@@ -314,33 +285,30 @@ def test_a_group_without_parameters_on_a_pipeline_rank_is_loaded_like_the_others
     pool: WorkerPool, tmp_path: Path
 ) -> None:
     """A scheduler that is made after the load asks each group for its first rate."""
-    subject, plan, graph = planned_on(Mesh(pp=2))
-    first, second = pool.run(jobs.empty_groups_after_load, subject, plan, graph, str(tmp_path), size=2, timeout_s=60.0)
+    first, second = on_ranks(pool, jobs.empty_groups_after_load, *planned_on(Mesh(pp=2)), str(tmp_path))
     assert first == second == [(0.25, 1.0), (0.0625, 0.25)]
 
 
 def test_checkpoint_of_another_model_is_refused(pool: WorkerPool, tmp_path: Path) -> None:
     subject, plan, graph = planned("dp4", "gpt2")
-    pool.run(jobs.save_run, subject, plan, graph, batches(subject, 1), str(tmp_path), timeout_s=60.0)
+    on_ranks(pool, jobs.save_run, subject, plan, graph, batches(subject, 1), str(tmp_path))
     other, other_plan, other_graph = planned("dp4", "llama")
     with pytest.raises(AutoparError, match="The checkpoint is of another model"):
-        pool.run(jobs.load_run, other, other_plan, other_graph, batches(other, 1), str(tmp_path), timeout_s=60.0)
+        on_ranks(pool, jobs.load_run, other, other_plan, other_graph, batches(other, 1), str(tmp_path))
 
 
 @pytest.mark.parametrize("layout", ["tp2 x dp2 ZeRO 3", "pp2 x dp2"])
 def test_all_ranks_take_the_weights_of_the_first(pool: WorkerPool, layout: str) -> None:
     subject, plan, graph = planned(layout, "gpt2")
     wanted = dict(subject.build().named_parameters())
-    for found in pool.run(jobs.launched_from, subject, plan, graph, "real", timeout_s=60.0):
+    for found in on_ranks(pool, jobs.launched_from, subject, plan, graph, "real"):
         assert_close(found, wanted, 0.0)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama-untied"])
 def test_meta_weights_do_not_depend_on_the_plan(pool: WorkerPool, kind: str) -> None:
-    found = []
-    for layout in ("tp2 x dp2", "pp2 x dp2 ZeRO 3"):
-        subject, plan, graph = planned(layout, kind)
-        found += pool.run(jobs.launched_from, subject, plan, graph, "meta", timeout_s=60.0)
+    layouts = ("tp2 x dp2", "pp2 x dp2 ZeRO 3")
+    found = [rank for layout in layouts for rank in on_ranks(pool, jobs.launched_from, *planned(layout, kind), "meta")]
     for rank in found[1:]:
         assert_close(rank, found[0], 0.0)
     spread = {name: tensor.std().item() for name, tensor in found[0].items() if tensor.ndim == 2}
@@ -351,7 +319,7 @@ def test_weights_come_from_files_by_slices(pool: WorkerPool, tmp_path: Path) -> 
     subject, plan, graph = planned("pp2 x tp2", "llama-untied")
     model = subject.build()
     model.save_pretrained(tmp_path, max_shard_size="20KB")
-    for found in pool.run(jobs.launched_from, subject, plan, graph, "meta", str(tmp_path), timeout_s=60.0):
+    for found in on_ranks(pool, jobs.launched_from, subject, plan, graph, "meta", str(tmp_path)):
         assert_close(found, dict(model.named_parameters()), 0.0)
 
 
@@ -373,21 +341,15 @@ def test_errors_of_the_planning_rank_reach_all(pool: WorkerPool) -> None:
 
 def test_a_job_takes_nothing_from_the_job_before_it(pool: WorkerPool) -> None:
     """DTensor remembers meshes by their ranks alone; of groups of this process's last job nobody knows any more."""
-    subject, plan, graph = planned("tp2 x dp2 ZeRO 3", "gpt2")
-    batch = subject.make_batch(16, seed=0)
-    found = [
-        pool.run(jobs.train_beside_other_groups, subject, plan, graph, batch, num_groups, timeout_s=60.0)
-        for num_groups in (30, 0)
-    ]
+    made = planned("tp2 x dp2 ZeRO 3", "gpt2")
+    found = [on_batch(pool, jobs.train_beside_other_groups, *made, num_groups) for num_groups in (30, 0)]
     (loss, gradients), (again, same) = found[0][0], found[1][0]
     assert again == loss
     assert_close(same, gradients, 0.0)
 
 
 def test_a_model_outlives_no_process_group(pool: WorkerPool, tmp_path: Path) -> None:
-    subject, plan, graph = planned("pp2 x dp2", "gpt2")
-    batch = subject.make_batch(16, seed=0)
-    for said in pool.run(jobs.in_another_job, subject, plan, graph, batch, str(tmp_path), timeout_s=60.0):
+    for said in on_batch(pool, jobs.in_another_job, *planned("pp2 x dp2", "gpt2"), str(tmp_path)):
         assert len(said) == 6
         assert all("The process group that the parallel model was made in has ended" in text for text in said)
         assert ["another one has begun" in text for text in said] == 3 * [False] + 3 * [True]

@@ -167,7 +167,6 @@ def test_a_gpu_with_a_shipped_profile_is_not_measured(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and there is none")
 def test_copies_to_and_from_the_host_are_timed() -> None:
     found = measure.host_link(torch.device("cuda"))
     assert all(found[f"to_{side}_bytes_per_s"] > 0 for side in ("host", "device"))

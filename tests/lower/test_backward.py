@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from typing import Any
 
 import pytest
 
 from autopar.errors import InternalError
-from autopar.graph.graph import Block, Graph, Input, Op, Parameter, Ref, TensorSpec
+from autopar.graph.graph import Graph, Op, Parameter, Ref, TensorSpec
 from autopar.lower import check_types as check
 from autopar.lower.check_sums import check_gradients
 from autopar.lower.check_types import typecheck
@@ -18,7 +17,9 @@ from autopar.lower.program import Program, lower
 from autopar.plan.mesh import I, Mesh, R
 from autopar.rules import apply
 from autopar.rules import table as rules
-from autopar.rules.strategy import Strategy, Typing
+from autopar.rules.strategy import Strategy
+from tests.support.graphs_by_hand import graph_of_ops
+from tests.support.lower.chooser import named_typing
 from tests.support.lower.mlp import op, spec
 from tests.support.lower.models import plan_of
 
@@ -40,28 +41,9 @@ def graph(*, negated: bool) -> Graph:
         op("square", "aten.mul.Tensor", Ref("z"), Ref("z"), out=shape),
         op("loss", "aten.sum.default", Ref("square"), out=spec(grad=True)),
     )
-    return Graph(
-        name="convolution",
-        batch_size=SAMPLES,
-        inputs=(Input(name="x", spec=spec(SAMPLES, 4, 8), batch_dim=0),),
-        parameters=tuple(Parameter(name=name, fqn=f"m.{name}", spec=weight) for name in ("u", "w")),
-        buffers=(),
-        prelude=(),
-        ops=ops,
-        blocks=(Block(index=0, start=0, stop=len(ops), hash="b", label="m"),),
-        loss=Ref("loss"),
-        fingerprint="convolution",
-        mixing="z",  # values may change their type over data ranks
-    )
-
-
-def typing(whole: Graph, axis: str, names: Names) -> Typing:
-    chosen: dict[str, Strategy] = {}
-    for one in whole.ops:
-        specs = tuple(whole.spec(ref) for ref in one.operands)
-        offered = {s.name: s for s in rules.strategies(one, specs, axis=axis, size=Fraction(2), fallback=True)}
-        chosen[one.name] = offered[names.get(one.name, "invariant")]
-    return Typing(axis=axis, size=Fraction(2), strategies=chosen, parameters={})
+    parameters = [Parameter(name=name, fqn=f"m.{name}", spec=weight) for name in ("u", "w")]
+    mixing = "z"  # values may change their type over data ranks
+    return graph_of_ops("convolution", ops, {"x": spec(SAMPLES, 4, 8)}, parameters, mixing=mixing)
 
 
 def program(mesh: Mesh, *, negated: bool = False, **names: Names) -> Program:
@@ -69,7 +51,7 @@ def program(mesh: Mesh, *, negated: bool = False, **names: Names) -> Program:
     traced = local = graph(negated=negated)
     graphs, typings = [], []
     for axis, chosen in names.items():
-        typings.append(typing(local, axis, chosen))
+        typings.append(named_typing(local, axis, chosen))
         graphs.append(local)
         sizes = {"global_batch_size": SAMPLES, "micro_batch_size": SAMPLES // 2} if axis == apply.BATCH else {}
         local = apply.shard(local, typings[-1], **sizes)

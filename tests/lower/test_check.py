@@ -16,20 +16,12 @@ from autopar.errors import InternalError, UsageError
 from autopar.lower.check_types import typecheck
 from autopar.lower.program import BlockProgram, Program, lower
 from autopar.plan.mesh import Mesh
-from autopar.rules import apply
 from tests.lower.test_program import mlp_program
-from tests.support.lower import chooser, mlp
-from tests.support.lower.models import plan_of, traced
+from tests.support.lower import mlp
+from tests.support.lower.models import random_program, traced
 from tests.support.lower.ranks import run_ranks
 
 CHANGES = ("all_", "reduce_scatter", "shard", "keep_on_first", "invariant_to_replicate")
-
-
-def model_program(name: str, mesh: Mesh, seed: int) -> Program:
-    graph = traced(name)
-    batch = chooser.batch_typing(graph, 1)
-    local = apply.shard(graph, batch, global_batch_size=4, micro_batch_size=1)
-    return lower(plan_of(graph, mesh, 1, (batch, chooser.axis_typing(local, "tp", mesh.tp, seed)), cuts=(2,)), graph)
 
 
 def is_change(node: fx.Node) -> bool:
@@ -70,7 +62,7 @@ def test_megatron_typings_pass_at_any_world_size(mesh: Mesh, sequence: bool) -> 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_programs_of_models_pass(name: str, mesh: Mesh) -> None:
     for seed in (0, 1):
-        assert typecheck(model_program(name, mesh, seed)) > 60
+        assert typecheck(random_program(traced(name), mesh, 1, seed, cuts=(2,))) > 60
 
 
 @pytest.mark.parametrize("sequence", [False, True])
@@ -87,7 +79,7 @@ def test_each_change_of_type_is_needed(sequence: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_each_change_of_type_of_a_model_is_needed(name: str) -> None:
-    program = model_program(name, Mesh(tp=2), 0)
+    program = random_program(traced(name), Mesh(tp=2), 1, 0, cuts=(2,))
     for _place, broken in islice(mutants(program), 0, None, 8):
         with pytest.raises(InternalError, match=r"^block \d"):
             typecheck(broken)

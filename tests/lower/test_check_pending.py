@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from fractions import Fraction
 from functools import partial
 
 import pytest
 import torch
 
-from autopar.graph.graph import Block, Graph, Input, Op, Parameter, Ref
+from autopar.graph.graph import Graph, Op, Parameter, Ref
 from autopar.lower.check_types import typecheck
 from autopar.lower.program import Program, lower
 from autopar.plan.mesh import Mesh, P
 from autopar.rules import apply
-from autopar.rules import table as rules
-from autopar.rules.strategy import Typing
+from tests.support.graphs_by_hand import graph_of_ops
 from tests.support.lower import chooser
+from tests.support.lower.chooser import named_typing
 from tests.support.lower.models import plan_of
 from tests.support.planner import graphs
 from tools.campaigns.pairs import Pair, check_pair
@@ -44,39 +43,17 @@ def attention_graph() -> Graph:
         Op(name="y", target="aten.scaled_dot_product_attention.default", args=qkv, outputs=(turned,)),
         Op(name="loss", target="aten.sum.default", args=(Ref("y"),), outputs=(spec(),)),
     )
-    return Graph(
-        name="fuzz",
-        batch_size=4,
-        inputs=(Input(name="x_1", spec=spec(4, 8, 8, grad=False), batch_dim=0),),
-        parameters=tuple(Parameter(name=f"p_{n}", fqn=f"m.{n}", spec=spec(8, 8)) for n in ("q", "v")),
-        buffers=(),
-        prelude=(),
-        ops=ops,
-        blocks=(Block(index=0, start=0, stop=len(ops), hash="b", label="m"),),
-        loss=Ref("loss"),
-        fingerprint="fuzz",
-    )
-
-
-def typing(graph: Graph, axis: str, names: Mapping[str, str]) -> Typing:
-    """The strategies of these names."""
-    chosen = {}
-    for op in graph.ops:
-        offered = rules.strategies(
-            op, tuple(graph.spec(r) for r in op.operands), axis=axis, size=Fraction(2), fallback=True
-        )
-        known = {s.name: s for s in offered}
-        chosen[op.name] = known[names[op.name]] if op.name in names else known.get("linear 0", known["invariant"])
-    return Typing(axis=axis, size=Fraction(2), strategies=chosen, parameters={})
+    parameters = [Parameter(name=f"p_{n}", fqn=f"m.{n}", spec=spec(8, 8)) for n in ("q", "v")]
+    return graph_of_ops("fuzz", ops, {"x_1": spec(4, 8, 8, grad=False)}, parameters)
 
 
 def pair(cp: Mapping[str, str], tp: Mapping[str, str]) -> Pair:
     graph = attention_graph()
     batch = chooser.batch_typing(graph, 4)
     local = apply.shard(graph, batch, global_batch_size=4, micro_batch_size=4)
-    first = typing(graph=local, axis="cp", names=cp)
+    first = named_typing(local, "cp", cp)
     inner = apply.shard(local, first)
-    second = typing(inner, "tp", tp)
+    second = named_typing(inner, "tp", tp)
     plan = plan_of(graph, MESH, 4, (batch, first, second), graphs=(graph, local, inner))
     return Pair(whole=graph, traced=graph, plan=replace(plan, cluster="cpu:1x4"))
 
@@ -84,7 +61,7 @@ def pair(cp: Mapping[str, str], tp: Mapping[str, str]) -> Pair:
 SEQUENCE = {"q": "split b.1", "q_4": "split d1", "q_t": "split d1", "loss": "split d2"}
 SPLIT_V = {"v": "split b.1", "v_4": "split d1", "v_t": "split d1"}
 WHOLE_V = {"v": "replicate", "v_4": "replicate", "v_t": "replicate"}
-PENDING = {"q": "invariant", "q_4": "invariant", "q_t": "invariant", "v": "split k", "y": "linear 2"}
+PENDING = {"v": "split k", "v_4": "linear 0", "v_t": "linear 0", "y": "linear 2", "loss": "linear 0"}
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from autopar.errors import InternalError
 from autopar.lower.check_types import typecheck
 from autopar.lower.program import Program, lower
 from tests.lower.test_check import mutants
+from tests.support.distributed.mixtures import mixture_graph
 from tests.support.lower.models import traced
-from tests.support.lower.moe import mixture_graph
 
 CLUSTERS = {8: "h100-sxm5-80gb:1x8", 64: "h100-sxm5-80gb:8x8", 1024: "h100-sxm5-80gb:128x8"}
 SEQUENCES = {

@@ -8,23 +8,13 @@ import torch
 from autopar import nn as autopar_nn
 from autopar.errors import UsageError
 from autopar.lower.check_types import typecheck
-from autopar.lower.program import Program, lower
 from autopar.plan.mesh import Mesh
-from autopar.rules import apply
 from tests.support.close import assert_close
-from tests.support.lower import chooser
-from tests.support.lower.models import plan_of, whole_tensors
-from tests.support.lower.moe import Mixture, mixture_graph
+from tests.support.distributed.mixtures import Subject, mixture_graph
+from tests.support.lower.models import random_program, whole_tensors
 from tests.support.lower.ranks import assert_as_one_device, dense
 
 WAYS = {"autopar.experts", "autopar.experts_split", "autopar.experts_dispatch"}
-
-
-def program(mesh: Mesh, seed: int) -> Program:
-    graph = mixture_graph()
-    batch = chooser.batch_typing(graph, 2)
-    local = apply.shard(graph, batch, global_batch_size=4, micro_batch_size=2)
-    return lower(plan_of(graph, mesh, 2, (batch, chooser.axis_typing(local, "tp", mesh.tp, seed))), graph)
 
 
 def test_loss_and_gradients_are_those_of_one_device_whatever_the_way() -> None:
@@ -33,8 +23,7 @@ def test_loss_and_gradients_are_those_of_one_device_whatever_the_way() -> None:
     loss, gradients = dense(graph, whole)
     seen = set()
     for tp, seed in ((2, 0), (2, 1), (2, 2), (2, 3), (2, 4), (4, 5), (4, 6)):
-        mesh = Mesh(tp=tp)
-        made = program(mesh, seed)
+        made = random_program(graph, Mesh(tp=tp), 2, seed)
         ways = {op.target for op in made.graph.ops} & WAYS
         assert_as_one_device(made, whole, loss, gradients)
         seen |= ways
@@ -43,12 +32,11 @@ def test_loss_and_gradients_are_those_of_one_device_whatever_the_way() -> None:
 
 @pytest.mark.parametrize("mesh", [Mesh(tp=2), Mesh(dp_shard=16, tp=4)], ids=str)
 def test_programs_are_well_typed(mesh: Mesh) -> None:
-    assert sum(typecheck(program(Mesh(tp=mesh.tp), seed), mesh) for seed in range(5)) > 50
+    assert sum(typecheck(random_program(mixture_graph(), Mesh(tp=mesh.tp), 2, seed), mesh) for seed in range(5)) > 50
 
 
 def test_traced_and_eager_agree_and_experts_without_tokens_have_a_gradient() -> None:
-    torch.manual_seed(0)
-    model = Mixture()
+    model = Subject().build()
     graph = mixture_graph()
     batch = {"input_ids": torch.randint(0, 64, (4, 8)), "labels": torch.randint(0, 64, (4, 8))}
     with torch.no_grad():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from fractions import Fraction
 
 import pytest
 import torch
@@ -15,19 +14,15 @@ from autopar.plan.mesh import Mesh
 from autopar.rules import apply
 from autopar.tracing.trace import trace
 from tests.support.lower import chooser, mlp
-from tests.support.lower.models import plan_of, traced, whole_tensors
+from tests.support.lower.models import plan_of, random_program, traced, whole_tensors
 from tests.support.lower.ranks import assert_as_one_device, dense, parts, run_program, run_ranks
 
 
 def mlp_program(
     graph: Graph, mesh: Mesh, *, sequence: bool, micro_batch_size: int = 2, cuts: tuple[int, ...] = ()
 ) -> Program:
-    local = apply.shard(
-        graph,
-        mlp.batch_typing(graph, Fraction(mlp.BATCH, micro_batch_size)),
-        global_batch_size=mlp.BATCH,
-        micro_batch_size=micro_batch_size,
-    )
+    batch = mlp.batch_typing(graph, micro_batch_size)
+    local = apply.shard(graph, batch, global_batch_size=mlp.BATCH, micro_batch_size=micro_batch_size)
     if mesh.tp > 1:
         local = apply.shard(local, mlp.tensor_typing(mesh.tp, sequence=sequence))
     return from_local_graph(plan_of(graph, mesh, micro_batch_size, cuts=cuts), local)
@@ -103,14 +98,10 @@ def test_dropout_repeats_itself_and_differs_between_operators_seeds_and_shards()
 @pytest.mark.parametrize(("name", "tp"), [("gpt2", 2), ("gpt2", 4), ("llama", 2), ("llama", 4)])
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_any_well_typed_program_of_a_model_computes_what_one_device_does(name: str, tp: int, seed: int) -> None:
-    graph, mesh = traced(name), Mesh(tp=tp)
+    graph = traced(name)
     whole = whole_tensors(graph)
     loss, gradients = dense(graph, whole)
-    batch = chooser.batch_typing(graph, 2)
-    local = apply.shard(graph, batch, global_batch_size=4, micro_batch_size=2)
-    tensor = chooser.axis_typing(local, "tp", tp, seed)
-    program = lower(plan_of(graph, mesh, 2, (batch, tensor), cuts=(2,)), graph)
-    assert_as_one_device(program, whole, loss, gradients)
+    assert_as_one_device(random_program(graph, Mesh(tp=tp), 2, seed, cuts=(2,)), whole, loss, gradients)
 
 
 def test_a_tied_weight_has_a_copy_on_each_stage_and_one_home_in_a_stage_that_reads_it_twice() -> None:

@@ -14,16 +14,13 @@ from autopar.plan.plan import AxisTyping, Plan
 from autopar.rules import apply
 from autopar.rules.strategy import Typing
 from tests.support.lower import chooser
-from tests.support.lower.models import plan_of, traced
+from tests.support.lower.models import plan_of, random_typings, traced
 
 GRAPH = "llama"
 
 
 def typings() -> tuple[Typing, Typing]:
-    graph = traced(GRAPH)
-    batch = chooser.batch_typing(graph, 2)
-    local = apply.shard(graph, batch, global_batch_size=4, micro_batch_size=2)
-    return batch, chooser.axis_typing(local, "tp", 2, 5)
+    return random_typings(traced(GRAPH), 2, 2, 5)
 
 
 @pytest.fixture(scope="module")

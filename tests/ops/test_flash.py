@@ -133,7 +133,6 @@ def test_gathered_attention_shares_heads_with_a_kernel_and_under_a_mask(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and there is none")
 @pytest.mark.parametrize("key_heads", [2, 4])
 @pytest.mark.parametrize("columns", [64, 65, 192])
 def test_the_last_rows_on_a_gpu_equal_a_mask(columns: int, key_heads: int) -> None:

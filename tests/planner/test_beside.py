@@ -14,18 +14,13 @@ from autopar.hardware.cluster import Cluster
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import BF16
 from tests.planner.test_once import block, step
+from tests.support.clusters import with_device
 
 HALF = 0.5
 """Of computation, lost to communication beside it: set, so that no fit of the profile changes how often one hides the other."""
 
 
-def model() -> CostModel:
-    cluster = Cluster.parse("h100-sxm5-80gb:2x8")
-    groups = tuple(replace(g, device=replace(g.device, interference=HALF)) for g in cluster.groups)
-    return CostModel(replace(cluster, groups=groups), BF16, "adamw")
-
-
-MODEL = model()
+MODEL = CostModel(with_device(Cluster.parse("h100-sxm5-80gb:2x8"), interference=HALF), BF16, "adamw")
 WAYS = [(Mesh(dp_shard=16), zero) for zero in (1, 2, 3)] + [(Mesh(pp=2, dp_shard=8), zero) for zero in (1, 3)]
 
 

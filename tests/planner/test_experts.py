@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 
 from autopar import search as search_plan
 from autopar.api import estimate
@@ -17,8 +16,8 @@ from autopar.plan.check import check_plan
 from autopar.plan.file import plan_from_dict, plan_to_dict
 from autopar.plan.mesh import Mesh, S
 from autopar.plan.plan import Plan
-from autopar.tracing.trace import trace
-from tests.support.lower.moe import Layer, mixture_graph
+from tests.support.distributed.mixtures import Subject, mixture_graph
+from tests.support.distributed.subjects import graph_of
 from tests.support.planner.graphs import mlp
 
 
@@ -102,30 +101,16 @@ def test_what_ep_cannot_be_is_named() -> None:
         estimate(mlp(), cluster=Cluster.parse("cpu:1x4"), global_batch_size=16, pins=["ep=2"])
 
 
-class Balanced(torch.nn.Module):
-    """A product of two means over tokens, as auxiliary losses of routers are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = torch.nn.Embedding(32, 16)
-        self.layer = Layer(True)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.layer(self.embed(ids))
-        shares = self.layer.router(x).softmax(-1)
-        counts = torch.nn.functional.one_hot(shares.argmax(-1), 4).float()
-        return x.square().mean() + (counts.mean((0, 1)) * shares.mean((0, 1))).sum()
-
-
 def test_an_auxiliary_loss_is_no_mean_of_means() -> None:
-    graph = trace(Balanced(), (torch.zeros((4, 8), dtype=torch.int64),))
+    """It is a product of two means over tokens, in each of two layers."""
+    graph = graph_of(Subject(balanced=True))
     cluster = Cluster.parse("cpu:1x4")
     plan = estimate(graph, cluster=cluster, global_batch_size=16, pins=["dp=4"])
     assert plan.num_micro_batches == 1
     assert any("statistics over the global batch" in note for note in plan.notes)
     totals = [op for op in lower(plan, graph).graph.ops if op.target == "autopar.change_over_data"]
-    assert [op.spec.numel for op in totals] == [4], "the counts alone travel, and they have no gradient"
-    assert not totals[0].spec.requires_grad
+    assert [op.spec.numel for op in totals] == [4, 4], "the counts alone travel, and they have no gradient"
+    assert not any(op.spec.requires_grad for op in totals)
     with pytest.raises(InfeasibleError, match="one micro-batch a data rank"):
         estimate(graph, cluster=cluster, global_batch_size=16, pins=["dp=4", "micro_batch=2"])
     with pytest.raises(PlanError, match=r"in 2 micro-batches\. Pin num_micro_batches=1"):

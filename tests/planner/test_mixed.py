@@ -17,7 +17,7 @@ from autopar.planner.bounds.cascade import LEVELS
 from autopar.planner.planner import Planner
 from autopar.planner.search import Evaluation
 from autopar.planner.space.space import load_space
-from tests.support.mixed_clusters import slow_group, two_kinds
+from tests.support.clusters import three_kinds, two_kinds
 from tests.support.planner.tasks import ROUNDING, check_search, planner_of
 
 PINS = ["pp=2", "dp_replicate=2", "dp_shard=1", "tp=1", "zero=0", "micro_batch=2", "schedule=1F1B"]
@@ -44,16 +44,10 @@ def test_a_mode_of_recompute_more_makes_no_candidate_slower(graph: Graph, memory
     assert compared
 
 
-def three_kinds() -> Cluster:
-    """Of one, two and one devices: in some orders a pipeline rank of two lies on the first node and the last one."""
-    cluster = two_kinds(1, 2, factor=2.0)
-    return replace(cluster, groups=(*cluster.groups, slow_group(cluster.groups[0], 5.0, name="cpu-slower")))
-
-
 CLUSTERS = {
     "two kinds": two_kinds(factor=3.0),
     "little memory": two_kinds(factor=3.0, slow_memory=400 * 2**20 + 1_500_000),
-    "three kinds": three_kinds(),
+    "three kinds": three_kinds(2),  # in some orders a pipeline rank of two lies on the first node and the last one
 }
 
 

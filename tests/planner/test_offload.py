@@ -22,13 +22,10 @@ from autopar.planner.stages.recompute import MOVED, BlockOption, CutBlock
 from autopar.planner.stages.stage_cut import Cut, CutBlocks, cut, stage_masks
 from autopar.planner.studies.study import params
 from autopar.util.files import data_files
+from tests.support.clusters import HOST, with_device
 from tests.support.planner.graphs import mlp
 from tests.support.planner.tasks import check_search, planner_of
 
-HOST = HostLink(
-    to_host_bytes_per_s=4e10, to_device_bytes_per_s=4e10, latency_s=1e-6, memory_bandwidth_bytes_per_s=4e10,
-    launch_s=1e-6, provenance="made up for tests",
-)  # fmt: skip
 ROOM_FOR_SOME, NEEDS_HOST = "440MB", "430MB"
 
 
@@ -38,9 +35,7 @@ def graph() -> Graph:
 
 
 def cluster(memory: str, host: HostLink | None = HOST) -> Cluster:
-    found = Cluster.parse(f"cpu:1x4?memory={memory}")
-    (group,) = found.groups
-    return replace(found, groups=(replace(group, device=replace(group.device, host=host)),))
+    return with_device(Cluster.parse(f"cpu:1x4?memory={memory}"), host=host)
 
 
 def made(memory: str, *pins: str, tried: tuple[Hosted, ...] = ("optimizer",), batch: int = 64) -> Planner:

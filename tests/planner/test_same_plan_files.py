@@ -20,7 +20,7 @@ from autopar.planner.explain.reasons import compare
 from autopar.planner.planner import Planner
 from autopar.planner.search import Evaluation, Limits
 from autopar.planner.space.space import load_space
-from tests.support.mixed_clusters import two_kinds
+from tests.support.clusters import two_kinds
 from tests.support.planner.graphs import mlp
 from tests.support.planner.tasks import task_of
 

@@ -273,8 +273,6 @@ def test_what_cannot_be_names_the_conflict(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"space": "defualt"}, "Did you mean 'default'"),
-        ({"precision": "fp31"}, "fp32"),
         ({"pins": ["layer.0.up=tp:S(0)"]}, "No parameter of the model matches 'layer.0.up'"),
         ({"pins": ["layer.0.up=tp:S(0)"]}, "layers.0.up"),
         ({"global_batch_size": 0}, "The global batch is 0"),

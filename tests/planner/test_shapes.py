@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from autopar import api
@@ -14,7 +12,7 @@ from autopar.hardware.link import OperatorTable, OperatorTime
 from autopar.models.resolve import resolve_model
 from autopar.planner.planner import Planner, operator_calls
 from autopar.planner.search import Evaluation, Limits
-from tests.support.mixed_clusters import two_kinds
+from tests.support.clusters import two_kinds, with_device
 from tests.support.planner.tasks import planner_of
 
 CLUSTER = Cluster.parse("cpu:1x4")
@@ -54,9 +52,7 @@ def test_every_share_of_a_batch_is_collected(graph: Graph) -> None:
 def test_a_plan_on_measured_operators_says_so_and_costs_what_they_take(graph: Graph) -> None:
     calls = operator_calls(planner(graph, pins=("tp=1",)))
     times = tuple(OperatorTime(call=call, forward_s=1e-3, backward_s=2e-3) for call in calls)
-    group = CLUSTER.groups[0]
-    device = replace(group.device, operators=OperatorTable(times=times, provenance="example"))
-    cluster = replace(CLUSTER, groups=(replace(group, device=device),))
+    cluster = with_device(CLUSTER, operators=OperatorTable(times=times, provenance="example"))
     plan = planner(graph, cluster, ("tp=1", "pp=1", "micro_batch=2")).estimate()
     (note,) = [n for n in plan.notes if "measured" in n]
     said, of = note.split(" of ")[0].split()[-1], note.split(" of ")[1].split()[0]
@@ -78,9 +74,7 @@ def test_the_best_of_a_search_is_the_best_of_all_when_parts_are_quicker_than_the
     seconds = {2: 1e-4, 4: 1e-4, quicker: 1e-6, 1: 1e-1}
     times = {c: seconds[tp] for tp in (4, 2, 1) for c in keys[tp].values()}  # unsplit ones are those of tp=1
     entries = tuple(OperatorTime(call=call, forward_s=s, backward_s=s) for call, s in times.items())
-    group = CLUSTER.groups[0]
-    device = replace(group.device, operators=OperatorTable(times=entries, provenance="example"))
-    cluster = replace(CLUSTER, groups=(replace(group, device=device),))
+    cluster = with_device(CLUSTER, operators=OperatorTable(times=entries, provenance="example"))
     best = planner(graph, cluster).search(limits=Limits()).predicted.step_time_s
     every = planner(graph, cluster)
     found = [every.evaluator.evaluate(candidate) for candidate in every.pool]

@@ -23,7 +23,7 @@ from autopar.planner.search import Evaluation
 from autopar.planner.space.constraints import divisors
 from autopar.planner.space.variants import nearest
 from autopar.planner.studies.study import params
-from tests.support.mixed_clusters import of_one, slow_group, two_kinds
+from tests.support.clusters import of_one, three_kinds, two_kinds
 from tests.support.planner.graphs import mlp
 from tests.support.planner.tasks import ROUNDING, planner_of, plans_of
 
@@ -56,11 +56,6 @@ def test_the_nearest_shares_are_the_quickest_of_all(total: int, groups: list[tup
     found, ways = nearest(total, ranks, lines), list(every(total, ranks))
     assert [time_s(shares) for shares in found] == sorted(map(time_s, ways))[:3]
     assert set(found) <= set(ways)
-
-
-def three_kinds() -> Cluster:
-    cluster = two_kinds(1, 1, factor=2.0)
-    return replace(cluster, groups=(*cluster.groups, slow_group(cluster.groups[0], 5.0, name="cpu-slower")))
 
 
 def planner(graph: Graph, cluster: Cluster, *pins: str, batch: int = BATCH, space: str = "default") -> Planner:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from fractions import Fraction
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from tests.support.lower import mlp
 
 def batch_graph() -> Graph:
     graph = mlp.mlp_graph()
-    return shard(graph, mlp.batch_typing(graph, Fraction(2)), global_batch_size=8, micro_batch_size=2)
+    return shard(graph, mlp.batch_typing(graph, 2), global_batch_size=8, micro_batch_size=2)
 
 
 def with_strategy(typing: Typing, **changed: object) -> Typing:
@@ -43,7 +42,7 @@ def test_a_micro_batch_has_its_shapes_and_its_sums() -> None:
 
 def test_a_micro_batch_may_be_larger_than_the_traced_batch() -> None:
     graph = mlp.mlp_graph()
-    local = shard(graph, mlp.batch_typing(graph, Fraction(1, 2)), global_batch_size=8, micro_batch_size=8)
+    local = shard(graph, mlp.batch_typing(graph, 8), global_batch_size=8, micro_batch_size=8)
     assert local.ops[0].spec.shape == (8, 8, 32)
 
 
@@ -100,7 +99,7 @@ def test_blocks_partition_the_operators_and_equal_blocks_keep_equal_hashes(seque
 
 def test_statistics_over_the_batch_are_refused_by_name() -> None:
     graph = mlp.mlp_graph()
-    typing = mlp.batch_typing(graph, Fraction(2))
+    typing = mlp.batch_typing(graph, 2)
     with pytest.raises(RuleError, match="Samples of the batch depend on each other") as error:
         shard(graph, with_strategy(typing, g0=mlp.strategy("whole", (R,), R)), micro_batch_size=2)
     assert "g0 (aten.gelu.default)" in str(error.value)

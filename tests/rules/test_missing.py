@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from autopar.errors import RuleError
-from autopar.graph.graph import Block, Graph, Input, Op, Parameter, Ref, TensorSpec
+from autopar.graph.graph import Graph, Op, Parameter, Ref, TensorSpec
 from autopar.rules import missing as found_rules
 from autopar.rules.by_execution import verify_rule
 from autopar.rules.missing import adopt, complete, own_rules
 from autopar.rules.table import RuleTable, has_rule, register_rule, torch_rules
+from tests.support.graphs_by_hand import graph_of_ops
 
 LIBRARY = torch.library.Library("autopar_test", "DEF")
 LIBRARY.define("gated(Tensor x, Tensor w) -> Tensor")
@@ -33,18 +34,8 @@ def graph_of(target: str, *shapes: tuple[int, ...]) -> Graph:
         Op(name="y", target=target, args=(Ref("x"), *map(Ref, names)), outputs=(real[0],)),
         Op(name="loss", target="aten.sum.default", args=(Ref("y"),), outputs=(replace(real[0], shape=()),)),
     )
-    return Graph(
-        name="custom",
-        batch_size=(*shapes[0], 1)[0],
-        inputs=(Input(name="x", spec=real[0], batch_dim=0 if shapes[0] else None),),
-        parameters=tuple(Parameter(name=n, fqn=n, spec=s) for n, s in zip(names, real[1:], strict=True)),
-        buffers=(),
-        prelude=(),
-        ops=ops,
-        blocks=(Block(index=0, start=0, stop=2, hash="h", label=""),),
-        loss=Ref("loss"),
-        fingerprint="custom",
-    )
+    parameters = [Parameter(name=n, fqn=n, spec=s) for n, s in zip(names, real[1:], strict=True)]
+    return graph_of_ops("custom", ops, {"x": real[0]}, parameters)
 
 
 def names(table: RuleTable, graph: Graph, size: int) -> set[str]:

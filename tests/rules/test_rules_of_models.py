@@ -4,52 +4,34 @@ from __future__ import annotations
 
 from dataclasses import replace
 from fractions import Fraction
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from autopar.graph.graph import Argument, Graph, Op, TensorSpec
+from autopar.models.resolve import resolve_model
 from autopar.rules.by_execution import verify_rule
 from autopar.rules.table import strategies
 from autopar.tracing.trace import trace
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
-SMALL = {
-    "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 32,
-    "attn_implementation": "sdpa",
-}  # fmt: skip
-LLAMA = SMALL | {"num_key_value_heads": 2, "intermediate_size": 32, "max_position_embeddings": 16}
-
-
-def _model(kind: str) -> torch.nn.Module:
-    t: Any = transformers
-    if kind == "gpt2":
-        return t.GPT2LMHeadModel(
-            t.GPT2Config(n_embd=16, n_layer=1, n_head=4, vocab_size=32, n_positions=16, bos_token_id=0, eos_token_id=0)
-        )
-    if kind == "llama":
-        return t.LlamaForCausalLM(t.LlamaConfig(**LLAMA))
-    if kind == "bert":
-        return t.BertForMaskedLM(t.BertConfig(**SMALL, intermediate_size=32, max_position_embeddings=16))
-    return t.ViTForImageClassification(
-        t.ViTConfig(
-            hidden_size=16, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32, image_size=8,
-            patch_size=4, num_labels=4,
-        )
-    )  # fmt: skip
+SMALL = "hidden_size=16&num_hidden_layers=1&num_attention_heads=4&intermediate_size=32"
+MODELS = {
+    "gpt2": "n_embd=16&n_layer=1&n_head=4&vocab_size=32&n_positions=16",
+    "llama": f"{SMALL}&vocab_size=32&num_key_value_heads=2",
+    "bert": f"{SMALL}&vocab_size=32&max_position_embeddings=16",
+    "vit": f"{SMALL}&image_size=8&patch_size=4&num_labels=4",
+}
 
 
 def _graph(kind: str) -> Graph:
-    ids = torch.randint(0, 32, (4, 8))
-    batch: dict[str, Tensor] = {"input_ids": ids, "labels": ids}
+    source = resolve_model(f"hf:{kind}?{MODELS[kind]}", sequence_length=None if kind == "vit" else 8, batch_size=4)
+    batch = dict(source.example_inputs)
     if kind in ("llama", "bert"):
-        batch["attention_mask"] = torch.ones_like(ids)
-    if kind == "vit":
-        batch = {"pixel_values": torch.randn(4, 3, 8, 8), "labels": torch.randint(0, 4, (4,))}
-    return trace(_model(kind).train(), (), batch)
+        batch["attention_mask"] = torch.ones(4, 8, dtype=torch.int64)
+    return trace(source.model.train(), (), batch)
 
 
 def _double(value: Argument) -> Argument:
@@ -69,7 +51,7 @@ def _operand(spec: TensorSpec, generator: torch.Generator) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "bert", "vit"])
+@pytest.mark.parametrize("kind", MODELS)
 def test_every_operator_of_a_model_holds_by_execution(kind: str) -> None:
     graph = _graph(kind)
     generator = torch.Generator().manual_seed(0)

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from autopar.errors import RuleError
-from autopar.graph.graph import Block, Graph, Op, Parameter, Ref
-from autopar.graph.graph import Input as Leaf
+from autopar.graph.graph import Graph, Op, Parameter, Ref
 from autopar.plan.mesh import I, P, R, S, Type
 from autopar.rules.apply import shard
 from autopar.rules.by_execution import verify_rule
 from autopar.rules.strategy import RING, ZIGZAG_SAFE, Strategy, Typing, check_strategy
 from autopar.rules.table import default_table
+from tests.support.graphs_by_hand import graph_of_ops
 from tests.support.planner import graphs
 from tests.support.rule_examples import every
 
@@ -70,21 +70,8 @@ def ring_graph(length: int = 8) -> Graph:
         Op(name="y", target=ATTENTION, args=(Ref("g"), Ref("g"), Ref("g"), None, 0.0, True), outputs=(spec(*heads),)),
         Op(name="loss", target="aten.sum.default", args=(Ref("y"),), outputs=(spec(),)),
     )
-    return Graph(
-        name="ring",
-        batch_size=2,
-        inputs=(Leaf(name="x", spec=spec(2, 1, length, 4, grad=False), batch_dim=0),),
-        parameters=(
-            Parameter(name="w", fqn="w", spec=spec(8, 4)),
-            Parameter(name="v", fqn="v", spec=spec(4, 8)),
-        ),
-        buffers=(),
-        prelude=(),
-        ops=ops,
-        blocks=(Block(index=0, start=0, stop=4, hash="b", label=""),),
-        loss=Ref("loss"),
-        fingerprint="ring",
-    )
+    parameters = [Parameter(name="w", fqn="w", spec=spec(8, 4)), Parameter(name="v", fqn="v", spec=spec(4, 8))]
+    return graph_of_ops("ring", ops, {"x": spec(2, 1, length, 4, grad=False)}, parameters)
 
 
 def ring_typing(*, w: Type = I, v: Type = I, x: Type = R, hidden: bool = True) -> Typing:

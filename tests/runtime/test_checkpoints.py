@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import pickle
 import random
 import shutil
@@ -34,7 +33,8 @@ from autopar.runtime.checkpoint.checkpoint_index import NAME, chunk_rows, decode
 from autopar.runtime.checkpoint.series import Checkpoints
 from autopar.runtime.parallel_model import ParallelModel
 from autopar.tracing.trace import trace
-from tests.support.damage import KINDS, damage
+from tests.support.damage import KINDS, Touch, damage
+from tests.support.distributed.checkpoints import Position
 from tests.support.distributed.plans import make_plan
 from tests.support.parallel import on_rank
 from tests.support.said import said
@@ -187,17 +187,6 @@ def test_schedulers_go_on(tmp_path: Path, kind: str) -> None:
     assert len(set(rates[0])) > 1
 
 
-class Loader:
-    def __init__(self, state: Any = None) -> None:
-        self.state = state
-
-    def state_dict(self) -> Any:
-        return self.state
-
-    def load_state_dict(self, state: Any) -> None:
-        self.state = state
-
-
 def test_loaders_and_extras_come_back_as_they_were(tmp_path: Path) -> None:
     par = build()
     state = {
@@ -205,8 +194,8 @@ def test_loaders_and_extras_come_back_as_they_were(tmp_path: Path) -> None:
         "none": torch.empty(0, 3), "$x": math.inf,
     }  # fmt: skip
     extra = {"best": {"loss": 0.1 + 0.2, "step": 3}, "names": ["a", True, None]}
-    par.save(tmp_path, dataloader=Loader(state), extra=extra)
-    found = Loader()
+    par.save(tmp_path, dataloader=Position(state), extra=extra)
+    found = Position()
     assert par.load(tmp_path, dataloader=found) == extra
     assert found.state.keys() == state.keys()
     assert torch.equal(found.state.pop("order"), state.pop("order"))
@@ -216,11 +205,11 @@ def test_loaders_and_extras_come_back_as_they_were(tmp_path: Path) -> None:
     assert array.tolist() == state.pop("array").tolist()
     assert found.state == state
     with pytest.raises(UsageError, match=r"cannot hold the function in the state of the dataloader\.f\[1\]"):
-        par.save(tmp_path, dataloader=Loader({"f": [1, same]}))
+        par.save(tmp_path, dataloader=Position({"f": [1, same]}))
     with pytest.raises(UsageError, match="The scheduler is a int, which has no state_dict"):
         par.save(tmp_path, scheduler=3)
     with pytest.raises(PlanError, match=r"has no state of a scheduler.*without scheduler="):
-        par.load(tmp_path, scheduler=Loader())
+        par.load(tmp_path, scheduler=Position())
     assert par.load(tmp_path) == extra
 
 
@@ -259,14 +248,6 @@ def test_damage_is_refused_by_name_and_changes_nothing(tmp_path: Path, kind: str
             assert same(values(par, optimizer), wanted), what
             par.load(tmp_path / "other", optimizer)
     assert refused >= 4
-
-
-class Touch:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.path),)
 
 
 def test_no_file_is_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from autopar.errors import UsageError
 from autopar.plan.plan import Plan
 from autopar.runtime.data import PlannedLoader, planned_loader
 from autopar.runtime.step.other_runs import BatchSizes, WholeBatch
-from tests.support.mixed_clusters import two_kinds
+from tests.support.clusters import two_kinds
 from tests.support.planner.graphs import mlp
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from autopar.errors import UsageError
 from autopar.graph.graph import Graph
 from autopar.models.resolve import resolve_model
 from autopar.plan.mesh import Mesh
@@ -23,9 +24,7 @@ from autopar.verification.reference import adamw, loss_of
 from tests.support.distributed.plans import make_plan
 from tests.support.distributed.subjects import HfSubject
 
-NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and there is none")
-GPU = pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_GPU])
-BOTH = pytest.mark.parametrize("device", ["cpu", GPU])
+BOTH = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 MIXTRAL = (
     "hf:mixtral?hidden_size=64&intermediate_size=128&num_hidden_layers=2&num_attention_heads=4&num_key_value_heads=2&"
     "vocab_size=96&max_position_embeddings=64&num_local_experts=4&num_experts_per_tok=2"
@@ -127,7 +126,6 @@ def test_a_checkpoint_goes_on_where_it_was(device: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@NEEDS_GPU
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_a_step_never_waits_for_its_device(kind: str) -> None:
     subject = HfSubject(kind, dropout=0.1 if kind == "gpt2" else 0.0)
@@ -147,10 +145,7 @@ def test_a_step_never_waits_for_its_device(kind: str) -> None:
 
 
 @pytest.mark.gpu
-@NEEDS_GPU
 def test_products_in_another_mode_than_the_plans_are_refused() -> None:
-    from autopar.errors import UsageError
-
     subject = HfSubject("llama")
     parallel = parallel_of(subject, "cuda")
     torch.set_float32_matmul_precision("high")

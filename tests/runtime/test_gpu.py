@@ -17,10 +17,7 @@ from autopar.verification.reference import adamw, loss_of
 from tests.support.distributed.plans import make_plan
 from tests.support.distributed.subjects import HfSubject
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and there is none"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("precision", [FP32, BF16, FP16], ids=["fp32", "bf16", "fp16"])

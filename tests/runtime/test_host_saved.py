@@ -84,7 +84,6 @@ def test_nothing_outlives_the_graph_that_kept_it() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and there is none")
 def test_a_gpu_holds_less_and_computes_the_same() -> None:
     plain, _, full = gradients("cuda", 1024, 4096, moves=False)
     found, mover, held = gradients("cuda", 1024, 4096, moves=True)

@@ -237,7 +237,6 @@ def test_one_kernel_steps_on_the_host_unless_the_user_says_how(given: dict[str, 
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and there is none")
 def test_states_of_a_gpu_live_in_page_locked_memory() -> None:
     mesh = init_device_mesh("cuda", (1,))
     results = []

@@ -1,11 +1,23 @@
-"""Random damage to the folder of a checkpoint."""
+"""Random damage to the folder of a checkpoint, and a forgery."""
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
+from typing import Any
 
 KINDS = ("bit", "bits", "zeros", "truncated", "deleted", "swapped", "of another", "index of another")
+
+
+class Touch:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
 
 
 def damage(folder: Path, other: Path, seed: int) -> tuple[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from autopar.graph.graph import Graph
@@ -20,6 +21,13 @@ def on_rank(model: nn.Module, plan: Plan, graph: Graph, *, seed: int = 0, **opti
     world = World(plan.mesh, "cpu")
     program = lower(plan, graph, rank=world.rank)
     return ParallelModel(program, world, ModelWeights(model, seed), seed=seed, **options)
+
+
+def halve(parallel: ParallelModel) -> None:
+    """Other weights, as a model has before a checkpoint is loaded into it."""
+    with torch.no_grad():
+        for parameter in parallel.parameters():
+            parameter.mul_(0.5)
 
 
 def alone(model: nn.Module, graph: Graph, *, batch: int = 4, micro: int = 0, **options: Any) -> ParallelModel:

@@ -6,7 +6,7 @@ import ast
 import itertools
 import pickle
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -131,45 +131,26 @@ def test_they_are_found() -> None:
     assert {call.kind for call in every_call()} >= KINDS - {"PlanFileError"}  # which is made of a PlanError
 
 
-def test_each_says_what_to_do() -> None:
-    without = [
-        call.place
-        for call in every_call()
-        for error in call.errors()
-        if not error.fix and not isinstance(error, InternalError)
-    ]
-    assert not without
+def no_remedy(error: AutoparError) -> list[str]:
+    return [] if error.fix or isinstance(error, InternalError) else [str(error)]
 
 
-def test_each_begins_like_a_sentence() -> None:
-    wrong = {
-        f"{call.place}: {text}"
-        for call in every_call()
-        for error in call.errors()
-        for text in (error.problem, error.fix)
-        if not START.match(text)
-    }
-    assert not wrong
+def no_sentences(error: AutoparError) -> list[str]:
+    return [text for text in (error.problem, error.fix) if not START.match(text)]
 
 
-def test_each_has_at_most_three_sentences() -> None:
-    long = {
-        f"{call.place}: {error}"
-        for call in every_call()
-        for error in call.errors()
-        if len(re.findall(r"(?<!\.)[.?!](?=\s|$)", str(error))) > 3
-    }
-    assert not long
+def more_than_three_sentences(error: AutoparError) -> list[str]:
+    return [str(error)] if len(re.findall(r"(?<!\.)[.?!](?=\s|$)", str(error))) > 3 else []
 
 
-def test_each_is_in_plain_words() -> None:
-    private = {
-        f"{call.place}: {word[0]}: {error}"
-        for call in every_call()
-        for error in call.errors()
-        for word in PRIVATE.finditer(str(error))
-    }
-    assert not private
+def private_words(error: AutoparError) -> list[str]:
+    return [f"{word[0]}: {error}" for word in PRIVATE.finditer(str(error))]
+
+
+@pytest.mark.parametrize("faults", [no_remedy, no_sentences, more_than_three_sentences, private_words])
+def test_each_says_what_to_do_in_plain_sentences(faults: Callable[[AutoparError], list[str]]) -> None:
+    errors_of = ((call.place, error) for call in every_call() for error in call.errors())
+    assert not {f"{place}: {text}" for place, error in errors_of for text in faults(error)}
 
 
 @pytest.mark.parametrize(

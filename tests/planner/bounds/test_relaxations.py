@@ -19,6 +19,7 @@ from autopar.planner.bounds.chain_program import WHOLE, chain_bound
 from autopar.planner.bounds.columns import Columns
 from autopar.planner.bounds.feasibility import feasible_bounds
 from autopar.planner.bounds.instance import BlockFloor, FloorTable, ModeFloor, PipelineInstance, runs_of
+from tests.support.planner.pipelines import block, pipeline
 
 TINY = 1e-6
 NUMBERS = st.sampled_from([0.0, 0.5, 1.0, 2.0, 3.0])
@@ -190,16 +191,9 @@ def test_whole_modes_of_given_stages_are_below_every_plan_and_above_parts(instan
 
 def test_whole_modes_are_exact_where_a_rank_recomputes_one_block_of_two() -> None:
     """Each rank has room for what one of its two blocks keeps; parts of blocks would recompute three quarters of one."""
-    modes = (
-        ModeFloor(backward_s=1.0, kept_bytes=4.0, passing_bytes=0.0),
-        ModeFloor(backward_s=2.0, kept_bytes=0.0, passing_bytes=0.0),
-    )
-    nothing = BlockFloor(forward_s=0.0, modes=(ModeFloor(backward_s=0.0, kept_bytes=0.0, passing_bytes=0.0),))
-    instance = PipelineInstance(
-        schedule="GPipe", virtual_stages=1, num_micro_batches=1, runs=((0, 1), (1, 4), (2, 1)), groups=((1,),),
-        floors=(FloorTable(blocks=(nothing, BlockFloor(forward_s=1.0, modes=modes), nothing)),), device_of_rank=(0, 0),
-        limit_bytes=(5.0,), forward_s=(0.0,), backward_s=(0.0,), sends_s=(0.0, 0.0), sends_back_s=(0.0, 0.0), most_blocks=2,
-    )  # fmt: skip
+    nothing = block((0.0, 0.0), forward_s=0.0)
+    blocks = [nothing, block((1.0, 4.0), (2.0, 0.0)), nothing]
+    instance = pipeline("GPipe", 2, 1, [0, 1, 1, 1, 1, 2], blocks, limit_bytes=(5.0,), most_blocks=2)
     bound = chain_bound(instance, math.inf)
     assert bound is not None
     assert least_s(instance) == pytest.approx(10.0)
@@ -223,12 +217,8 @@ def test_messages_are_those_of_the_block_that_a_stage_ends_with(
     ends: tuple[int, ...], most_choices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first block sends little, later ones more: the bound is the step of the pinned cut, or of the best of two, and never above."""
-    mode = ModeFloor(backward_s=2.0, kept_bytes=0.0, passing_bytes=0.0)
-    slow = ModeFloor(backward_s=3.0, kept_bytes=0.0, passing_bytes=0.0)
-    blocks = tuple(BlockFloor(forward_s=1.0, modes=(own,)) for own in (slow, mode, slow, mode))
-    instance = PipelineInstance(
-        schedule="GPipe", virtual_stages=1, num_micro_batches=2, runs=runs_of([0, 1, 2, 3]), groups=((1,), (2,)),
-        floors=(FloorTable(blocks=blocks),), device_of_rank=(0, 0), limit_bytes=(1.0,), forward_s=(0.0,), backward_s=(0.0,),
+    instance = pipeline(
+        "GPipe", 2, 2, [0, 1, 2, 3], [block((backward_s, 0.0)) for backward_s in (3.0, 2.0, 3.0, 2.0)], groups=((1,), (2,)),
         sends_s=(0.5, 0.5), sends_back_s=(0.25, 0.25), sends_more_s=(((0.0, 0.0), (1.0, 1.5), (2.0, 1.0), (2.0, 1.0)),) * 2,
         ends=(ends, (4, 4)) if ends else (),
     )  # fmt: skip
@@ -245,13 +235,10 @@ def test_messages_are_those_of_the_block_that_a_stage_ends_with(
 @pytest.mark.parametrize("virtual_stages", [1, 2])
 def test_an_optimizer_step_has_to_fit_too(virtual_stages: int) -> None:
     """Six blocks on two ranks: three on one of them at least, which keep little, and need more room while they are stepped."""
-    mode = ModeFloor(backward_s=1.0, kept_bytes=0.5, passing_bytes=0.0)
-    block = BlockFloor(forward_s=0.5, modes=(mode,), static_bytes=2.0, stepped_bytes=6.0)
-    instance = PipelineInstance(
-        schedule="Interleaved1F1B" if virtual_stages > 1 else "1F1B", virtual_stages=virtual_stages,
-        num_micro_batches=2, runs=runs_of([0, 1, 1, 1, 1, 2]), groups=((1,),), floors=(FloorTable(blocks=(block,) * 3),),
-        device_of_rank=(0, 0), limit_bytes=(18.0,), forward_s=(0.0,), backward_s=(0.0,), sends_s=(0.0, 0.0),
-        sends_back_s=(0.0, 0.0), sent_bytes=1.0,
+    blocks = [block((1.0, 0.5), forward_s=0.5, static_bytes=2.0, stepped_bytes=6.0)] * 3
+    instance = pipeline(
+        "Interleaved1F1B" if virtual_stages > 1 else "1F1B", 2, 2, [0, 1, 1, 1, 1, 2], blocks,
+        virtual_stages=virtual_stages, limit_bytes=(18.0,), sent_bytes=1.0,
     )  # fmt: skip
     assert feasible_bounds([instance])[0] <= least_s(instance) < math.inf
     assert math.isinf(least_s(replace(instance, limit_bytes=(17.0,))))
@@ -262,14 +249,12 @@ def test_a_rank_may_leave_the_next_block_to_an_earlier_one() -> None:
     """The second rank is slow and cannot take the second block, which the first one can: the last rank may not take the third then."""
 
     def table(forward_s: float, backward_s: tuple[float, ...]) -> FloorTable:
-        modes = [ModeFloor(backward_s=time_s, kept_bytes=4.0, passing_bytes=0.0) for time_s in backward_s]
-        return FloorTable(blocks=tuple(BlockFloor(forward_s=forward_s, modes=(mode,)) for mode in modes))
+        return FloorTable(blocks=tuple(block((time_s, 4.0), forward_s=forward_s) for time_s in backward_s))
 
-    instance = PipelineInstance(
-        schedule="GPipe", virtual_stages=1, num_micro_batches=1, runs=runs_of([0, 1, 2, 3]), groups=((1,), (2,)),
-        floors=(table(0.5, (1.0, 2.0, 1.0, 1.0)), table(0.75, (2.0, 4.0, 2.0, 2.0))), device_of_rank=(0, 1, 0),
-        limit_bytes=(20.0, 20.0), forward_s=(0.125, 0.125), backward_s=(0.0625, 0.0625), sends_s=(0.25,) * 3,
-        sends_back_s=(0.125,) * 3,
+    instance = pipeline(
+        "GPipe", 3, 1, [0, 1, 2, 3], (), groups=((1,), (2,)), device_of_rank=(0, 1, 0),
+        floors=(table(0.5, (1.0, 2.0, 1.0, 1.0)), table(0.75, (2.0, 4.0, 2.0, 2.0))), limit_bytes=(20.0, 20.0),
+        forward_s=(0.125, 0.125), backward_s=(0.0625, 0.0625), sends_s=(0.25,) * 3, sends_back_s=(0.125,) * 3,
     )  # fmt: skip
     assert least_s(instance) == pytest.approx(9.5625)  # two blocks on the first rank, one on each of the others
     assert feasible_bounds([instance])[0] <= least_s(instance)
@@ -284,13 +269,7 @@ def test_a_rank_ends_its_step_behind_a_micro_batch_that_went_to_the_last_stage_a
     Of GPipe its three forwards stand before, of 1F1B one of them behind. That the last rank's backwards of 1F1B wait for its forwards
     is a second more, which this relaxation does not see.
     """
-    mode = ModeFloor(backward_s=1.0, kept_bytes=0.0, passing_bytes=0.0)
-    blocks = tuple(BlockFloor(forward_s=1.0, modes=(mode,), once_s=once_s) for once_s in (0.0, 10.0, 0.0))
-    instance = PipelineInstance(
-        schedule=schedule, virtual_stages=1, num_micro_batches=3, runs=runs_of([0, 1, 2]), groups=((1,),),
-        floors=(FloorTable(blocks=blocks),), device_of_rank=(0, 0, 0), limit_bytes=(1.0,), forward_s=(0.0,), backward_s=(0.0,),
-        sends_s=(0.0,) * 3, sends_back_s=(0.0,) * 3,
-    )  # fmt: skip
+    instance = pipeline(schedule, 3, 3, [0, 1, 2], [block((1.0, 0.0), once_s=once_s) for once_s in (0.0, 10.0, 0.0)])
     assert feasible_bounds([instance])[0] == pytest.approx(wanted_s, rel=1e-3)
     assert least_s(instance) == pytest.approx(19.0)
 
@@ -344,13 +323,10 @@ def _is_chain_anyway(instance: PipelineInstance, chains: Sequence[tuple[int, ...
 
 
 def test_a_proof_of_one_instance_is_no_proof_of_a_quicker_one() -> None:
-    block = BlockFloor(forward_s=1.0, modes=(ModeFloor(backward_s=2.0, kept_bytes=1.0, passing_bytes=0.0),))
-    slow = PipelineInstance(
-        schedule="1F1B", virtual_stages=1, num_micro_batches=4, runs=((0, 1), (1, 4), (2, 1)), groups=((1,),),
-        floors=(FloorTable(blocks=(block,) * 3),), device_of_rank=(0, 0), limit_bytes=(100.0,), forward_s=(0.0,),
-        backward_s=(0.0,), sends_s=(0.0, 0.0), sends_back_s=(0.0, 0.0),
-    )  # fmt: skip
-    quick = replace(slow, floors=(FloorTable(blocks=(replace(block, forward_s=0.5),) * 3),))
+    slow, quick = (
+        pipeline("1F1B", 2, 4, [0, 1, 1, 1, 1, 2], [block((2.0, 1.0), forward_s=forward_s)] * 3)
+        for forward_s in (1.0, 0.5)
+    )
     bound = chain_bound(slow, math.inf)
     assert bound is not None
     proof = bound.proof

@@ -8,28 +8,17 @@ import numpy as np
 import pytest
 
 from autopar.planner.bounds.columns import Columns
-from autopar.planner.bounds.instance import BlockFloor, FloorTable, ModeFloor, PipelineInstance, runs_of
 from autopar.planner.bounds.whole_recompute import WholeRecompute
+from tests.support.planner.pipelines import block, pipeline
 
 NUM_BLOCKS = 10
 
 
 def whole(limit_bytes: float) -> WholeRecompute:
     """Ten equal blocks of 1.1 bytes on one rank, of which recompute frees 0.3 of each in 0.25 s, between two that hold nothing."""
-    end = BlockFloor(
-        forward_s=1.0, modes=(ModeFloor(backward_s=2.0, kept_bytes=0.0, passing_bytes=0.0),), gather_s=0.0, once_s=0.0,
-        static_bytes=0.0, more_s=0.0,
-    )  # fmt: skip
-    modes = (
-        ModeFloor(backward_s=2.0, kept_bytes=1.1, passing_bytes=0.0),
-        ModeFloor(backward_s=2.25, kept_bytes=0.8, passing_bytes=0.0),
-    )
-    block = BlockFloor(forward_s=1.0, modes=modes, gather_s=0.0, once_s=0.0, static_bytes=0.0, more_s=0.0)
-    instance = PipelineInstance(
-        schedule="none", virtual_stages=1, num_micro_batches=1, runs=runs_of([0, *[1] * NUM_BLOCKS, 2]),
-        groups=((1,),), floors=(FloorTable(blocks=(end, block, end)),), device_of_rank=(0,), limit_bytes=(limit_bytes,),
-        forward_s=(0.0,), backward_s=(0.0,), first_s=0.0, sends_s=(), sends_back_s=(), sent_bytes=0.0, tie_s=0.0,
-    )  # fmt: skip
+    end, kinds = block((2.0, 0.0)), [0, *[1] * NUM_BLOCKS, 2]
+    blocks = [end, block((2.0, 1.1), (2.25, 0.8)), end]
+    instance = pipeline("none", 1, 1, kinds, blocks, limit_bytes=(limit_bytes,))
     return WholeRecompute(Columns([instance]), np.full((1, 1), float(NUM_BLOCKS)))
 
 

@@ -20,7 +20,7 @@ from autopar.planner.stages.cut_problem import CutProblem, Fitting, allows, even
 from autopar.planner.stages.exchange import exchanged
 from autopar.planner.stages.recompute import Way
 from autopar.planner.stages.refinement import RankCovers, improved, refined
-from tests.support.mixed_clusters import two_kinds
+from tests.support.clusters import two_kinds
 from tests.support.planner.graphs import mlp
 from tests.support.planner.tasks import planner_of
 

@@ -168,7 +168,7 @@ def beside_and_at_once(subject: Any, plan: Plan, graph: Graph, batches: Sequence
 class Position:
     """As a loader's: where each data rank is."""
 
-    def __init__(self, state: Any) -> None:
+    def __init__(self, state: Any = None) -> None:
         self.state = state
 
     def state_dict(self) -> Any:
@@ -188,7 +188,7 @@ def saved_positions(subject: Any, plan: Plan, graph: Graph, folder: str) -> None
 def loaded_positions(subject: Any, plan: Plan, graph: Graph, folder: str) -> Any:
     """The data rank, its position and the scheduler's state; or what is said."""
     par = build(subject, plan, graph)
-    position, scheduler = Position(None), Position(None)
+    position, scheduler = Position(), Position()
     if text := said(AutoparError, par.load, folder, dataloader=position, scheduler=scheduler):
         return text
     return par.data_rank, position.state["seen"], position.state["order"].tolist(), scheduler.state

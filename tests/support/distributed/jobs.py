@@ -32,7 +32,7 @@ from autopar.runtime.step import local_batch
 from autopar.runtime.step.gradients import local_part
 from autopar.verification.reference import adamw, loss_of
 from tests.support.distributed.subjects import HfSubject
-from tests.support.parallel import on_rank
+from tests.support.parallel import halve, on_rank
 from tests.support.said import said
 
 Batch = Mapping[str, Tensor]
@@ -333,9 +333,7 @@ def load_run(
 ) -> tuple[int, list[float]]:
     """Loads into other weights, saves that if asked to, and goes on; the step counter and the losses."""
     parallel = build(subject, plan, graph, seed=3)
-    with torch.no_grad():
-        for parameter in parallel.parameters():
-            parameter.mul_(0.5)
+    halve(parallel)
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.5)
     parallel.load(Path(folder), optimizer)
     if kept is not None:
@@ -385,9 +383,7 @@ def loads_that_fail(subject: HfSubject, plan: Plan, graph: Graph, folder: str) -
         file.write_bytes(file.read_bytes()[:100])
     dist.barrier()
     found: dict[str, tuple[str, int, bool]] = {}
-    with torch.no_grad():
-        for parameter in parallel.parameters():
-            parameter.mul_(0.5)
+    halve(parallel)
     before = parallel.full_state_dict()
     optimizer = adamw(parallel.parameters())
     for name, path, given in (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from autopar import api
 from autopar.plan.mesh import Mesh
-from autopar.plan.plan import BF16, Plan
+from autopar.plan.plan import BF16, Plan, Recompute
 from autopar.tracing.trace import trace
 from autopar.verification.rank_pool import WorkerPool
 from autopar.verification.reference import adamw, loss_of
@@ -79,6 +79,18 @@ def batches(subject: HfSubject, count: int) -> list[dict[str, Tensor]]:
     return [subject.make_batch(16, seed=seed) for seed in range(count)]
 
 
+def on_ranks(
+    pool: WorkerPool, job: Any, subject: Any, plan: Plan, graph: Any, *given: Any, timeout_s: float = 60.0
+) -> tuple[Any, ...]:
+    """What each rank of the plan finds."""
+    return pool.run(job, subject, plan, graph, *given, size=plan.mesh.world_size, timeout_s=timeout_s)
+
+
+def on_batch(pool: WorkerPool, job: Any, subject: Any, plan: Plan, graph: Any, *given: Any) -> tuple[Any, ...]:
+    """What each rank of the plan finds that is given a global batch."""
+    return on_ranks(pool, job, subject, plan, graph, subject.make_batch(plan.global_batch_size, seed=0), *given)
+
+
 @cache
 def clipped(subject: Any, batch_size: int) -> tuple[list[float], dict[str, Tensor]]:
     """Norms before they are clipped to 0.1, and parameters after two steps of one device."""
@@ -98,7 +110,7 @@ def clips_as_one_device(pool: WorkerPool, subject: Any, plan: Plan, graph: Any, 
     """Norms and parameters on every rank, over two steps; ``alone``: each parameter is measured by its own largest element."""
     norms, parameters = clipped(subject, plan.global_batch_size)
     data = [subject.make_batch(plan.global_batch_size, seed=seed) for seed in range(2)]
-    for rank in pool.run(jobs.train, subject, plan, graph, data, 0.1, size=plan.mesh.world_size, timeout_s=60.0):
+    for rank in on_ranks(pool, jobs.train, subject, plan, graph, data, 0.1):
         assert rank["norms"] == pytest.approx(norms, rel=1e-5)
         for some in [{name: value} for name, value in parameters.items()] if alone else [parameters]:
             assert_close(rank["parameters"], some, 1e-4)
@@ -122,11 +134,33 @@ def bf16_plan(layout: str) -> tuple[Any, Any]:
 
 def goes_on(pool: WorkerPool, subject: Any, graph: Any, data: Sequence[Any], folder: Path, *plans: Plan) -> None:
     """A run saved under the first plan has the same losses under each other one, which loads what the one before it has saved."""
-
-    def ranks(job: Any, plan: Plan, *folders: str) -> Any:
-        return pool.run(job, subject, plan, graph, data, *folders, size=plan.mesh.world_size, timeout_s=60.0)
-
-    (losses, *_) = ranks(jobs.save_run, plans[0], str(folder / "0"))
+    (losses, *_) = on_ranks(pool, jobs.save_run, subject, plans[0], graph, data, str(folder / "0"))
     for number, plan in enumerate(plans[1:]):
-        for found in ranks(jobs.load_run, plan, str(folder / f"{number}"), str(folder / f"{number + 1}")):
+        folders = str(folder / f"{number}"), str(folder / f"{number + 1}")
+        for found in on_ranks(pool, jobs.load_run, subject, plan, graph, data, *folders):
             assert found == (1, pytest.approx(losses, rel=1e-5)), f"{plan.mesh} after {plans[number].mesh}"
+
+
+def stays_near_fp32(pool: WorkerPool, subject: HfSubject, plan: Plan, graph: Any) -> None:
+    """Of a plan in bfloat16: the first loss is near to that of one device in float32, and parameters rest in float32."""
+    data = batches(subject, 2)
+    exact = loss_of(subject.build()(**data[0])).item()
+    found = on_ranks(pool, jobs.train, subject, plan, graph, data)
+    for rank in found:
+        assert rank["losses"] == found[0]["losses"]
+        assert rank["losses"][0] == pytest.approx(exact, rel=1e-2)
+        assert all(tensor.dtype == torch.float32 for tensor in rank["parameters"].values())
+
+
+def drops_the_same_again(pool: WorkerPool, subject: HfSubject, graph: Any, plans: Mapping[Recompute, Plan]) -> None:
+    """Training with dropout under plans that differ in what they recompute."""
+    data = batches(subject, 2)
+    found = {mode: on_ranks(pool, jobs.train, subject, plan, graph, data) for mode, plan in plans.items()}
+    plain = found["none"][0]
+    dry = loss_of(HfSubject(subject.kind).build()(**data[0])).item()
+    assert plain["losses"][0] != pytest.approx(dry, rel=1e-5)
+    for mode, ranks in found.items():
+        for rank in ranks:
+            assert rank["losses"] == pytest.approx(plain["losses"], rel=1e-6)
+            if mode == "full":
+                assert_close(rank["parameters"], plain["parameters"], 1e-5)

@@ -1,8 +1,9 @@
-"""Hand-written mixtures of experts that ranks import by name."""
+"""Hand-written mixtures of experts, with ``autopar.nn``, that ranks import by name."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +17,11 @@ from autopar.tracing.trace import trace
 class Layer(nn.Module):
     """A mixture with an auxiliary loss over all tokens; ``skewed``: one expert gets no token, one gets them all."""
 
-    def __init__(self, top_k: int, skewed: bool) -> None:
+    def __init__(self, top_k: int, skewed: bool, *, gated: bool) -> None:
         super().__init__()
         self.top_k, self.skewed = top_k, skewed
         self.router = nn.Linear(16, 4, bias=False)
-        self.experts = Experts(num_experts=4, hidden=16, ffn=8)
+        self.experts = Experts(num_experts=4, hidden=16, ffn=8, activation="gelu", gated=gated)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         scores = self.router(x)
@@ -33,17 +34,17 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Five tokens a sample: not to be divided by the ranks."""
+    """Two layers, one with and one without gates; tokens keep their batch and sequence dims."""
 
     def __init__(self, top_k: int, skewed: bool, balanced: bool) -> None:
         super().__init__()
         self.balanced = balanced
-        self.embed = nn.Embedding(32, 16)
-        self.layers = nn.ModuleList(Layer(top_k, skewed) for _ in range(2))
-        self.head = nn.Linear(16, 32, bias=False)
+        self.embed = nn.Embedding(64, 16)
+        self.layers = nn.ModuleList(Layer(top_k, skewed, gated=gated) for gated in (True, False))
+        self.head = nn.Linear(16, 64, bias=False)
 
-    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-        x, auxiliary = self.embed(ids), torch.zeros(())
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x, auxiliary = self.embed(input_ids), torch.zeros(())
         for layer in self.layers:
             x, one = layer(x)
             auxiliary = auxiliary + one
@@ -53,7 +54,7 @@ class Model(nn.Module):
 
 @dataclass(frozen=True)
 class Subject:
-    """What is verified."""
+    """What is verified, with five tokens a sample: not to be divided by the ranks."""
 
     top_k: int = 2
     skewed: bool = False
@@ -65,9 +66,18 @@ class Subject:
 
     def make_batch(self, batch_size: int, *, seed: int, padded: bool = False) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(seed)
-        ids, labels = (torch.randint(0, 32, (batch_size, 5), generator=generator) for _ in range(2))
+        ids, labels = (torch.randint(0, 64, (batch_size, 5), generator=generator) for _ in range(2))
         labels[: batch_size // 3, 2:] = -100
-        return {"ids": ids, "labels": labels}
+        return {"input_ids": ids, "labels": labels}
 
     def trace(self) -> Graph:
         return trace(self.build(), (), self.make_batch(2, seed=0))
+
+
+@cache
+def mixture_graph() -> Graph:
+    """Of four samples of eight tokens, without weights."""
+    with torch.device("meta"):
+        model = Model(top_k=2, skewed=False, balanced=False)
+    ids = torch.zeros((4, 8), dtype=torch.int64)
+    return trace(model, (), {"input_ids": ids, "labels": ids})

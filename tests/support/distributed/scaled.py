@@ -18,6 +18,7 @@ from autopar.runtime.parallel_model import ParallelModel
 from autopar.runtime.step.global_loss import ParallelScaler
 from autopar.verification.reference import loss_of
 from tests.support.distributed.jobs import build
+from tests.support.parallel import halve
 
 Batch = Mapping[str, Tensor]
 Loss = Callable[[Any], Tensor]
@@ -111,9 +112,7 @@ def load(
 ) -> tuple[dict[str, Any], float]:
     """Loads into other weights, before (``late``) or after the scaler is made; its state, and the loss of a step."""
     parallel = build(subject, plan, graph, seed=3)
-    with torch.no_grad():
-        for parameter in parallel.parameters():
-            parameter.mul_(0.5)
+    halve(parallel)
     if late:
         parallel.load(Path(folder))
     scaler = parallel.grad_scaler()

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 SEQUENCE = 16
 VOCABULARY = 96
@@ -79,28 +78,3 @@ class Unpadded(HfSubject):
     def make_batch(self, batch_size: int, *, seed: int, padded: bool = True) -> dict[str, Tensor]:
         batch = HfSubject.make_batch(self, batch_size, seed=seed, padded=padded)
         return {name: value for name, value in batch.items() if name != "attention_mask"}
-
-
-class Noisy(nn.Module):
-    """The loss is the variance of a sample's mean of ones, of which dropout takes one in five."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(96, 32)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x = self.embed(input_ids).unflatten(-1, (4, 8)).transpose(1, 2)
-        x = functional.scaled_dot_product_attention(x, x, x, is_causal=True).transpose(1, 2).flatten(2)
-        kept = functional.dropout(1.0 + 1e-6 * x, 0.2)
-        return (kept.mean(1) - 1.0).square().mean()
-
-
-class NoisySubject(HfSubject):
-    """Samples of 16 tokens."""
-
-    def build(self) -> nn.Module:
-        torch.manual_seed(0)
-        return Noisy()
-
-    def make_batch(self, batch_size: int, *, seed: int, padded: bool = True) -> dict[str, Tensor]:
-        return {"input_ids": HfSubject.make_batch(self, batch_size, seed=seed)["input_ids"]}

@@ -22,6 +22,7 @@ from autopar.runtime.launch import launch
 from autopar.verification.reference import adamw
 from tests.support.distributed.jobs import Batch, build
 from tests.support.distributed.subjects import HfSubject
+from tests.support.parallel import halve
 
 
 def in_inference_mode(
@@ -84,9 +85,7 @@ def loaded_by_torch(
 ) -> tuple[int, float]:
     """Steps and loss of a model of other weights that ``torch.distributed.checkpoint`` has loaded, and saved if asked to."""
     parallel = build(subject, plan, graph)
-    with torch.no_grad():
-        for parameter in parallel.parameters():
-            parameter.mul_(0.5)
+    halve(parallel)
     dcp.load({"model": parallel}, checkpoint_id=folder)
     if kept is not None:
         dcp.save({"model": parallel}, checkpoint_id=kept)

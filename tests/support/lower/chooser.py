@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 
 from autopar.graph.graph import Graph, Op, Ref
@@ -44,6 +44,16 @@ def _batch_preference(strategy: Strategy) -> tuple[bool, ...]:
     """Split what arrives split, add up nothing before it must be, and split nothing that is not."""
     splits = any(t.is_split for t in strategy.inputs)
     return splits, P in strategy.inputs, splits or not strategy.outputs[0].is_split, strategy.outputs[0] != P
+
+
+def named_typing(graph: Graph, axis: str, names: Mapping[str, str]) -> Typing:
+    """On two ranks, strategies by operator; invariant where none is named."""
+    chosen: dict[str, Strategy] = {}
+    for op in graph.ops:
+        specs = tuple(graph.spec(ref) for ref in op.operands)
+        offered = {s.name: s for s in rules.strategies(op, specs, axis=axis, size=Fraction(2), fallback=True)}
+        chosen[op.name] = offered[names.get(op.name, "invariant")]
+    return Typing(axis=axis, size=Fraction(2), strategies=chosen, parameters={})
 
 
 def axis_typing(graph: Graph, axis: str, size: int, seed: int, *, splits: float = 2.0) -> Typing:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 
 import torch
 
-from autopar.graph.graph import Block, Graph, Input, Op, Parameter, Ref, TensorSpec
+from autopar.graph.graph import Block, Graph, Op, Parameter, Ref, TensorSpec
 from autopar.plan.mesh import I, P, R, S, Type
 from autopar.rules.strategy import Strategy, Typing
+from tests.support.graphs_by_hand import graph_of_ops
+from tests.support.lower import chooser
 
 BATCH, SEQ, HIDDEN, FFN, LAYERS = 4, 8, 16, 32, 2
 
@@ -55,44 +58,18 @@ def mlp_graph(dropout: float = 0.0) -> Graph:
         op("count", "aten.sum.default", Ref("valid"), out=spec(dtype=torch.int64)),
         op("count_as_float", "aten.to.dtype", Ref("count"), torch.float32, out=spec()),
     )
-    return Graph(
-        name="mlp",
-        batch_size=BATCH,
-        inputs=(
-            Input(name="x", spec=spec(BATCH, SEQ, HIDDEN), batch_dim=0),
-            Input(name="keep", spec=tokens, batch_dim=0),
-        ),
-        parameters=tuple(parameters),
-        buffers=(),
-        prelude=prelude,
-        ops=tuple(ops),
-        blocks=tuple(blocks),
-        loss=Ref("loss"),
-        fingerprint="mlp",
-    )
+    inputs = {"x": spec(BATCH, SEQ, HIDDEN), "keep": tokens}
+    return graph_of_ops("mlp", ops, inputs, parameters, blocks=tuple(blocks), prelude=prelude)
 
 
 def strategy(name: str, inputs: tuple[Type, ...], output: Type, work: Fraction = Fraction(1)) -> Strategy:
     return Strategy(name=name, inputs=inputs, outputs=(output,), work=work)
 
 
-def batch_typing(graph: Graph, size: Fraction) -> Typing:
-    """Everything that has samples is split along dim 0."""
-    chosen: dict[str, Strategy] = {
-        "valid": strategy("split", (S(0),), S(0)),
-        "count": strategy("split", (S(0),), P),
-        "count_as_float": strategy("replicate", (R,), R),
-        "square": strategy("split", (S(0), S(0)), S(0)),
-        "total": strategy("split", (S(0),), P),
-        "loss": strategy("linear 0", (P, R), P),
-    }
-    for i in range(LAYERS):
-        chosen[f"h{i}"] = strategy("split", (S(0), R, R), S(0))
-        chosen[f"g{i}"] = chosen[f"d{i}"] = strategy("split", (S(0),), S(0))
-        chosen[f"y{i}"] = strategy("split", (S(0), R), S(0))
-        chosen[f"z{i}"] = strategy("split", (S(0), R), S(0))
-        chosen[f"r{i}"] = strategy("split", (S(0), S(0)), S(0))
-    return Typing(axis="batch", size=size, strategies=chosen, parameters={})
+def batch_typing(graph: Graph, micro_batch_size: int) -> Typing:
+    """Samples are split; what is summed over them is the count, as an integer."""
+    typing = chooser.batch_typing(graph, micro_batch_size)
+    return replace(typing, strategies={**typing.strategies, "count_as_float": strategy("replicate", (R,), R)})
 
 
 def tensor_typing(size: int, *, sequence: bool) -> Typing:

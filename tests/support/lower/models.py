@@ -9,11 +9,14 @@ from itertools import pairwise
 import torch
 
 from autopar.graph.graph import Graph
+from autopar.lower.program import Program, lower
 from autopar.plan.mesh import I, Mesh
 from autopar.plan.plan import AxisTyping, BlockLayout, BlockPlan, Plan, StagePlan
+from autopar.rules.apply import shard
 from autopar.rules.strategy import Typing
 from autopar.tracing.trace import trace
 from tests.support.example_plans import single_plan
+from tests.support.lower import chooser
 
 BATCH, SEQ, VOCABULARY = 4, 8, 64
 
@@ -61,6 +64,19 @@ def whole_tensors(graph: Graph) -> dict[str, torch.Tensor]:
     labels[0, :6] = labels[2, 3] = -100
     mask[1, :3] = 0
     return {**whole, "input_ids": ids, "labels": labels, "attention_mask": mask}
+
+
+def random_program(graph: Graph, mesh: Mesh, micro_batch_size: int, seed: int, cuts: tuple[int, ...] = ()) -> Program:
+    """Lowered from strategies at random on ``tp``."""
+    typings = random_typings(graph, micro_batch_size, mesh.tp, seed)
+    return lower(plan_of(graph, mesh, micro_batch_size, typings, cuts), graph)
+
+
+def random_typings(graph: Graph, micro_batch_size: int, tp: int, seed: int) -> tuple[Typing, Typing]:
+    """Samples split, and strategies at random on ``tp``."""
+    batch = chooser.batch_typing(graph, micro_batch_size)
+    local = shard(graph, batch, global_batch_size=graph.batch_size, micro_batch_size=micro_batch_size)
+    return batch, chooser.axis_typing(local, "tp", tp, seed)
 
 
 def plan_of(

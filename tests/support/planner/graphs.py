@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from autopar.graph.graph import Block, Graph, Input, Op, Parameter, Ref, TensorSpec
+from autopar.graph.graph import Block, Graph, Op, Parameter, Ref, TensorSpec
+from tests.support.graphs_by_hand import graph_of_ops
 
 
 def spec(*shape: int, grad: bool = True, dtype: torch.dtype = torch.float32) -> TensorSpec:
@@ -36,24 +37,14 @@ def mlp(*, layers: int = 1, batch: int = 4, width: int = 8, hidden: int = 16) ->
         before = f"r{i}"
     ops.append(op("loss", "aten.sum.default", (Ref(before),)))
     blocks.append(Block(index=layers + 1, start=len(ops) - 1, stop=len(ops), hash="out", label="loss"))
-    return Graph(
-        name="mlp",
-        batch_size=batch,
-        inputs=(Input(name="x", spec=spec(batch, width, grad=False), batch_dim=0),),
-        parameters=tuple(parameters),
-        buffers=(),
-        prelude=(),
-        ops=tuple(ops),
-        blocks=tuple(blocks),
-        loss=Ref("loss"),
-        fingerprint="mlp",
-    )
+    return graph_of_ops("mlp", ops, {"x": spec(batch, width, grad=False)}, parameters, blocks=tuple(blocks))
 
 
 def attention(*, batch: int = 1, seq: int = 4, heads: int = 2, width: int = 4) -> Graph:
     """One attention with shared input: q = k = v projections of x, attention over heads, sum."""
     names = ("q", "k", "v")
-    parameters = tuple(Parameter(name=f"w{n}", fqn=f"attn.{n}", spec=spec(width, width)) for n in names)
+    parameters = [Parameter(name="w0", fqn="w0", spec=spec(width, width))]
+    parameters += [Parameter(name=f"w{n}", fqn=f"attn.{n}", spec=spec(width, width)) for n in names]
     each = width // heads
     ops = [op("x2", "aten.linear.default", (Ref("x"), Ref("w0")), batch, seq, width)]
     for n in names:
@@ -67,18 +58,7 @@ def attention(*, batch: int = 1, seq: int = 4, heads: int = 2, width: int = 4) -
         op("core", "aten.scaled_dot_product_attention.default", core, batch, heads, seq, each),
         op("loss", "aten.sum.default", (Ref("core"),)),
     ]
-    return Graph(
-        name="attention",
-        batch_size=batch,
-        inputs=(Input(name="x", spec=spec(batch, seq, width, grad=False), batch_dim=0),),
-        parameters=(Parameter(name="w0", fqn="w0", spec=spec(width, width)), *parameters),
-        buffers=(),
-        prelude=(),
-        ops=tuple(ops),
-        blocks=(Block(index=0, start=0, stop=len(ops), hash="all", label="all"),),
-        loss=Ref("loss"),
-        fingerprint="attention",
-    )
+    return graph_of_ops("attention", ops, {"x": spec(batch, seq, width, grad=False)}, parameters)
 
 
 def llama_block(
@@ -125,15 +105,4 @@ def llama_block(
     add("loss", "aten.sum.default", (x,))
     blocks.append(Block(index=layers + 1, start=len(ops) - 1, stop=len(ops), hash="loss", label="loss"))
     ids = TensorSpec(shape=(batch, seq), dtype=torch.int64)
-    return Graph(
-        name="llama",
-        batch_size=batch,
-        inputs=(Input(name="ids", spec=ids, batch_dim=0),),
-        parameters=tuple(parameters),
-        buffers=(),
-        prelude=(),
-        ops=tuple(ops),
-        blocks=tuple(blocks),
-        loss=Ref("loss"),
-        fingerprint="llama",
-    )
+    return graph_of_ops("llama", ops, {"ids": ids}, parameters, blocks=tuple(blocks))

@@ -1,11 +1,24 @@
-"""Clusters of CPU ranks of two kinds, for tests."""
+"""Clusters for tests: devices with other numbers, CPU ranks of several kinds."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from autopar.hardware.cluster import Cluster, NodeGroup
 from autopar.hardware.describe import scaled
+from autopar.hardware.device import HostLink
+
+HOST = HostLink(
+    to_host_bytes_per_s=4e10, to_device_bytes_per_s=4e10, latency_s=1e-6, memory_bandwidth_bytes_per_s=4e10,
+    launch_s=1e-6, provenance="made up for tests",
+)  # fmt: skip
+
+
+def with_device(cluster: Cluster, **changes: Any) -> Cluster:
+    """The same cluster of devices that differ in these fields."""
+    groups = (replace(group, device=replace(group.device, **changes)) for group in cluster.groups)
+    return replace(cluster, groups=tuple(groups))
 
 
 def slow_group(
@@ -24,11 +37,17 @@ def two_kinds(
 ) -> Cluster:
     """A node of fast ranks and one of slow ones."""
     base = Cluster.parse(f"cpu:1x{fast}")
-    (group,) = base.groups
     if fast_memory is not None:
-        group = replace(group, device=replace(group.device, memory_bytes=fast_memory))
+        base = with_device(base, memory_bytes=fast_memory)
+    (group,) = base.groups
     other = slow_group(replace(group, devices_per_node=slow), factor, memory_bytes=slow_memory)
     return replace(base, name="two-kinds", groups=(group, other))
+
+
+def three_kinds(slow: int = 1) -> Cluster:
+    """A node of one fast rank, of ``slow`` ones and of one that is slower still."""
+    cluster = two_kinds(1, slow, factor=2.0)
+    return replace(cluster, groups=(*cluster.groups, slow_group(cluster.groups[0], 5.0, name="cpu-slower")))
 
 
 def of_one(cluster: Cluster, group: int, *, num_nodes: int = 1) -> Cluster:
