@@ -131,7 +131,7 @@ class _Check:
     def module(self, module: fx.GraphModule, place: str, outputs: tuple[str, ...]) -> None:
         env: dict[fx.Node, Any] = {}
         for node in module.graph.nodes:
-            here = f"{place}: {node.name} ({_target(node)})"
+            here = f"{place}: {node.name} ({target_name(node.target)})"
             if node.op == "placeholder":
                 env[node] = _NUMBERS[node.target] if node.target in _NUMBERS else self.tensor(node)
             elif node.op == "get_attr":
@@ -224,7 +224,7 @@ class _Check:
                 continue
             if found is spmd_types.V and stated == "P":
                 spmd_types.mutate_type(result, collectives.group(axis), src=spmd_types.V, dst=spmd_types.P)
-            elif found is spmd_types.R and stated == "S" and _target(node) == "aten.expand.default":
+            elif found is spmd_types.R and stated == "S" and target_name(node.target) == "aten.expand.default":
                 spmd_types.mutate_type(result, collectives.group(axis), src=spmd_types.R, dst=spmd_types.V)
             elif found is not _LOCAL[stated]:
                 raise _wrong_type(place, axis, stated, found)
@@ -319,7 +319,7 @@ def _has_global_rule(node: fx.Node) -> bool:
     A linear whose inner dims have length one here becomes a batch of products, for which the checker has no rule, nor has
     it one for truth values, which travel as bytes.
     """
-    target = _target(node)
+    target = target_name(node.target)
     is_attention = target == "aten.scaled_dot_product_attention.default"
     beyond = is_attention and (node.args[5:6] == (True,) or node.kwargs.get("enable_gqa", False))
     thin = "linear" in target and 1 in node.all_input_nodes[0].meta["spec"].shape[1:-1]
@@ -343,10 +343,6 @@ def _plain(result: torch.Tensor) -> torch.Tensor:
     """The result without types that it may have taken over from an operand."""
     made = torch.empty(result.shape, dtype=result.dtype, device=result.device)
     return made.requires_grad_(result.requires_grad)
-
-
-def _target(node: fx.Node) -> str:
-    return target_name(node.target)
 
 
 @contextmanager

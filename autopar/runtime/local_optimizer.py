@@ -53,11 +53,6 @@ class HostCopy:
         self._gradient.copy_(gradient, non_blocking=True)
         self.parameter.grad = self._gradient
 
-    @property
-    def is_stepped(self) -> bool:
-        """Whether it has a gradient."""
-        return self.parameter.grad is not None
-
 
 class HostCopies:
     """What is in flight between the host and the device of one optimizer's parameters."""
@@ -299,7 +294,7 @@ class LocalSteps:
     def _stepped(self, lists: Iterable[Iterable[Tensor]]) -> list[tuple[HostCopy, Tensor]]:
         """The copies that a step changes, and what they are copies of."""
         found = ((self._hosts.get(id(parameter)), _inside(parameter)) for own in lists for parameter in own)
-        return [(host, local) for host, local in found if host is not None and host.is_stepped]
+        return [(host, local) for host, local in found if host is not None and host.parameter.grad is not None]
 
     def _refuse_on_host(self, optimizer: Optimizer) -> None:
         """Nothing, unless states of own parameters would be made on the device."""

@@ -199,10 +199,8 @@ class LossScale:
 
     def of(self, loss: Tensor) -> Tensor:
         """The loss itself, whose backward begins at the scale."""
-        if self.scaler is None or not self.scaler.is_enabled():
-            return loss
-        scaled: Tensor = _Scaled.apply(loss, self.scaler.factor)  # type: ignore[no-untyped-call]
-        return scaled
+        factor = self.factor
+        return loss if factor is None else cast("Tensor", _Scaled.apply(loss, factor))  # type: ignore[no-untyped-call]
 
     @property
     def factor(self) -> Tensor | None:
