@@ -145,15 +145,8 @@ Box = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...], torch.dtype]
 """Name, whole shape, offset, shape, dtype."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Told:
-    """What a rank tells rank 0 before anything is written."""
-
-    boxes: tuple[Box, ...]
-    settings: Mapping[str, Any]
-    numbers: Mapping[str, Any]
-    states: Mapping[str, State]
-
+_Told: TypeAlias = tuple[tuple[Box, ...], Own]
+"""What a rank tells rank 0 before anything is written: its boxes, and what it has besides, without the tensors."""
 
 _Order: TypeAlias = tuple[frozenset[str], Target]
 """What rank 0 answers: which tensors to write, and where."""
@@ -174,7 +167,8 @@ class Save:
         self.folder = Path(path).absolute()
         self._plan = values["plan"]
         parts = [] if isinstance(own, AutoparError) else once(own.parts)
-        told = own if isinstance(own, AutoparError) else _told(parts, own)
+        boxes = tuple((p.name, p.whole, p.offset, p.shape, p.value.dtype) for p in parts)
+        told = own if isinstance(own, AutoparError) else (boxes, replace(own, parts=[]))
         said, self._values, self._shapes = meeting.gather(told), dict(values), dict[str, Box]()
         orders: Sequence[_Order | AutoparError] = []
         if meeting.rank == 0:
@@ -220,10 +214,11 @@ class Save:
             if isinstance(told, AutoparError):
                 raise told
             said.append(told)
-        states, dropped = _states(said)
-        names = _shares([told.boxes for told in said], dropped)
-        self._shapes = {box[0]: box for told in said for box in told.boxes}
-        self._values["optimizer"] |= _optimizer(said)
+        owns = [own for _, own in said]
+        states, dropped = _states(owns)
+        names = _shares([boxes for boxes, _ in said], dropped)
+        self._shapes = {box[0]: box for boxes, _ in said for box in boxes}
+        self._values["optimizer"] |= _optimizer(owns)
         self._values["states"] = states
         target = look(self.folder)
         begin(self.folder, target)
@@ -299,11 +294,6 @@ def _host_memory(like: Tensor) -> Tensor:
     return torch.empty(like.shape, dtype=like.dtype)
 
 
-def _told(parts: Sequence[Part], own: Own) -> _Told:
-    boxes = tuple((p.name, p.whole, p.offset, p.shape, p.value.dtype) for p in parts)
-    return _Told(boxes=boxes, settings=own.settings, numbers=own.numbers, states=own.states)
-
-
 def _shares(boxes: Sequence[Sequence[Box]], dropped: frozenset[str]) -> list[set[str]]:
     """The names that each rank writes: every box once, and about as many bytes on each.
 
@@ -334,7 +324,7 @@ def _shares(boxes: Sequence[Sequence[Box]], dropped: frozenset[str]) -> list[set
     return shares
 
 
-def _optimizer(said: Sequence[_Told]) -> dict[str, Any]:
+def _optimizer(said: Sequence[Own]) -> dict[str, Any]:
     """Hyperparameters, each different set once, and states that are no tensors; of all ranks' parameters."""
     merged = {key: value for told in said for key, value in told.settings.items()}
     sets: dict[str, int] = {}
@@ -345,7 +335,7 @@ def _optimizer(said: Sequence[_Told]) -> dict[str, Any]:
     return {"settings": [json.loads(text) for text in sets], "of": of, "numbers": dict(sorted(numbers.items()))}
 
 
-def _states(said: Sequence[_Told]) -> tuple[dict[str, Any], frozenset[str]]:
+def _states(said: Sequence[Own]) -> tuple[dict[str, Any], frozenset[str]]:
     """States by kind and owner, once where all are the same; and the names of tensors that are not needed."""
     found: dict[str, Any] = {}
     kept: set[str] = set()
