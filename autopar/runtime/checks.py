@@ -294,10 +294,8 @@ class MemoryReport:
         excess = {name: max(actual[name] - 1.1 * planned.get(name, actual[name]), 0.0) for name in actual}
         worst = max(excess, key=lambda name: excess[name])
         pins: list[str] = []
-        if worst == "optimizer states" and excess[worst] > 0:
+        if worst == "optimizer states" and excess[worst] > 0 and "optimizer" not in plan.offload:
             pins = [*(["zero=1"] if plan.zero_stage == 0 and plan.mesh.data > 1 else []), "offload=optimizer"]
-            if "optimizer" in plan.offload:
-                pins = []
         elif worst in ("parameters", "gradients") and excess[worst] > 0:
             pins = ["zero=3"] if plan.zero_stage < 3 and plan.mesh.data > 1 else []
         if not pins:

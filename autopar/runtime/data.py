@@ -131,32 +131,6 @@ class StreamLoader(StatefulDataLoader):  # type: ignore[misc]
         self._given = self.dataset.start
 
 
-def stream_loader(
-    stream: Any,
-    own: range | None,
-    batch_size: int,
-    *,
-    drop_last: bool,
-    collate_fn: Callable[[list[Any]], Any] | None,
-    **options: Any,
-) -> StreamLoader:
-    """See ``ParallelModel.dataloader``.
-
-    Args:
-        own: which samples of a batch of ``batch_size`` this data rank loads; None: all.
-
-    Raises:
-        UsageError: worker processes shall outlive an epoch, whose copies of the stream nobody could begin anew.
-    """
-    if options.get("persistent_workers"):
-        raise UsageError.unsupported(
-            "A stream of samples with persistent_workers=True", instead="Leave it out: workers start with each epoch"
-        )
-    parts = _Parts(stream, own, batch_size, collate_fn or default_collate, drop_last)
-    with without_its_warning():
-        return StreamLoader(parts, batch_size=None, collate_fn=_as_it_is, **options)
-
-
 @contextmanager
 def without_its_warning() -> Iterator[None]:
     """Around the making of a loader: torchdata 0.11 calls what torch 2.13 has no more."""
@@ -178,19 +152,10 @@ class PlannedBatches(Sampler[list[int]]):
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        data_rank: int,
-        num_samples: int,
-        *,
-        batch_size: int,
-        shuffle: bool,
-        seed: int,
-        drop_last: bool,
+        self, own: range | None, num_samples: int, *, batch_size: int, shuffle: bool, seed: int, drop_last: bool
     ) -> None:
         self.num_samples, self.batch_size, self.drop_last = num_samples, batch_size, drop_last
-        self._shuffle, self._seed = shuffle, seed
-        self._own = own_samples(plan, data_rank, batch_size)
+        self._own, self._shuffle, self._seed = own, shuffle, seed
         self.epoch, self.start = 0, 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -227,12 +192,6 @@ class PlannedBatches(Sampler[list[int]]):
             own = None if self.is_whole(count) else self._own
             yield batch if own is None else batch[own.start : own.stop]
             start += count
-
-
-def own_samples(plan: Plan, data_rank: int, batch_size: int) -> range | None:
-    """Which samples of a complete batch the data rank loads; None: all of them."""
-    own = plan.samples_of(data_rank)
-    return own if batch_size == plan.global_batch_size > len(own) else None
 
 
 class PlannedLoader(StatefulDataLoader):  # type: ignore[misc]
@@ -294,6 +253,7 @@ class PlannedLoader(StatefulDataLoader):  # type: ignore[misc]
         self._given = batches.start
 
 
+@without_its_warning()
 def planned_loader(  # noqa: PLR0913  keywords of the public call
     plan: Plan,
     data_rank: int,
@@ -313,7 +273,8 @@ def planned_loader(  # noqa: PLR0913  keywords of the public call
         check_smaller: raises where the model cannot compute a batch of so many samples, which is smaller than the plan's.
 
     Raises:
-        UsageError: a batch is larger than the plan's, smaller than 1, or has samples that cannot be computed; a stream shall be shuffled.
+        UsageError: a batch is larger than the plan's, smaller than 1, or has samples that cannot be computed; a stream shall be shuffled,
+            or its worker processes shall outlive an epoch.
     """
     size = batch_size or plan.global_batch_size
     if size < 1:
@@ -325,26 +286,26 @@ def planned_loader(  # noqa: PLR0913  keywords of the public call
         )
     if size < plan.global_batch_size:
         check_smaller(size)
+    part = plan.samples_of(data_rank)
+    own = part if size == plan.global_batch_size > len(part) else None  # None: all samples
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         if shuffle or seed is not None:
             raise UsageError(
                 f"{type(dataset).__name__} is a stream of samples, which has an order already",
                 fix="Leave shuffle and seed out, and shuffle in the stream, on all ranks alike: dataset.shuffle(seed=0)",
             )
-        own = own_samples(plan, data_rank, size)
-        return stream_loader(dataset, own, size, drop_last=drop_last, collate_fn=collate_fn, **options)
+        if options.get("persistent_workers"):  # nobody could begin their copies of the stream anew
+            raise UsageError.unsupported(
+                "A stream of samples with persistent_workers=True",
+                instead="Leave it out: workers start with each epoch",
+            )
+        parts = _Parts(cast("Iterable[Any]", dataset), own, size, collate_fn or default_collate, drop_last)
+        return StreamLoader(parts, batch_size=None, collate_fn=_as_it_is, **options)
     num_samples = len(cast("Any", dataset))
     rest = num_samples % size
     if rest and not drop_last:
         check_smaller(rest)
     batches = PlannedBatches(
-        plan,
-        data_rank,
-        num_samples,
-        batch_size=size,
-        shuffle=shuffle is not False,
-        seed=seed or 0,
-        drop_last=drop_last,
+        own, num_samples, batch_size=size, shuffle=shuffle is not False, seed=seed or 0, drop_last=drop_last
     )
-    with without_its_warning():
-        return PlannedLoader(dataset, batch_sampler=batches, collate_fn=collate_fn, **options)
+    return PlannedLoader(dataset, batch_sampler=batches, collate_fn=collate_fn, **options)
