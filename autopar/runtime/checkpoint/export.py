@@ -27,7 +27,7 @@ from autopar.graph.graph import Graph
 from autopar.runtime.checkpoint import write
 from autopar.runtime.checkpoint.chunk_files import Part, as_bytes, header
 from autopar.runtime.checkpoint.contents import part_of
-from autopar.runtime.checkpoint.write import Target
+from autopar.runtime.checkpoint.write import Box, Target
 from autopar.runtime.state_dict import Untrained
 from autopar.runtime.step.gradients import Held
 from autopar.runtime.world import Meeting
@@ -35,9 +35,6 @@ from autopar.runtime.world import Meeting
 _INDEX = "model.safetensors.index.json"
 _WRITTEN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|" + re.escape(_INDEX))
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-
-Place = tuple[str, tuple[int, ...], tuple[int, ...]]
-"""A box: name, offset, shape."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +82,8 @@ class Export:
     untrained: Untrained
     facts: ModelFacts
     meeting: Meeting
-    _own: dict[Place, Part] = field(default_factory=dict)
-    _rank_of: dict[str, list[tuple[int, Place]]] = field(default_factory=dict)
+    _own: dict[Box, Part] = field(default_factory=dict)
+    _givers: defaultdict[str, list[tuple[int, Box]]] = field(default_factory=lambda: defaultdict(list))
 
     def save(self, path: str | Path, max_shard_size: str | int) -> None:
         """Writes the folder.
@@ -95,10 +92,10 @@ class Export:
             UsageError: it cannot be written; on all ranks alike.
         """
         limit, place = num_bytes(max_shard_size), Path(path).absolute()
-        self._own = {(part.name, part.offset, part.shape): part for part in self._parts()}
-        said = self.meeting.all([(*one, part.whole) for one, part in self._own.items()])
-        self._rank_of = _chosen(said)
-        shapes = {name: whole for own in said for name, _, _, whole in own}
+        self._own = {write.box_of(part): part for part in self._parts()}
+        for box, rank in write.givers(self.meeting.all(list(self._own))).items():
+            self._givers[box[0]].append((rank, box))
+        shapes = {name: boxes[0][1][1] for name, boxes in self._givers.items()}
         files = self._files(shapes, limit)
         target = self.meeting.first(lambda: _begun(place))
         failure = self._written(files, shapes, write.staging(place, target))
@@ -186,9 +183,9 @@ class Export:
         rank = self.meeting.rank
         mine = wanted.get(rank)
         result = None if mine is None else torch.empty(shapes[mine], dtype=self.untrained.dtypes[mine])
-        works, kept, boxes = list[Any](), list[Tensor](), list[tuple[Place, Tensor]]()
+        works, kept, boxes = list[Any](), list[Tensor](), list[tuple[Box, Tensor]]()
         for writer, name in wanted.items():
-            for source, box in self._rank_of[name]:
+            for source, box in self._givers[name]:
                 if source == rank:
                     own = self._own[box].value.to("cpu", self.untrained.dtypes[name]).contiguous()
                     if writer == rank:
@@ -197,14 +194,14 @@ class Export:
                         kept.append(_flat(own))
                         works.append(dist.isend(kept[-1], group=self.meeting.group, group_dst=writer))
                 elif writer == rank:
-                    got = torch.empty(box[2], dtype=self.untrained.dtypes[name])
+                    got = torch.empty(box[3], dtype=self.untrained.dtypes[name])
                     boxes.append((box, got))
                     kept.append(_flat(got))
                     works.append(dist.irecv(kept[-1], group=self.meeting.group, group_src=source))
         for work in works:
             work.wait()
         if result is not None:
-            for (_, offset, shape), value in boxes:
+            for (_, _, offset, shape, _), value in boxes:
                 result[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))] = value
         return result
 
@@ -251,21 +248,6 @@ def num_bytes(size: str | int) -> int:
             f"The max_shard_size {size!r} is no size", fix='Write a number of bytes, or "5GB", "500MB", "2GiB"'
         )
     return int(float(match[1]) * _UNITS[match[2]])
-
-
-def _chosen(said: Sequence[Sequence[tuple[Any, ...]]]) -> dict[str, list[tuple[int, Place]]]:
-    """Of each tensor its boxes, each with the rank that gives it: of those that have it the one with the least to give."""
-    holders: defaultdict[Place, list[int]] = defaultdict(list)
-    for rank, own in enumerate(said):
-        for name, offset, shape, _ in own:
-            holders[name, offset, shape].append(rank)
-    load = [0] * len(said)
-    found: defaultdict[str, list[tuple[int, Place]]] = defaultdict(list)
-    for box, ranks in holders.items():
-        chosen = min(ranks, key=lambda rank: (load[rank], rank))
-        load[chosen] += prod(box[2])
-        found[box[0]].append((chosen, box))
-    return found
 
 
 def _flat(value: Tensor) -> Tensor:

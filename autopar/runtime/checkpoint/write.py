@@ -145,6 +145,11 @@ Box = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...], torch.dtype]
 """Name, whole shape, offset, shape, dtype."""
 
 
+def box_of(part: Part) -> Box:
+    """What a part is a part of, and which."""
+    return part.name, part.whole, part.offset, part.shape, part.value.dtype
+
+
 _Told: TypeAlias = tuple[tuple[Box, ...], Own]
 """What a rank tells rank 0 before anything is written: its boxes, and what it has besides, without the tensors."""
 
@@ -167,8 +172,7 @@ class Save:
         self.folder = Path(path).absolute()
         self._plan = values["plan"]
         parts = [] if isinstance(own, AutoparError) else once(own.parts)
-        boxes = tuple((p.name, p.whole, p.offset, p.shape, p.value.dtype) for p in parts)
-        told = own if isinstance(own, AutoparError) else (boxes, replace(own, parts=[]))
+        told = own if isinstance(own, AutoparError) else (tuple(map(box_of, parts)), replace(own, parts=[]))
         said, self._values, self._shapes = meeting.gather(told), dict(values), dict[str, Box]()
         orders: Sequence[_Order | AutoparError] = []
         if meeting.rank == 0:
@@ -294,33 +298,43 @@ def _host_memory(like: Tensor) -> Tensor:
     return torch.empty(like.shape, dtype=like.dtype)
 
 
+def givers(boxes: Sequence[Sequence[Box]]) -> dict[Box, int]:
+    """Of what several ranks have the one that gives it, so that each gives about as many bytes.
+
+    Args:
+        boxes: of each rank.
+    """
+    holders: defaultdict[Box, list[int]] = defaultdict(list)
+    for rank, own in enumerate(boxes):
+        for box in own:
+            holders[box].append(rank)
+    load, found = [0] * len(boxes), dict[Box, int]()
+    size = {box: prod(box[3]) * box[4].itemsize for box in holders}
+    for box in sorted(holders, key=lambda box: (-size[box], box[0], box[2])):
+        found[box] = min(holders[box], key=lambda rank: (load[rank], rank))
+        load[found[box]] += size[box]
+    return found
+
+
 def _shares(boxes: Sequence[Sequence[Box]], dropped: frozenset[str]) -> list[set[str]]:
     """The names that each rank writes: every box once, and about as many bytes on each.
 
     Raises:
         UsageError: ranks have parts of a tensor that do not make it.
     """
-    holders: defaultdict[Box, list[int]] = defaultdict(list)
-    for rank, own in enumerate(boxes):
-        for box in own:
-            if box[0] not in dropped:
-                holders[box].append(rank)
+    chosen = givers([[box for box in own if box[0] not in dropped] for own in boxes])
     elements: defaultdict[str, int] = defaultdict(int)
-    for box in holders:
+    for box in chosen:
         elements[box[0]] += prod(box[3])
-    for name, whole, _, _, _ in holders:
+    for name, whole, _, _, _ in chosen:
         if elements[name] != prod(whole):
             raise UsageError(
                 f"Ranks have {elements[name]} elements of {name}, which has {prod(whole)}",
                 fix="Use an optimizer whose states are as long as its parameters, or save without it",
             )
     shares: list[set[str]] = [set() for _ in boxes]
-    load = [0] * len(boxes)
-    size = {box: prod(box[3]) * box[4].itemsize for box in holders}
-    for box in sorted(holders, key=lambda box: (-size[box], box[0], box[2])):
-        chosen = min(holders[box], key=lambda rank: (load[rank], rank))
-        load[chosen] += size[box]
-        shares[chosen].add(box[0])
+    for box, rank in chosen.items():
+        shares[rank].add(box[0])
     return shares
 
 
