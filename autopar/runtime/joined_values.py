@@ -66,9 +66,10 @@ class Tap:
     layout: Layout
     pp_rank: int
 
-    def type_on(self, axis: str) -> Type | None:
-        """Its type on an axis; None where it is the same on all ranks."""
-        return dict(self.layout).get(axis)
+    @property
+    def over_samples(self) -> Type:
+        """Its type on axis ``batch``; R where it is the same for all samples."""
+        return dict(self.layout).get(BATCH, R)
 
 
 class Join:
@@ -102,30 +103,25 @@ class Join:
             if axis != BATCH:
                 value = self._over(axis, kind, value)
         value = _cut(value, tap)
-        is_sum = (tap.type_on(BATCH) or R).kind == "P"  # what is added up over samples is that of the global batch
+        is_sum = tap.over_samples.kind == "P"  # what is added up over samples is that of the global batch
         return self._batch(tap, value, samples, over_data=samples.is_global or is_sum)
 
     def split(self, tap: Tap, value: Tensor, samples: Samples) -> Tensor:
         """The value of the global batch as a DTensor that stays where it is, as far as a DTensor can say so."""
-        kinds = dict(tap.layout)
-        batch = kinds.get(BATCH)
+        kinds, batch = dict(tap.layout), tap.over_samples
         longer = self._longer(tap)
         for axis, kind in reversed(tap.layout):
             if axis == BATCH:
                 continue
-            mixed = (
-                kind.is_split and value.shape[0] > 1 and batch is not None and batch.is_split and batch.dim == kind.dim
-            )
+            mixed = kind.is_split and value.shape[0] > 1 and batch.is_split and batch.dim == kind.dim
             if mixed or (kind.is_split and (kind.dim in longer or axis in self._zigzag)):
                 value = self._over(axis, kind, value)
                 del kinds[axis]
         value = _cut(value, tap)
-        is_even = len(set(samples.counts)) == 1
-        if batch is not None and batch.is_split and not is_even:
-            value = self._batch(tap, value, samples, over_data=True)
+        is_uneven = batch.is_split and len(set(samples.counts)) > 1
+        value = self._batch(tap, value, samples, over_data=is_uneven)
+        if is_uneven:
             del kinds[BATCH]
-        else:
-            value = self._batch(tap, value, samples, over_data=False)
         axes = tuple(axis for axis in _MESH if getattr(self._world.mesh, axis) > 1)
         if not axes:
             return value
@@ -134,15 +130,12 @@ class Join:
 
     def is_local(self, tap: Tap, samples: Samples) -> bool:
         """Whether this rank has all of the value for the samples that it was given."""
-        kinds = dict(tap.layout)
-        batch = kinds.pop(BATCH, None)
-        apart = not samples.is_global or self._data is None or batch is None or batch.kind in ("I", "R")
-        is_sum = batch is not None and batch.kind == "P" and self._data is not None
-        return (
-            apart
-            and not is_sum
-            and all(kind.kind in ("I", "R") or getattr(self._world.mesh, axis, 1) == 1 for axis, kind in kinds.items())
-        )
+        if self._data is not None and (
+            tap.over_samples.kind == "P" or (samples.is_global and tap.over_samples.is_split)
+        ):
+            return False
+        others = [axis for axis, kind in tap.layout if axis != BATCH and kind.kind not in ("I", "R")]
+        return all(getattr(self._world.mesh, axis, 1) == 1 for axis in others)
 
     def _over(self, axis: str, kind: Type, value: Tensor) -> Tensor:
         group = self._groups[axis]
@@ -155,8 +148,8 @@ class Join:
         return zigzag(value, kind.dim + 1, size, back=True) if axis in self._zigzag else value
 
     def _batch(self, tap: Tap, value: Tensor, samples: Samples, *, over_data: bool) -> Tensor:
-        kind, partial = tap.type_on(BATCH), samples.partial
-        if kind is None or kind.kind in ("I", "R"):
+        kind, partial = tap.over_samples, samples.partial
+        if kind.kind in ("I", "R"):
             return value[0]
         if kind.kind == "P":
             parts = [x if partial is None else partial.weighed(x, i) for i, x in enumerate(value)]
@@ -175,8 +168,10 @@ class Join:
         found = set[int]()
         for dim, size in enumerate(tap.spec.shape):
             axes = [axis for axis, kind in tap.layout if axis != BATCH and kind.is_split and kind.dim == dim]
-            is_samples = (tap.type_on(BATCH) or R) == S(dim)
-            if not is_samples and size * prod(getattr(self._world.mesh, axis) for axis in axes) > tap.traced.shape[dim]:
+            if (
+                tap.over_samples != S(dim)
+                and size * prod(getattr(self._world.mesh, axis) for axis in axes) > tap.traced.shape[dim]
+            ):
                 found.add(dim)
         return found
 
@@ -190,9 +185,8 @@ def placement_of(kind: Type | None) -> Placement:
 
 def _cut(value: Tensor, tap: Tap) -> Tensor:
     """Without what a plan has lengthened."""
-    samples = tap.type_on(BATCH) or R
     for dim, size in enumerate(tap.traced.shape):
-        if value.shape[dim + 1] > size and samples != S(dim):
+        if value.shape[dim + 1] > size and tap.over_samples != S(dim):
             value = value.narrow(dim + 1, 0, size)
     return value
 

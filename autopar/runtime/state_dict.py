@@ -26,6 +26,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from autopar.errors import UsageError
 from autopar.graph.graph import Padding, Parameter, TensorSpec
+from autopar.graph.interpreter import part_of
 from autopar.lower.program import PreludeProgram, Program
 from autopar.runtime.step.gradients import Held, lengthened
 from autopar.runtime.step.stage import StageModule
@@ -165,18 +166,13 @@ class ModuleState:
         """Names behind ``prefix`` that no rank of the model knows."""
         return [name for name in state if name.startswith(prefix) and name.removeprefix(prefix) not in self._known]
 
-    def _find(self, held: Held, state: Mapping[str, Any], prefix: str) -> Tensor | None:
+    def _find(self, held: Held, state: Values, prefix: str) -> Tensor | None:
         """What ``state`` has for a parameter."""
         if prefix + held.key in state:
-            found: Tensor = state[prefix + held.key]
-            return found
+            return state[prefix + held.key]
         parameter = self._parameters[held.name]
         name = next((n for n in (parameter.fqn, *parameter.aliases) if prefix + n in state), None)
-        if name is None:
-            return None
-        whole: Tensor = state[prefix + name]
-        part = parameter.part
-        return whole if part is None else whole.narrow(part.dim, part.start, part.stop - part.start)
+        return None if name is None else part_of(parameter, state[prefix + name])
 
 
 _LOGGER = logging.getLogger("autopar")
