@@ -27,6 +27,7 @@ from autopar.plan.plan import Plan
 from autopar.runtime.joined_values import Join, Samples, Tap, rebuilt
 from autopar.runtime.state_dict import full_state_dict
 from autopar.runtime.step.gradients import Held
+from autopar.runtime.step.local_batch import num_samples
 from autopar.runtime.step.other_runs import PartialBatch
 from autopar.runtime.step.stage import StageModule
 from autopar.runtime.weights import ModelWeights
@@ -254,10 +255,7 @@ class ModelOutputs:
         return rebuilt(outputs.structure, loss, found.get, more)
 
     def _samples(self, given: Mapping[str, Any], partial: PartialBatch | None) -> Samples:
-        leaf = next(
-            (leaf for leaf in self._program.graph.inputs if leaf.batch_dim is not None and leaf.name in given), None
-        )
-        total = self._plan.global_batch_size if leaf is None else _samples(given[leaf.name], leaf)
+        total = num_samples(given, self._program.graph.inputs) or self._plan.global_batch_size
         ranks = range(self._plan.mesh.data)
         counts = tuple(len(self._plan.samples_of(rank)) for rank in ranks) if partial is None else partial.counts
         is_global = partial is not None or total == self._plan.global_batch_size

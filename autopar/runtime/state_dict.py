@@ -308,7 +308,7 @@ class State:
         self.own = tuple(name for stage in here for name, _ in stage.mutations)
         wanted = {*self.own, *sums, *(name for stage in here for name in stage.state)}
         self._stages, self._world = stages, world
-        self._fqns = {buffer.name: buffer.fqn for buffer in program.state}
+        self._known = {buffer.name: buffer for buffer in program.state}
         self.values = {
             buffer.name: weights.buffer(buffer.fqn, buffer.value).to(world.device, buffer.spec.dtype, copy=True)
             for buffer in program.state
@@ -320,7 +320,6 @@ class State:
             if buffer.name in sums or any(_reads(program, makers[buffer.name], buffer.name))
         )
         self._group = world.axis_group(("pp",)) if self._moved else None
-        self._specs = {buffer.name: buffer.spec for buffer in program.state}
         self._lend()
 
     def commit(self) -> None:
@@ -328,7 +327,7 @@ class State:
         made = {name: value for stage in self._stages for name, value in stage.new_state.items()}
         if self._group is not None:
             for name, maker in self._moved:
-                spec = self._specs[name]
+                spec = self._known[name].spec
                 value = made.get(name)
                 empty = torch.empty(spec.shape, dtype=spec.dtype, device=self._world.device)
                 value = empty if value is None else value.contiguous().clone()
@@ -339,7 +338,7 @@ class State:
 
     def named(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """Values by the model's names; those of all names here when None."""
-        return {self._fqns[name]: self.values[name] for name in (self.values if names is None else names)}
+        return {self._known[name].fqn: self.values[name] for name in (self.values if names is None else names)}
 
     def _lend(self) -> None:
         for stage in self._stages:
