@@ -35,9 +35,6 @@ class Ref:
         """Of the name: references are looked up again and again, and few operators have several outputs."""
         return hash(self.name)
 
-    def __eq__(self, other: object) -> bool:
-        return type(other) is Ref and self.name == other.name and self.index == other.index
-
     def __str__(self) -> str:
         return self.name if self.index == 0 else f"{self.name}[{self.index}]"
 
@@ -59,16 +56,6 @@ class TensorSpec:
     def __hash__(self) -> int:
         """Of the shape: specs are looked up again and again, and few differ in anything else alone."""
         return hash(self.shape)
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        return (
-            type(other) is TensorSpec
-            and self.shape == other.shape
-            and self.dtype == other.dtype
-            and self.requires_grad == other.requires_grad
-        )
 
     @property
     def numel(self) -> int:

@@ -13,7 +13,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import wraps
 from itertools import pairwise
 from pathlib import Path
@@ -194,14 +194,9 @@ class Monitor:
             self._clock.leave()
             self._has_ended = True
 
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
+    def part(self, name: str) -> AbstractContextManager[None]:
         """See :meth:`Clock.part`."""
-        if self._clock is None or self._is_coarse:
-            yield
-        else:
-            with self._clock.part(name):
-                yield
+        return nullcontext() if self._clock is None or self._is_coarse else self._clock.part(name)
 
     def close(self) -> None:
         """Stops watching."""
