@@ -17,7 +17,7 @@ from autopar.models.resolve import resolve_model
 from autopar.planner.sharding.input_axes import solve_batch
 from autopar.rules.apply import shard
 from autopar.rules.local_graphs import Resizer, can_resize
-from tests.support.lower.moe import mixture_graph
+from tests.support.distributed.mixtures import mixture_graph
 from tests.support.planner.graphs import attention, llama_block
 
 
