@@ -16,6 +16,7 @@ from autopar.cost.operators.work import operand_specs, work
 from autopar.errors import UsageError
 from autopar.graph.graph import Argument, Op, Ref, TensorSpec
 from autopar.hardware.cluster import Cluster
+from autopar.hardware.device import KernelKind
 from autopar.hardware.device_rates import CurvePoint
 from autopar.tracing.trace import trace
 from tests.support.kept import kept_bytes
@@ -94,6 +95,11 @@ def test_attention_with_dropout_on_a_cpu_keeps_the_scores() -> None:
     scores = 2 * 4 * 128 * 128
     assert work(call, (q, q, q), "cpu").saved_bytes >= 3 * 4 * scores
     assert work(call, (q, q, q), "cuda").saved_bytes < scores
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_dropout_keeps_a_byte_for_each_element(kind: KernelKind) -> None:
+    assert work(op("autopar.dropout", (X, 0.5), spec(4, 8)), (spec(4, 8),), kind).saved_bytes == 4 * 8
 
 
 def test_the_loss_keeps_fp32_probabilities() -> None:

@@ -94,20 +94,14 @@ def test_the_terms_of_the_paper_add_up() -> None:
     assert attention + feed_forward + 4 * SBH == paper("whole")
 
 
-def test_one_rank(layers: dict[str, BlockCost]) -> None:
-    without_dropout = MASKS_OF_HIDDEN + MASK_OF_SCORES + SCORES_AFTER_DROPOUT
-    assert layers["whole"].saved_bytes == paper("whole") + without_dropout + STATISTICS_OF_NORMS
+PARTS = [("whole", 1, 1), ("tensor", 1, T), ("sequence", T, T)]
+"""Into how many parts hidden values outside of products are split, and scores: of tensor parallel ranks each has the whole of norms."""
 
 
-def test_tensor_parallel(layers: dict[str, BlockCost]) -> None:
-    """Masks of hidden values are whole on each rank, as norms are; those of scores are split."""
-    without_dropout = MASKS_OF_HIDDEN + (MASK_OF_SCORES + SCORES_AFTER_DROPOUT) // T
-    assert layers["tensor"].saved_bytes == paper("tensor") + without_dropout + STATISTICS_OF_NORMS
-
-
-def test_sequence_parallel(layers: dict[str, BlockCost]) -> None:
-    without_dropout = (MASKS_OF_HIDDEN + MASK_OF_SCORES + SCORES_AFTER_DROPOUT) // T
-    assert layers["sequence"].saved_bytes == paper("sequence") + without_dropout + STATISTICS_OF_NORMS // T
+@pytest.mark.parametrize(("kind", "rows", "heads"), PARTS)
+def test_stored_scores(layers: dict[str, BlockCost], kind: str, rows: int, heads: int) -> None:
+    without_dropout = MASKS_OF_HIDDEN // rows + (MASK_OF_SCORES + SCORES_AFTER_DROPOUT) // heads
+    assert layers[kind].saved_bytes == paper(kind) + without_dropout + STATISTICS_OF_NORMS // rows
 
 
 def test_sequence_parallel_of_the_runtime_keeps_gathered_inputs(layers: dict[str, BlockCost]) -> None:
@@ -116,27 +110,20 @@ def test_sequence_parallel_of_the_runtime_keeps_gathered_inputs(layers: dict[str
     assert layers["sequence, kept"].saved_bytes == layers["sequence"].saved_bytes + gathered
 
 
-@pytest.mark.parametrize(("kind", "masks", "norms"), [("whole", 1, 1), ("tensor", 1, 1), ("sequence", T, T)])
-def test_selective_recompute(layers: dict[str, BlockCost], kind: str, masks: int, norms: int) -> None:
-    name = f"{kind}, selective"
-    assert layers[name].saved_bytes == paper(name) + MASKS_OF_HIDDEN // masks + STATISTICS_OF_NORMS // norms
-
-
-@pytest.mark.parametrize(
-    ("kind", "masks", "norms", "heads"), [("whole", 1, 1, 1), ("tensor", 1, 1, T), ("sequence", T, T, T)]
-)
-def test_fused_attention_keeps_a_number_for_each_row_of_scores(
-    layers: dict[str, BlockCost], kind: str, masks: int, norms: int, heads: int
+@pytest.mark.parametrize(("kind", "rows", "heads"), PARTS)
+def test_selective_recompute_and_fused_attention(
+    layers: dict[str, BlockCost], kind: str, rows: int, heads: int
 ) -> None:
-    """Its output is the input of the projection: kept once, as the paper counts it."""
-    expected = paper(f"{kind}, selective") + MASKS_OF_HIDDEN // masks + STATISTICS_OF_NORMS // norms
+    """Fused attention keeps a number for each row of scores; its output is the input of the projection, kept once, as in the paper."""
+    expected = paper(f"{kind}, selective") + MASKS_OF_HIDDEN // rows + STATISTICS_OF_NORMS // rows
+    assert layers[f"{kind}, selective"].saved_bytes == expected
     assert layers[f"{kind}, fused"].saved_bytes == expected + STATISTICS_OF_ATTENTION // heads
 
 
-@pytest.mark.parametrize(("kind", "ranks"), [("whole", 1), ("tensor", 1), ("sequence", T)])
-def test_full_recompute(layers: dict[str, BlockCost], kind: str, ranks: int) -> None:
+@pytest.mark.parametrize(("kind", "rows", "heads"), PARTS)
+def test_full_recompute(layers: dict[str, BlockCost], kind: str, rows: int, heads: int) -> None:
     for name in (kind, f"{kind}, fused"):
-        assert layers[name].kept_bytes("full") == 2 * SBH // ranks
+        assert layers[name].kept_bytes("full") == 2 * SBH // rows
 
 
 # --- Llama-13B, by category

@@ -16,7 +16,7 @@ from autopar.plan.run_log import CATEGORIES, DATA, OPTIMIZER, PIPELINE, TENSOR, 
 from autopar.runtime.monitor import MEASURED_STEPS
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.distributed import jobs
-from tests.support.distributed.layouts import on_batch, traced
+from tests.support.distributed.layouts import traced
 
 FREE = with_free_links(Cluster.parse("cpu:1x4"))
 """So that ``tp`` splits something of so small a model."""
@@ -37,7 +37,8 @@ def test_categories_and_warnings(pool: WorkerPool, tmp_path: Path, pins: str, ca
     plan = api.estimate(graph, cluster=FREE, global_batch_size=8, pins=pins.split())
     wide = replace(plan.predicted, step_time_interval_s=(1e-9, 1e9))
     quiet = replace(plan, predicted=wide)
-    rows = on_batch(pool, jobs.watched, subject, quiet, graph, str(tmp_path), called)
+    batch = subject.make_batch(8, seed=0)
+    rows = pool.run(jobs.watched, subject, quiet, graph, batch, str(tmp_path), called, timeout_s=60.0)
     assert len({row["measured_s"] for row in rows}) == 1  # ranks agree
     assert not any(row["active"] for row in rows)
     assert all(row["restored"] for row in rows)
@@ -57,7 +58,8 @@ def test_an_altered_prediction_is_warned_of_once(pool: WorkerPool, tmp_path: Pat
     plan = api.estimate(graph, cluster="cpu:1x4", global_batch_size=8, pins=["tp=2", "dp_replicate=2"])
 
     def rows(plan: Plan) -> Any:
-        return on_batch(pool, jobs.watched, subject, plan, graph, str(tmp_path), False)
+        batch = subject.make_batch(8, seed=0)
+        return pool.run(jobs.watched, subject, plan, graph, batch, str(tmp_path), False, timeout_s=60.0)
 
     measured = rows(plan)[0]["measured_s"]
     for factor in (0.1, 10.0):

@@ -22,12 +22,14 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
         ("resting", ["tp=2", "dp_replicate=2"]),
         ("resting", ["dp_shard=4", "zero=3", "recompute=full"]),
         ("checkpointed", ["pp=2", "tp=2"]),
+        ("spectral", ["pp=2", "dp_shard=2", "zero=3"]),  # complex numbers go from stage to stage
     ],
     ids=[
         "pairs tp2 x dp2", "pairs HSDP", "routers pp2 x dp2", "eval tp2 x dp2", "eval ZeRO 3", "checkpoints pp2 x tp2",
+        "complex pp2 x dp2",
     ],
 )  # fmt: skip
-def test_what_is_not_traced_equals_one_device(pool: WorkerPool, kind: str, pins: list[str]) -> None:
+def test_unusual_models_equal_one_device(pool: WorkerPool, kind: str, pins: list[str]) -> None:
     subject = UnusualSubject(kind)
     graph = api.trace(subject.build(), example_inputs=subject.make_batch(2, seed=0), global_batch_size=8)
     assert bool(graph.mixing) == (kind == "pairs")

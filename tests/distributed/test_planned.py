@@ -75,11 +75,3 @@ def test_weights_of_two_stages_of_one_rank_learn_from_both(pool: WorkerPool) -> 
     plan = api.estimate(graph, cluster="cpu:1x2", global_batch_size=8, pins=pins)
     assert {stages for _, stages in lower(plan, graph).tied} == {(1, 3)}
     verify(subject, plan, graph, steps=2, pool=pool, run_timeout_s=60.0).check()
-
-
-def test_complex_numbers_go_from_stage_to_stage(pool: WorkerPool) -> None:
-    """Products of them had no price, and their gradients were not sent back."""
-    subject = UnusualSubject("spectral")
-    graph = api.trace(subject.build(), example_inputs=subject.make_batch(2, seed=0), global_batch_size=8)
-    plan = api.estimate(graph, cluster="cpu:1x4", global_batch_size=8, pins=["pp=2", "dp_shard=2", "zero=3"])
-    verify(subject, plan, graph, steps=2, pool=pool, run_timeout_s=60.0).check()

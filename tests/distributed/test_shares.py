@@ -11,7 +11,7 @@ from autopar.verification.rank_pool import WorkerPool
 from autopar.verification.reference import loss_of
 from tests.support.clusters import two_kinds
 from tests.support.distributed import jobs
-from tests.support.distributed.layouts import clips_as_one_device, on_batch, on_ranks
+from tests.support.distributed.layouts import clips_as_one_device, on_batch
 from tests.support.distributed.subjects import HfSubject, graph_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
@@ -54,7 +54,7 @@ def test_the_norm_is_that_of_one_device(pool: WorkerPool, zero: int) -> None:
 def test_a_launched_job_trains_with_its_shares(pool: WorkerPool) -> None:
     batch = SUBJECT.make_batch(8, seed=0, padded=True)
     expected = loss_of(SUBJECT.build()(**batch)).item()
-    for loss in on_ranks(pool, jobs.launched_loss, SUBJECT, planned(0), graph_of(SUBJECT), batch):
+    for loss in pool.run(jobs.launched_loss, SUBJECT, planned(0), graph_of(SUBJECT), batch, size=2, timeout_s=60.0):
         assert loss == pytest.approx(expected, rel=1e-6)
 
 

@@ -38,9 +38,9 @@ def of_one_device(kind: str) -> tuple[list[Any], list[Any]]:
     return batches, smaller.on_one_device(SUBJECTS[kind], batches)
 
 
-def check(pool: WorkerPool, kind: str, plan: Plan, job: Any = smaller.trained) -> None:
+def check(pool: WorkerPool, kind: str, plan: Plan, called: bool = False) -> None:
     subject, (batches, wanted) = SUBJECTS[kind], of_one_device(kind)
-    ranks = on_ranks(pool, job, subject, plan, graph_of(subject), batches, timeout_s=100.0)
+    ranks = on_ranks(pool, smaller.trained, subject, plan, graph_of(subject), batches, called, timeout_s=100.0)
     for rank in ranks:
         for found, one, size in zip(rank, wanted, SIZES, strict=True):
             assert found["losses"] == pytest.approx(one["losses"], rel=1e-5), size
@@ -63,7 +63,7 @@ def test_smaller_batches_equal_one_device(pool: WorkerPool, layout: str, kind: s
 def test_a_called_backward_of_smaller_batches_equals_one_device(pool: WorkerPool) -> None:
     graph = graph_of(SUBJECTS["counting"])
     plan = make_plan(graph, Mesh(dp_replicate=2), global_batch_size=16, micro_batch_size=4)
-    check(pool, "counting", plan, smaller.called)
+    check(pool, "counting", plan, called=True)
 
 
 @pytest.mark.parametrize("zero", [0, 3])

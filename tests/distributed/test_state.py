@@ -36,18 +36,15 @@ def planned(graph: Graph, layout: str, *pins: str) -> Plan:
     return api.estimate(graph, cluster="cpu:1x4", global_batch_size=8, pins=[*LAYOUTS[layout], *pins])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_batch_statistics_and_power_iterations_equal_one_device(pool: WorkerPool, layout: str) -> None:
-    subject, graph = traced(statistics=True)
-    plan = planned(graph, layout)
-    assert plan.num_micro_batches == 1
-    verify(subject, plan, graph, steps=2, pool=pool, run_timeout_s=60.0).check()
+CASES = [*((layout, 1) for layout in LAYOUTS), ("tp2 x dp2", 4), ("pp2 x dp2 recomputed", 4)]
 
 
-@pytest.mark.parametrize("layout", ["tp2 x dp2", "pp2 x dp2 recomputed"])
-def test_a_step_of_several_micro_batches_changes_buffers_once(pool: WorkerPool, layout: str) -> None:
-    subject, graph = traced(statistics=False)
-    plan = planned(graph, layout, "num_micro_batches=4")
+@pytest.mark.parametrize(("layout", "micro_batches"), CASES)
+def test_what_is_remembered_equals_one_device(pool: WorkerPool, layout: str, micro_batches: int) -> None:
+    """Of one micro-batch statistics too; a step of several changes the other buffers once."""
+    subject, graph = traced(statistics=micro_batches == 1)
+    plan = planned(graph, layout, *([f"num_micro_batches={micro_batches}"] if micro_batches > 1 else []))
+    assert plan.num_micro_batches == micro_batches
     verify(subject, plan, graph, steps=2, pool=pool, run_timeout_s=60.0).check()
 
 

@@ -301,26 +301,19 @@ def test_checkpoint_of_another_model_is_refused(pool: WorkerPool, tmp_path: Path
 def test_all_ranks_take_the_weights_of_the_first(pool: WorkerPool, layout: str) -> None:
     subject, plan, graph = planned(layout, "gpt2")
     wanted = dict(subject.build().named_parameters())
-    for found in on_ranks(pool, jobs.launched_from, subject, plan, graph, "real"):
+    for found in pool.run(jobs.launched_from, subject, plan, graph, "real", timeout_s=60.0):
         assert_close(found, wanted, 0.0)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama-untied"])
 def test_meta_weights_do_not_depend_on_the_plan(pool: WorkerPool, kind: str) -> None:
     layouts = ("tp2 x dp2", "pp2 x dp2 ZeRO 3")
-    found = [rank for layout in layouts for rank in on_ranks(pool, jobs.launched_from, *planned(layout, kind), "meta")]
+    launched = (pool.run(jobs.launched_from, *planned(layout, kind), "meta", timeout_s=60.0) for layout in layouts)
+    found = [rank for ranks in launched for rank in ranks]
     for rank in found[1:]:
         assert_close(rank, found[0], 0.0)
     spread = {name: tensor.std().item() for name, tensor in found[0].items() if tensor.ndim == 2}
     assert all(0.005 < value < 0.03 for value in spread.values()), spread
-
-
-def test_weights_come_from_files_by_slices(pool: WorkerPool, tmp_path: Path) -> None:
-    subject, plan, graph = planned("pp2 x tp2", "llama-untied")
-    model = subject.build()
-    model.save_pretrained(tmp_path, max_shard_size="20KB")
-    for found in on_ranks(pool, jobs.launched_from, subject, plan, graph, "meta", str(tmp_path)):
-        assert_close(found, dict(model.named_parameters()), 0.0)
 
 
 def test_errors_of_the_planning_rank_reach_all(pool: WorkerPool) -> None:
@@ -341,8 +334,9 @@ def test_errors_of_the_planning_rank_reach_all(pool: WorkerPool) -> None:
 
 def test_a_job_takes_nothing_from_the_job_before_it(pool: WorkerPool) -> None:
     """DTensor remembers meshes by their ranks alone; of groups of this process's last job nobody knows any more."""
-    made = planned("tp2 x dp2 ZeRO 3", "gpt2")
-    found = [on_batch(pool, jobs.train_beside_other_groups, *made, num_groups) for num_groups in (30, 0)]
+    subject, plan, graph = planned("tp2 x dp2 ZeRO 3", "gpt2")
+    given = (jobs.train_beside_other_groups, subject, plan, graph, *batches(subject, 1))
+    found = [pool.run(*given, num_groups, timeout_s=60.0) for num_groups in (30, 0)]
     (loss, gradients), (again, same) = found[0][0], found[1][0]
     assert again == loss
     assert_close(same, gradients, 0.0)

@@ -9,7 +9,7 @@ import pytest
 from autopar.verification.rank_pool import WorkerPool
 from autopar.verification.reference import adamw, loss_of
 from tests.support.distributed import using
-from tests.support.distributed.layouts import batches, on_ranks, planned
+from tests.support.distributed.layouts import batches, planned
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
 
@@ -24,7 +24,7 @@ def test_nothing_that_is_kept_is_made_in_inference_mode(pool: WorkerPool, tmp_pa
     first.backward()
     adamw(model.parameters()).step()
     wanted = [first.item()] * 2 + [loss_of(model(**batch)).item()] * 2
-    found = on_ranks(pool, using.in_inference_mode, subject, plan, graph, batch, str(tmp_path))
+    found = pool.run(using.in_inference_mode, subject, plan, graph, batch, str(tmp_path), timeout_s=60.0)
     for losses, is_inference in found:
         assert losses == pytest.approx(wanted, rel=1e-5)
         assert not is_inference

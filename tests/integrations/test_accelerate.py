@@ -61,7 +61,7 @@ def test_a_loop_goes_on_in_an_epoch_under_another_plan(pair: WorkerPool, tmp_pat
 
     def ranks(name: str, options: dict[str, Any]) -> list[dict[str, Any]]:
         plan = plan_of(name, graph, precision=FP64)
-        return pair.run(accelerated.own_loader, plan, graph, options, timeout_s=100.0)
+        return pair.run(accelerated.parallel, plan, graph, 2, None, options, timeout_s=100.0)
 
     (whole, _) = ranks("tp2", {})
     for found in ranks("ZeRO 3", {"save_after": (6, folder)}):

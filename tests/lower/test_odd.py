@@ -16,6 +16,7 @@ from autopar.models.resolve import resolve_model
 from autopar.plan.mesh import S
 from autopar.plan.plan import Plan
 from autopar.verification.reference import Subject
+from tests.support.example_plans import at_rest
 from tests.support.lower.against_model import check
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*_functional_collectives.*:FutureWarning")
@@ -49,17 +50,6 @@ def checked(spec: str, length: int | None, pins: list[str], samples: int = 4, ma
         name, _, degree = pin.partition("=")
         ranks *= int(degree) if name in ("tp", "cp", "dp_shard", "dp_replicate", "pp") else 1
     return check(subject.build(), batch, pins, ranks=ranks, graph=graph)
-
-
-def at_rest(plan: Plan, axis: str = "tp") -> dict[str, object]:
-    """Types of parameters by name."""
-    return {
-        name: kind
-        for layout in plan.layouts
-        for typing in layout.typings
-        if typing.axis == axis
-        for name, kind in zip(typing.parameter_names, typing.parameters, strict=True)
-    }
 
 
 @pytest.mark.slow

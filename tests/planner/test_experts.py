@@ -18,6 +18,7 @@ from autopar.plan.mesh import Mesh, S
 from autopar.plan.plan import Plan
 from tests.support.distributed.mixtures import Subject, mixture_graph
 from tests.support.distributed.subjects import graph_of
+from tests.support.example_plans import at_rest
 from tests.support.planner.graphs import mlp
 
 
@@ -26,14 +27,7 @@ def planned(*pins: str, ranks: int = 4) -> Plan:
 
 
 def expert_types(plan: Plan) -> set[object]:
-    return {
-        kind
-        for layout in plan.layouts
-        for typing in layout.typings
-        if typing.axis == "tp"
-        for name, kind in zip(typing.parameter_names, typing.parameters, strict=True)
-        if "experts" in name
-    }
+    return {kind for name, kind in at_rest(plan).items() if "experts" in name}
 
 
 @pytest.mark.parametrize("tp", [2, 4])

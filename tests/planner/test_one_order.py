@@ -62,25 +62,18 @@ def test_any_interleaving_with_deaths_gives_the_choice_of_one(
     assert index == alone
 
 
-def test_ties_go_to_the_first_of_the_pool_though_others_come_first() -> None:
-    known = Known(bounds=[3.0, 2.0, 2.0], times=[3.0, 3.0, 3.0])
-    board = Board()
-    board.results.append((1, Result(time_s=3.0)))
-    assert chosen(search(known, View(board))) == chosen(search(Known(known.bounds, known.times))) == 0
-
-
-@pytest.mark.parametrize("first", [1.0, 2.0 - 1e-9])
-def test_a_time_below_its_bound_by_rounding_is_found_by_one_search_as_by_several(first: float) -> None:
-    """A bound of 2.0 does not end a search that has found 2.0: there is a little less behind it."""
-    known = Known(bounds=[first, 2.0], times=[2.0, 2.0 - 2e-9])
-    board = Board(results=[(1, Result(time_s=known.times[1]))])
-    assert chosen(search(known, View(board))) == chosen(search(Known(known.bounds, known.times))) == 1
-
-
-def test_a_time_just_below_the_best_is_found_by_one_search_as_by_several() -> None:
-    known = Known(bounds=[1.0, 1.5], times=[2.0, 2.0 - 1e-9])
-    board = Board(results=[(1, Result(time_s=known.times[1]))])
-    assert chosen(search(known, View(board))) == chosen(search(Known(known.bounds, known.times))) == 1
+@pytest.mark.parametrize(
+    ("bounds", "times", "choice"),
+    [
+        ([3.0, 2.0, 2.0], [3.0, 3.0, 3.0], 0),  # ties go to the first of the pool, though others come first
+        ([1.0, 2.0], [2.0, 2.0 - 2e-9], 1),  # a bound of 2.0 does not end a search that has found 2.0
+        ([2.0 - 1e-9, 2.0], [2.0, 2.0 - 2e-9], 1),
+        ([1.0, 1.5], [2.0, 2.0 - 1e-9], 1),  # just below the best
+    ],
+)
+def test_one_search_chooses_as_several_do(bounds: list[float], times: list[float], choice: int) -> None:
+    board = Board(results=[(1, Result(time_s=times[1]))])
+    assert chosen(search(Known(bounds, times), View(board))) == chosen(search(Known(bounds, times))) == choice
 
 
 def test_what_others_found_is_not_evaluated_again() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from autopar import api
 from autopar.errors import UsageError
@@ -41,10 +41,6 @@ MIXED = "a100 and v100"
 def mixed() -> Cluster:
     first, second = Cluster.parse("a100-sxm4-80gb:1x2"), Cluster.parse("v100-sxm2-32gb:1x2")
     return replace(first, name=MIXED, groups=(*first.groups, *second.groups))
-
-
-def _square(y: Tensor, batch: object) -> Tensor:
-    return y.square().mean()
 
 
 ODD = [
@@ -132,7 +128,8 @@ def test_a_pinned_multiple_is_kept() -> None:
 
 
 def test_a_model_without_vocabularies_has_none_to_pad() -> None:
-    graph = trace(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8)), (torch.randn(4, 8),), loss_fn=_square)
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
+    graph = trace(model, (torch.randn(4, 8),), loss_fn=lambda y, _: y.square().mean())
     with pytest.raises(UsageError, match="no vocabulary that vocab_multiple could pad"):
         api.estimate(graph, cluster="cpu:1x2", global_batch_size=4, pins=["vocab_multiple=64"])
 

@@ -42,8 +42,7 @@ def test_the_scale_falls_and_grows_as_torchs() -> None:
     data = [SUBJECT.make_batch(8, seed=seed) for seed in range(10)]
     scaling = {"init_scale": 2.0**25, "growth_interval": 2, "growth_factor": 8.0, "backoff_factor": 0.125}
     found, wanted = (
-        run(data, scaling=scaling)
-        for run in (partial(scaled.steps, SUBJECT, *planned()), partial(scaled.alone, SUBJECT.build()))
+        run(data, scaling=scaling) for run in (partial(scaled.steps, build()), partial(scaled.alone, SUBJECT.build()))
     )
     assert found["states"] == wanted["states"]
     scales = [state["scale"] for state in found["states"]]

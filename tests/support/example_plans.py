@@ -150,3 +150,14 @@ def single_plan() -> Plan:
         pins=(),
         notes=(),
     )
+
+
+def at_rest(plan: Plan, axis: str = "tp") -> dict[str, object]:
+    """Types of parameters by name."""
+    return {
+        name: kind
+        for layout in plan.layouts
+        for typing in layout.typings
+        if typing.axis == axis
+        for name, kind in zip(typing.parameter_names, typing.parameters, strict=True)
+    }

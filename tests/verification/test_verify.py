@@ -194,10 +194,15 @@ def test_a_model_that_fails_on_one_device_is_told_by_its_line() -> None:
         verify(subject, plan, graph, pool=None)
 
 
+def run_of(global_batch_size: int) -> _Run:
+    """Of one device: no ranks are started."""
+    plan, pool = cast("Plan", SimpleNamespace(global_batch_size=global_batch_size)), cast("WorkerPool", None)
+    return _Run(plan=plan, steps=1, padded=False, timeout_s=1.0, pool=pool)
+
+
 def test_a_model_that_draws_noise_of_its_own_is_no_reference() -> None:
     def run(noise: float) -> None:
-        plan, pool = cast("Plan", SimpleNamespace(global_batch_size=4)), cast("WorkerPool", None)
-        _Run(plan=plan, steps=1, padded=False, timeout_s=1.0, pool=pool)._check_repeats(
+        run_of(4)._check_repeats(
             Made(lambda: model_of(lambda self, x: (x + noise * torch.rand_like(x)).square().mean()), normal(3))
         )
 
@@ -217,8 +222,7 @@ KINKED = Made(
 
 def test_one_device_whose_parameters_move_by_a_rounding_shows_a_kink() -> None:
     """At the weight itself the gradient is 1; a rounding above, it is 4."""
-    plan, pool = cast("Plan", SimpleNamespace(global_batch_size=1)), cast("WorkerPool", None)
-    run = _Run(plan=plan, steps=1, padded=False, timeout_s=1.0, pool=pool)
+    run = run_of(1)
     truth = run._reference(DoubleSubject(KINKED))
     alone = Confirmation(rows=(double(),), alone=row(gradient=0.0))
 
@@ -253,8 +257,7 @@ SHIFTED = Made(shifted, normal(64))
 
 
 def test_rounding_in_float64_is_measured_by_one_device_in_float64() -> None:
-    plan, pool = cast("Plan", SimpleNamespace(global_batch_size=7)), cast("WorkerPool", None)
-    run = _Run(plan=plan, steps=1, padded=False, timeout_s=1.0, pool=pool)
+    run = run_of(7)
     truth = run._reference(DoubleSubject(SHIFTED))
 
     def judged(error: float) -> Confirmation:

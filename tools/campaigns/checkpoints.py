@@ -25,6 +25,7 @@ from autopar.verification.against_one_device import PRELOAD
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.damage import KINDS
 from tests.support.distributed import checkpoints as jobs
+from tests.support.distributed.layouts import on_ranks
 from tools.revision import revision
 
 MODEL = "hf:gpt2?n_embd=32&n_layer=4&n_head=4&vocab_size=257&n_positions=16"
@@ -60,13 +61,13 @@ def save(pool: WorkerPool, name: str, folder: Path, other: Path | None = None) -
     plan = planned(name)
     batches = [subject.make_batch(plan.global_batch_size, seed=seed, padded=False) for seed in range(2)]
     folders = [str(folder), *([str(other)] if other else [])]
-    pool.run(jobs.saved, subject, plan, graph, batches, folders, size=PLANS[name][0], timeout_s=200.0)
+    on_ranks(pool, jobs.saved, subject, plan, graph, batches, folders, timeout_s=200.0)
 
 
 def move(pool: WorkerPool, source: Path, name: str, target: Path) -> None:
     """Loads under a plan, and saves."""
     subject, graph = traced()
-    pool.run(jobs.moved, subject, planned(name), graph, str(source), str(target), size=PLANS[name][0], timeout_s=200.0)
+    on_ranks(pool, jobs.moved, subject, planned(name), graph, str(source), str(target), timeout_s=200.0)
 
 
 def difference(one: Path, other: Path) -> str:
@@ -109,7 +110,7 @@ def damages(pool: WorkerPool, folder: Path, name: str, seeds: Sequence[int]) -> 
     run, other = folder / "run", folder / "other"
     save(pool, name, run, other)
     given = (subject, planned(name), graph, str(run), str(other), str(folder / "copy"), list(seeds))
-    return pool.run(jobs.damaged, *given, size=PLANS[name][0], timeout_s=30.0 + 2.0 * len(seeds))[0]
+    return on_ranks(pool, jobs.damaged, *given, timeout_s=30.0 + 2.0 * len(seeds))[0]
 
 
 def is_refused_alike(outcome: jobs.Outcome) -> bool:

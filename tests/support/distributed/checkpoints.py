@@ -16,33 +16,29 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.errors import AutoparError
-from autopar.graph.graph import Graph
-from autopar.plan.plan import Plan
 from autopar.runtime.checkpoint import contents
 from autopar.runtime.checkpoint.series import Checkpoints
 from autopar.runtime.parallel_model import ParallelModel
 from autopar.verification.reference import adamw
 from tests.support.damage import damage
-from tests.support.distributed.jobs import build
 from tests.support.said import said
 
 Batch = Mapping[str, Tensor]
 
 
-def trained(subject: Any, plan: Plan, graph: Graph, batches: Sequence[Batch]) -> tuple[ParallelModel, Any]:
-    """After a step of each batch."""
-    par = build(subject, plan, graph)
+def trained(par: ParallelModel, batches: Sequence[Batch]) -> torch.optim.Optimizer:
+    """Its optimizer after a step of each batch."""
     optimizer = adamw(par.parameters())
     for batch in batches:
         optimizer.zero_grad()
         par.train_step(batch)
         optimizer.step()
-    return par, optimizer
+    return optimizer
 
 
-def saved(subject: Any, plan: Plan, graph: Graph, batches: Sequence[Batch], folders: Sequence[str]) -> None:
+def saved(par: ParallelModel, batches: Sequence[Batch], folders: Sequence[str]) -> None:
     """Trains a step, saves, trains a step, saves."""
-    par, optimizer = trained(subject, plan, graph, batches[:1])
+    optimizer = trained(par, batches[:1])
     for folder in folders:
         par.save(folder, optimizer)
         optimizer.zero_grad()
@@ -50,17 +46,17 @@ def saved(subject: Any, plan: Plan, graph: Graph, batches: Sequence[Batch], fold
         optimizer.step()
 
 
-def moved(subject: Any, plan: Plan, graph: Graph, source: str, target: str) -> None:
+def moved(par: ParallelModel, source: str, target: str) -> None:
     """Loads one checkpoint into other weights, and saves another."""
-    par = build(subject, plan, graph, seed=5)
+    par.seed = 5
     optimizer = torch.optim.AdamW(par.parameters(), lr=0.5)
     par.load(source, optimizer)
     par.save(target, optimizer)
 
 
-def exported(subject: Any, plan: Plan, graph: Graph, batches: Sequence[Batch], folder: str, size: str) -> Any:
+def exported(par: ParallelModel, batches: Sequence[Batch], folder: str, size: str) -> Any:
     """Trains, and writes weights; what the state dict was."""
-    par, _ = trained(subject, plan, graph, batches)
+    trained(par, batches)
     par.save_pretrained(folder, max_shard_size=size)
     return par.full_state_dict()
 
@@ -75,11 +71,8 @@ class Outcome:
     is_right: bool
 
 
-def damaged(
-    subject: Any, plan: Plan, graph: Graph, run: str, other: str, work: str, seeds: Sequence[int]
-) -> list[Outcome]:
+def damaged(par: ParallelModel, run: str, other: str, work: str, seeds: Sequence[int]) -> list[Outcome]:
     """Damages copies of ``run``, loads each, and says what came of it; ``other`` is of another step."""
-    par = build(subject, plan, graph)
     optimizer = adamw(par.parameters())
     par.load(run, optimizer)
     wanted = _values(par, optimizer)
@@ -121,9 +114,9 @@ def _same(one: list[Tensor], other: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def killed(subject: Any, plan: Plan, graph: Graph, batches: Sequence[Batch], root: str, rank: int, where: str) -> None:
+def killed(par: ParallelModel, batches: Sequence[Batch], root: str, rank: int, where: str) -> None:
     """Saves one step, and is killed on one rank while it saves the next."""
-    par, optimizer = trained(subject, plan, graph, batches[:1])
+    optimizer = trained(par, batches[:1])
     checkpoints = Checkpoints(root, asynchronous=where.startswith("beside "))
     checkpoints.save(par, optimizer)
     checkpoints.wait()
@@ -140,9 +133,9 @@ def killed(subject: Any, plan: Plan, graph: Graph, batches: Sequence[Batch], roo
         checkpoints.wait()
 
 
-def resumed(subject: Any, plan: Plan, graph: Graph, root: str) -> tuple[int | None, list[str]]:
+def resumed(par: ParallelModel, root: str) -> tuple[int | None, list[str]]:
     """The step that is loaded, and what is in the folder after the next save."""
-    par = build(subject, plan, graph, seed=5)
+    par.seed = 5
     optimizer = torch.optim.AdamW(par.parameters(), lr=0.5)
     checkpoints = Checkpoints(root)
     step = checkpoints.load(par, optimizer)
@@ -150,9 +143,9 @@ def resumed(subject: Any, plan: Plan, graph: Graph, root: str) -> tuple[int | No
     return step, sorted(path.name for path in Path(root).iterdir())
 
 
-def beside_and_at_once(subject: Any, plan: Plan, graph: Graph, batches: Sequence[Batch], root: str) -> list[float]:
+def beside_and_at_once(par: ParallelModel, batches: Sequence[Batch], root: str) -> list[float]:
     """Saves each step both ways, in the background with steps going on; losses."""
-    par, optimizer = trained(subject, plan, graph, batches[:1])
+    optimizer = trained(par, batches[:1])
     one, other = Checkpoints(f"{root}/at_once"), Checkpoints(f"{root}/beside", asynchronous=True)
     losses = []
     for batch in batches:
@@ -178,16 +171,14 @@ class Position:
         self.state = state
 
 
-def saved_positions(subject: Any, plan: Plan, graph: Graph, folder: str) -> None:
+def saved_positions(par: ParallelModel, folder: str) -> None:
     """A position of each data rank, and a scheduler's state that all share."""
-    par = build(subject, plan, graph)
     state = {"seen": 10 * par.data_rank, "order": torch.arange(3) + par.data_rank}
     par.save(folder, dataloader=Position(state), scheduler=Position({"epoch": 4}))
 
 
-def loaded_positions(subject: Any, plan: Plan, graph: Graph, folder: str) -> Any:
+def loaded_positions(par: ParallelModel, folder: str) -> Any:
     """The data rank, its position and the scheduler's state; or what is said."""
-    par = build(subject, plan, graph)
     position, scheduler = Position(), Position()
     if text := said(AutoparError, par.load, folder, dataloader=position, scheduler=scheduler):
         return text

@@ -7,7 +7,7 @@ import resource
 import signal
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -127,27 +127,24 @@ def left_alone() -> str:
 def called_back(parallel: ParallelModel, batch: Batch, *, fails: bool) -> None:
     """A backward that fails in its middle."""
     loss = loss_of(parallel(**batch))
-    with ExitStack() as stack:
-        if fails:
-            error = IndexError("Target 1000000 is out of bounds.")
-            stack.enter_context(mock.patch("autopar.runtime.step.runner.SetAside.begin", side_effect=error))
+    with _failing("step.runner.SetAside.begin") if fails else nullcontext():
         loss.backward()
 
 
 def clipped_to(parallel: ParallelModel, *, fails: bool) -> None:
     """A norm that cannot be made."""
-    with ExitStack() as stack:
-        if fails:
-            error = IndexError("Target 1000000 is out of bounds.")
-            stack.enter_context(mock.patch("autopar.runtime.parallel_model.Norm.__call__", side_effect=error))
+    with _failing("parallel_model.Norm.__call__") if fails else nullcontext():
         parallel.clip_grad_norm_(1.0)
 
 
-def after_a_refusal(
-    subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, bad: Batch
-) -> tuple[tuple[str, ...], list[float]]:
+def _failing(name: str) -> Any:
+    """A function of the runtime fails, as one of torch's does."""
+    return mock.patch(f"autopar.runtime.{name}", side_effect=IndexError("Target 1000000 is out of bounds."))
+
+
+def after_a_refusal(parallel: ParallelModel, batch: Batch, bad: Batch) -> tuple[tuple[str, ...], list[float]]:
     """Kinds of error of calls that every rank refuses, and the losses of the calls after them."""
-    parallel, kinds, losses = build(subject, plan, graph), list[str](), list[float]()
+    kinds, losses = list[str](), list[float]()
     for call in (parallel.train_step, parallel.evaluate):
         try:
             call(bad)
@@ -157,19 +154,17 @@ def after_a_refusal(
     return tuple(kinds), losses
 
 
-def with_own_shuffle(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) -> tuple[list[str], float]:
+def with_own_shuffle(parallel: ParallelModel, batch: Batch) -> tuple[list[str], float]:
     """What is said of batches whose samples each rank has in another order, and the loss of a step after it."""
+    shuffled = {name: value.roll(dist.get_rank(), 0) for name, value in batch.items()}
     with _heard() as records:
-        parallel = build(subject, plan, graph)
-        shuffled = {name: value.roll(dist.get_rank(), 0) for name, value in batch.items()}
         refusals = [said(UsageError, call, shuffled) for call in (parallel.train_step, parallel.evaluate)]
     texts = [*(record.getMessage() for record in records), *filter(None, refusals)]
     return texts, parallel.train_step(batch).item()
 
 
-def with_own_shuffle_later(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) -> list[str]:
+def with_own_shuffle_later(parallel: ParallelModel, batch: Batch) -> list[str]:
     """What is said in each of four steps, of which the second one's batch has another order on each rank."""
-    parallel = build(subject, plan, graph)
     shuffled = {name: value.roll(dist.get_rank(), 0) for name, value in batch.items()}
     found: list[str] = []
     for given in (batch, shuffled, batch, batch):
@@ -199,8 +194,13 @@ def failing_build(subject: HfSubject, plan: Plan, graph: Graph, folder: str) -> 
             _stay_until_said(Path(folder), range(size - 1))  # as if it had been caught; the others end before
 
 
-def build(subject: HfSubject, plan: Plan, graph: Graph, seed: int = 0) -> ParallelModel:
-    return on_rank(subject.build(), plan, graph, seed=seed)
+def on_model(job: Callable[..., Any], subject: Any, plan: Plan, graph: Graph, *given: Any) -> Any:
+    """What the job finds of the parallel model of this rank."""
+    return job(build(subject, plan, graph), *given)
+
+
+def build(subject: HfSubject, plan: Plan, graph: Graph) -> ParallelModel:
+    return on_rank(subject.build(), plan, graph)
 
 
 def train_beside_other_groups(
@@ -214,9 +214,9 @@ def train_beside_other_groups(
     return loss, parallel.full_gradients()
 
 
-def in_another_job(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, folder: str) -> list[str]:
+def in_another_job(parallel: ParallelModel, batch: Batch, folder: str) -> list[str]:
     """What a model says whose process group was ended, and then another begun."""
-    parallel, rank, size = build(subject, plan, graph), dist.get_rank(), dist.get_world_size()
+    rank, size = dist.get_rank(), dist.get_world_size()
     parallel.train_step(batch)
     calls = partial(parallel.train_step, batch), partial(parallel.save, f"{folder}/saved"), parallel.full_state_dict
     dist.barrier()
@@ -226,11 +226,8 @@ def in_another_job(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, f
     return ended + [said(AutoparError, call) for call in calls]
 
 
-def train(
-    subject: HfSubject, plan: Plan, graph: Graph, batches: Sequence[Batch], max_norm: float | None = None
-) -> dict[str, Any]:
+def train(parallel: ParallelModel, batches: Sequence[Batch], max_norm: float | None = None) -> dict[str, Any]:
     """Losses, gradient norms before clipping, and final parameters."""
-    parallel = build(subject, plan, graph)
     optimizer = adamw(parallel.parameters())
     losses, norms = [], []
     for batch in batches:
@@ -242,9 +239,8 @@ def train(
     return {"losses": losses, "norms": norms, "parameters": parallel.full_state_dict()}
 
 
-def gradients_both_ways(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) -> dict[str, Any]:
+def gradients_both_ways(parallel: ParallelModel, batch: Batch) -> dict[str, Any]:
     """Gradients of ``train_step``, of call and ``backward``, and of twice without ``zero_grad``."""
-    parallel = build(subject, plan, graph)
     stepped = parallel.train_step(batch)
     by_step = parallel.full_gradients()
     parallel.train_step(batch)
@@ -264,9 +260,8 @@ def gradients_both_ways(subject: HfSubject, plan: Plan, graph: Graph, batch: Bat
     }
 
 
-def losses_after_looking(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) -> tuple[float, float]:
+def losses_after_looking(parallel: ParallelModel, batch: Batch) -> tuple[float, float]:
     """The loss after a step before which somebody has evaluated, without gradients and by :meth:`ParallelModel.train_step`."""
-    parallel = build(subject, plan, graph)
     optimizer = adamw(parallel.parameters())
     parallel.train_step(batch)
     with torch.no_grad():
@@ -277,9 +272,8 @@ def losses_after_looking(subject: HfSubject, plan: Plan, graph: Graph, batch: Ba
     return silent, parallel.train_step(batch).item()
 
 
-def evaluated(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) -> dict[str, Any]:
+def evaluated(parallel: ParallelModel, batch: Batch) -> dict[str, Any]:
     """Losses of evaluations before, between and after steps; whether these left the gradients as they were."""
-    parallel = build(subject, plan, graph)
     optimizer = torch.optim.SGD(parallel.parameters(), lr=0.0)
     losses = [parallel.evaluate(batch).item()]
     trained = [parallel.train_step(batch).item()]
@@ -293,23 +287,21 @@ def evaluated(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) -> dic
     return {"losses": losses, "trained": trained, "same": same, "steps": parallel.step_count}
 
 
-def local_batches(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) -> tuple[float, float]:
+def local_batches(parallel: ParallelModel, batch: Batch) -> tuple[float, float]:
     """The loss from the global batch on every rank, and from each rank's own samples."""
-    parallel = build(subject, plan, graph)
     whole = parallel.train_step(batch).item()
     mine = parallel.samples
     own = {name: value.narrow(0, mine.start, len(mine)) for name, value in batch.items()}
     return whole, parallel.train_step(own).item()
 
 
-def refused(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) -> str:
+def refused(parallel: ParallelModel, batch: Batch) -> str:
     """The message with which a call is refused."""
-    return said(AutoparError, build(subject, plan, graph), **batch)
+    return said(AutoparError, parallel, **batch)
 
 
-def step_refused(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, kind: str) -> str:
+def step_refused(parallel: ParallelModel, batch: Batch, kind: str) -> str:
     """The message with which a step of torch's optimizer of that name, or torch's clipping of gradients, is refused."""
-    parallel = build(subject, plan, graph)
     if kind == "clipping":
         parallel.train_step(batch)
         return said(AutoparError, torch.nn.utils.clip_grad_norm_, [p for p in parallel.parameters() if p.ndim > 1], 1.0)
@@ -318,9 +310,8 @@ def step_refused(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, kin
     )
 
 
-def save_run(subject: HfSubject, plan: Plan, graph: Graph, batches: Sequence[Batch], folder: str) -> list[float]:
+def save_run(parallel: ParallelModel, batches: Sequence[Batch], folder: str) -> list[float]:
     """Trains on the first batch, saves, goes on; the losses after saving."""
-    parallel = build(subject, plan, graph)
     optimizer = adamw(parallel.parameters())
     parallel.train_step(batches[0])
     optimizer.step()
@@ -329,10 +320,10 @@ def save_run(subject: HfSubject, plan: Plan, graph: Graph, batches: Sequence[Bat
 
 
 def load_run(
-    subject: HfSubject, plan: Plan, graph: Graph, batches: Sequence[Batch], folder: str, kept: str | None = None
+    parallel: ParallelModel, batches: Sequence[Batch], folder: str, kept: str | None = None
 ) -> tuple[int, list[float]]:
     """Loads into other weights, saves that if asked to, and goes on; the step counter and the losses."""
-    parallel = build(subject, plan, graph, seed=3)
+    parallel.seed = 3
     halve(parallel)
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.5)
     parallel.load(Path(folder), optimizer)
@@ -341,13 +332,10 @@ def load_run(
     return parallel.step_count, _continue(parallel, optimizer, batches[1:])
 
 
-def saves_that_fail(
-    subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, folder: str
-) -> dict[str, tuple[str, list[str]]]:
+def saves_that_fail(parallel: ParallelModel, batch: Batch, folder: str) -> dict[str, tuple[str, list[str]]]:
     """What is said of saves over a whole checkpoint, and the files that are new after each: the last rank's disk is full, the first
     one's, and each rank has a folder of its own."""
-    parallel, rank = build(subject, plan, graph), dist.get_rank()
-    optimizer = adamw(parallel.parameters())
+    rank, optimizer = dist.get_rank(), adamw(parallel.parameters())
     parallel.train_step(batch)
     optimizer.step()
     parallel.save(folder, optimizer)
@@ -366,9 +354,8 @@ def saves_that_fail(
     return found
 
 
-def loads_that_fail(subject: HfSubject, plan: Plan, graph: Graph, folder: str) -> dict[str, tuple[str, int, bool]]:
+def loads_that_fail(parallel: ParallelModel, folder: str) -> dict[str, tuple[str, int, bool]]:
     """What is said of loads that fail, how many states the optimizer has after each, and whether parameters are as they were."""
-    parallel, rank = build(subject, plan, graph), dist.get_rank()
     one, two = Path(folder) / "0", Path(folder) / "1"
     for path in (one, two):
         parallel.save(path, adamw(parallel.parameters()))
@@ -378,7 +365,7 @@ def loads_that_fail(subject: HfSubject, plan: Plan, graph: Graph, folder: str) -
     cut = Path(folder) / "cut"
     parallel.save(cut)
     dist.barrier()
-    if rank == 0:
+    if dist.get_rank() == 0:
         file = sorted(cut.glob("*.safetensors"))[-1]
         file.write_bytes(file.read_bytes()[:100])
     dist.barrier()
@@ -387,7 +374,7 @@ def loads_that_fail(subject: HfSubject, plan: Plan, graph: Graph, folder: str) -
     before = parallel.full_state_dict()
     optimizer = adamw(parallel.parameters())
     for name, path, given in (
-        ("nothing", Path(folder) / "none", optimizer), ("others", Path(folder) / str(rank), None), ("cut", cut, None),
+        ("nothing", Path(folder) / "none", optimizer), ("others", Path(folder) / str(dist.get_rank()), None), ("cut", cut, None),
     ):  # fmt: skip
         text, after = said(AutoparError, parallel.load, path, given), parallel.full_state_dict()
         same = all(torch.equal(value, after[key]) for key, value in before.items())
@@ -395,9 +382,8 @@ def loads_that_fail(subject: HfSubject, plan: Plan, graph: Graph, folder: str) -
     return found
 
 
-def rates_after_load(subject: HfSubject, plan: Plan, graph: Graph, folder: str) -> dict[str, float]:
+def rates_after_load(parallel: ParallelModel, folder: str) -> dict[str, float]:
     """Learning rates of a checkpoint's parameters, each in a group of its own: ``rate_of`` its name when it was saved."""
-    parallel = build(subject, plan, graph)
     named = list(parallel.named_parameters())
     saved = torch.optim.SGD([{"params": [p], "lr": rate_of(name)} for name, p in named])
     parallel.save(Path(folder), saved)
@@ -406,9 +392,8 @@ def rates_after_load(subject: HfSubject, plan: Plan, graph: Graph, folder: str) 
     return {name: group["lr"] for (name, _), group in zip(named, loaded.param_groups, strict=True)}
 
 
-def empty_groups_after_load(subject: HfSubject, plan: Plan, graph: Graph, folder: str) -> list[tuple[float, float]]:
+def empty_groups_after_load(parallel: ParallelModel, folder: str) -> list[tuple[float, float]]:
     """Rates and first rates of two groups, one of them empty on a pipeline rank, after a load and a scheduler made after it."""
-    parallel = build(subject, plan, graph)
 
     def optimizer(rate: float) -> torch.optim.Optimizer:
         first = [p for name, p in parallel.named_parameters() if ".h.0." in name]
@@ -490,9 +475,8 @@ def fail_on_first_rank() -> None:
     dist.barrier()
 
 
-def muon_steps(subject: HfSubject, plan: Plan, graph: Graph, batches: Sequence[Batch]) -> dict[str, Tensor]:
+def muon_steps(parallel: ParallelModel, batches: Sequence[Batch]) -> dict[str, Tensor]:
     """Matrices after steps of Muon whose iteration is in float32 (torch's is in bfloat16)."""
-    parallel = build(subject, plan, graph)
     step_muon([p for p in parallel.parameters() if p.ndim == 2], parallel.train_step, batches)
     return parallel.full_state_dict()
 
@@ -515,13 +499,10 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-def held_bytes(
-    subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, optimizer_name: str = "adamw"
-) -> dict[str, int]:
+def held_bytes(parallel: ParallelModel, batch: Batch, optimizer_name: str = "adamw") -> dict[str, int]:
     """Of this rank: parameters (with what FSDP keeps gathered between forward and backward), gradients, states."""
-    parallel = build(subject, plan, graph)
     optimizer = OPTIMIZERS[optimizer_name](parallel.parameters())
-    gathered, scaler = _gathered(parallel) if plan.zero_stage < 3 else 0, parallel.grad_scaler()
+    gathered, scaler = _gathered(parallel) if parallel.plan.zero_stage < 3 else 0, parallel.grad_scaler()
     parallel.train_step(batch)
     scaler.step(optimizer)
     parameters = list(dict.fromkeys(parallel.parameters()))
@@ -534,9 +515,8 @@ def held_bytes(
     }
 
 
-def host_bytes(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) -> dict[str, int]:
+def host_bytes(parallel: ParallelModel, batch: Batch) -> dict[str, int]:
     """Of this rank: what lies on the host of parameters, gradients and states after two steps, and states on the device."""
-    parallel = build(subject, plan, graph)
     optimizer = adamw(parallel.parameters())
     for _ in range(2):
         parallel.train_step(batch)
@@ -550,9 +530,8 @@ def host_bytes(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) -> di
     }
 
 
-def moved_bytes(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) -> tuple[int, int, int]:
+def moved_bytes(parallel: ParallelModel, batch: Batch) -> tuple[int, int, int]:
     """Of this rank: its pipeline rank, bytes that one step moved to the host and back."""
-    parallel = build(subject, plan, graph)
     parallel.train_step(batch)
     movers = [stage.mover for stage in parallel._assembly.stages if stage.mover is not None]
     return parallel._world.coordinate["pp"], sum(m.down_bytes for m in movers), sum(m.up_bytes for m in movers)
@@ -616,9 +595,8 @@ def crash(path: Path, times: int) -> int:
     return len(path.read_text())
 
 
-def drifting(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, where: str, folder: str) -> dict[str, Any]:
+def drifting(parallel: ParallelModel, batch: Batch, where: str, folder: str) -> dict[str, Any]:
     """Changes a copy on the last rank, twice, before a step that looks or a checkpoint; what was said, and all copies after it."""
-    parallel = build(subject, plan, graph)
     held = [h for h in parallel._assembly.held if h.replicated]
     changed, was_other = "", False
     with _heard() as records:

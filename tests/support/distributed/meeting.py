@@ -11,9 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from autopar.errors import UsageError
-from autopar.graph.graph import Graph
-from autopar.plan.plan import Plan
-from tests.support.distributed.jobs import build
+from autopar.runtime.parallel_model import ParallelModel
 
 Batch = Mapping[str, Tensor]
 RATE = 0.1
@@ -83,11 +81,9 @@ class MeetingSubject:
         return {"images": images, "labels": torch.randint(6, (batch_size,), generator=drawn)}
 
 
-def on_ranks(
-    subject: MeetingSubject, plan: Plan, graph: Graph, steps: Sequence[Batch], rests: Sequence[Batch]
-) -> dict[str, Any]:
+def on_ranks(parallel: ParallelModel, steps: Sequence[Batch], rests: Sequence[Batch]) -> dict[str, Any]:
     """Steps of gradient descent, and then what ``eval()`` makes of ``rests``; what is refused is its error."""
-    parallel, found = build(subject, plan, graph), dict[str, Any](steps=[], rests=[])  # type: ignore[arg-type]
+    found = dict[str, Any](steps=[], rests=[])
     optimizer = torch.optim.SGD(parallel.parameters(), lr=RATE)
     for batch in steps:
         optimizer.zero_grad()

@@ -43,12 +43,17 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(Layer(top_k, skewed, gated=gated) for gated in (True, False))
         self.head = nn.Linear(16, 64, bias=False)
 
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+    def scores(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits and the auxiliary loss."""
         x, auxiliary = self.embed(input_ids), torch.zeros(())
         for layer in self.layers:
             x, one = layer(x)
             auxiliary = auxiliary + one
-        loss = functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+        return self.head(x), auxiliary
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        logits, auxiliary = self.scores(input_ids)
+        loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
         return loss + auxiliary if self.balanced else loss
 
 

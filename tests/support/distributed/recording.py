@@ -11,10 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.graph.graph import Graph
-from autopar.plan.plan import Plan
-from tests.support.distributed.jobs import build
-from tests.support.distributed.subjects import HfSubject
+from autopar.runtime.parallel_model import ParallelModel
 
 Recorded = tuple[str, tuple[int, ...], int]
 """Kind, ranks of the group (of a send: of the group that it stands in), bytes: of the whole tensor; of one rank's part
@@ -83,11 +80,8 @@ def _bytes(kind: str, args: tuple[Any, ...], size: int) -> int:
     return sizes[0] if kind != "all_to_all" else sizes[-1] or sizes[0]
 
 
-def one_step(
-    subject: HfSubject, plan: Plan, graph: Graph, batch: Mapping[str, Tensor], clips: bool
-) -> dict[Recorded, int]:
+def one_step(parallel: ParallelModel, batch: Mapping[str, Tensor], clips: bool) -> dict[Recorded, int]:
     """What this rank sends in the second step of a run: a first one has FSDP and the pipeline set up."""
-    parallel = build(subject, plan, graph)
     optimizer, scaler = torch.optim.SGD(parallel.parameters(), lr=0.01), parallel.grad_scaler()
     parallel.train_step(batch)
     optimizer.zero_grad()

@@ -14,11 +14,9 @@ from torch.nn import functional
 from autopar import api
 from autopar.errors import UsageError
 from autopar.graph.graph import Graph
-from autopar.plan.plan import Plan
 from autopar.runtime.parallel_model import ParallelModel
 from autopar.verification.reference import loss_of
 from tests.support.distributed.mixtures import Model as Mixture
-from tests.support.parallel import on_rank
 from tests.support.said import said
 
 VOCABULARY, LENGTH = 30, 8
@@ -128,19 +126,13 @@ class Experts(Mixture):
     """A mixture that returns its logits."""
 
     def forward(self, idx: Tensor, targets: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
-        x, auxiliary = self.embed(idx), torch.zeros(())
-        for layer in self.layers:
-            x, one = layer(x)
-            auxiliary = auxiliary + one
-        logits = self.head(x)
+        logits, auxiliary = self.scores(idx)
         return {"loss": loss_from(logits, targets), "logits": logits, "auxiliary": auxiliary}
 
 
-def experts() -> nn.Module:
-    return Experts(2, False, False)
-
-
-BUILDERS: dict[str, Any] = {"pair": Pair, "metrics": Metrics, "scores": Scores, "experts": experts}
+BUILDERS: dict[str, Any] = {
+    "pair": Pair, "metrics": Metrics, "scores": Scores, "experts": lambda: Experts(2, False, False),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -165,10 +157,6 @@ class Returning:
         return api.trace(self.build(), example_inputs=self.make_batch(4), loss_fn=loss_fn, name=self.kind)
 
 
-def build(subject: Any, plan: Plan, graph: Graph) -> ParallelModel:
-    return on_rank(subject.build(), plan, graph)
-
-
 def plain(value: Any) -> Any:
     """Without classes that would have to be sent, DTensors whole."""
     if isinstance(value, DTensor):
@@ -184,11 +172,8 @@ def plain(value: Any) -> Any:
     return [plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def predicted(
-    subject: Any, plan: Plan, graph: Graph, batches: Sequence[dict[str, Tensor]], own: bool = False
-) -> list[dict[str, Any]]:
+def predicted(parallel: ParallelModel, batches: Sequence[dict[str, Tensor]], own: bool = False) -> list[dict[str, Any]]:
     """What a rank finds of each batch: complete, kept split, of its own samples, and that nothing has changed by it."""
-    parallel = build(subject, plan, graph)
     return [_predicted(parallel, batch, own) for batch in batches]
 
 
@@ -206,9 +191,8 @@ def _predicted(parallel: ParallelModel, batch: dict[str, Tensor], own: bool) -> 
     return found
 
 
-def called(subject: Any, plan: Plan, graph: Graph, batch: dict[str, Tensor]) -> dict[str, Any]:
+def called(parallel: ParallelModel, batch: dict[str, Tensor]) -> dict[str, Any]:
     """What a rank is given in training, and the gradients of its loss."""
-    parallel = build(subject, plan, graph)
     output = parallel(**batch)
     loss_of(output).backward()
     with torch.no_grad():
@@ -216,9 +200,9 @@ def called(subject: Any, plan: Plan, graph: Graph, batch: dict[str, Tensor]) -> 
     return {"output": plain(output), "silent": silent, "gradients": parallel.full_gradients()}
 
 
-def read_in_training(subject: Any, plan: Plan, graph: Graph, batch: dict[str, Tensor]) -> dict[str, Any]:
+def read_in_training(parallel: ParallelModel, batch: dict[str, Tensor]) -> dict[str, Any]:
     """What a rank is told that reads outputs of a training call, or makes one a part of its loss."""
-    output = build(subject, plan, graph)(**batch)
+    output = parallel(**batch)
     return {
         "read": said(UsageError, lambda: output.more["accuracy"] + 1),
         "stacked": said(UsageError, lambda: torch.stack([output.more["guess"]])),
@@ -228,7 +212,7 @@ def read_in_training(subject: Any, plan: Plan, graph: Graph, batch: dict[str, Te
     }
 
 
-def placements(subject: Any, plan: Plan, graph: Graph, batch: dict[str, Tensor]) -> list[str]:
+def placements(parallel: ParallelModel, batch: dict[str, Tensor]) -> list[str]:
     """How the logits lie on the mesh where they stay split."""
-    logits = build(subject, plan, graph).predict(batch, gather=False).logits
+    logits = parallel.predict(batch, gather=False).logits
     return [f"S({p.dim})" if isinstance(p, Shard) else "R" if p.is_replicate() else "P" for p in logits.placements]

@@ -12,12 +12,9 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.func import functional_call
 
-from autopar.graph.graph import Graph
-from autopar.plan.plan import Plan
 from autopar.runtime.parallel_model import ParallelModel
 from autopar.runtime.step.global_loss import ParallelScaler
 from autopar.verification.reference import loss_of
-from tests.support.distributed.jobs import build
 from tests.support.parallel import halve
 
 Batch = Mapping[str, Tensor]
@@ -30,9 +27,7 @@ def sgd(parameters: Any, *, fused: bool = False) -> torch.optim.Optimizer:
 
 
 def steps(
-    subject: Any,
-    plan: Plan,
-    graph: Graph,
+    parallel: ParallelModel,
     batches: Sequence[Batch],
     *,
     scaling: Mapping[str, Any],
@@ -45,7 +40,6 @@ def steps(
     ``called``: not by ``train_step``; ``fused``: the optimizer unscales, and gradients are not looked at; ``infinite``: step and
     rank in which one element of a gradient is made infinite.
     """
-    parallel = build(subject, plan, graph)
     scaler, optimizer = parallel.grad_scaler(**scaling), sgd(parallel.parameters(), fused=fused)
     found: dict[str, list[Any]] = {"losses": [], "norms": [], "gradients": [], "parameters": [], "states": []}
     for number, batch in enumerate(batches):
@@ -98,20 +92,17 @@ def _trained(parallel: ParallelModel, scaler: ParallelScaler, batch: Batch) -> f
     return loss
 
 
-def save(subject: Any, plan: Plan, graph: Graph, batch: Batch, folder: str) -> tuple[dict[str, Any], float]:
+def save(parallel: ParallelModel, batch: Batch, folder: str) -> tuple[dict[str, Any], float]:
     """Saves after a step; the scaler's state, and the loss of the next step."""
-    parallel = build(subject, plan, graph)
     scaler = parallel.grad_scaler(init_scale=1024.0, growth_interval=3)
     _trained(parallel, scaler, batch)
     parallel.save(Path(folder))
     return scaler.state_dict(), _trained(parallel, scaler, batch)
 
 
-def load(
-    subject: Any, plan: Plan, graph: Graph, batch: Batch, folder: str, *, late: bool
-) -> tuple[dict[str, Any], float]:
+def load(parallel: ParallelModel, batch: Batch, folder: str, *, late: bool) -> tuple[dict[str, Any], float]:
     """Loads into other weights, before (``late``) or after the scaler is made; its state, and the loss of a step."""
-    parallel = build(subject, plan, graph, seed=3)
+    parallel.seed = 3
     halve(parallel)
     if late:
         parallel.load(Path(folder))
@@ -121,8 +112,7 @@ def load(
     return scaler.state_dict(), _trained(parallel, scaler, batch)
 
 
-def save_plain(subject: Any, plan: Plan, graph: Graph, batch: Batch, folder: str) -> None:
+def save_plain(parallel: ParallelModel, batch: Batch, folder: str) -> None:
     """Of a plan without scales."""
-    parallel = build(subject, plan, graph)
     parallel.train_step(batch)
     parallel.save(Path(folder))

@@ -9,37 +9,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autopar.graph.graph import Graph
-from autopar.plan.plan import Plan
+from autopar.runtime.parallel_model import ParallelModel
 from autopar.verification.reference import loss_of
-from tests.support.distributed.jobs import build
 from tests.support.distributed.subjects import HfSubject
 
 Batch = Mapping[str, Tensor]
 
 
-def trained(subject: HfSubject, plan: Plan, graph: Graph, batches: Sequence[Batch]) -> list[dict[str, Any]]:
-    """Of each batch the loss of training and of evaluation, and the gradients."""
-    parallel = build(subject, plan, graph)
+def trained(parallel: ParallelModel, batches: Sequence[Batch], called: bool) -> list[dict[str, Any]]:
+    """Of each batch the loss of training and of evaluation, and the gradients; ``called``: the caller calls backward."""
     found = []
     for batch in batches:
         for parameter in parallel.parameters():
             parameter.grad = None
-        loss = parallel.train_step(batch).item()
-        found.append({"losses": (loss, parallel.evaluate(batch).item()), "gradients": parallel.full_gradients()})
-    return found
-
-
-def called(subject: HfSubject, plan: Plan, graph: Graph, batches: Sequence[Batch]) -> list[dict[str, Any]]:
-    """The same of a loss whose backward the caller calls."""
-    parallel = build(subject, plan, graph)
-    found = []
-    for batch in batches:
-        for parameter in parallel.parameters():
-            parameter.grad = None
-        loss = loss_of(parallel(**batch))
-        loss.backward()
-        found.append({"losses": (loss.item(), loss.item()), "gradients": parallel.full_gradients()})
+        loss = loss_of(parallel(**batch)) if called else parallel.train_step(batch)
+        if called:
+            loss.backward()
+        losses = loss.item(), parallel.evaluate(batch).item()
+        found.append({"losses": losses, "gradients": parallel.full_gradients()})
     return found
 
 

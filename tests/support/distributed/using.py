@@ -19,8 +19,9 @@ from autopar.hardware.read import load_profile
 from autopar.plan.plan import Plan
 from autopar.request import Request
 from autopar.runtime.launch import launch
+from autopar.runtime.parallel_model import ParallelModel
 from autopar.verification.reference import adamw
-from tests.support.distributed.jobs import Batch, build
+from tests.support.distributed.jobs import Batch
 from tests.support.distributed.subjects import HfSubject
 from tests.support.parallel import halve
 
@@ -70,9 +71,8 @@ def without_a_cluster(subject: HfSubject, batch: Batch) -> tuple[str, str, list[
     return parallel.plan.cluster, str(parallel.plan.mesh), planned
 
 
-def saved_by_torch(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, folder: str) -> float:
+def saved_by_torch(parallel: ParallelModel, batch: Batch, folder: str) -> float:
     """The loss after a step, of a model that ``torch.distributed.checkpoint`` then saves."""
-    parallel = build(subject, plan, graph)
     optimizer = adamw(parallel.parameters())
     parallel.train_step(batch)
     optimizer.step()
@@ -80,11 +80,8 @@ def saved_by_torch(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, f
     return parallel.evaluate(batch).item()
 
 
-def loaded_by_torch(
-    subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, folder: str, kept: str | None = None
-) -> tuple[int, float]:
+def loaded_by_torch(parallel: ParallelModel, batch: Batch, folder: str, kept: str | None = None) -> tuple[int, float]:
     """Steps and loss of a model of other weights that ``torch.distributed.checkpoint`` has loaded, and saved if asked to."""
-    parallel = build(subject, plan, graph)
     halve(parallel)
     dcp.load({"model": parallel}, checkpoint_id=folder)
     if kept is not None:

@@ -78,8 +78,10 @@ def alone(accumulated: int) -> dict[str, Any]:
     return loop(accelerator, SUBJECT.build(), shuffled_with(3))
 
 
-def parallel(plan: Plan, graph: Graph, accumulated: int, precision: str | None = None) -> dict[str, Any]:
-    """One rank."""
+def parallel(
+    plan: Plan, graph: Graph, accumulated: int, precision: str | None = None, own: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """One rank; ``own``: options of the loop with a loader of the parallel model."""
     from autopar.integrations.accelerate import Accelerator
 
     forget()
@@ -87,6 +89,8 @@ def parallel(plan: Plan, graph: Graph, accumulated: int, precision: str | None =
     with as_under_torchrun():
         par = on_rank(model, plan, graph)
         accelerator = Accelerator(gradient_accumulation_steps=accumulated, cpu=True, mixed_precision=precision)
+        if own is not None:
+            return loop(accelerator, par, par.dataloader(Texts(), seed=4), **own)
         return loop(accelerator, par, shuffled_with(3 + par.rank))
 
 
@@ -112,15 +116,3 @@ def given_to_others(plan: Plan, graph: Graph) -> list[str]:
             found.append(said(UsageError, attempt))
     forget()
     return found
-
-
-def own_loader(plan: Plan, graph: Graph, options: dict[str, Any]) -> dict[str, Any]:
-    """One rank, with a loader of the parallel model."""
-    from autopar.integrations.accelerate import Accelerator
-
-    forget()
-    model = SUBJECT.build()
-    with as_under_torchrun():
-        par = on_rank(model, plan, graph)
-        accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True)
-        return loop(accelerator, par, par.dataloader(Texts(), seed=4), **options)
