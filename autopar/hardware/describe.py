@@ -309,21 +309,17 @@ def shipped_profile_name(device_name: str, memory_bytes: int | None = None) -> s
     return None
 
 
+@cache
 def _fits(name: str, memory_bytes: int | None) -> bool:
     """Whether a device with so much memory can be that of the profile."""
     if memory_bytes is None:
         return name not in _NEEDS_MEMORY
-    return has_memory(memory_bytes, _profile_bytes(name))
+    return has_memory(memory_bytes, load_profile(name).device.memory_bytes)
 
 
 def has_memory(memory_bytes: int, of_bytes: int) -> bool:
     """Whether devices that report so much memory can be equal."""
     return abs(memory_bytes / of_bytes - 1.0) <= _MEMORY_SPREAD
-
-
-@cache
-def _profile_bytes(name: str) -> int:
-    return load_profile(name).device.memory_bytes
 
 
 def multiplies_in_tf32() -> bool:

@@ -88,10 +88,11 @@ def render_comparison(before: Plan, after: Plan, *, names: tuple[str, str]) -> s
 
 def comparison(before: Plan, after: Plan) -> dict[str, Any]:
     """The same as JSON values: all changes, and the ratio of the step times."""
+    before_s, after_s = before.predicted.step_time_s, after.predicted.step_time_s
     return {
-        "step_time_s": [before.predicted.step_time_s, after.predicted.step_time_s],
+        "step_time_s": [before_s, after_s],
         "peak_memory_bytes": [before.predicted.peak_memory_bytes, after.predicted.peak_memory_bytes],
-        "step_time_ratio": _ratio(after.predicted.step_time_s, before.predicted.step_time_s),
+        "step_time_ratio": after_s / before_s if before_s else None,
         "changes": [asdict(change) for change in diff_plans(before, after)],
     }
 
@@ -127,10 +128,6 @@ def _rows(before: Plan, after: Plan) -> list[tuple[str, str, str, str]]:
 
 def _change(before: float, after: float, digits: int = 1) -> str:
     return f"{100 * (after / before - 1):+.{digits}f} %" if before else "-" if not after else "new"
-
-
-def _ratio(one: float, other: float) -> float | None:
-    return one / other if other else None
 
 
 # --- What a run measured beside what its plan predicted, for `autopar validate --from-run`.

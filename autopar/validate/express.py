@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 from autopar.cost.blocks.block_cost import BlockCost, Message
 from autopar.cost.blocks.block_work import BlockWork, block_work, price_block
@@ -75,10 +75,9 @@ class Structure:
 
 
 class Expressed:
-    """Runs as blocks; remembers traces, and solutions that runs share, by the first profile of each device that is given."""
+    """Runs as blocks; remembers solutions that runs share, by the first profile of each device that is given."""
 
     def __init__(self) -> None:
-        self._graphs: dict[Sizes, Graph] = {}
         self._layouts: dict[object, Layouts] = {}
 
     def structures(self, run: Run, site: Site, profile: MachineProfile) -> tuple[Structure, ...]:
@@ -105,7 +104,7 @@ class Expressed:
             whole = replace(run, devices=inside, pp=1, dp=max(inside // (run.tp * run.cp), 1))
             space = replace(load_space("default"), price_ratios=(0.0,))
             self._layouts[key] = Layouts(
-                self._graph_of(sizes),
+                _graph_of(sizes),
                 CostModel(cluster_of(whole, profile, site), PRECISIONS[run.precision], "adamw"),
                 global_batch_size=run.global_batch,
                 pins=Pins.parse(()),
@@ -114,11 +113,12 @@ class Expressed:
             )
         return self._layouts[key]
 
-    def _graph_of(self, sizes: Sizes) -> Graph:
-        if sizes not in self._graphs:
-            model, batch = build(sizes, TRACED_LAYERS)
-            self._graphs[sizes] = trace(model, (), batch, name=sizes.family, repeats=True)
-        return self._graphs[sizes]
+
+@cache
+def _graph_of(sizes: Sizes) -> Graph:
+    """The model of :data:`TRACED_LAYERS` layers: a graph depends on its sizes alone, and tracing takes most of the time."""
+    model, batch = build(sizes, TRACED_LAYERS)
+    return trace(model, (), batch, name=sizes.family, repeats=True)
 
 
 def sizes_of(run: Run, site: Site = PLAIN) -> Sizes:
