@@ -77,15 +77,24 @@ class Form:
         'silu limit=7.0 is_transposed'
 
         Raises:
-            UsageError: an unknown activation.
+            UsageError: an unknown activation, or what is no option of it.
         """
-        activation, *options = text.split()
+        activation, *options = text.split() or [""]
         if activation not in _ACTIVATIONS:
             raise UsageError.unknown("activation", activation, ACTIVATIONS)
         given: dict[str, Any] = {}
         for option in options:
             name, _, value = option.partition("=")
-            given[name] = float(value) if value else True
+            if name not in {f.name for f in fields(cls)[1:]}:
+                raise UsageError.unknown(
+                    f"option of the activation {activation}", name, [f.name for f in fields(cls)[1:]]
+                )
+            try:
+                given[name] = float(value) if value else True
+            except ValueError:
+                raise UsageError(
+                    f"The {name} of the activation is {value!r}", fix=f"Give a number: {name}=7.0"
+                ) from None
         return cls(activation=activation, **given)
 
     def __str__(self) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -59,3 +61,18 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     experts = autopar_nn.Experts(num_experts=3, hidden=4, ffn=8)
     with pytest.raises(UsageError, match="tensors given to the experts do not fit"):
         experts(torch.randn(5, 3), torch.ones(5, 1), torch.ones(5, 1, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("activation", "says"),
+    [
+        ("", "Unknown activation ''"),
+        ("swish", "Unknown activation 'swish'"),
+        ("silu limt=7", "Unknown option of the activation silu 'limt'. Did you mean 'limit'?"),
+        ("silu limit=x", "The limit of the activation is 'x'. Give a number"),
+    ],
+)
+def test_an_activation_that_is_none_is_told(activation: str, says: str) -> None:
+    experts = autopar_nn.Experts(num_experts=3, hidden=4, ffn=8, activation=activation)
+    with pytest.raises(UsageError, match=re.escape(says)):
+        experts(torch.randn(5, 4), torch.ones(5, 1), torch.ones(5, 1, dtype=torch.int64))
