@@ -219,7 +219,9 @@ def _loaded(plan: Plan | str | Path) -> Plan:
     if isinstance(plan, Plan):
         return plan
     if not isinstance(plan, str | Path):
-        raise UsageError(f"plan takes a plan or its file, but got {plan!r}", fix="Write for example plan='plan.json'")
+        raise UsageError(
+            f"The plan {plan!r} is neither a Plan nor the path of a file", fix="Write for example plan='plan.json'"
+        )
     return Plan.load(plan)
 
 

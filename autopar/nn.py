@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from autopar.errors import UsageError
 from autopar.ops import experts as expert_ops
+from autopar.ops.kernels import Form
 
 
 @torch.library.custom_op("autopar::experts", mutates_args=())
@@ -61,7 +62,7 @@ def experts(  # noqa: PLR0913  the tensors of a mixture
         indices: [tokens..., k], integers: which experts.
         gate, up: [E, f, h]; ``gate`` None: experts without a gate.
         down: [E, h, f].
-        activation: one of ``autopar.ops.experts.ACTIVATIONS``, or what else :class:`autopar.ops.experts.Form` says:
+        activation: one of ``autopar.ops.kernels.ACTIVATIONS``, or what else :class:`autopar.ops.kernels.Form` says:
             ``silu alpha=1.702 limit=7.0 shift=1.0``. Weights that it says are transposed are [E, h, f] and [E, f, h], gate and up that
             it says are interleaved stand in ``up`` [E, 2f, h].
         gate_bias, up_bias: [E, f] as gate and up; down_bias: [E, h]; None: none.
@@ -72,7 +73,7 @@ def experts(  # noqa: PLR0913  the tensors of a mixture
     Raises:
         UsageError: shapes that do not fit together, or an unknown activation.
     """
-    form = expert_ops.Form.parse(activation)
+    form = Form.parse(activation)
     e, pairs, h = (up.mT if form.is_transposed else up).shape
     f = pairs // 2 if form.is_interleaved else pairs
     fits = (

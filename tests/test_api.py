@@ -125,7 +125,7 @@ def test_arguments_of_another_kind_are_refused(given: dict[str, Any], message: s
 def test_what_is_no_plan_is_refused() -> None:
     net = torch.nn.Linear(2, 2)
     for function in (autopar.verify, lambda model, plan: autopar.parallelize(model, plan=plan)):
-        with pytest.raises(UsageError, match="plan takes a plan or its file, but got 3"):
+        with pytest.raises(UsageError, match="The plan 3 is neither a Plan nor the path of a file"):
             function(net, 3)
 
 

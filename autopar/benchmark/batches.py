@@ -204,6 +204,7 @@ def benchmark(
     *,
     title: str,
     results: Path | None = None,
+    batch: int = BATCH,
     advance: Advance | None = None,
 ) -> Outcome:
     """Measures the plans of ``choice`` that ``results`` has not yet, and scores all.
@@ -213,16 +214,17 @@ def benchmark(
         results: a file that is read first and written after every batch, so that a run that was stopped goes on;
             measurements stay when predictions change. None: nothing is kept.
         launch: what fails for several plans is tried once more for each alone.
+        batch: plans that are launched together.
 
     Raises:
         UsageError: the file is of another benchmark.
     """
     known = _read(results, title) if results is not None else {}
     left = [entry for entry in choice.entries if entry.key not in known]
-    for done in range(0, len(left), BATCH):
+    for done in range(0, len(left), batch):
         if advance is not None:
             advance("running plans", done, len(left))
-        known |= _measure(job, left[done : done + BATCH], launch)
+        known |= _measure(job, left[done : done + batch], launch)
         if results is not None:
             write_text(results, json.dumps({"title": title, "measured": known}, indent=1), make_folder=True)
     rows = [_row(entry, known[entry.key], job.as_rank) for entry in choice.entries]

@@ -8,7 +8,7 @@ No token is dropped, whatever the routing; experts without tokens get zero gradi
 [tokens..., h]; weights and indices [tokens..., k]; gate and up [E, f, h]; down [E, h, f]; the result is as
 hidden. ``gate`` None: no gate. ``gate_bias`` and ``up_bias`` [E, f] are added to what gate and up give; None: none. A bias of
 ``down`` is no part of the operator, as its parts split along f could not each add it. ``form`` is the name of the activation and
-what :class:`Form` knows besides. Rows are sorted by expert, so that each expert is one product.
+what :class:`autopar.ops.kernels.Form` knows besides. Rows are sorted by expert, so that each expert is one product.
 
 The host waits for the device in :func:`_read` alone, at most once a call: for the sizes of what a rank keeps or
 sends, or for the rows of each expert where a loop runs over them. All experts of one rank wait for nothing where the
@@ -18,10 +18,7 @@ products are grouped (:func:`_is_grouped`). Whoever recomputes a block in backwa
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
-from functools import cache
 from itertools import pairwise, repeat
 from typing import Any, NamedTuple, cast
 
@@ -31,88 +28,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopar.errors import UsageError
 from autopar.ops.collectives import group
+from autopar.ops.kernels import Form
 from autopar.ops.plain import unknown
-
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu": F.relu,
-    "relu2": lambda x: F.relu(x).square(),
-    "sigmoid": torch.sigmoid,
-    "tanh": torch.tanh,
-}
-ACTIVATIONS = tuple(_ACTIVATIONS)
-"""Names of the functions that an expert may apply."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
-    """What experts do between their products, and how their weights lie.
-
-    Attributes:
-        activation: one of :data:`ACTIVATIONS`.
-        alpha: of ``silu``: ``x * sigmoid(alpha * x)``.
-        limit: what gate gives is cut off above it, what up gives on both sides; of gated experts.
-        shift: added to what up gives, after that; of gated experts.
-        is_transposed: gate and up are [E, h, f], down is [E, f, h].
-        is_interleaved: ``gate`` is None, and ``up`` gives both in turn: f counts the pairs.
-    """
-
-    activation: str
-    alpha: float = 1.0
-    limit: float = math.inf
-    shift: float = 0.0
-    is_transposed: bool = False
-    is_interleaved: bool = False
-
-    @classmethod
-    @cache
-    def parse(cls, text: str) -> Form:
-        """What :meth:`__str__` writes.
-
-        >>> str(Form.parse("silu limit=7.0 is_transposed"))
-        'silu limit=7.0 is_transposed'
-
-        Raises:
-            UsageError: an unknown activation, or what is no option of it.
-        """
-        activation, *options = text.split() or [""]
-        if activation not in _ACTIVATIONS:
-            raise UsageError.unknown("activation", activation, ACTIVATIONS)
-        given: dict[str, Any] = {}
-        for option in options:
-            name, _, value = option.partition("=")
-            if name not in {f.name for f in fields(cls)[1:]}:
-                raise UsageError.unknown(
-                    f"option of the activation {activation}", name, [f.name for f in fields(cls)[1:]]
-                )
-            try:
-                given[name] = float(value) if value else True
-            except ValueError:
-                raise UsageError(
-                    f"The {name} of the activation is {value!r}", fix=f"Give a number: {name}=7.0"
-                ) from None
-        return cls(activation=activation, **given)
-
-    def __str__(self) -> str:
-        changed = [(f.name, getattr(self, f.name)) for f in fields(self)[1:] if getattr(self, f.name) != f.default]
-        return " ".join([self.activation, *(name if value is True else f"{name}={value}" for name, value in changed)])
-
-    def between(self, gate: Tensor | None, up: Tensor) -> Tensor:
-        """What goes into down, of what gate and up give; ``gate`` None: there is none, or it stands in ``up``."""
-        if self.is_interleaved:
-            gate, up = up[..., ::2], up[..., 1::2]
-        if gate is None:
-            return self._activated(up)
-        if self.limit < math.inf:
-            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        return self._activated(gate) * (up + self.shift if self.shift else up)
-
-    def _activated(self, x: Tensor) -> Tensor:
-        return x * torch.sigmoid(self.alpha * x) if self.alpha != 1 else _ACTIVATIONS[self.activation](x)
 
 
 class _Held(NamedTuple):

@@ -1,17 +1,20 @@
-"""What is known of kernels before one is loaded: which functions targets name, which shapes have fused attention, what a region is."""
+"""What is known of kernels before one is loaded: functions that targets name, shapes of fused attention, regions, what experts compute."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cache
 from importlib import import_module
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from autopar.errors import RuleError
+from autopar.errors import RuleError, UsageError
 
 KERNELS = ("collectives", "plain", "seeded", "sharded", "experts", "sequence", "opaque")
 """The modules beside this one whose functions graphs name, and emitted code calls."""
@@ -126,3 +129,85 @@ def region_of(text: str) -> Region:
             "splits": splits,
         }
     )
+
+
+# --- mixtures of experts
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+}
+ACTIVATIONS = tuple(_ACTIVATIONS)
+"""Names of the functions that an expert may apply."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """What experts do between their products, and how their weights lie.
+
+    Attributes:
+        activation: one of :data:`ACTIVATIONS`.
+        alpha: of ``silu``: ``x * sigmoid(alpha * x)``.
+        limit: what gate gives is cut off above it, what up gives on both sides; of gated experts.
+        shift: added to what up gives, after that; of gated experts.
+        is_transposed: gate and up are [E, h, f], down is [E, f, h].
+        is_interleaved: ``gate`` is None, and ``up`` gives both in turn: f counts the pairs.
+    """
+
+    activation: str
+    alpha: float = 1.0
+    limit: float = math.inf
+    shift: float = 0.0
+    is_transposed: bool = False
+    is_interleaved: bool = False
+
+    @classmethod
+    @cache
+    def parse(cls, text: str) -> Form:
+        """What :meth:`__str__` writes.
+
+        >>> str(Form.parse("silu limit=7.0 is_transposed"))
+        'silu limit=7.0 is_transposed'
+
+        Raises:
+            UsageError: an unknown activation, or what is no option of it.
+        """
+        activation, *options = text.split() or [""]
+        if activation not in _ACTIVATIONS:
+            raise UsageError.unknown("activation", activation, ACTIVATIONS)
+        given: dict[str, Any] = {}
+        for option in options:
+            name, _, value = option.partition("=")
+            if name not in {f.name for f in fields(cls)[1:]}:
+                raise UsageError.unknown(
+                    f"option of the activation {activation}", name, [f.name for f in fields(cls)[1:]]
+                )
+            try:
+                given[name] = float(value) if value else True
+            except ValueError:
+                raise UsageError(
+                    f"The {name} of the activation is {value!r}", fix=f"Give a number: {name}=7.0"
+                ) from None
+        return cls(activation=activation, **given)
+
+    def __str__(self) -> str:
+        changed = [(f.name, getattr(self, f.name)) for f in fields(self)[1:] if getattr(self, f.name) != f.default]
+        return " ".join([self.activation, *(name if value is True else f"{name}={value}" for name, value in changed)])
+
+    def between(self, gate: Tensor | None, up: Tensor) -> Tensor:
+        """What goes into down, of what gate and up give; ``gate`` None: there is none, or it stands in ``up``."""
+        if self.is_interleaved:
+            gate, up = up[..., ::2], up[..., 1::2]
+        if gate is None:
+            return self._activated(up)
+        if self.limit < math.inf:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return self._activated(gate) * (up + self.shift if self.shift else up)
+
+    def _activated(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(self.alpha * x) if self.alpha != 1 else _ACTIVATIONS[self.activation](x)

@@ -15,8 +15,7 @@ from fractions import Fraction
 
 from autopar.errors import RuleError
 from autopar.graph.graph import Op
-from autopar.ops.experts import Form
-from autopar.ops.kernels import region_of
+from autopar.ops.kernels import Form, region_of
 from autopar.plan.mesh import I, P, R, S
 from autopar.rules.computing_patterns import reduction
 from autopar.rules.grammar import Pattern, bind, parse, positional

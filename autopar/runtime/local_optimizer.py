@@ -72,7 +72,7 @@ class HostCopies:
         found = _to_host(checksums([local for _, local in stepped]))
         self._mark(local for _, local in stepped)
         self.wait()
-        numbers = zip(stepped, found.tolist(), strict=True)
+        numbers = zip(stepped, _read(found), strict=True)
         written = [(host, local) for (host, local), now in numbers if host.came_up != now]
         with torch.no_grad():
             for host, local in written:
@@ -96,7 +96,7 @@ class HostCopies:
             event.synchronize()
         self._events.clear()
         if self._up is not None:
-            for host, number in zip(self._up[0], self._up[1].tolist(), strict=True):
+            for host, number in zip(self._up[0], _read(self._up[1]), strict=True):
                 host.came_up = number
             self._up = None
 
@@ -110,6 +110,12 @@ class HostCopies:
 def host_state(value: Tensor) -> Tensor:
     """A state of an optimizer on the host; states that were loaded from elsewhere may lie on the device."""
     return value if value.device.type == "cpu" else _on_host(value).copy_(value)
+
+
+def _read(numbers: Tensor) -> list[int]:
+    """Numbers on the host."""
+    found: list[int] = numbers.tolist()
+    return found
 
 
 def _to_host(value: Tensor) -> Tensor:

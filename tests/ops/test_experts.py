@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from autopar.ops import collectives
 from autopar.ops import experts as expert_ops
-from autopar.ops.experts import _ACTIVATIONS as FUNCTIONS
+from autopar.ops.kernels import _ACTIVATIONS as FUNCTIONS
 from autopar.plan.mesh import Mesh
 from tests.support.close import assert_close
 from tests.support.lower.ranks import run_ranks

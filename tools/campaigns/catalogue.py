@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from math import prod
+from math import inf, prod
 from typing import TYPE_CHECKING
 
 import torch
 
 from autopar.graph.graph import Ref
+from autopar.ops.kernels import Form
 
 if TYPE_CHECKING:
     from tools.campaigns.draw import Builder
@@ -287,10 +288,26 @@ def experts(b: Builder) -> None:
     b.apart(logits, b.rank(x) - 1)
     scores = b.op("aten.softmax.int", logits, b.rank(x) - 1)
     chosen = b.op("aten.topk.default", scores, 1 + b.choose(2), b.rank(x) - 1)
-    gate = b.parameter(number, inner, hidden) if b.flip() else None
-    up, down = b.parameter(number, inner, hidden), b.parameter(number, hidden, inner)
-    activation = ("silu", "gelu", "tanh")[b.choose(3)]
-    b.add(b.op("autopar.experts", x, chosen, Ref(chosen.name, 1), gate, up, down, activation))
+    is_gated, is_biased, is_transposed = b.flip(), b.flip(), b.flip()
+    is_interleaved = is_gated and b.flip()
+    outer = (1 + is_interleaved) * inner
+    up, down, gate = (number, outer, hidden), (number, hidden, inner), (number, inner, hidden)
+    if is_transposed:
+        up, down, gate = ((n, width, height) for n, height, width in (up, down, gate))
+    has_gate = is_gated and not is_interleaved
+    held = (b.parameter(*gate) if has_gate else None, b.parameter(*up), b.parameter(*down))
+    biases = (
+        b.parameter(number, inner) if has_gate and is_biased else None,
+        b.parameter(number, outer) if is_biased else None,
+    )
+    form = Form(
+        activation=("silu", "gelu", "tanh")[b.choose(3)],
+        limit=1.0 if is_gated and b.flip() else inf,
+        shift=float(is_gated and b.flip()),
+        is_transposed=is_transposed,
+        is_interleaved=is_interleaved,
+    )
+    b.add(b.op("autopar.experts", x, chosen, Ref(chosen.name, 1), *held, *biases, str(form)))
 
 
 def along(b: Builder) -> None:

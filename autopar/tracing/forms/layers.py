@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 
 from autopar import nn
 from autopar.graph.graph import Argument, Ref, TensorSpec
-from autopar.ops.experts import Form
+from autopar.ops.kernels import Form
 from autopar.tracing.builder import Builder, Call, Value
 from autopar.tracing.failures import FAILURES
 from autopar.tracing.forms.basic import Handler, detached, generic, slice_of, view_to
