@@ -86,7 +86,8 @@ class Request:
                 object.__setattr__(self, name, written(getattr(self, name)))
         for name, example in _EXAMPLES.items():
             given = getattr(self, name)
-            if not isinstance(given, str | None) and not (name == "cluster" and isinstance(given, Cluster)):
+            is_left_out = given is None and name in ("cluster", "sampler")
+            if not (isinstance(given, str) or is_left_out or (name == "cluster" and isinstance(given, Cluster))):
                 raise UsageError(f"{name} takes a text, but got {given!r}", fix=f"Write for example {name}='{example}'")
         if not isinstance(self.sampler_seed, int):
             raise UsageError(f"The sampler_seed is {self.sampler_seed!r}", fix="Give a whole number")

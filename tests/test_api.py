@@ -109,6 +109,8 @@ def test_pins_that_are_no_texts_are_refused(keyword: str, wrong: Any) -> None:
     [
         ({"cluster": 8}, "cluster takes a text, but got 8. Write for example cluster='h100-sxm5-80gb:4x8'"),
         ({"precision": torch.bfloat16}, "precision takes a text, but got torch.bfloat16"),
+        ({"precision": None}, "precision takes a text, but got None"),
+        ({"space": None}, "space takes a text, but got None"),
         ({"optimizer": torch.optim.Adam}, "optimizer takes a text, but got <class"),
         ({"sampler": 3}, "sampler takes a text, but got 3"),
         ({"sampler": "tpe", "sampler_seed": "a"}, "The sampler_seed is 'a'"),
