@@ -1,6 +1,7 @@
 """Graphs made of graphs: few blocks that stand for many equal ones, and vocabularies made longer so that they split evenly.
 
-A run of equal blocks (equal hash, each fed by the one before) is cut down to its first, one inner and its last block.
+A run of equal blocks (equal hash, each fed by the one before) is cut down to its first, one inner and its last block; where
+layers of several kinds follow each other in turn, so is the run of windows that hold one turn each.
 Everything that the search does, it does on this *compact* graph; a plan then names the layout for each block.
 
 A vocabulary is a set of dims that must have one length: rows of embedding tables, features out of heads (weights and
@@ -12,8 +13,9 @@ a padded dim, nothing is padded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 
 from autopar.graph.graph import Argument, Block, Graph, Op, Padding, Ref, TensorSpec, map_refs
 
@@ -25,8 +27,8 @@ class Compact:
     Attributes:
         graph: with fewer blocks; its fingerprint is that of the original.
         members: for each block of ``graph`` the indices of the original blocks that it stands for.
-        alike: pairs of values of ``graph`` that must have one type on every axis: what feeds an inner block and
-            what it makes, because inner blocks feed each other.
+        alike: pairs of values of ``graph`` that must have one type on every axis: what feeds an inner window and
+            what it makes, because inner windows feed each other.
     """
 
     graph: Graph
@@ -55,19 +57,21 @@ def compact(graph: Graph, *, keys: Sequence[object] = ()) -> Compact:
 
 
 def _compact(graph: Graph, keys: Sequence[object]) -> Compact:
-    runs = _runs(graph, keys or [None] * len(graph.blocks))
     kept: list[tuple[Block, tuple[int, ...]]] = []
     stands_for: dict[str, str] = {}
-    for run in runs:
-        if len(run) <= 3:
-            kept += [(graph.blocks[i], (i,)) for i in run]
+    for start, period, count in _repeats(_kinds(graph, keys or [None] * len(graph.blocks))):
+        windows = [range(start + k * period, start + (k + 1) * period) for k in range(count)]
+        if count <= 3:
+            kept += [(graph.blocks[i], (i,)) for window in windows for i in window]
             continue
-        first, inner, last = run[0], run[1], run[-1]
-        kept += [(graph.blocks[first], (first,)), (graph.blocks[inner], run[1:-1]), (graph.blocks[last], (last,))]
-        names = [op.name for op in graph.block_ops(graph.blocks[inner])]
-        for dropped in run[2:-1]:
-            theirs = (op.name for op in graph.block_ops(graph.blocks[dropped]))
-            stands_for.update(zip(theirs, names, strict=True))
+        first, inner, *others, last = windows
+        kept += [(graph.blocks[i], (i,)) for i in first]
+        kept += [(graph.blocks[i], tuple(range(i, last.start, period))) for i in inner]
+        kept += [(graph.blocks[i], (i,)) for i in last]
+        for window in others:
+            for i, dropped in zip(inner, window, strict=True):
+                mine, theirs = (graph.block_ops(graph.blocks[k]) for k in (i, dropped))
+                stands_for.update({b.name: a.name for a, b in zip(mine, theirs, strict=True)})
     alike: dict[tuple[Ref, Ref], None] = {}
     for block, members in kept:
         if len(members) > 1:
@@ -84,8 +88,8 @@ def _compact(graph: Graph, keys: Sequence[object]) -> Compact:
     )
 
 
-def _runs(graph: Graph, keys: Sequence[object]) -> list[tuple[int, ...]]:
-    """Consecutive blocks of equal hash and key that share no parameter with any other block."""
+def _kinds(graph: Graph, keys: Sequence[object]) -> list[object]:
+    """Equal for blocks of equal hash and key that share no parameter with any other block."""
     owner: dict[str, int] = {}
     shares = set[int]()
     for block in graph.blocks:
@@ -94,20 +98,21 @@ def _runs(graph: Graph, keys: Sequence[object]) -> list[tuple[int, ...]]:
                 shares |= {owner[parameter.name], block.index}
             else:
                 owner[parameter.name] = block.index
-    runs: list[list[int]] = []
-    for block in graph.blocks:
-        i = block.index
-        before = runs[-1][-1] if runs else None
-        if (
-            before is not None
-            and graph.blocks[before].hash == block.hash
-            and keys[before] == keys[i]
-            and not shares & {before, i}
-        ):
-            runs[-1].append(i)
-        else:
-            runs.append([i])
-    return [tuple(run) for run in runs]
+    return [i if i in shares else (block.hash, keys[i]) for i, block in enumerate(graph.blocks)]
+
+
+def _repeats(kinds: Sequence[object]) -> Iterator[tuple[int, int, int]]:
+    """Windows of equal kinds that follow each other, as (start, period, count): those that cover most, in order."""
+    start = 0
+    while start < len(kinds):
+        period, count = 1, 1
+        for longer in range(1, (len(kinds) - start) // 4 + 1):
+            pairs = zip(kinds[start:], kinds[start + longer :], strict=False)
+            windows = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) // longer + 1
+            if windows > 3 and windows * longer > period * count:
+                period, count = longer, windows
+        yield start, period, count
+        start += period * count
 
 
 def _cut(graph: Graph, blocks: Sequence[Block], stands_for: dict[str, str]) -> Graph:

@@ -123,7 +123,8 @@ def _partition(context: _Context, start: int, stop: int) -> list[tuple[int, int]
             spans.extend(_by_module(context, low, high))
             continue
         first, period, count = repeat
-        spans.extend((first + k * period, first + (k + 1) * period) for k in range(count))
+        edges = (0, *_layers(context, first, period), period)
+        spans.extend((first + k * period + a, first + k * period + b) for k in range(count) for a, b in pairwise(edges))
         stack.append((low, first))
         stack.append((first + count * period, high))
     return sorted(spans)
@@ -207,6 +208,26 @@ def _is_chain(context: _Context, first: int, period: int) -> bool:
 
 
 # --- names, for people and for what does not repeat ---------------------------------------------------
+
+
+def _layers(context: _Context, first: int, period: int) -> list[int]:
+    """Where in a window every layer but the first begins: modules whose number tells a window from the next.
+
+    None where operators of two layers lie mixed.
+    """
+    owners = []
+    for one, two in zip(context.ops[first : first + period], context.ops[first + period :], strict=False):
+        paths = list(zip(one.module.split("."), two.module.split("."), strict=False))
+        differing = next((depth for depth, (a, b) in enumerate(paths) if a != b), None)
+        owners.append("" if differing is None else ".".join(a for a, _ in paths[: differing + 1]))
+    begins, ends = {}, dict[str, int]()
+    for place, owner in enumerate(owners):
+        if owner:
+            begins.setdefault(owner, place)
+            ends[owner] = place
+    if any(ends[a] > begins[b] for a, b in pairwise(begins)):
+        return []
+    return list(begins.values())[1:]
 
 
 def _layer(op: Op) -> str:

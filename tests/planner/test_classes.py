@@ -23,6 +23,15 @@ def test_a_run_is_cut_to_first_inner_and_last() -> None:
     assert {p.name for p in small.graph.parameters} == {"w_in", *(f"{k}{i}" for k in ("up", "down") for i in (0, 1, 8))}
 
 
+def test_layers_in_turn_are_cut_to_their_first_one_inner_and_their_last_turn() -> None:
+    small = compact(mlp(layers=14, turn=3))
+    assert [b.label for b in small.graph.blocks[1:-1]] == [f"layers.{i}" for i in (0, 1, 2, 3, 4, 5, 9, 10, 11, 12, 13)]
+    assert small.members[4:7] == ((4, 7), (5, 8), (6, 9))
+    assert small.class_of == (0, 1, 2, 3, 4, 5, 6, 4, 5, 6, 7, 8, 9, 10, 11, 12)
+    assert small.alike == ((Ref("r2"), Ref("r5")),)
+    assert small.graph.block_inputs(small.graph.blocks[7]) == (Ref("r5"),)
+
+
 def test_short_runs_stay_whole() -> None:
     graph = mlp(layers=3)
     assert compact(graph).graph.ops == graph.ops

@@ -152,6 +152,18 @@ def test_inner_layers_of_a_run_are_solved_as_one() -> None:
     assert len(solver(graph, 2).problems) == 3
 
 
+@pytest.mark.parametrize("price", [0.0, 1e-7])
+def test_layers_in_turn_cost_what_they_cost_without_one_that_stands_for_others(price: float) -> None:
+    graph, weights = mlp(layers=15, turn=3), Weights(per_step_s=0.25, saved_byte=price, state_byte=price)
+    whole = compact(graph, keys=range(len(graph.blocks)))
+    assert len(compact(graph).members) == 11
+    assert len(whole.members) == 17
+    costs = AxisCosts(
+        graph=whole.graph, axis="tp", size=2, pricing=ToyPricing(size=2), owners=owners_of(whole), rests={}
+    )
+    assert solver(graph, 2).solve(weights).value == pytest.approx(AxisSolver(whole, costs).solve(weights).value)
+
+
 def types(found: AxisSolution, name: str) -> tuple[tuple[Type, ...], tuple[Type, ...]]:
     return found.typing.strategies[name].inputs, found.typing.strategies[name].outputs
 

@@ -69,6 +69,10 @@ def test_branch_and_bound_finds_the_best_of_all_and_bounds_hold(graph: Graph) ->
     check_search(lambda: planner_of(graph))
 
 
+def test_branch_and_bound_finds_the_best_of_all_where_layers_follow_in_turn() -> None:
+    check_search(lambda: planner_of(mlp(layers=12, batch=2, width=64, hidden=256, turn=3), "pp>=2"))
+
+
 def test_the_size_of_buckets_is_the_best_of_the_space(graph: Graph) -> None:
     space = load_space("quick")
     sizes = (2**10, 2**14, 2**18, 2**25)

@@ -8,10 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor, nn
 
 from autopar.graph.graph import Graph, Op, Ref, TensorSpec
 from autopar.models.resolve import resolve_model
 from autopar.tracing.blocks import find_blocks
+from autopar.tracing.trace import trace
 from tests.support.zoo import traced
 
 SPEC = TensorSpec(shape=(2, 8), dtype=torch.float32, requires_grad=True)
@@ -88,6 +90,41 @@ def test_layers_unrolled_by_hand_under_random_names_are_found() -> None:
     assert len(set(hashes(graph)[1:4])) == 1
     assert sizes[1:4] == [2, 2, 2]
     assert graph.blocks[-1].stop == len(graph.ops)
+
+
+class _Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, width), nn.Linear(width, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).tanh())
+
+
+class _InTurn(nn.Module):
+    """Layers of two kinds: every third one is wide."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.layers = nn.ModuleList([_Layer(16 if i % 3 == 2 else 8) for i in range(count)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("count", [3, 6, 8, 12])
+def test_layers_of_several_kinds_in_turn_are_blocks_of_their_own(count: int) -> None:
+    graph = trace(_InTurn(count), (torch.randn(2, 4),))
+    first, *layers, last = graph.blocks
+    assert [b.label for b in layers] == [f"layers.{i}" for i in range(count)]
+    thin, wide = layers[0].hash, layers[2].hash
+    assert [b.hash for b in layers] == [wide if i % 3 == 2 else thin for i in range(count)]
+    assert len({first.hash, thin, wide, last.hash}) == 4
+    assert all([graph.spec(ref).shape for ref in graph.block_inputs(b)] == [(2, 4)] for b in (*layers, last))
 
 
 @pytest.mark.slow

@@ -16,24 +16,27 @@ def op(name: str, target: str, args: tuple[object, ...], *shape: int, grad: bool
     return Op(name=name, target=target, args=args, outputs=(spec(*shape, grad=grad),))  # type: ignore[arg-type]
 
 
-def mlp(*, layers: int = 1, batch: int = 4, width: int = 8, hidden: int = 16) -> Graph:
-    """``layers`` times x + down(silu(up(x))), then the sum of a last linear."""
+def mlp(*, layers: int = 1, batch: int = 4, width: int = 8, hidden: int = 16, turn: int = 0) -> Graph:
+    """``layers`` times x + down(silu(up(x))), then the sum; every layer of number ``turn`` is twice as wide inside."""
     ops: list[Op] = [op("start", "aten.linear.default", (Ref("x"), Ref("w_in")), batch, width)]
     parameters = [Parameter(name="w_in", fqn="w_in", spec=spec(width, width))]
     blocks = [Block(index=0, start=0, stop=1, hash="in", label="start")]
     before = "start"
     for i in range(layers):
+        is_wide = turn > 0 and (i + 1) % turn == 0
+        inside = 2 * hidden if is_wide else hidden
         parameters += [
-            Parameter(name=f"up{i}", fqn=f"layers.{i}.up", spec=spec(hidden, width)),
-            Parameter(name=f"down{i}", fqn=f"layers.{i}.down", spec=spec(width, hidden)),
+            Parameter(name=f"up{i}", fqn=f"layers.{i}.up", spec=spec(inside, width)),
+            Parameter(name=f"down{i}", fqn=f"layers.{i}.down", spec=spec(width, inside)),
         ]
         ops += [
-            op(f"a{i}", "aten.linear.default", (Ref(before), Ref(f"up{i}")), batch, hidden),
-            op(f"s{i}", "aten.silu.default", (Ref(f"a{i}"),), batch, hidden),
+            op(f"a{i}", "aten.linear.default", (Ref(before), Ref(f"up{i}")), batch, inside),
+            op(f"s{i}", "aten.silu.default", (Ref(f"a{i}"),), batch, inside),
             op(f"b{i}", "aten.linear.default", (Ref(f"s{i}"), Ref(f"down{i}")), batch, width),
             op(f"r{i}", "aten.add.Tensor", (Ref(before), Ref(f"b{i}")), batch, width),
         ]
-        blocks.append(Block(index=i + 1, start=len(ops) - 4, stop=len(ops), hash="layer", label=f"layers.{i}"))
+        kind = "wide" if is_wide else "layer"
+        blocks.append(Block(index=i + 1, start=len(ops) - 4, stop=len(ops), hash=kind, label=f"layers.{i}"))
         before = f"r{i}"
     ops.append(op("loss", "aten.sum.default", (Ref(before),)))
     blocks.append(Block(index=layers + 1, start=len(ops) - 1, stop=len(ops), hash="out", label="loss"))
