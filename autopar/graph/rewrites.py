@@ -70,8 +70,8 @@ def _compact(graph: Graph, keys: Sequence[object]) -> Compact:
         kept += [(graph.blocks[i], (i,)) for i in last]
         for window in others:
             for i, dropped in zip(inner, window, strict=True):
-                mine, theirs = (graph.block_ops(graph.blocks[k]) for k in (i, dropped))
-                stands_for.update({b.name: a.name for a, b in zip(mine, theirs, strict=True)})
+                pairs = zip(*(graph.block_ops(graph.blocks[k]) for k in (dropped, i)), strict=True)
+                stands_for.update((op.name, instead.name) for op, instead in pairs)
     alike: dict[tuple[Ref, Ref], None] = {}
     for block, members in kept:
         if len(members) > 1:

@@ -22,8 +22,9 @@ from functools import cached_property
 import torch
 from torch import fx
 
-from autopar.graph.graph import Block, Buffer, Graph, Layout, Ref
+from autopar.graph.graph import Block, Buffer, Graph, Layout, Ref, digest
 from autopar.graph.operator_kinds import made_again
+from autopar.graph.rewrites import signature
 from autopar.lower.emit import Emitter, ancestors, is_random, layout_of, readable, str_name
 from autopar.lower.read_plan import local_graph
 from autopar.plan.mesh import Mesh, R
@@ -269,7 +270,7 @@ class _Builder:
             parameters=tuple(owned),
             recompute=mode,
             again=tuple(ops[i].name for i in again),
-            kind=f"{block.hash} {len(inputs)} {len(outputs)} {shared_here}",
+            kind=f"{block.hash} {digest(signature(ops, graph.spec))} {len(inputs)} {len(outputs)} {shared_here}",
             offload=self.plan.blocks[block.index].offload,
         )
 

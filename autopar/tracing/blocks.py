@@ -8,11 +8,12 @@ that an encoder and a decoder are both found. Near-linear in the number of opera
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,9 @@ from autopar.graph.graph import Argument, Block, Op, Ref, TensorSpec, digest, ma
 
 _SALTED, _SALT = "autopar.dropout", 2
 """The operator with an argument that tells it from others, and its position: no part of what it computes."""
+
+_SCALING = frozenset({_SALTED, *(f"aten.{name}.Tensor" for name in ("add", "sub", "mul", "div"))})
+"""Operators with a number that differs from layer to layer of stochastic depth: the share of samples that is kept."""
 
 _CANDIDATES = 48
 """Periods tried in each stretch."""
@@ -57,14 +61,23 @@ def find_blocks(
     context = _Context(ops, specs, parameters, last_use, np.asarray(tokens, dtype=np.int64))
     spans = _partition(context, 0, len(ops))
     labels = _labels(ops, spans)
+    alike = [_hash(context, start, stop) for start, stop in spans]
+    exact = [_hash(context, start, stop, is_exact=True) for start, stop in spans]
+    differing = {
+        one for one, count in Counter(one for one, _ in set(zip(alike, exact, strict=True))).items() if count > 1
+    }
     return tuple(
-        Block(index=i, start=start, stop=stop, hash=_hash(context, start, stop), label=label)
-        for i, ((start, stop), label) in enumerate(zip(spans, labels, strict=True))
+        Block(index=i, start=start, stop=stop, hash=alike[i] if alike[i] in differing else exact[i], label=labels[i])
+        for i, (start, stop) in enumerate(spans)
     )
 
 
-def _hash(context: _Context, start: int, stop: int) -> str:
-    """Of a subgraph: equal for equal operators, literals, wiring, specs and values that are read outside; names aside."""
+def _hash(context: _Context, start: int, stop: int, *, is_exact: bool = False) -> str:
+    """Of a subgraph: equal for equal operators, literals, wiring, specs and values that are read outside; names aside.
+
+    Args:
+        is_exact: numbers that make no difference to layouts count too.
+    """
     local: dict[str, int] = {}
     outside: dict[Ref, int] = {}
     lines: list[str] = []
@@ -79,7 +92,7 @@ def _hash(context: _Context, start: int, stop: int) -> str:
         return f"${outside[ref]}"
 
     for op in context.ops[start:stop]:
-        args = tuple(map_refs(arg, number) for arg in _essential(op))
+        args = tuple(map_refs(arg, number) for arg in _essential(op, is_exact=is_exact))
         kwargs = tuple((key, map_refs(value, number)) for key, value in op.kwargs)
         leaves = [i for i in range(len(op.outputs)) if context.last_use.get(Ref(op.name, i), -1) >= stop]
         lines.append(f"{op.target} {args} {kwargs} {[_spec_text(s) for s in op.outputs]} {leaves}")
@@ -87,8 +100,12 @@ def _hash(context: _Context, start: int, stop: int) -> str:
     return digest("\n".join(lines))
 
 
-def _essential(op: Op) -> tuple[Argument, ...]:
-    return op.args[:_SALT] if op.target == _SALTED else op.args
+def _essential(op: Op, *, is_exact: bool) -> tuple[Argument, ...]:
+    """The arguments without the salt of a dropout, and without the numbers by which something is scaled."""
+    args = op.args[:_SALT] if op.target == _SALTED else op.args
+    if is_exact or op.target not in _SCALING:
+        return args
+    return tuple("number" if isinstance(arg, float) and math.isfinite(arg) and arg != 0 else arg for arg in args)
 
 
 def _spec_text(spec: TensorSpec) -> str:
@@ -102,7 +119,7 @@ def _token(op: Op, specs: Mapping[Ref, TensorSpec], parameters: frozenset[str]) 
         place = "parameter" if ref.name in parameters else "value"
         return f"{place} {_spec_text(specs[ref])}"
 
-    args = tuple(map_refs(arg, kind) for arg in _essential(op))
+    args = tuple(map_refs(arg, kind) for arg in _essential(op, is_exact=False))
     kwargs = tuple((key, map_refs(value, kind)) for key, value in op.kwargs)
     return (op.target, args, kwargs, tuple(_spec_text(s) for s in op.outputs))
 
@@ -220,7 +237,7 @@ def _layers(context: _Context, first: int, period: int) -> list[int]:
         paths = list(zip(one.module.split("."), two.module.split("."), strict=False))
         differing = next((depth for depth, (a, b) in enumerate(paths) if a != b), None)
         owners.append("" if differing is None else ".".join(a for a, _ in paths[: differing + 1]))
-    begins, ends = {}, dict[str, int]()
+    begins, ends = dict[str, int](), dict[str, int]()
     for place, owner in enumerate(owners):
         if owner:
             begins.setdefault(owner, place)
@@ -250,12 +267,21 @@ def _by_module(context: _Context, low: int, high: int) -> list[tuple[int, int]]:
     return [span for span in spans if span[0] < span[1]]
 
 
+def _innermost(modules: Sequence[str]) -> str:
+    """The innermost module with a number of its own that has all of them."""
+    paths = zip(*(module.split(".") for module in modules), strict=False)
+    shared = [parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, paths)]
+    depth = max((i for i, part in enumerate(shared) if part.isdecimal()), default=-1)
+    return ".".join(shared[: depth + 1])
+
+
 def _labels(ops: Sequence[Op], spans: Sequence[tuple[int, int]]) -> list[str]:
     labels = []
     for start, stop in spans:
         layers = Counter(layer for op in ops[start:stop] if (layer := _layer(op)))
         if layers and 2 * layers.most_common(1)[0][1] > stop - start:
-            labels.append(layers.most_common(1)[0][0])
+            layer = layers.most_common(1)[0][0]
+            labels.append(_innermost([op.module for op in ops[start:stop] if _layer(op) == layer]) or layer)
             continue
         modules = dict.fromkeys(op.module.rsplit(".", 1)[-1] for op in ops[start:stop] if op.module)
         labels.append("+".join(list(modules)[:4]) or "all")

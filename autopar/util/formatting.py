@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
-_NUMBERED = re.compile(r"^(.*?)(\d+)((?:\D.*)?)$")
+_NUMBER = re.compile(r"(\d+)")
 
 
 def seconds(value_s: float) -> str:
@@ -68,23 +68,32 @@ def ranges(labels: Iterable[str]) -> str:
 
     >>> ranges(["wte", "h.0", "h.1", "h.2", "h.5", "ln_f"])
     'wte, h.0-2, h.5, ln_f'
+    >>> ranges(["up.1.h.0", "up.1.h.1", "up.2.h.0", "up.2.h.1"])
+    'up.1.h.0-1, up.2.h.0-1'
     """
-    found: list[tuple[str, str, int, int]] = []
+    runs: list[list[list[str]]] = []
     for label in map(printable, labels):
-        match = _NUMBERED.match(label)
-        if match is None:
-            found.append((label, "", -1, -1))
-            continue
-        before, number, after = match[1], int(match[2]), match[3]
-        if found and found[-1][:2] == (before, after) and found[-1][3] == number - 1:
-            found[-1] = (before, after, found[-1][2], number)
+        parts = _NUMBER.split(label)
+        run = runs[-1] if runs else []
+        place = _next_number(run[-1], parts) if run else None
+        if place is not None and (len(run) == 1 or place == _next_number(run[-2], run[-1])):
+            run.append(parts)
         else:
-            found.append((before, after, number, number))
-    texts = [
-        before if first < 0 else f"{before}{first}{after}" if first == last else f"{before}{first}-{last}{after}"
-        for before, after, first, last in found
-    ]
+            runs.append([parts])
+    texts = []
+    for first, *others in runs:
+        last = others[-1] if others else first
+        texts.append("".join(a if a == b else f"{a}-{b}" for a, b in zip(first, last, strict=True)))
     return ", ".join(text for text, _ in groupby(texts))
+
+
+def _next_number(before: Sequence[str], after: Sequence[str]) -> int | None:
+    """The only place in which two labels differ, where the second has the number that follows that of the first."""
+    differing = [i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b]
+    if len(before) != len(after) or len(differing) != 1:
+        return None
+    a, b = before[differing[0]], after[differing[0]]
+    return differing[0] if a.isdecimal() and b.isdecimal() and int(b) == int(a) + 1 else None
 
 
 def some(names: Iterable[str]) -> str:

@@ -93,12 +93,16 @@ def test_layers_unrolled_by_hand_under_random_names_are_found() -> None:
 
 
 class _Layer(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, kept: float = 1.0) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(4, width), nn.Linear(width, 4)
+        self.kept = kept
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.up(x).tanh())
+        y = self.down(self.up(x).tanh())
+        if self.kept < 1:  # stochastic depth
+            y = y / self.kept * (self.kept + torch.rand(len(x), 1)).floor()
+        return x + y
 
 
 class _InTurn(nn.Module):
@@ -125,6 +129,28 @@ def test_layers_of_several_kinds_in_turn_are_blocks_of_their_own(count: int) -> 
     assert [b.hash for b in layers] == [wide if i % 3 == 2 else thin for i in range(count)]
     assert len({first.hash, thin, wide, last.hash}) == 4
     assert all([graph.spec(ref).shape for ref in graph.block_inputs(b)] == [(2, 4)] for b in (*layers, last))
+
+
+def test_layers_of_stochastic_depth_are_equal_blocks_under_the_names_of_their_own_modules() -> None:
+    class Stages(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(4, 4)
+            self.stages = nn.ModuleList([nn.ModuleList([_Layer(8, 0.9 - 0.1 * i - 0.05 * k) for k in range(2)])
+                                         for i in range(3)])  # fmt: skip
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            for stage in self.stages:
+                for layer in stage:  # type: ignore[union-attr]
+                    x = layer(x)
+            return x.square().mean()
+
+    graph = trace(Stages(), (torch.randn(2, 4),))
+    assert [b.label for b in graph.blocks[1:-1]] == [f"stages.{i}.{k}" for i in range(3) for k in range(2)]
+    assert len(set(hashes(graph)[1:-1])) == 1
+    numbers = {op.args[1] for op in graph.ops if op.target == "aten.div.Tensor"}
+    assert len(numbers) == 6, "each drops as it did"
 
 
 @pytest.mark.slow
