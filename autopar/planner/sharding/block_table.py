@@ -10,7 +10,7 @@ that cross a boundary are all that two blocks must agree on, and a block is one 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import prod
 
@@ -326,7 +326,11 @@ class BlockProblem:
             alike = repeated(costs.graph, block)
             self.problem, self.keep = self._problem(types, 1, alike)
             if not self.problem.is_eliminated(self.keep):
-                self.problem, self.keep = self._problem(types, 0, alike)
+                kept = self._reachable(types)
+                self.costs = replace(costs, narrow=lambda op, offered: kept[op.name] or offered)
+                self.problem, self.keep = self._problem(types, 1, alike)
+                if self.problem.is_wide(self.keep):
+                    self.problem, self.keep = self._problem(types, 0, alike)
 
     def _problem(
         self, types: Mapping[Ref, Sequence[Type]], max_extras: int, alike: Mapping[str, object] | None = None
@@ -342,6 +346,20 @@ class BlockProblem:
         if graph.loss.name in problem.ops:
             problem.end(graph.loss, lambda kind: costs.change(graph.loss, kind, I))
         return problem, tuple(keep)
+
+    def _reachable(self, types: Mapping[Ref, Sequence[Type]]) -> dict[str, tuple[Strategy, ...]]:
+        """The strategies of each operator that read no value in parts but as it is made or arrives: nothing is cut inside the block."""
+        graph, made = self.costs.graph, {ref: {*types[ref]} for ref in self.boundary.inputs}
+        kept: dict[str, tuple[Strategy, ...]] = {}
+        for op in graph.block_ops(self.block):
+            kept[op.name] = tuple([
+                strategy for strategy in self.costs.offered(op)
+                if all(not kind.is_split or kind in made.get(ref, (kind,))
+                       for ref, kind in zip(op.operands, strategy.inputs, strict=True))
+            ])  # fmt: skip
+            for index in range(len(op.outputs)):
+                made[Ref(op.name, index)] = {strategy.outputs[index] for strategy in kept[op.name]}
+        return kept
 
     def solve_all(self, weights: Sequence[Weights]) -> Marginals:
         """For each of these the table over (inputs, outputs, shared parameters)."""

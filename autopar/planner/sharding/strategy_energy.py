@@ -33,7 +33,7 @@ from autopar.planner.sharding.resharding import Flow, Made, Structures, Wanted, 
 from autopar.rules.strategy import Strategy
 
 MAX_EXTRAS = 2
-"""Further types that one value with several readers may be changed to inside a block; one in wide blocks, none where those are too wide still."""
+"""Further types that one value with several readers may be changed to inside a block; one in wide blocks, none in the widest."""
 
 WIDE_ENTRIES = 1 << 20
 """Entries of the largest table (8 MiB of float64) from which on a problem is wide."""
