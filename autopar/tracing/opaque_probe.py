@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -15,7 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
-from torch.utils.module_tracker import ModuleTracker
 
 from autopar.errors import first_line
 from autopar.graph.graph import TensorSpec
@@ -28,24 +27,24 @@ from autopar.tracing.opaque_trials import (
     Samples,
     Subject,
     Unclear,
-    draw,
     gradients_of,
     is_integer,
     samples_apart,
 )
+from autopar.util.formatting import some
 
 MAX_BYTES = 2**32
 """Of parameters: larger regions are not run while tracing."""
 
 
 def apart_from_trace(function: Callable[[], Any], modes: Sequence[TorchFunctionMode]) -> Any:
-    """Runs ``function`` where the tracer does not see it: modes are those of a thread, flags are set back.
+    """Runs ``function`` where the tracer does not see it: modes are those of a thread, flags and random numbers are set back.
 
     ``modes``: those that the caller of the trace had entered, and under which the model runs as well.
     """
 
     def under_modes() -> Any:
-        with ExitStack() as stack:
+        with torch.random.fork_rng(devices=[]), ExitStack() as stack:
             for mode in modes:
                 stack.enter_context(mode)
             return function()
@@ -156,7 +155,7 @@ def _run(subject: Subject) -> tuple[Subject, Region, Any]:
 
 def _measured(subject: Subject) -> tuple[Region, Any]:
     """One run, forward and backward, with what it costs."""
-    inputs = draw(subject.inputs, (None,) * len(subject.inputs), 0, least=subject.least)
+    inputs = subject.draw(0)
     before = [x.detach().clone() for x in inputs]
     buffers = [b.clone() for b in subject.buffers]
     saved: dict[int, int] = {}
@@ -193,23 +192,12 @@ def _measured(subject: Subject) -> tuple[Region, Any]:
     ), output
 
 
-class _NoModules(ModuleTracker):
-    """Torch's counter sorts FLOPs by module, by hooks on gradients that a gradient taken in forward does not bear."""
-
-    def __init__(self) -> None:
-        self.parents = {"Global"}
-
-    def __enter__(self) -> _NoModules:
-        return self
-
-    def __exit__(self, *args: Any) -> None:
-        return
-
-
 def _counter() -> FlopCounterMode:
-    counter = FlopCounterMode(display=False)
-    counter.mod_tracker = _NoModules()
-    return counter
+    """Without torch's FLOPs by module, by hooks on gradients that a gradient taken in forward does not bear."""
+    counter: Any = FlopCounterMode(display=False)
+    counter.mod_tracker = nullcontext()
+    counter.mod_tracker.parents = {"Global"}
+    return cast("FlopCounterMode", counter)
 
 
 @contextmanager
@@ -234,8 +222,7 @@ def _check_buffers(region: Region, before: Sequence[Tensor], after: Sequence[Ten
     """Buffers that it writes to would stay as they are: only traced code changes them."""
     changed = [name for name, a, b in zip(region.buffers, before, after, strict=True) if not torch.equal(a, b)]
     if changed:
-        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
-        raise Unclear(f"it changes buffers ({', '.join(changed[:3])}{more}), which only modules that are traced may")
+        raise Unclear(f"it changes buffers ({some(changed)}), which only modules that are traced may")
 
 
 def _check_numbers(subject: Subject, output: Any) -> None:
@@ -243,7 +230,7 @@ def _check_numbers(subject: Subject, output: Any) -> None:
     leaves = _numbers(output)
     if any(isinstance(leaf, (bool, int, float)) for leaf in leaves):
         for number in range(1, DRAWS):
-            inputs = draw(subject.inputs, (None,) * len(subject.inputs), number, least=subject.least)
+            inputs = subject.draw(number)
             inputs = [(10.0 ** (number % 4 - 1) * x).detach() if x.is_floating_point() else x for x in inputs]
             found = _numbers(_output(subject, inputs, subject.parameters, [b.clone() for b in subject.buffers]))
             if found != leaves:
