@@ -201,15 +201,11 @@ def compact(value: torch.Tensor) -> torch.Tensor:
         if size <= 1:
             continue
         first = value.narrow(dim, 0, 1)
-        if value.stride(dim) == 0 or (same(first, value.narrow(dim, 1, 1)) and same(first, value)):
+        if value.stride(dim) == 0 or all(_is_same(first, part) for part in (value.narrow(dim, 1, 1), value)):
             value = first
     return value
 
 
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equal after broadcasting, NaN equal to NaN."""
-    equal = a == b
-    found = bool(equal.all())
-    if found or not a.is_floating_point():
-        return found
-    return bool((equal | (a.isnan() & b.isnan())).all())
+    return bool(torch.isclose(a, b, rtol=0.0, atol=0.0, equal_nan=True).all())

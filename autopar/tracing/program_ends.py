@@ -301,15 +301,12 @@ def _taken(
         )
 
     place = (type(value).__module__, type(value).__qualname__)
+    names = getattr(value, "_fields", None) if isinstance(value, tuple) else None
     if dataclasses.is_dataclass(value):
         names = tuple(field.name for field in dataclasses.fields(value) if field.init)
-        return Structure(
-            kind="fields", type=place, names=names, items=inside((n, getattr(value, n, None)) for n in names)
-        )
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return Structure(
-            kind="fields", type=place, names=value._fields, items=inside(zip(value._fields, value, strict=True))
-        )
+    if names is not None:
+        items = inside((name, getattr(value, name, None)) for name in names)
+        return Structure(kind="fields", type=place, names=names, items=items)
     if isinstance(value, list | tuple):
         items = inside(enumerate(value))
         return Structure(kind="list" if isinstance(value, list) else "tuple", items=items)

@@ -104,8 +104,7 @@ def _unflatten(builder: Builder, call: Call, producer: Op, shape: tuple[int, ...
 
 
 def _view(builder: Builder, call: Call) -> Value:
-    assert isinstance(call.args[0], Ref)
-    return view_to(builder, call, call.args[0], call.spec.shape)
+    return view_to(builder, call, call.operands[0], call.spec.shape)
 
 
 def _identity(builder: Builder, call: Call) -> Value:
@@ -113,9 +112,7 @@ def _identity(builder: Builder, call: Call) -> Value:
 
 
 def _detach(builder: Builder, call: Call) -> Value:
-    source = call.args[0]
-    assert isinstance(source, Ref)
-    return detached(builder, call, source)
+    return detached(builder, call, call.operands[0])
 
 
 def detached(builder: Builder, call: Call, ref: Ref) -> Ref:
@@ -126,8 +123,7 @@ def detached(builder: Builder, call: Call, ref: Ref) -> Ref:
 
 def _clone(builder: Builder, call: Call) -> Value:
     """Copies that make contiguous stay, until a view reads them."""
-    source = call.args[0]
-    assert isinstance(source, Ref)
+    source = call.operands[0]
     if call.kwargs.get("memory_format") != torch.contiguous_format and call.target != "aten.contiguous.default":
         return source
     kwargs: dict[str, Argument] = {"memory_format": torch.contiguous_format}
@@ -135,9 +131,7 @@ def _clone(builder: Builder, call: Call) -> Value:
 
 
 def _expand(builder: Builder, call: Call) -> Value:
-    source = call.args[0]
-    assert isinstance(source, Ref)
-    return _expanded(builder, call, source, call.spec)
+    return _expanded(builder, call, call.operands[0], call.spec)
 
 
 def _expanded(builder: Builder, call: Call, source: Ref, spec: TensorSpec) -> Ref:
@@ -148,13 +142,8 @@ def _expanded(builder: Builder, call: Call, source: Ref, spec: TensorSpec) -> Re
 
 def _broadcast(builder: Builder, call: Call) -> Value:
     """broadcast_tensors: an expansion of each tensor that is not as large already."""
-    made: list[Argument] = []
-    given = call.bound()["tensors"]
-    assert isinstance(given, tuple)
-    for source, spec in zip(given, call.outputs, strict=True):
-        assert isinstance(source, Ref) and spec is not None
-        made.append(_expanded(builder, call, source, spec))
-    return tuple(made)
+    pairs = zip(call.operands, call.outputs, strict=True)
+    return tuple(_expanded(builder, call, source, spec) for source, spec in pairs if spec is not None)
 
 
 def _repeat(builder: Builder, call: Call) -> Value:
@@ -311,9 +300,7 @@ def _permute(builder: Builder, call: Call) -> Value:
 
 
 def _to_copy(builder: Builder, call: Call) -> Value:
-    source = call.args[0]
-    assert isinstance(source, Ref)
-    return cast_to(builder, call, source, call.spec.dtype)
+    return cast_to(builder, call, call.operands[0], call.spec.dtype)
 
 
 def cast_to(builder: Builder, call: Call, source: Ref, dtype: torch.dtype) -> Ref:
@@ -326,9 +313,7 @@ def cast_to(builder: Builder, call: Call, source: Ref, dtype: torch.dtype) -> Re
 
 def _copy(builder: Builder, call: Call) -> Value:
     """copy(destination, source): the source in the destination's shape and dtype."""
-    source = call.args[1]
-    assert isinstance(source, Ref)
-    return _expanded(builder, call, cast_to(builder, call, source, call.spec.dtype), call.spec)
+    return _expanded(builder, call, cast_to(builder, call, call.operands[1], call.spec.dtype), call.spec)
 
 
 def _dropout(builder: Builder, call: Call) -> Value:

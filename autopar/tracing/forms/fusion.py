@@ -7,6 +7,7 @@ splits by itself.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import isclose, pi, sqrt
@@ -273,10 +274,7 @@ def fuse_gelu(builder: Builder, roots: frozenset[Ref]) -> None:
     Backward then needs x alone, where the eight operators keep five tensors. Changes
     ``builder.ops`` in place; what is left of the chains is dead code.
     """
-    count: dict[str, int] = {ref.name: 1 for ref in roots}
-    for op in builder.ops:
-        for ref in op.operands:
-            count[ref.name] = count.get(ref.name, 0) + 1
+    count = Counter(ref.name for refs in (roots, *(op.operands for op in builder.ops)) for ref in refs)
     uses = _Uses({op.name: op for op in builder.ops}, count)
     fused = []
     for op in builder.ops:
