@@ -33,6 +33,7 @@ from autopar.rules.grammar import Pattern, bind, parse
 from autopar.rules.moving_patterns import unsplit
 from autopar.rules.strategy import Strategy
 from autopar.rules.table import Rule, RuleTable, default_table, torch_rules
+from autopar.util.files import write_text
 
 MAX_COMBINATIONS = 4096
 _RANKS = 2
@@ -431,7 +432,4 @@ class _Kept:
     def save(self) -> None:
         """Writes what is new, whole or not at all."""
         if self.path is not None and self.changed:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            draft = self.path.with_suffix(".tmp")
-            draft.write_text(json.dumps(self.lines, indent=1, sort_keys=True) + "\n")
-            draft.replace(self.path)
+            write_text(self.path, json.dumps(self.lines, indent=1, sort_keys=True) + "\n", make_folder=True)
