@@ -27,14 +27,13 @@ MoreStrategies = Callable[[Op, tuple[TensorSpec, ...], str, Fraction], Iterator[
 class Rule:
     """How one target is split: a line or a function, and strategies of its own besides.
 
-    ``every``: all strategies, of an operator that no pattern describes. ``found``: nobody declared it, a search by
-    execution did.
+    One with strategies of its own alone is of an operator that no pattern describes. ``found``: nobody declared it, a
+    search by execution did.
     """
 
     line: str = ""
     make: PatternMaker | None = None
     more: MoreStrategies | None = None
-    every: MoreStrategies | None = None
     found: bool = False
 
 
@@ -113,11 +112,9 @@ class RuleTable:
             rule = self.rules.get(op.target)
             if rule is None and fallback:
                 return tuple(enumerate_strategies(special.unsplit(op, operands), operands, op.outputs, size))
-            if rule is not None and rule.every is not None:
-                found = list(rule.every(op, operands, axis, size))
-            else:
-                pattern = self.pattern(op, operands)
-                found = list(enumerate_strategies(pattern, operands, op.outputs, size))
+            found: list[Strategy] = []
+            if rule is None or rule.line or rule.make is not None:
+                found += enumerate_strategies(self.pattern(op, operands), operands, op.outputs, size)
             if rule is not None and rule.more is not None:
                 found += rule.more(op, operands, axis, size)
             known = self._known[key] = tuple(found)
@@ -306,7 +303,7 @@ def torch_rules() -> dict[str, Rule]:
     """A fresh copy of the rules for torch's and autopar's operators."""
     rules = {target: Rule(line=line, more=_MORE.get(target)) for target, line in _lines().items()}
     rules |= {target: Rule(make=make, more=_MORE.get(target)) for target, make in _functions().items()}
-    return rules | {"autopar.opaque": Rule(every=other_kernels.opaque)}
+    return rules | {"autopar.opaque": Rule(more=other_kernels.opaque)}
 
 
 @cache
