@@ -25,12 +25,9 @@ import torch
 from autopar.errors import RuleError
 from autopar.graph.aliasing import storage_roots
 from autopar.graph.graph import Block, Graph, Op, Ref
-from autopar.ops.kernels import resolve
+from autopar.ops.kernels import aten_targets, resolve
 
-_NOT_BY_ITSELF = frozenset(
-    f"aten.{name}"
-    for name in ("scaled_dot_product_attention.default", "lstm.input", "gru.input", "rnn_tanh.input", "rnn_relu.input")
-)
+_NOT_BY_ITSELF = aten_targets("scaled_dot_product_attention.default lstm.input gru.input rnn_tanh.input rnn_relu.input")
 """Tagged as random, and not at every call: attention is where an argument says so, at which the pass that emits code looks; of
 recurrent networks the dropout between layers is an operator of its own in a graph."""
 
@@ -89,11 +86,6 @@ def attention_sequences(graph: Graph) -> tuple[int, ...]:
     found = {graph.spec(ref).shape[-2] for op in graph.ops if is_attention(op) for ref in op.operands[:2]}
     found |= {op.spec.shape[-2] for op in graph.ops if is_scores(op)}
     return tuple(sorted(found))
-
-
-def aten_targets(names: str) -> frozenset[str]:
-    """Operators of torch by their names, between spaces."""
-    return frozenset(f"aten.{name}" for name in names.split())
 
 
 _SUMS = aten_targets("add.Tensor sub.Tensor")

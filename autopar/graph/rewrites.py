@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.graph.graph import Argument, Block, Graph, Op, Padding, Ref, TensorSpec, map_refs
+from autopar.ops.kernels import aten_targets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,13 +169,9 @@ CLASSES_ARGUMENT = 4
 _LINEARS = {"aten.linear.default": 0, "autopar.linear_t": 1}
 """The dim of the weight that counts features out."""
 
-_ELEMENTWISE = frozenset(
-    f"aten.{name}"
-    for name in [
-        "mul.Tensor", "div.Tensor", "add.Tensor", "sub.Tensor", "mul.Scalar", "div.Scalar", "tanh.default",
-        "neg.default", "to.dtype",
-    ]
-)  # fmt: skip
+_ELEMENTWISE = aten_targets(
+    "mul.Tensor div.Tensor add.Tensor sub.Tensor mul.Scalar div.Scalar tanh.default neg.default to.dtype"
+)
 """Of one tensor: with a finite derivative at zero, so that a gradient of zero stays zero."""
 
 

@@ -15,6 +15,7 @@ import torch
 
 from autopar.errors import InternalError, RuleError
 from autopar.graph.graph import Argument, Graph, Layout, Op, Ref, TensorSpec
+from autopar.ops.kernels import aten_targets
 from autopar.plan.mesh import DATA_AXES, EXPERT_AXIS, I, R, S, Type
 from autopar.rules.moving_patterns import argument, dims_of
 from autopar.rules.strategy import AXIS_AT, COUNT_AT, Local, Strategy, Typing
@@ -125,40 +126,23 @@ def _batch_norm(op: Op, strategy: Strategy, local: Local) -> Op:
 
 
 _BY_LITERAL: dict[str, Localizer] = {
-    **{
-        target: _shape_at(1, "size")
-        for target in (
-            "aten.view.default",
-            "aten._unsafe_view.default",
-            "aten.reshape.default",
-            "aten.expand.default",
-            "aten.new_zeros.default",
-            "aten.new_ones.default",
-            "aten.new_full.default",
-            "aten.new_empty.default",
-        )
-    },
-    **{
-        target: _shape_at(0, "size")
-        for target in (
-            "aten.full.default",
-            "aten.zeros.default",
-            "aten.ones.default",
-            "aten.empty.memory_format",
-            "aten.rand.default",
-            "aten.randn.default",
-        )
-    },
-    "aten.randint.default": _shape_at(1, "size"),
-    "aten.randint.low": _shape_at(2, "size"),
-    "aten.normal.float_float": _shape_at(2, "size"),
+    **dict.fromkeys(
+        aten_targets(
+            "view.default _unsafe_view.default reshape.default expand.default new_zeros.default new_ones.default"
+            " new_full.default new_empty.default randint.default"
+        ),
+        _shape_at(1, "size"),
+    ),
+    **dict.fromkeys(
+        aten_targets("full.default zeros.default ones.default empty.memory_format rand.default randn.default"),
+        _shape_at(0, "size"),
+    ),
+    **dict.fromkeys(aten_targets("randint.low normal.float_float"), _shape_at(2, "size")),
+    **dict.fromkeys(
+        aten_targets("squeeze.default squeeze.dim squeeze.dims flatten.using_ints unflatten.int"), _as_view
+    ),
     "autopar.scatter_sum": _shape_at(3, "shape"),
     "aten.slice.Tensor": _slice,
-    "aten.squeeze.default": _as_view,
-    "aten.squeeze.dim": _as_view,
-    "aten.squeeze.dims": _as_view,
-    "aten.flatten.using_ints": _as_view,
-    "aten.unflatten.int": _as_view,
 }
 """By the operator's own target."""
 _BY_KERNEL: dict[str, Localizer] = {

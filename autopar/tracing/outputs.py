@@ -18,6 +18,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from autopar.graph.elements import Leaf, Outputs, same_calls
 from autopar.graph.graph import Argument, Buffer, Graph, Op, Parameter, Ref, TensorSpec, map_refs
 from autopar.graph.operator_kinds import draws_random
+from autopar.ops.kernels import aten_targets
 from autopar.tracing.builder import Builder, Value
 from autopar.tracing.modes import region_of
 from autopar.tracing.program_ends import Kept, buffer_of
@@ -135,13 +136,10 @@ def _specs(value: object) -> Iterator[TensorSpec]:
             yield from _specs(item)
 
 
-_SAME = frozenset(
-    f"aten.{name}"
-    for name in [
-        "view.default", "reshape.default", "_unsafe_view.default", "alias.default", "detach.default", "clone.default",
-        "contiguous.default", "_to_copy.default", "to.dtype", "to.device", "to.dtype_layout", "expand.default", "lift_fresh_copy.default",
-    ]
-)  # fmt: skip
+_SAME = aten_targets(
+    "view.default reshape.default _unsafe_view.default alias.default detach.default clone.default contiguous.default"
+    " _to_copy.default to.dtype to.device to.dtype_layout expand.default lift_fresh_copy.default"
+)
 """Operators that give their operand where shape and dtype are the same."""
 
 

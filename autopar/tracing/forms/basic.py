@@ -10,13 +10,14 @@ from typing import TypeAlias
 import torch
 
 from autopar.graph.graph import Argument, Op, Ref, TensorSpec
+from autopar.ops.kernels import aten_targets
 from autopar.tracing.builder import SKIPPED_KWARGS, Builder, Call, Value
-from autopar.tracing.constants import LOGICAL, allows_all, is_causal
+from autopar.tracing.constants import CONVERSIONS, LOGICAL, allows_all, is_causal
 
 Handler: TypeAlias = Callable[[Builder, Call], Value]
 
 _DIM_NAMES = ("dim", "dim0", "dim1", "dims", "axis", "start_dim", "end_dim")
-_SCALAR_FORMS = {"aten.mul.Tensor", "aten.add.Tensor", "aten.sub.Tensor", "aten.div.Tensor"}
+_SCALAR_FORMS = aten_targets("mul.Tensor add.Tensor sub.Tensor div.Tensor")
 LINEAR_TARGETS = ("aten.linear.default", "autopar.linear_t")
 
 
@@ -357,67 +358,38 @@ def _square(builder: Builder, call: Call) -> Value:
 
 HANDLERS: dict[str, Handler] = {
     "aten.repeat_interleave.self_int": _repeat_interleave,
-    "aten.view.default": _view,
-    "aten._unsafe_view.default": _view,
-    "aten.reshape.default": _view,
-    "aten.flatten.using_ints": _view,
-    "aten.unflatten.int": _view,
-    "aten.squeeze.dim": _view,
-    "aten.squeeze.dims": _view,
-    "aten.squeeze.default": _view,
-    "aten.view_as.default": _view,
-    "aten.reshape_as.default": _view,
-    "aten.expand_as.default": _expand,
-    "aten.to.dtype_layout": _to_copy,
-    "aten.to.device": _to_copy,
-    "aten.to.other": _to_copy,
-    "aten.type_as.default": _to_copy,
-    "aten.alias.default": _identity,
-    "aten.lift_fresh_copy.default": _identity,
-    "aten.lift_fresh.default": _identity,
-    "aten.detach.default": _detach,
-    "aten.detach_.default": _detach,
-    "aten.clone.default": _clone,
-    "aten.contiguous.default": _clone,
-    "aten.expand.default": _expand,
-    "aten.broadcast_to.default": _expand,
+    **dict.fromkeys(
+        aten_targets(
+            "view.default _unsafe_view.default reshape.default flatten.using_ints unflatten.int squeeze.dim squeeze.dims"
+            " squeeze.default view_as.default reshape_as.default"
+        ),
+        _view,
+    ),
+    **dict.fromkeys(aten_targets("expand.default expand_as.default broadcast_to.default"), _expand),
+    **dict.fromkeys(CONVERSIONS, _to_copy),
+    **dict.fromkeys(aten_targets("alias.default lift_fresh_copy.default lift_fresh.default"), _identity),
+    **dict.fromkeys(aten_targets("detach.default detach_.default"), _detach),
+    **dict.fromkeys(aten_targets("clone.default contiguous.default"), _clone),
     "aten.broadcast_tensors.default": _broadcast,
     "aten.repeat.default": _repeat,
     "aten.slice.Tensor": _slice,
     "aten.select.int": _select,
-    "aten.slice_scatter.default": _paste,
-    "aten.select_scatter.default": _paste,
-    "aten.split.Tensor": _split,
-    "aten.split_with_sizes.default": _split,
-    "aten.chunk.default": _split,
-    "aten.tensor_split.sections": _split,
+    **dict.fromkeys(aten_targets("slice_scatter.default select_scatter.default"), _paste),
+    **dict.fromkeys(aten_targets("split.Tensor split_with_sizes.default chunk.default tensor_split.sections"), _split),
     "aten.unbind.int": _unbind,
     "aten.cat.default": _cat,
-    "aten.t.default": _t,
-    "aten.numpy_T.default": _t,
+    **dict.fromkeys(aten_targets("t.default numpy_T.default"), _t),
     "aten.mT.default": _last_two,
     "aten.permute.default": _permute,
-    "aten._to_copy.default": _to_copy,
-    "aten.to.dtype": _to_copy,
     "aten.copy.default": _copy,
-    "aten.native_dropout.default": _dropout,
-    "aten.dropout.default": _dropout,
+    **dict.fromkeys(aten_targets("native_dropout.default dropout.default"), _dropout),
     "aten.square.default": _square,
     "aten.scaled_dot_product_attention.default": _attention,
 }
 """By target as traced; whatever is not here passes through :func:`generic`."""
 
-COMPOSITES = frozenset(
-    {
-        "aten.__and__.Tensor",
-        "aten.__or__.Tensor",
-        "aten.conv2d.default",
-        "aten.diff.default",
-        "aten.layer_norm.default",
-        "aten.log_softmax.int",
-        "aten.pad.default",
-        "aten.rms_norm.default",
-        "aten.softmax.int",
-    }
+COMPOSITES = aten_targets(
+    "__and__.Tensor __or__.Tensor conv2d.default diff.default layer_norm.default log_softmax.int pad.default rms_norm.default"
+    " softmax.int"
 )
 """Composite operators, besides the handled ones, that stay as they are."""

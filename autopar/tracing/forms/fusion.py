@@ -14,16 +14,11 @@ from math import isclose, pi, sqrt
 from typing import TypeAlias, cast
 
 from autopar.graph.graph import Op, Parameter, Part, Ref
+from autopar.ops.kernels import aten_targets
 from autopar.tracing.builder import Builder
 from autopar.tracing.forms.basic import LINEAR_TARGETS
 
-_PERMUTING = {
-    "aten.view.default",
-    "aten.unsqueeze.default",
-    "aten.transpose.int",
-    "aten.permute.default",
-    "aten.clone.default",
-}
+_PERMUTING = aten_targets("view.default unsqueeze.default transpose.int permute.default clone.default")
 
 Label: TypeAlias = "int | None"
 """A dim of the linear's output by number; None for a dim of size 1 that was put in."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from autopar.graph.graph import Argument, Input, Op, Ref, TensorSpec
 from autopar.ops import plain
+from autopar.ops.kernels import aten_targets
 from autopar.tracing.builder import Builder, Call, Value
 from autopar.tracing.forms.basic import Handler, cast_to, generic, view_to
 
@@ -222,32 +223,23 @@ def _ctc_losses(builder: Builder, call: Call) -> Value:
 
 LOSSES: dict[str, Handler] = {
     "aten.cross_entropy_loss.default": _cross_entropy,
-    "aten.nll_loss_nd.default": _nll,
-    "aten.nll_loss.default": _nll,
-    "aten.nll_loss_forward.default": _nll,
+    **dict.fromkeys(aten_targets("nll_loss_nd.default nll_loss.default nll_loss_forward.default"), _nll),
     "autopar.ctc_losses.default": _ctc_losses,
-    "aten.mse_loss.default": _elementwise,
-    "aten.l1_loss.default": _elementwise,
-    "aten.smooth_l1_loss.default": _elementwise,
-    "aten.huber_loss.default": _elementwise,
-    "aten.binary_cross_entropy_with_logits.default": _elementwise,
-    "aten.binary_cross_entropy.default": _elementwise,
-    "aten.soft_margin_loss.default": _elementwise,
-    "aten.poisson_nll_loss.default": _elementwise,
-    "aten.margin_ranking_loss.default": _elementwise,
-    "aten.hinge_embedding_loss.default": _elementwise,
-    "aten.cosine_embedding_loss.default": _elementwise,
-    "aten.triplet_margin_loss.default": _elementwise,
-    "aten.kl_div.default": _elementwise,
-    "aten.multi_margin_loss.default": _elementwise,
-    "aten.multilabel_margin_loss.default": _elementwise,
+    **dict.fromkeys(
+        aten_targets(
+            "mse_loss.default l1_loss.default smooth_l1_loss.default huber_loss.default"
+            " binary_cross_entropy_with_logits.default binary_cross_entropy.default soft_margin_loss.default"
+            " poisson_nll_loss.default margin_ranking_loss.default hinge_embedding_loss.default"
+            " cosine_embedding_loss.default triplet_margin_loss.default kl_div.default multi_margin_loss.default"
+            " multilabel_margin_loss.default"
+        ),
+        _elementwise,
+    ),
 }
 
 
-_SCALES = frozenset(
-    {*(f"aten.{name}.{kind}" for name in ("mul", "div") for kind in ("Tensor", "Scalar")), "aten.neg.default"}
-)
-_ADDS = frozenset(f"aten.{name}" for name in ("add.Tensor", "add.Scalar", "sub.Tensor", "sub.Scalar", "rsub.Scalar"))
+_SCALES = aten_targets("mul.Tensor mul.Scalar div.Tensor div.Scalar neg.default")
+_ADDS = aten_targets("add.Tensor add.Scalar sub.Tensor sub.Scalar rsub.Scalar")
 
 
 def over_samples(builder: Builder, loss: Ref, inputs: Sequence[Input], batch_size: int) -> Ref:
