@@ -17,6 +17,7 @@ See docs/adr/0015-selective-recompute.md.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from functools import cache
 from typing import cast
 
@@ -50,6 +51,24 @@ def _tags(target: str) -> Collection[torch.Tag]:
         return cast("Collection[torch.Tag]", getattr(resolve(target), "tags", ()))
     except RuleError:
         return ()
+
+
+DROPOUT_ARGUMENT = {
+    "autopar.dropout": 1,
+    "aten.dropout.default": 1,
+    "aten.native_dropout.default": 1,
+    "aten.scaled_dot_product_attention.default": 4,
+}
+"""Position of the probability among the arguments."""
+
+
+def without_dropout(op: Op) -> Op:
+    """The same call, that drops nothing."""
+    position = DROPOUT_ARGUMENT.get(op.target)
+    if position is None:
+        return op
+    args = tuple(0.0 if i == position else arg for i, arg in enumerate(op.args))
+    return replace(op, args=args, kwargs=tuple((k, 0.0 if k == "dropout_p" else v) for k, v in op.kwargs))
 
 
 def is_attention(op: Op) -> bool:

@@ -17,7 +17,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from autopar.graph.elements import Leaf, Outputs, same_calls
 from autopar.graph.graph import Argument, Buffer, Graph, Op, Parameter, Ref, TensorSpec, map_refs
-from autopar.graph.operator_kinds import draws_random
+from autopar.graph.operator_kinds import draws_random, without_dropout
 from autopar.ops.kernels import aten_targets
 from autopar.tracing.builder import Builder, Value
 from autopar.tracing.modes import region_of
@@ -102,7 +102,8 @@ def _call(calls: Calls, module: fx.GraphModule, prefix: str, known: dict[str, Ar
     if specs and isinstance(target, torch._ops.OpOverload):
         kwargs = tuple((key, _argument(v, prefix, known)) for key, v in node.kwargs.items() if key != "device")
         args = tuple(_argument(value, prefix, known) for value in node.args)
-        calls.ops[name] = quiet(Op(name=name, target=str(target), args=args, kwargs=kwargs, outputs=specs))
+        op = Op(name=name, target=str(target), args=args, kwargs=kwargs, outputs=specs)
+        calls.ops[name] = without_dropout(op)
 
 
 def _argument(value: object, prefix: str, known: Mapping[str, Argument]) -> Argument:
@@ -111,15 +112,6 @@ def _argument(value: object, prefix: str, known: Mapping[str, Argument]) -> Argu
     if isinstance(value, list | tuple):
         return tuple(_argument(item, prefix, known) for item in value)
     return value  # type: ignore[return-value]
-
-
-def quiet(op: Op) -> Op:
-    """Without dropout."""
-    if op.target in ("aten.dropout.default", "aten.native_dropout.default"):
-        return replace(op, args=(op.args[0], 0.0, *op.args[2:]))
-    if op.target == "aten.scaled_dot_product_attention.default" and len(op.args) > 4:
-        return replace(op, args=(*op.args[:4], 0.0, *op.args[5:]))
-    return op
 
 
 def is_random(op: Op) -> bool:
