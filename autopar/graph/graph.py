@@ -74,12 +74,8 @@ class Index:
         self.free = {leaf.name for leaf in leaves} - set(self.parameters) | {op.name for op in prelude}
         users: dict[Ref, list[int]] = {}
         for position, op in enumerate(ops):
-            for ref in op.operands:
-                known = users.get(ref)
-                if known is None:
-                    users[ref] = [position]
-                elif known[-1] != position:
-                    known.append(position)
+            for ref in dict.fromkeys(op.operands):
+                users.setdefault(ref, []).append(position)
         self.users = {ref: tuple(positions) for ref, positions in users.items()}
         self.block_of = {op.name: b.index for b in blocks for op in ops[b.start : b.stop]}
         self._crossing: list[tuple[int, int, Ref]] | None = None

@@ -52,14 +52,13 @@ class _Split:
         return None in self.outputs
 
 
-def discover_rule(op: Op, operands: Sequence[Tensor], *, seed: int = 0) -> str:
+def discover_rule(op: Op, operands: Sequence[Tensor]) -> str:
     """The rule line of an operator, for operands of these ranks.
 
     Args:
         op: a call of it; literals stay as they are.
         operands: small examples with every dim even; floats in float64, requiring grad where a
             gradient is wanted. Dims that differ in length are never taken for the same.
-        seed: of the random numbers of the check.
 
     Returns:
         A line for :func:`autopar.rules.table.register_rule`; dims that cannot be split are marked ``^``.
@@ -78,7 +77,7 @@ def discover_rule(op: Op, operands: Sequence[Tensor], *, seed: int = 0) -> str:
     results: list[list[str]] = [[""] * y.dim() for y in dense]
     names = iter(_LABELS)
     contracted: set[str] = set()
-    for split in _splits(op, operands, dense, seed):
+    for split in _splits(op, operands, dense):
         places = [(labels[i], d) for i, d in enumerate(split.operands) if d is not None]
         places += [(results[i], d) for i, d in enumerate(split.outputs) if d is not None]
         if any(row[d] for row, d in places):
@@ -88,10 +87,10 @@ def discover_rule(op: Op, operands: Sequence[Tensor], *, seed: int = 0) -> str:
             row[d] = name
         if split.contracted:
             contracted.add(name)
-    return _line(labels, results, contracted, names) + _linear(op, operands, dense, seed)
+    return _line(labels, results, contracted, names) + _linear(op, operands, dense)
 
 
-def _splits(op: Op, operands: Sequence[Tensor], dense: Sequence[Tensor], seed: int) -> Iterator[_Split]:
+def _splits(op: Op, operands: Sequence[Tensor], dense: Sequence[Tensor]) -> Iterator[_Split]:
     """Every split that holds, those of more operands first: they say more."""
     choices = [[None, *(d for d, n in enumerate(x.shape) if n > 1 and n % _RANKS == 0)] for x in operands]
     combinations = prod(map(len, choices))
@@ -105,7 +104,7 @@ def _splits(op: Op, operands: Sequence[Tensor], dense: Sequence[Tensor], seed: i
         lengths = {x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None}
         if len(lengths) == 1:
             outputs = _outputs(op, operands, dense, dims)
-            if outputs is not None and _holds(op, operands, dims, outputs, seed):
+            if outputs is not None and _holds(op, operands, dims, outputs):
                 yield _Split(dims, outputs)
 
 
@@ -140,19 +139,17 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.allclose(a.to(wide), b.detach().to(wide), rtol=1e-9, atol=1e-9)
 
 
-def _holds(
-    op: Op, operands: Sequence[Tensor], dims: Sequence[int | None], outputs: Sequence[int | None], seed: int
-) -> bool:
+def _holds(op: Op, operands: Sequence[Tensor], dims: Sequence[int | None], outputs: Sequence[int | None]) -> bool:
     strategy = Strategy(
         name="found",
         inputs=tuple(R if d is None else S(d) for d in dims),
         outputs=tuple(P if d is None else S(d) for d in outputs),
         work=Fraction(1, _RANKS),
     )
-    return not verify_rule(op, operands, size=_RANKS, strategies=[strategy], seed=seed)
+    return not verify_rule(op, operands, size=_RANKS, strategies=[strategy])
 
 
-def _linear(op: Op, operands: Sequence[Tensor], dense: Sequence[Tensor], seed: int) -> str:
+def _linear(op: Op, operands: Sequence[Tensor], dense: Sequence[Tensor]) -> str:
     """The clause of operands in which the operator is linear: alone, or all together."""
     groups = [(i,) for i in range(len(operands))] + ([tuple(range(len(operands)))] if len(operands) > 1 else [])
     found = []
@@ -162,7 +159,7 @@ def _linear(op: Op, operands: Sequence[Tensor], dense: Sequence[Tensor], seed: i
         summable = all(operands[i].dtype.is_floating_point for i in group) and all(
             y.dtype.is_floating_point for y in dense
         )
-        if summable and not verify_rule(op, operands, size=_RANKS, strategies=[strategy], seed=seed):
+        if summable and not verify_rule(op, operands, size=_RANKS, strategies=[strategy]):
             found.append("+".join(map(str, group)))
     return f"; linear {', '.join(found)}" if found else ""
 

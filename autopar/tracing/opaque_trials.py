@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import islice, product
 from typing import Any
 
 import torch
@@ -297,13 +297,10 @@ def choices(inputs: Sequence[TensorSpec], batch_size: int) -> Iterator[tuple[int
     def fits(spec: TensorSpec, dim: int) -> bool:
         return len(spec.shape) > dim and spec.shape[dim] > 0 and spec.shape[dim] % batch_size == 0
 
-    count = 0
-    for dim in (0, 1):
-        options: list[tuple[int | None, ...]] = [(dim, None) if fits(spec, dim) else (None,) for spec in inputs]
-        for chosen in product(*options):
-            if any(d is not None for d in chosen) and count < MAX_CHOICES:
-                count += 1
-                yield chosen
+    every = (
+        chosen for dim in (0, 1) for chosen in product(*((dim, None) if fits(s, dim) else (None,) for s in inputs))
+    )
+    return islice((chosen for chosen in every if any(d is not None for d in chosen)), MAX_CHOICES)
 
 
 def _apart(subject: Subject, dims: tuple[int | None, ...]) -> tuple[int, ...]:
