@@ -9,12 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from autopar.graph.elements import collect_refs
-from autopar.graph.graph import Argument, Op, Ref, TensorSpec
+from autopar.graph.graph import Argument, Op, Ref, TensorSpec, map_refs
+from autopar.ops.kernels import resolve
 
 if TYPE_CHECKING:
     from autopar.tracing.constants import Lazy
@@ -143,6 +144,16 @@ class Builder:
             if spec is not None
         )
         return self.append(replace(op, outputs=specs))
+
+    def make(self, call: Call, target: str, *args: Argument, name: str | None = None, **kwargs: Argument) -> Ref:
+        """As :meth:`emit`, of an operator that makes one tensor: on meta, it says of which shape and dtype."""
+
+        def on_meta(ref: Ref) -> Any:
+            return torch.empty(self.specs[ref].shape, dtype=self.specs[ref].dtype, device="meta")
+
+        made = resolve(target)(*(map_refs(arg, on_meta) for arg in args), **kwargs)
+        spec = TensorSpec(shape=tuple(made.shape), dtype=made.dtype)
+        return self.emit(call, target, args, spec, kwargs=kwargs, name=name)
 
     def stop_gradient(self, ref: Ref, *outputs: int) -> None:
         """Of the operator ``ref``, the last one appended, these outputs have no gradient."""

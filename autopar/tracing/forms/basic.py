@@ -226,15 +226,11 @@ def _paste(builder: Builder, call: Call) -> Value:
         return generic(builder, call)
 
     def pairs(ref: Argument) -> Ref:
-        assert isinstance(ref, Ref)
-        spec = builder.specs[ref]
-        copy = builder.emit(call, "aten.clone.default", (ref,), spec)  # a conjugate is a view, which has no pairs
-        out = TensorSpec(shape=(*spec.shape, 2), dtype=spec.dtype.to_real())
-        return builder.emit(call, "aten.view_as_real.default", (copy,), out)
+        copy = builder.make(call, "aten.clone.default", ref)  # a conjugate is a view, which has no pairs
+        return builder.make(call, "aten.view_as_real.default", copy)
 
     whole, part, *where = _normal_args(builder, call)
-    pasted = TensorSpec(shape=(*call.spec.shape, 2), dtype=call.spec.dtype.to_real())
-    result = builder.emit(call, call.target, (pairs(whole), pairs(part), *where), pasted, kwargs=call.kwargs)
+    result = builder.make(call, call.target, pairs(whole), pairs(part), *where, name=call.name, **call.kwargs)
     return builder.emit(call, "aten.view_as_complex.default", (result,))
 
 
