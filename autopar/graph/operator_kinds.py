@@ -88,13 +88,8 @@ def has_written_attention(graph: Graph) -> bool:
 
 def attention_heads(graph: Graph, operand: int = 0) -> tuple[int, ...]:
     """Head counts of the model's fused attentions: of the queries (``operand`` 0), of keys and values (1)."""
-    found = set()
-    for op in graph.ops:
-        if "scaled_dot_product_attention" in op.target or op.target == "autopar.attention":
-            shape = graph.spec(op.operands[operand]).shape
-            if len(shape) == 4:
-                found.add(shape[1])
-    return tuple(sorted(found))
+    shapes = [graph.spec(op.operands[operand]).shape for op in graph.ops if is_attention(op)]
+    return tuple(sorted({shape[1] for shape in shapes if len(shape) == 4}))
 
 
 def attention_sequences(graph: Graph) -> tuple[int, ...]:

@@ -117,11 +117,10 @@ def _cut(graph: Graph, blocks: Sequence[Block], stands_for: dict[str, str]) -> G
     made: list[Block] = []
     for index, block in enumerate(blocks):
         start = len(ops)
-        for op in graph.block_ops(block):
-            if stands_for.keys().isdisjoint([r.name for r in op.operands]):
-                ops.append(op)
-                continue
-            ops.append(op.with_operands(tuple(Ref(stands_for.get(r.name, r.name), r.index) for r in op.operands)))
+        ops += [
+            op.with_operands(tuple(Ref(stands_for.get(r.name, r.name), r.index) for r in op.operands))
+            for op in graph.block_ops(block)
+        ]
         made.append(replace(block, index=index, start=start, stop=len(ops)))
     read = {ref.name for op in ops for ref in op.operands}
     dropped = {op.name for op in graph.ops} - {op.name for op in ops}

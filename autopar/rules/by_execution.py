@@ -139,13 +139,9 @@ def _gradients(
     wanted = [x for x in inputs if x.requires_grad]
     if not ends or not wanted:
         return tuple(None for _ in inputs)
-    found = torch.autograd.grad([y for y, _ in ends], wanted, [g for _, g in ends], allow_unused=True)
+    found = torch.autograd.grad([y for y, _ in ends], wanted, [g for _, g in ends], materialize_grads=True)
     rest = iter(found)
-    gradients: list[Tensor | None] = []
-    for x in inputs:
-        gradient = next(rest) if x.requires_grad else None
-        gradients.append(torch.zeros_like(x) if x.requires_grad and gradient is None else gradient)
-    return tuple(gradients)
+    return tuple(next(rest) if x.requires_grad else None for x in inputs)
 
 
 def _fits_ring(strategy: Strategy, dense: _Dense, size: int) -> bool:

@@ -40,16 +40,8 @@ _RANKS = 2
 _LABELS = "abcdefghijklmnopqrstuvwxyz"
 
 
-@dataclass(frozen=True, slots=True)
-class _Split:
-    """A split that holds: the dim of each operand and output (None: R, or P of an output)."""
-
-    operands: tuple[int | None, ...]
-    outputs: tuple[int | None, ...]
-
-    @property
-    def contracted(self) -> bool:
-        return None in self.outputs
+_Dims = tuple[int | None, ...]
+"""The dim along which each operand or output is split; None: R, or P of an output."""
 
 
 def discover_rule(op: Op, operands: Sequence[Tensor]) -> str:
@@ -77,20 +69,20 @@ def discover_rule(op: Op, operands: Sequence[Tensor]) -> str:
     results: list[list[str]] = [[""] * y.dim() for y in dense]
     names = iter(_LABELS)
     contracted: set[str] = set()
-    for split in _splits(op, operands, dense):
-        places = [(labels[i], d) for i, d in enumerate(split.operands) if d is not None]
-        places += [(results[i], d) for i, d in enumerate(split.outputs) if d is not None]
+    for dims, outputs in _splits(op, operands, dense):
+        places = [(labels[i], d) for i, d in enumerate(dims) if d is not None]
+        places += [(results[i], d) for i, d in enumerate(outputs) if d is not None]
         if any(row[d] for row, d in places):
             continue
         name = next(names)
         for row, d in places:
             row[d] = name
-        if split.contracted:
+        if None in outputs:
             contracted.add(name)
     return _line(labels, results, contracted, names) + _linear(op, operands, dense)
 
 
-def _splits(op: Op, operands: Sequence[Tensor], dense: Sequence[Tensor]) -> Iterator[_Split]:
+def _splits(op: Op, operands: Sequence[Tensor], dense: Sequence[Tensor]) -> Iterator[tuple[_Dims, _Dims]]:
     """Every split that holds, those of more operands first: they say more."""
     choices = [[None, *(d for d, n in enumerate(x.shape) if n > 1 and n % _RANKS == 0)] for x in operands]
     combinations = prod(map(len, choices))
@@ -105,12 +97,10 @@ def _splits(op: Op, operands: Sequence[Tensor], dense: Sequence[Tensor]) -> Iter
         if len(lengths) == 1:
             outputs = _outputs(op, operands, dense, dims)
             if outputs is not None and _holds(op, operands, dims, outputs):
-                yield _Split(dims, outputs)
+                yield dims, outputs
 
 
-def _outputs(
-    op: Op, operands: Sequence[Tensor], dense: Sequence[Tensor], dims: Sequence[int | None]
-) -> tuple[int | None, ...] | None:
+def _outputs(op: Op, operands: Sequence[Tensor], dense: Sequence[Tensor], dims: _Dims) -> _Dims | None:
     """How the outputs of the parts make up the dense ones: a dim along which they join, None for a sum."""
     pieces = [
         [x] * _RANKS if d is None else list(x.detach().chunk(_RANKS, d)) for x, d in zip(operands, dims, strict=True)

@@ -214,12 +214,10 @@ def _lazy(builder: Builder, call: Call, shape: tuple[int, ...]) -> Value:
 
 def _same_lazy(builder: Builder, call: Call) -> Value | None:
     """Copies and expansions of such a value."""
-    source = call.args[0]
-    held = builder.lazies.get(source) if isinstance(source, Ref) else None
+    source = call.operands[0]
+    held = builder.lazies.get(source)
     same = call.target in _SAME_VALUE or call.target == "aten.expand.default"
-    same = same or (
-        call.target in CONVERSIONS and isinstance(source, Ref) and builder.specs[source].dtype == call.spec.dtype
-    )
+    same = same or (call.target in CONVERSIONS and builder.specs[source].dtype == call.spec.dtype)
     if held is None or not same or len(held.shape) != len(call.spec.shape):
         return None
     return builder.lazy(call, held)

@@ -108,9 +108,8 @@ def gradients_of(outputs: Sequence[Tensor], sources: Sequence[Tensor], factor: f
     if not flows or not wanted:
         return [torch.zeros_like(x) for x in sources]
     given = [factor * _direction(y.detach()) for y in flows]
-    made = iter(torch.autograd.grad(flows, wanted, given, allow_unused=True))
-    found = [next(made) if x.requires_grad else None for x in sources]
-    return [torch.zeros_like(x) if g is None else g for x, g in zip(sources, found, strict=True)]
+    made = iter(torch.autograd.grad(flows, wanted, given, materialize_grads=True))
+    return [next(made) if x.requires_grad else torch.zeros_like(x) for x in sources]
 
 
 def _direction(y: Tensor) -> Tensor:
