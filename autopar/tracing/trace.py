@@ -95,9 +95,7 @@ def trace(
     if not exact and not repeats and not repeated_steps.are_same(calls, _calls(job, times=2)):
         repeated_steps.check_numbers(graph, _larger(graph, job))
     notes = (*graph.notes, *notes_of_modes(model), *notes_of(graph, job.reasons))
-    found = replace(graph, exact=exact, pins=marks, notes=notes, outputs=_counted(graph, job, exact=exact))
-    found.look_up()
-    return found
+    return replace(graph, exact=exact, pins=marks, notes=notes, outputs=_counted(graph, job, exact=exact))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
