@@ -272,58 +272,24 @@ def enumerate_strategies(
         ``split LABEL`` (operands that lack the label R, or P where they are added to a contraction),
         ``invariant``, ``replicate``, ``linear OPERANDS``.
     """
-    yield from _enumerated(
-        pattern,
-        tuple(_splittable(pattern, operands, outputs, size)),
-        tuple([spec.requires_grad for spec in operands]),
-        tuple([spec.requires_grad for spec in outputs]),
-        tuple([spec.dtype is not torch.bool for spec in operands]),
-        all(spec.dtype is not torch.bool for spec in outputs),
-        Fraction(size.denominator, size.numerator),
-    )
-
-
-@lru_cache(maxsize=4096)
-def _enumerated(
-    pattern: Pattern,
-    labels: tuple[str, ...],
-    trained: tuple[bool, ...],
-    trained_outputs: tuple[bool, ...],
-    adds: tuple[bool, ...],
-    gives_sums: bool,
-    work: Fraction,
-) -> tuple[Strategy, ...]:
-    """All that the strategies of a call depend on: most micro-batch sizes have the same ones.
-
-    Args:
-        labels: that may be split.
-        trained, trained_outputs: operands and outputs with a gradient.
-        adds: operands that may be partial; ``gives_sums``: outputs too.
-        work: of a split.
-    """
-    found = [_split(pattern, label, work) for label in labels]
-    outside = tuple([R for _ in trained_outputs])
-    if any(trained):
-        found.append(
-            Strategy(
-                name="invariant",
-                inputs=tuple([I if has else R for has in trained]),
-                outputs=tuple([I if has else R for has in trained_outputs]),
+    work = Fraction(size.denominator, size.numerator)
+    yield from (_split(pattern, label, work) for label in _splittable(pattern, operands, outputs, size))
+    if any(spec.requires_grad for spec in operands):
+        yield Strategy(
+            name="invariant",
+            inputs=tuple([I if spec.requires_grad else R for spec in operands]),
+            outputs=tuple([I if spec.requires_grad else R for spec in outputs]),
+        )
+    yield Strategy(name="replicate", inputs=(R,) * len(operands), outputs=(R,) * len(outputs))
+    if any(spec.dtype is torch.bool for spec in outputs):
+        return
+    for group in pattern.linear:
+        if all(operands[index].dtype is not torch.bool for index in group):
+            yield Strategy(
+                name="linear " + "+".join(map(str, group)),
+                inputs=tuple([P if index in group else R for index in range(len(operands))]),
+                outputs=(P,) * len(outputs),
             )
-        )
-    found.append(Strategy(name="replicate", inputs=tuple([R for _ in trained]), outputs=outside))
-    if not gives_sums:
-        return tuple(found)
-    found += [
-        Strategy(
-            name="linear " + "+".join(map(str, group)),
-            inputs=tuple([P if index in group else R for index in range(len(trained))]),
-            outputs=tuple([P for _ in trained_outputs]),
-        )
-        for group in pattern.linear
-        if all(adds[index] for index in group)
-    ]
-    return tuple(found)
 
 
 def _splittable(

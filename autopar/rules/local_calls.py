@@ -43,7 +43,7 @@ def localize(op: Op, strategy: Strategy, local: Local) -> Op:
         op = replace(op, target=strategy.target)
     if strategy.extra:
         op = replace(op, kwargs=(*op.kwargs, *strategy.extra))
-    return op if op.outputs is local.outputs else op.reshaped(op.target, op.args, op.kwargs, local.outputs)
+    return replace(op, outputs=local.outputs)
 
 
 def localizer(op: Op, strategy: Strategy) -> Localizer | None:
@@ -55,8 +55,7 @@ def _shape_at(position: int, name: str) -> Localizer:
     def write(op: Op, strategy: Strategy, local: Local) -> Op:
         shape = local.outputs[0].shape
         if position < len(op.args):
-            args = (*op.args[:position], shape, *op.args[position + 1 :])
-            return op.reshaped(op.target, args, op.kwargs, op.outputs)
+            return replace(op, args=(*op.args[:position], shape, *op.args[position + 1 :]))
         return replace(op, kwargs=tuple((key, shape if key == name else value) for key, value in op.kwargs))
 
     return write
