@@ -146,12 +146,13 @@ class Builder:
         return self.append(replace(op, outputs=specs))
 
     def make(self, call: Call, target: str, *args: Argument, name: str | None = None, **kwargs: Argument) -> Ref:
-        """As :meth:`emit`, of an operator that makes one tensor: on meta, it says of which shape and dtype."""
+        """As :meth:`emit`, of an operator that makes one tensor, in the shape and dtype that torch gives it on meta."""
 
         def on_meta(ref: Ref) -> Any:
             return torch.empty(self.specs[ref].shape, dtype=self.specs[ref].dtype, device="meta")
 
-        made = resolve(target)(*(map_refs(arg, on_meta) for arg in args), **kwargs)
+        with torch._C.DisableTorchFunction():  # a caller's mode may change dtypes
+            made = resolve(target)(*(map_refs(arg, on_meta) for arg in args), **kwargs)
         spec = TensorSpec(shape=tuple(made.shape), dtype=made.dtype)
         return self.emit(call, target, args, spec, kwargs=kwargs, name=name)
 
@@ -170,19 +171,15 @@ class Builder:
             self.specs[Ref(op.name, i)] = spec
         return Ref(op.name)
 
-    def constant(self, call: Call, value: torch.Tensor, spec: TensorSpec | None = None) -> Ref:
-        """A value known now; ``value`` may have size 1 where it is equal along a dim."""
+    def constant(self, call: Call, value: torch.Tensor | Lazy, spec: TensorSpec | None = None) -> Ref:
+        """A value known now, or evaluated when it is needed; ``value`` may have size 1 where it is equal along a dim."""
         spec = spec or call.spec
         ref = Ref(self.unique(call.name))
         self.specs[ref] = TensorSpec(shape=spec.shape, dtype=spec.dtype)
-        self.values[ref] = compact(value)
-        return ref
-
-    def lazy(self, call: Call, value: Lazy) -> Ref:
-        """A constant that is evaluated when it is needed."""
-        ref = Ref(self.unique(call.name))
-        self.specs[ref] = TensorSpec(shape=call.spec.shape, dtype=call.spec.dtype)
-        self.lazies[ref] = value
+        if isinstance(value, torch.Tensor):
+            self.values[ref] = compact(value)
+        else:
+            self.lazies[ref] = value
         return ref
 
     def known(self, ref: Argument) -> torch.Tensor | None:

@@ -209,7 +209,7 @@ def _lazy(builder: Builder, call: Call, shape: tuple[int, ...]) -> Value:
     """An elementwise operator on constants whose value is too large to hold."""
     args = tuple(_constant(builder, arg) if isinstance(arg, Ref) else arg for arg in call.args)
     kwargs: dict[str, object] = {key: value for key, value in call.kwargs.items() if key not in SKIPPED_KWARGS}
-    return builder.lazy(call, Lazy(call, args, kwargs, shape))
+    return builder.constant(call, Lazy(call, args, kwargs, shape))
 
 
 def _same_lazy(builder: Builder, call: Call) -> Value | None:
@@ -220,7 +220,7 @@ def _same_lazy(builder: Builder, call: Call) -> Value | None:
     same = same or (call.target in CONVERSIONS and builder.specs[source].dtype == call.spec.dtype)
     if held is None or not same or len(held.shape) != len(call.spec.shape):
         return None
-    return builder.lazy(call, held)
+    return builder.constant(call, held)
 
 
 def _is_random(call: Call) -> bool:

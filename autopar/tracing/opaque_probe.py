@@ -75,12 +75,11 @@ def examine(subject: Subject, batch_size: int, alike: dict[object, Samples]) -> 
         return _on_fake(subject, f"its parameters are more than {MAX_BYTES >> 30} GiB, so that it was not run")
     try:
         with _kernels_of_halves(subject):
-            subject, region, output = _run(subject)
+            subject, output = _run(subject)
     except FAILURES as error:
         return _on_fake(subject, f"on random inputs it raised {type(error).__name__}: {first_line(error)}")
-    subject = replace(subject, region=region)
     splits, why, linear = samples_apart(subject, batch_size, alike)
-    return replace(region, splits=splits, why=why, is_linear_backward=linear), _structure(output)
+    return replace(subject.region, splits=splits, why=why, is_linear_backward=linear), _structure(output)
 
 
 @contextmanager
@@ -141,20 +140,19 @@ def _described(output: Any) -> tuple[tuple[tuple[int, ...], str, bool], ...]:
     return tuple((tuple(t.shape), str(t.dtype).removeprefix("torch."), t.requires_grad) for t in found)
 
 
-def _run(subject: Subject) -> tuple[Subject, Region, Any]:
+def _run(subject: Subject) -> tuple[Subject, Any]:
     """What :func:`_measured` finds, with random integers from 0, or from 1 where the code does not take those."""
     try:
-        return subject, *_measured(subject)
+        return _measured(subject)
     except FAILURES:
         if any(is_integer(spec) for spec in subject.inputs):
-            counted = replace(subject, least=1)
             with suppress(*FAILURES):
-                return counted, *_measured(counted)
+                return _measured(replace(subject, least=1))
         raise
 
 
-def _measured(subject: Subject) -> tuple[Region, Any]:
-    """One run, forward and backward, with what it costs."""
+def _measured(subject: Subject) -> tuple[Subject, Any]:
+    """One run, forward and backward: the region with what it costs, and what it returns."""
     inputs = subject.draw(0)
     before = [x.detach().clone() for x in inputs]
     buffers = [b.clone() for b in subject.buffers]
@@ -182,18 +180,19 @@ def _measured(subject: Subject) -> tuple[Region, Any]:
     after = [assigned.get(name, b) for name, b in zip(subject.region.buffers, buffers, strict=True)]
     _check_buffers(subject.region, subject.buffers, after)
     _check_numbers(subject, output)
-    return replace(
+    region = replace(
         subject.region,
         outputs=outputs,
         flops=float(forward.get_total_flops()),
         backward_flops=float(backward.get_total_flops()),
         saved_bytes=sum(saved.values()),
         numel=max(1, sum(spec.numel for spec in subject.inputs)),
-    ), output
+    )
+    return replace(subject, region=region), output
 
 
 def _counter() -> FlopCounterMode:
-    """Without torch's FLOPs by module, by hooks on gradients that a gradient taken in forward does not bear."""
+    """Does not sort FLOPs by module, as torch does by hooks on gradients that a gradient taken in forward does not bear."""
     counter: Any = FlopCounterMode(display=False)
     counter.mod_tracker = nullcontext()
     counter.mod_tracker.parents = {"Global"}
