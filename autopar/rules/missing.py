@@ -203,21 +203,17 @@ def complete(graph: Graph, *, cache_dir: Path | None = None, table: RuleTable | 
     table = table or default_table()
     kept = _Kept(cache_dir)
     found: dict[str, Found] = {}
-    every = (*graph.prelude, *graph.ops)
-    ruled = {target: table.rules.get(target) for target in {op.target for op in every}}
-    lacking = {target for target, rule in ruled.items() if rule is None or isinstance(rule.make, _ByCall)}
-    for op in every if lacking else ():
-        if op.target not in lacking:
-            continue
+    for op in (*graph.prelude, *graph.ops):
         rule = table.rules.get(op.target)  # which may have been added on the way
+        by_call = _ByCall() if rule is None else rule.make
+        if not isinstance(by_call, _ByCall):
+            continue
         operands = tuple(graph.spec(ref) for ref in op.operands)
         key = key_of(op, operands)
-        if key not in found:
-            by_call = rule.make if rule is not None and isinstance(rule.make, _ByCall) else _ByCall()
-            if key in by_call.lines:
-                why = by_call.reasons.get(key, "")
-                found[key] = Found(target=op.target, key=key, line=by_call.lines[key], why=why)
-                continue
+        if key in by_call.lines:
+            why = by_call.reasons.get(key, "")
+            found.setdefault(key, Found(target=op.target, key=key, line=by_call.lines[key], why=why))
+        else:
             found[key] = one = _find(op, operands, key, kept)
             made = _ByCall({**by_call.lines, key: one.line}, {**by_call.reasons, key: one.why})
             table.put(op.target, Rule(make=made, found=True))
