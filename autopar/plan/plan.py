@@ -273,9 +273,8 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON, whole or not at all; :func:`autopar.plan.file.save_plan` says more."""
-        from autopar.plan.file import (
-            save_plan,
-        )  # here and below: data knows its file, its difference and its text when asked
+        # here and below: data knows its file, its difference and its text when asked
+        from autopar.plan.file import save_plan
 
         save_plan(self, path)
 

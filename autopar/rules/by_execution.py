@@ -184,9 +184,8 @@ def _check(
         gradients[index] = _gradients(inputs, outputs[index], own)
 
     if axis in written.args or axis in (value for _, value in written.kwargs):
-        with (
-            _same_random_numbers()
-        ):  # of all ranks together: threads that seed the same generator wait for each other for ever
+        # of all ranks together: threads that seed the same generator wait for each other for ever
+        with _same_random_numbers():
             _in_threads(rank, size)
     else:
         for index in range(size):
