@@ -29,7 +29,7 @@ def localize(op: Op, strategy: Strategy, local: Local) -> Op:
 
     Args:
         op: the call before the axis is applied; its operands are kept.
-        strategy: one of those that ``strategies`` gave for it.
+        strategy: one of those that a table gave for it.
         local: local specs of operands and outputs.
 
     Returns:

@@ -96,7 +96,20 @@ class RuleTable:
     def strategies(
         self, op: Op, operands: tuple[TensorSpec, ...], *, axis: str, size: Fraction, fallback: bool = False
     ) -> tuple[Strategy, ...]:
-        """See :func:`autopar.rules.table.strategies`."""
+        """All ways to run one operator on one mesh axis.
+
+        Args:
+            op: the call; names and layouts do not matter, literals do.
+            operands: specs of ``op.operands``, in order, before the axis is applied. Where one has no
+                gradient, every I is written R, which is the same for it.
+            axis: mesh axis, or ``batch``.
+            size: by what the axis divides a dim; only dims that divide evenly are split.
+            fallback: an operator without a rule gives ``invariant`` and ``replicate`` only, and the
+                caller records it by name, instead of an error.
+
+        Raises:
+            RuleError: no rule, or the call does not fit it.
+        """
         key = (
             op.target,
             without_refs(op.args),
@@ -192,10 +205,6 @@ def _lines() -> dict[str, str]:
         "aten.clamp.Tensor": "x..., x..., x... -> x...",
         "aten.fill.Tensor": "x..., x... -> x...; linear 1",
         "aten.fill.Scalar": "x... -> x...",
-        "aten.copy.default": "x..., x... -> x...; linear 1",
-        "aten.type_as.default": "x..., o...^ -> x...",
-        "aten.native_dropout.default": "x... -> x..., x...; random",
-        "aten.dropout.default": "x... -> x...; random",
         "aten.multinomial.default": "b... k^ -> b... n^; random",
         "autopar.dropout": "x... -> x...; linear 0; random",
         "aten.linear.default": "b... k+, n k+, n -> b... n; linear 0+2?, 1+2?",
@@ -310,34 +319,6 @@ def torch_rules() -> dict[str, Rule]:
 def default_table() -> RuleTable:
     """The one table that users extend by :func:`register_rule` and that is used unless another is given."""
     return RuleTable(rules=torch_rules())
-
-
-def strategies(
-    op: Op,
-    operands: tuple[TensorSpec, ...],
-    *,
-    axis: str,
-    size: Fraction,
-    fallback: bool = False,
-    table: RuleTable | None = None,
-) -> tuple[Strategy, ...]:
-    """All ways to run one operator on one mesh axis.
-
-    Args:
-        op: the call; names and layouts do not matter, literals do.
-        operands: specs of ``op.operands``, in order, before the axis is applied. Where one has no
-            gradient, every I is written R, which is the same for it.
-        axis: mesh axis, or ``batch``.
-        size: by what the axis divides a dim; only dims that divide evenly are split.
-        fallback: an operator without a rule gives ``invariant`` and ``replicate`` only, and the
-            caller records it by name, instead of an error.
-        table: rules to use instead of :func:`default_table`.
-
-    Raises:
-        RuleError: no rule, or the call does not fit it.
-    """
-    rules = default_table() if table is None else table
-    return rules.strategies(op, operands, axis=axis, size=size, fallback=fallback)
 
 
 def has_rule(target: str, *, table: RuleTable | None = None) -> bool:
