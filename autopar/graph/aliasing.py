@@ -13,21 +13,12 @@ from typing import TypeAlias
 import torch
 
 from autopar.graph.graph import Argument, Op, Ref, TensorSpec
-from autopar.ops.kernels import resolve
+from autopar.ops.kernels import aten_targets, resolve
 
 Strides: TypeAlias = tuple[int, ...]
 
-_RESTRIDED = frozenset(
-    {
-        "aten.view.default",
-        "aten.transpose.int",
-        "aten.permute.default",
-        "aten.unsqueeze.default",
-        "aten.expand.default",
-        "aten.slice.Tensor",
-        "aten.select.int",
-        "aten.detach.default",
-    }
+_RESTRIDED = aten_targets(
+    "view.default transpose.int permute.default unsqueeze.default expand.default slice.Tensor select.int detach.default"
 )
 """Operators whose output can lie in the storage of their operand."""
 
@@ -107,24 +98,9 @@ def _dense_as(
     return own if tuple(s for s, _ in dense) == contiguous(tuple(sizes)) else None
 
 
-_KEEPS_ORDER = frozenset(
-    f"aten.{name}"
-    for name in [
-        "add.Tensor",
-        "sub.Tensor",
-        "mul.Tensor",
-        "div.Tensor",
-        "neg.default",
-        "pow.Tensor_Scalar",
-        "silu.default",
-        "gelu.default",
-        "relu.default",
-        "tanh.default",
-        "sigmoid.default",
-        "exp.default",
-        "to.dtype",
-        "masked_fill.Scalar",
-    ]
+_KEEPS_ORDER = aten_targets(
+    "add.Tensor sub.Tensor mul.Tensor div.Tensor neg.default pow.Tensor_Scalar silu.default gelu.default relu.default"
+    " tanh.default sigmoid.default exp.default to.dtype masked_fill.Scalar"
 ) | {"autopar.dropout"}
 """Elementwise operators, whose outputs are laid out as their operand."""
 

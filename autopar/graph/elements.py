@@ -119,21 +119,6 @@ class Op:
         kwargs = tuple((key, map_refs(value, lambda _: next(rest))) for key, value in self.kwargs)
         return replace(self, args=args, kwargs=kwargs)
 
-    def reshaped(
-        self,
-        target: str,
-        args: tuple[Argument, ...],
-        kwargs: tuple[tuple[str, Argument], ...],
-        outputs: tuple[TensorSpec, ...],
-    ) -> Op:
-        """The same call of the same tensors in other shapes, with other literals in ``args`` and ``kwargs``."""
-        found = Op(
-            name=self.name, target=target, args=args, kwargs=kwargs, outputs=outputs, module=self.module,
-            source=self.source, layouts=self.layouts,
-        )  # fmt: skip
-        object.__setattr__(found, "_operands", self._operands)
-        return found
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Input:

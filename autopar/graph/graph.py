@@ -55,8 +55,6 @@ __all__ = [
 class Index:
     """Look-ups over one graph, made once."""
 
-    __slots__ = ("_crossing", "block_of", "free", "made", "parameters", "producers", "read_between", "users")
-
     def __init__(
         self,
         *,
@@ -68,21 +66,16 @@ class Index:
         self.producers = {op.name: op for op in (*prelude, *ops)}
         self.made: dict[str, tuple[TensorSpec, ...]] = {leaf.name: (leaf.spec,) for leaf in leaves}
         """By the name of what makes tensors their specs."""
-        for name, op in self.producers.items():
-            self.made[name] = op.outputs
+        self.made |= {name: op.outputs for name, op in self.producers.items()}
         self.parameters = {leaf.name: leaf for leaf in leaves if isinstance(leaf, Parameter)}
         self.free = {leaf.name for leaf in leaves} - set(self.parameters) | {op.name for op in prelude}
         users: dict[Ref, list[int]] = {}
         for position, op in enumerate(ops):
-            for ref in op.operands:
-                known = users.get(ref)
-                if known is None:
-                    users[ref] = [position]
-                elif known[-1] != position:
-                    known.append(position)
+            for ref in dict.fromkeys(op.operands):
+                users.setdefault(ref, []).append(position)
         self.users = {ref: tuple(positions) for ref, positions in users.items()}
         self.block_of = {op.name: b.index for b in blocks for op in ops[b.start : b.stop]}
-        self._crossing: list[tuple[int, int, Ref]] | None = None
+        self.ops = ops
         self.read_between: dict[tuple[int, int], tuple[Parameter, ...]] = {}
         """Parameters that operators between two positions read, of those that were asked for."""
 
@@ -91,16 +84,15 @@ class Index:
         """All tensors: leaves, then those of the prelude, then all others."""
         return [Ref(name, i) for name, specs in self.made.items() for i in range(len(specs))]
 
-    def crossing(self, ops: tuple[Op, ...]) -> list[tuple[int, int, Ref]]:
+    @cached_property
+    def crossing(self) -> list[tuple[int, int, Ref]]:
         """Of the live values that some operator reads: where each is made, where it is read last; in order of making."""
-        if self._crossing is None:
-            self._crossing = [
-                (position, last, ref)
-                for position, op in enumerate(ops)
-                for ref in (Ref(op.name, i) for i in range(len(op.outputs)))
-                if (last := self.last_use(ref)) >= 0
-            ]
-        return self._crossing
+        return [
+            (position, last, ref)
+            for position, op in enumerate(self.ops)
+            for ref in (Ref(op.name, i) for i in range(len(op.outputs)))
+            if (last := self.last_use(ref)) >= 0
+        ]
 
     def last_use(self, ref: Ref) -> int:
         """Position of the last live operator that reads ``ref``; -1 for none."""
@@ -222,12 +214,7 @@ class Graph:
 
         What a stage that ends at ``stop`` sends to the next one; skip connections included.
         """
-        return tuple(ref for made, last, ref in self._index.crossing(self.ops) if made < stop <= last)
-
-    def look_up(self) -> None:
-        """Make the look-ups by name and by block, which are else made when they are asked for: files of the graph have them."""
-        for block in self.blocks:
-            self.block_parameters(block)
+        return tuple(ref for made, last, ref in self._index.crossing if made < stop <= last)
 
     @property
     def num_parameters(self) -> int:
@@ -240,11 +227,11 @@ class Graph:
 
     @cached_property
     def passes(self) -> dict[object, Any]:
-        """What passes found that follows from the graph alone, for whoever asks again; files and copies have none of it."""
+        """What passes found that follows from the graph alone, for whoever asks again; files and copies have none of it, nor look-ups."""
         return {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "passes"}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_index", "passes")}
 
     def to_networkx(self) -> networkx.MultiDiGraph[str]:
         """The graph for networkx: its algorithms, and drawing.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from autopar.errors import AutoparError
-from autopar.graph.graph import Argument, Graph, Op, Parameter, Ref
+from autopar.graph.graph import Argument, Graph, Op, Parameter, Ref, map_refs
 from autopar.graph.operator_kinds import draws_random
 from autopar.ops.kernels import region_of, resolve
 from autopar.ops.opaque import Holder
@@ -96,8 +96,12 @@ def run(ops: Iterable[Op], env: dict[Ref, torch.Tensor], model: torch.nn.Module 
     Args:
         model: has the code of opaque regions.
     """
+
+    def given(argument: Argument) -> Any:
+        return map_refs(argument, env.__getitem__)  # type: ignore[arg-type]
+
     for number, op in enumerate(ops):
-        args, kwargs = [_value(a, env) for a in op.args], dict[str, Any]((k, _value(a, env)) for k, a in op.kwargs)
+        args, kwargs = map(given, op.args), {key: given(argument) for key, argument in op.kwargs}
         if op.target.startswith("aten.") and draws_random(op.target):
             where = None if op.operands else next(iter(env.values())).device
             result = partial(draw, salt=number, device=where)(op.target, *args, **kwargs)
@@ -105,11 +109,3 @@ def run(ops: Iterable[Op], env: dict[Ref, torch.Tensor], model: torch.nn.Module 
             result = function_of(op, model)(*args, **kwargs)
         for i, value in enumerate(result if isinstance(result, tuple | list) else (result,)):
             env[Ref(op.name, i)] = value
-
-
-def _value(argument: Argument, env: Mapping[Ref, torch.Tensor]) -> object:
-    if isinstance(argument, Ref):
-        return env[argument]
-    if isinstance(argument, tuple):
-        return [_value(item, env) for item in argument]
-    return argument

@@ -17,6 +17,7 @@ See docs/adr/0015-selective-recompute.md.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from functools import cache
 from typing import cast
 
@@ -25,12 +26,9 @@ import torch
 from autopar.errors import RuleError
 from autopar.graph.aliasing import storage_roots
 from autopar.graph.graph import Block, Graph, Op, Ref
-from autopar.ops.kernels import resolve
+from autopar.ops.kernels import aten_targets, resolve
 
-_NOT_BY_ITSELF = frozenset(
-    f"aten.{name}"
-    for name in ("scaled_dot_product_attention.default", "lstm.input", "gru.input", "rnn_tanh.input", "rnn_relu.input")
-)
+_NOT_BY_ITSELF = aten_targets("scaled_dot_product_attention.default lstm.input gru.input rnn_tanh.input rnn_relu.input")
 """Tagged as random, and not at every call: attention is where an argument says so, at which the pass that emits code looks; of
 recurrent networks the dropout between layers is an operator of its own in a graph."""
 
@@ -55,6 +53,24 @@ def _tags(target: str) -> Collection[torch.Tag]:
         return ()
 
 
+DROPOUT_ARGUMENT = {
+    "autopar.dropout": 1,
+    "aten.dropout.default": 1,
+    "aten.native_dropout.default": 1,
+    "aten.scaled_dot_product_attention.default": 4,
+}
+"""Position of the probability among the arguments."""
+
+
+def without_dropout(op: Op) -> Op:
+    """The same call, that drops nothing."""
+    position = DROPOUT_ARGUMENT.get(op.target)
+    if position is None:
+        return op
+    args = tuple(0.0 if i == position else arg for i, arg in enumerate(op.args))
+    return replace(op, args=args, kwargs=tuple((k, 0.0 if k == "dropout_p" else v) for k, v in op.kwargs))
+
+
 def is_attention(op: Op) -> bool:
     """Whether an operator is fused attention."""
     return op.target in ("aten.scaled_dot_product_attention.default", "autopar.attention")
@@ -72,13 +88,8 @@ def has_written_attention(graph: Graph) -> bool:
 
 def attention_heads(graph: Graph, operand: int = 0) -> tuple[int, ...]:
     """Head counts of the model's fused attentions: of the queries (``operand`` 0), of keys and values (1)."""
-    found = set()
-    for op in graph.ops:
-        if "scaled_dot_product_attention" in op.target or op.target == "autopar.attention":
-            shape = graph.spec(op.operands[operand]).shape
-            if len(shape) == 4:
-                found.add(shape[1])
-    return tuple(sorted(found))
+    shapes = [graph.spec(op.operands[operand]).shape for op in graph.ops if is_attention(op)]
+    return tuple(sorted({shape[1] for shape in shapes if len(shape) == 4}))
 
 
 def attention_sequences(graph: Graph) -> tuple[int, ...]:
@@ -89,11 +100,6 @@ def attention_sequences(graph: Graph) -> tuple[int, ...]:
     found = {graph.spec(ref).shape[-2] for op in graph.ops if is_attention(op) for ref in op.operands[:2]}
     found |= {op.spec.shape[-2] for op in graph.ops if is_scores(op)}
     return tuple(sorted(found))
-
-
-def aten_targets(names: str) -> frozenset[str]:
-    """Operators of torch by their names, between spaces."""
-    return frozenset(f"aten.{name}" for name in names.split())
 
 
 _SUMS = aten_targets("add.Tensor sub.Tensor")

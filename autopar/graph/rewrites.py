@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
 from autopar.graph.graph import Argument, Block, Graph, Op, Padding, Ref, TensorSpec, map_refs
+from autopar.ops.kernels import aten_targets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,11 +122,10 @@ def _cut(graph: Graph, blocks: Sequence[Block], stands_for: dict[str, str]) -> G
     made: list[Block] = []
     for index, block in enumerate(blocks):
         start = len(ops)
-        for op in graph.block_ops(block):
-            if stands_for.keys().isdisjoint([r.name for r in op.operands]):
-                ops.append(op)
-                continue
-            ops.append(op.with_operands(tuple(Ref(stands_for.get(r.name, r.name), r.index) for r in op.operands)))
+        ops += [
+            op.with_operands(tuple(Ref(stands_for.get(r.name, r.name), r.index) for r in op.operands))
+            for op in graph.block_ops(block)
+        ]
         made.append(replace(block, index=index, start=start, stop=len(ops)))
     read = {ref.name for op in ops for ref in op.operands}
     dropped = {op.name for op in graph.ops} - {op.name for op in ops}
@@ -173,13 +173,9 @@ CLASSES_ARGUMENT = 4
 _LINEARS = {"aten.linear.default": 0, "autopar.linear_t": 1}
 """The dim of the weight that counts features out."""
 
-_ELEMENTWISE = frozenset(
-    f"aten.{name}"
-    for name in [
-        "mul.Tensor", "div.Tensor", "add.Tensor", "sub.Tensor", "mul.Scalar", "div.Scalar", "tanh.default",
-        "neg.default", "to.dtype",
-    ]
-)  # fmt: skip
+_ELEMENTWISE = aten_targets(
+    "mul.Tensor div.Tensor add.Tensor sub.Tensor mul.Scalar div.Scalar tanh.default neg.default to.dtype"
+)
 """Of one tensor: with a finite derivative at zero, so that a gradient of zero stays zero."""
 
 

@@ -222,7 +222,7 @@ class _Reader:
 
     def _find(self, op: Op, name: str, place: str) -> Strategy:
         specs = tuple(self.graph.spec(ref) for ref in op.operands)
-        offered = rules.strategies(op, specs, axis=self.axis, size=self.size, fallback=True)
+        offered = rules.default_table().strategies(op, specs, axis=self.axis, size=self.size, fallback=True)
         for strategy in offered:
             if strategy.name == name:
                 return strategy

@@ -29,6 +29,7 @@ from autopar.errors import RuleError, TraceError, UsageError
 from autopar.graph.graph import Graph
 from autopar.plan.plan import PRECISIONS, Plan, Precision
 from autopar.rules.missing import complete
+from autopar.tracing.batch import size_of
 from autopar.tracing.failures import EXPORTS, FAILURES, not_copied
 from autopar.tracing.repeated_steps import CountError
 from autopar.tracing.trace import LossFunction, trace
@@ -38,12 +39,8 @@ Inputs = Mapping[str, Any] | Sequence[Any] | torch.Tensor
 
 
 def samples_of(example_inputs: Inputs | None) -> int | None:
-    """Samples in example inputs: the size of dim 0 that most tensors share, those in lists and dicts among them."""
-    if example_inputs is None:
-        return None
-    leaves = pytree.tree_leaves(_plain(example_inputs))
-    sizes = [value.shape[0] for value in leaves if isinstance(value, torch.Tensor) and value.dim() > 0]
-    return max(sizes, key=sizes.count) if sizes else None
+    """Samples in example inputs, as :func:`autopar.tracing.batch.size_of` counts them; None where there are no inputs."""
+    return None if example_inputs is None else size_of(_plain(example_inputs))
 
 
 def _plain(inputs: Inputs) -> dict[str, Any] | list[Any]:

@@ -46,6 +46,11 @@ def resolve(target: str) -> Callable[..., Any]:
     return cast("Callable[..., Any]", found)
 
 
+def aten_targets(names: str) -> frozenset[str]:
+    """Operators of torch by their names, between spaces."""
+    return frozenset(f"aten.{name}" for name in names.split())
+
+
 _ON_CUDA = (torch.float16, torch.bfloat16)
 
 

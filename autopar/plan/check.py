@@ -77,12 +77,8 @@ def _degrees(plan: Plan) -> Iterator[_Fault]:
     if plan.zero_stage not in range(4):
         yield "zero_stage", "0, 1, 2 or 3", plan.zero_stage, _AGAIN
     if plan.zero_stage == 0 and mesh.dp_shard > 1:
-        yield (
-            "zero_stage",
-            "1, 2 or 3 where dp_shard is above 1",
-            f"0 with dp_shard={mesh.dp_shard}",
-            "Put the ranks on dp_replicate",
-        )
+        expected, got = "1, 2 or 3 where dp_shard is above 1", f"0 with dp_shard={mesh.dp_shard}"
+        yield "zero_stage", expected, got, "Put the ranks on dp_replicate"
     if (plan.schedule == "none") != (mesh.pp == 1):
         expected = "'none' where pp is 1, and a pipeline schedule elsewhere"
         yield "schedule", expected, f"{plan.schedule!r} with pp={mesh.pp}", _AGAIN
@@ -108,10 +104,8 @@ def _layouts(plan: Plan) -> Iterator[_Fault]:
             expected = f"the number of one of the {len(plan.layouts)} layouts"
             yield f"blocks[{i}].layout", expected, block.layout, _AGAIN
         if block.offload and block.recompute == "selective":
-            expected, fix = (
-                "none or full where activations live on the host",
-                "Take one of them, or leave the block on the device",
-            )
+            expected = "none or full where activations live on the host"
+            fix = "Take one of them, or leave the block on the device"
             yield f"blocks[{i}].recompute", expected, block.recompute, fix
 
 

@@ -9,7 +9,6 @@ import dataclasses
 import difflib
 import inspect
 import json
-import os
 import sys
 import types
 import typing
@@ -19,10 +18,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast, get_args, get_origin
 
-from autopar.errors import AutoparError, PlanError, PlanFileError, reason
+from autopar.errors import AutoparError, PlanError, PlanFileError, UsageError
 from autopar.plan.check import check_plan
 from autopar.plan.mesh import Type, parse_type
 from autopar.plan.plan import FORMAT_VERSION, Plan
+from autopar.util.files import write_text
 
 if TYPE_CHECKING:
     from jsonschema.exceptions import ValidationError
@@ -67,19 +67,10 @@ def save_plan(plan: Plan, path: str | Path) -> None:
     """
     target = Path(path)
     check_plan(plan, place=str(target))
-    text = dumps(plan_to_dict(plan)) + "\n"
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("x", encoding="utf-8") as file:
-            file.write(text)
-        temporary.replace(target)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise PlanError(
-            f"Cannot write {target}",
-            got=reason(error),
-            fix="Choose a path in an existing folder that can be written to",
-        ) from error
+        write_text(target, dumps(plan_to_dict(plan)) + "\n")
+    except UsageError as error:
+        raise error.becoming(PlanError) from error
 
 
 def load_plan(path: str | Path) -> Plan:

@@ -96,10 +96,7 @@ class Mesh:
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """Position of a rank on each axis."""
-        found = {}
-        for axis, degree in zip(reversed(MESH_AXES), reversed(self.degrees), strict=True):
-            rank, found[axis] = divmod(rank, degree)
-        return {axis: found[axis] for axis in MESH_AXES}
+        return dict(zip(MESH_AXES, map(int, np.unravel_index(rank, self.degrees)), strict=True))
 
     def group(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
         """Ranks that differ from ``rank`` on ``axes`` alone, ascending, itself included."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from autopar.plan.mesh import Mesh, Type
 from autopar.plan.prediction import RARE, Memory, Prediction
@@ -273,9 +273,8 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON, whole or not at all; :func:`autopar.plan.file.save_plan` says more."""
-        from autopar.plan.file import (
-            save_plan,
-        )  # here and below: data knows its file, its difference and its text when asked
+        # here and below: data knows its file, its difference and its text when asked
+        from autopar.plan.file import save_plan
 
         save_plan(self, path)
 
@@ -326,12 +325,5 @@ def recompute_text(blocks: Sequence[BlockPlan]) -> str:
 PrecisionName = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp64"]
 
 
-PRECISIONS: dict[PrecisionName, Precision] = {
-    "fp32": FP32,
-    "tf32": TF32,
-    "bf16": BF16,
-    "fp16": FP16,
-    "fp8": FP8,
-    "fp64": FP64,
-}
+PRECISIONS = {cast("PrecisionName", one.name): one for one in (FP32, TF32, BF16, FP16, FP8, FP64)}
 """The runtime runs all but fp8, which is priced; fp16 with a scaler (``ParallelModel.grad_scaler``)."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import reduce
+from operator import add
 
 RARE = {"rare": True}
 """Of a field that a plan file has only where it is not the default."""
@@ -52,17 +54,8 @@ class Breakdown:
     @property
     def total_s(self) -> float:
         """Seconds in all."""
-        return (
-            self.compute_s
-            + self.recompute_s
-            + self.tensor_parallel_s
-            + self.data_parallel_s
-            + self.pipeline_s
-            + self.bubble_s
-            + self.optimizer_s
-            + self.context_parallel_s
-            + self.offload_s
-        )
+        # not by sum(), which rounds otherwise from Python 3.12 on
+        return float(reduce(add, (getattr(self, part.name) for part in fields(self))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from typing import Any
 from autopar.errors import UsageError
 from autopar.plan.plan import Plan
 from autopar.plan.prediction import Breakdown
+from autopar.util import formatting
 
 FILE_NAME = "autopar-run.jsonl"
 FORMAT_VERSION = 1
@@ -123,10 +124,10 @@ class RunRecord:
         """One sentence on what was wrong, and what to do; empty when nothing was."""
         texts = []
         if self.is_outside:
-            worst, (low, high) = self.worst, self.interval_s
+            worst, (low, high), time = self.worst, self.interval_s, formatting.seconds
             texts.append(
-                f"steps take {_time(self.measured_s)}, predicted {_time(self.predicted_s)} ({_time(low)} to {_time(high)}); "
-                f"most of it is {worst.name}: {_time(worst.measured_s)}, predicted {_time(worst.predicted_s)}; {self.remedy(log)}"
+                f"steps take {time(self.measured_s)}, predicted {time(self.predicted_s)} ({time(low)} to {time(high)}); "
+                f"most of it is {worst.name}: {time(worst.measured_s)}, predicted {time(worst.predicted_s)}; {self.remedy(log)}"
             )
         if self.is_over_memory:
             texts.append(
@@ -288,12 +289,3 @@ def _check(record: RunRecord) -> None:
     wrong += [time for time in times if not isinstance(time, int | float) or not 0 <= time < float("inf")]
     if wrong or not record.parts or len(record.interval_s) != 2 or not record.predicted_s:
         raise ValueError(f"a comparison with {wrong[0]!r}" if wrong else "a comparison without its parts and times")
-
-
-def _time(value_s: float) -> str:
-    """Three digits.
-
-    >>> _time(0.0125), _time(7.284)
-    ('12.5 ms', '7.28 s')
-    """
-    return f"{value_s:.3g} s" if value_s >= 1.0 else f"{value_s * 1e3:.3g} ms"

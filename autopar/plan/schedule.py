@@ -167,9 +167,8 @@ def peak_table(name: str, pp: int, virtual_stages: int, num_micro_batches: int, 
     m = num_micro_batches
     row = schedule_numbers(name, pp, virtual_stages, m)[rank] // m  # twice the stage, one more backward
     is_backward = row % 2
-    last = np.flatnonzero(
-        (is_backward == 0) & (np.append(is_backward[1:], 1) == 1)
-    )  # after a forward one more is fuller
+    # after a forward one more is fuller
+    last = np.flatnonzero((is_backward == 0) & (np.append(is_backward[1:], 1) == 1))
     live = np.cumsum(np.eye(virtual_stages, dtype=np.int64)[row // 2 // pp] * (1 - 2 * is_backward)[:, None], axis=0)
     moments = np.unique(live[last], axis=0)
     as_full = (moments[:, None] <= moments[None]).all(axis=2).sum(axis=1)

@@ -70,30 +70,25 @@ def layout_groups(plan: Plan) -> list[tuple[list[str], list[tuple[str, str, str]
 def _head(plan: Plan) -> str:
     model, precision = plan.model, plan.precision
     dtypes = f"compute {precision.compute}, storage {precision.storage}, reduce {precision.reduce}"
+    buckets = f"gradients are summed from {num_bytes(plan.bucket_bytes)} on"
+    padded = f"padded: each rank's rows of it are a multiple of {plan.vocab_multiple}"
     rows = [
         ("model", f"{count(model.num_parameters)} parameters, {model.tokens_per_sample:,} tokens a sample"),
         ("mesh", f"{plan.mesh} ({plan.mesh.world_size} ranks)" if plan.mesh.world_size > 1 else "one rank"),
-        *([("devices", groups_text(plan))] if plan.groups else []),
+        ("devices", groups_text(plan) if plan.groups else ""),
         ("batch", batch_text(plan)),
         ("schedule", schedule_text(plan)),
         ("ZeRO", zero_text(plan)),
         ("recompute", plan.recompute),
-        *(
-            [("buckets", f"gradients are summed from {num_bytes(plan.bucket_bytes)} on")]
-            if plan.bucket_bytes != BUCKET_BYTES
-            else []
-        ),
-        *(
-            [("vocabulary", f"padded: each rank's rows of it are a multiple of {plan.vocab_multiple}")]
-            if plan.vocab_multiple > 1
-            else []
-        ),
+        ("buckets", buckets if plan.bucket_bytes != BUCKET_BYTES else ""),
+        ("vocabulary", padded if plan.vocab_multiple > 1 else ""),
         ("precision", f"{precision.name} ({dtypes})"),
         ("optimizer", plan.optimizer),
-        *([("offload", _offload(plan))] if plan.offload or any(block.offload for block in plan.blocks) else []),
+        ("offload", _offload(plan) if plan.offload or any(block.offload for block in plan.blocks) else ""),
         ("pins", ", ".join(plan.pins) or "none"),
     ]
-    return "\n".join([*_wrap(f"Plan for {plan.model.name} on {plan.cluster}", ""), _fields(rows)])
+    head = _wrap(f"Plan for {plan.model.name} on {plan.cluster}", "")
+    return "\n".join([*head, _fields([row for row in rows if row[1]])])
 
 
 def _offload(plan: Plan) -> str:

@@ -196,17 +196,7 @@ class _Sharding:
         layouts: tuple[Layout, ...] = tuple(
             [(*layout, (self.axis, kind)) for layout, kind in zip(before, strategy.outputs, strict=True)]
         )
-        new = Op(
-            name=called.name,
-            target=called.target,
-            args=called.args,
-            kwargs=called.kwargs,
-            outputs=outputs,
-            module=called.module,
-            source=called.source,
-            layouts=layouts,
-        )
-        section.ops.append(new)
+        section.ops.append(replace(called, outputs=outputs, layouts=layouts))
         for i, (kind, spec) in enumerate(zip(strategy.outputs, outputs, strict=True)):
             ref = Ref(op.name, i)
             self.types[ref], self.specs[ref] = kind, spec
@@ -252,7 +242,7 @@ class _Sharding:
     def _converted(self, ref: Ref, wanted: Type, op: Op, section: _Section) -> Ref:
         """The operand ``ref`` of ``op`` in type ``wanted``; inserts the change where there is none yet."""
         found = self.types[ref]
-        if self.whole or self._is_as_wanted(ref, found, wanted):
+        if self.whole:
             return ref
         same = found == wanted or self._same_without_gradient(ref, found, wanted)
         if self.is_batch and not self.samples.crosses(ref, found, wanted, same=same):
@@ -268,12 +258,6 @@ class _Sharding:
         if self.is_batch and found == P and home is self.prelude:
             self.samples.read_as_partial[ref] = place
         return self._changed(ref, wanted, home, place)
-
-    def _is_as_wanted(self, ref: Ref, found: Type, wanted: Type) -> bool:
-        """Whether nothing is to be done or noted: most operands are so, and the rest is asked of the others alone."""
-        if found is wanted:
-            return wanted is not P and not self.is_zigzag
-        return self.is_batch and wanted is R and self.graph.is_parameter(ref)
 
     def _changed(self, ref: Ref, wanted: Type, home: _Section, place: str) -> Ref:
         """The change of a value that ``home`` shares; emitted where there is none yet."""

@@ -139,13 +139,9 @@ def _gradients(
     wanted = [x for x in inputs if x.requires_grad]
     if not ends or not wanted:
         return tuple(None for _ in inputs)
-    found = torch.autograd.grad([y for y, _ in ends], wanted, [g for _, g in ends], allow_unused=True)
+    found = torch.autograd.grad([y for y, _ in ends], wanted, [g for _, g in ends], materialize_grads=True)
     rest = iter(found)
-    gradients: list[Tensor | None] = []
-    for x in inputs:
-        gradient = next(rest) if x.requires_grad else None
-        gradients.append(torch.zeros_like(x) if x.requires_grad and gradient is None else gradient)
-    return tuple(gradients)
+    return tuple(next(rest) if x.requires_grad else None for x in inputs)
 
 
 def _fits_ring(strategy: Strategy, dense: _Dense, size: int) -> bool:
@@ -188,9 +184,8 @@ def _check(
         gradients[index] = _gradients(inputs, outputs[index], own)
 
     if axis in written.args or axis in (value for _, value in written.kwargs):
-        with (
-            _same_random_numbers()
-        ):  # of all ranks together: threads that seed the same generator wait for each other for ever
+        # of all ranks together: threads that seed the same generator wait for each other for ever
+        with _same_random_numbers():
             _in_threads(rank, size)
     else:
         for index in range(size):

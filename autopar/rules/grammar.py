@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
@@ -36,7 +36,6 @@ from autopar.rules.strategy import Strategy
 Labels = tuple[str, ...]
 """The label of each dim of a tensor; the empty label stands for a dim that has nothing to split."""
 
-_SPLIT = tuple(S(dim) for dim in range(64))
 _TOKEN = re.compile(r"(~?)([A-Za-z_]\w*)((?:\.\.\.)?)([+^]?)$|(1)$")
 
 
@@ -62,10 +61,12 @@ class Pattern:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dim:
-    """One token of a line."""
+    """One token of a line; ``mark``: ``+``, ``^`` or nothing; ``loose``: it begins with ``~``."""
 
     label: str
     many: bool = False
+    mark: str = ""
+    loose: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,20 +76,10 @@ class Line:
     text: str
     inputs: tuple[tuple[Dim, ...], ...]
     outputs: tuple[tuple[Dim, ...], ...]
-    broadcast: frozenset[int] = frozenset()
     contracted: frozenset[str] = frozenset()
     frozen: frozenset[str] = frozenset()
     linear: tuple[tuple[tuple[int, bool], ...], ...] = ()
     random: bool = False
-
-
-@dataclass(slots=True)
-class _Marks:
-    """What the tokens of a line say besides their labels."""
-
-    contracted: set[str] = field(default_factory=set)
-    frozen: set[str] = field(default_factory=set)
-    broadcast: set[int] = field(default_factory=set)
 
 
 @lru_cache(maxsize=4096)
@@ -102,16 +93,17 @@ def parse(text: str) -> Line:
     if body.count("->") != 1:
         raise RuleError(f"The rule '{text}' does not have one arrow", fix="Write 'operands -> outputs'")
     left, right = body.split("->")
-    marks = _Marks()
-    inputs = tuple(_tensor(t, i, marks, text) for i, t in enumerate(left.split(","))) if left.strip() else ()
-    outputs = tuple(_tensor(t, -1, marks, text) for t in right.split(","))
+    inputs = tuple(_tensor(t, text) for t in left.split(",")) if left.strip() else ()
+    outputs = tuple(_tensor(t, text) for t in right.split(","))
+    every = [dim for dims in (*inputs, *outputs) for dim in dims]
+    contracted, frozen = (frozenset(dim.label for dim in every if dim.mark == mark) for mark in "+^")
     known = {dim.label for dims in outputs for dim in dims}
-    for label in {dim.label for dims in inputs for dim in dims} - known - marks.contracted - marks.frozen - {""}:
+    for label in {dim.label for dim in every} - known - contracted - frozen - {""}:
         raise RuleError(
             f"The outputs of the rule '{text}' lack the dim {label}",
             fix=f"Write {label}+ if the operator sums over it, else {label}^",
         )
-    if marks.contracted & (marks.frozen | known):
+    if contracted & (frozen | known):
         raise RuleError(
             f"A dim of the rule '{text}' is contracted (+), but also frozen (^) or in the outputs",
             fix="Leave + out, or take the dim out of the outputs",
@@ -121,15 +113,14 @@ def parse(text: str) -> Line:
         text=text,
         inputs=inputs,
         outputs=outputs,
-        broadcast=frozenset(marks.broadcast),
-        contracted=frozenset(marks.contracted),
-        frozen=frozenset(marks.frozen),
+        contracted=contracted,
+        frozen=frozen,
         linear=linear,
         random=random,
     )
 
 
-def _tensor(text: str, operand: int, marks: _Marks, line: str) -> tuple[Dim, ...]:
+def _tensor(text: str, line: str) -> tuple[Dim, ...]:
     dims = []
     for token in text.split():
         match = _TOKEN.match(token)
@@ -138,11 +129,7 @@ def _tensor(text: str, operand: int, marks: _Marks, line: str) -> tuple[Dim, ...
                 f"'{token}' is not a dim", fix="Write a name, at most '...' behind it, and at most one of '+' and '^'"
             )
         tilde, label, many, mark, _ = match.groups(default="")
-        if mark:
-            (marks.contracted if mark == "+" else marks.frozen).add(label)
-        if tilde:
-            marks.broadcast.add(operand)
-        dims.append(Dim(label=label, many=bool(many)))
+        dims.append(Dim(label=label, many=bool(many), mark=mark, loose=bool(tilde)))
     if sum(dim.many for dim in dims) > 1:
         raise RuleError(f"A tensor of the rule '{line}' has several '...'", fix="Write at most one")
     return tuple(dims)
@@ -194,20 +181,17 @@ def bind(line: Line, shapes: tuple[tuple[int, ...] | None, ...], outputs: tuple[
     for position, shape in enumerate(shapes):
         if shape is not None:
             present[position] = len(inputs)
-            loose = position in line.broadcast
-            inputs.append(_labels(line, line.inputs[position], shape, sizes, widths, loose))
-    for dims, result in zip(line.outputs, outputs, strict=True):
-        inputs.append(_labels(line, dims, result, sizes, widths, False))
+            inputs.append(_labels(line, line.inputs[position], shape, sizes, widths))
+    results = [_labels(line, dims, shape, sizes, widths) for dims, shape in zip(line.outputs, outputs, strict=True)]
     linear = []
     for group in line.linear:
         if all(index in present or optional for index, optional in group):
             members = tuple(present[index] for index, _ in group if index in present)
             if members:
                 linear.append(members)
-    count = len(inputs) - len(outputs)
     return Pattern(
-        inputs=tuple(inputs[:count]),
-        outputs=tuple(inputs[count:]),
+        inputs=tuple(inputs),
+        outputs=tuple(results),
         contracted=_numbered(line.contracted, sizes),
         frozen=_numbered(line.frozen, sizes),
         linear=tuple(linear),
@@ -242,10 +226,9 @@ def _labels(
     shape: tuple[int, ...],
     sizes: dict[str, int],
     widths: dict[str, int],
-    loose: bool,
 ) -> Labels:
     """Labels of one tensor; the dims of ``name...`` are ``name.0``, ``name.1``, aligned to the right."""
-    count = len(shape) - len(dims) + 1
+    count, loose = len(shape) - len(dims) + 1, any(dim.loose for dim in dims)
     names: list[tuple[str, bool]] = []
     for dim in dims:
         if dim.many:
@@ -289,58 +272,24 @@ def enumerate_strategies(
         ``split LABEL`` (operands that lack the label R, or P where they are added to a contraction),
         ``invariant``, ``replicate``, ``linear OPERANDS``.
     """
-    yield from _enumerated(
-        pattern,
-        tuple(_splittable(pattern, operands, outputs, size)),
-        tuple([spec.requires_grad for spec in operands]),
-        tuple([spec.requires_grad for spec in outputs]),
-        tuple([spec.dtype is not torch.bool for spec in operands]),
-        all(spec.dtype is not torch.bool for spec in outputs),
-        Fraction(size.denominator, size.numerator),
-    )
-
-
-@lru_cache(maxsize=4096)
-def _enumerated(
-    pattern: Pattern,
-    labels: tuple[str, ...],
-    trained: tuple[bool, ...],
-    trained_outputs: tuple[bool, ...],
-    adds: tuple[bool, ...],
-    gives_sums: bool,
-    work: Fraction,
-) -> tuple[Strategy, ...]:
-    """All that the strategies of a call depend on: most micro-batch sizes have the same ones.
-
-    Args:
-        labels: that may be split.
-        trained, trained_outputs: operands and outputs with a gradient.
-        adds: operands that may be partial; ``gives_sums``: outputs too.
-        work: of a split.
-    """
-    found = [_split(pattern, label, work) for label in labels]
-    outside = tuple([R for _ in trained_outputs])
-    if any(trained):
-        found.append(
-            Strategy(
-                name="invariant",
-                inputs=tuple([I if has else R for has in trained]),
-                outputs=tuple([I if has else R for has in trained_outputs]),
+    work = Fraction(size.denominator, size.numerator)
+    yield from (_split(pattern, label, work) for label in _splittable(pattern, operands, outputs, size))
+    if any(spec.requires_grad for spec in operands):
+        yield Strategy(
+            name="invariant",
+            inputs=tuple([I if spec.requires_grad else R for spec in operands]),
+            outputs=tuple([I if spec.requires_grad else R for spec in outputs]),
+        )
+    yield Strategy(name="replicate", inputs=(R,) * len(operands), outputs=(R,) * len(outputs))
+    if any(spec.dtype is torch.bool for spec in outputs):
+        return
+    for group in pattern.linear:
+        if all(operands[index].dtype is not torch.bool for index in group):
+            yield Strategy(
+                name="linear " + "+".join(map(str, group)),
+                inputs=tuple([P if index in group else R for index in range(len(operands))]),
+                outputs=(P,) * len(outputs),
             )
-        )
-    found.append(Strategy(name="replicate", inputs=tuple([R for _ in trained]), outputs=outside))
-    if not gives_sums:
-        return tuple(found)
-    found += [
-        Strategy(
-            name="linear " + "+".join(map(str, group)),
-            inputs=tuple([P if index in group else R for index in range(len(trained))]),
-            outputs=tuple([P for _ in trained_outputs]),
-        )
-        for group in pattern.linear
-        if all(adds[index] for index in group)
-    ]
-    return tuple(found)
 
 
 def _splittable(
@@ -371,10 +320,10 @@ def _split(pattern: Pattern, label: str, work: Fraction) -> Strategy:
     inputs: list[Type] = []
     for index, labels in enumerate(pattern.inputs):
         if label in labels:
-            inputs.append(_SPLIT[labels.index(label)])
+            inputs.append(S(labels.index(label)))
         else:
             inputs.append(P if index in added else R)
-    outputs = tuple(_SPLIT[labels.index(label)] if label in labels else P for labels in pattern.outputs)
+    outputs = tuple(S(labels.index(label)) if label in labels else P for labels in pattern.outputs)
     if not contracted and P in outputs:
         raise RuleError(
             f"The split dim {label} does not stand in every output and is not contracted",

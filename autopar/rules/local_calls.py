@@ -15,6 +15,7 @@ import torch
 
 from autopar.errors import InternalError, RuleError
 from autopar.graph.graph import Argument, Graph, Layout, Op, Ref, TensorSpec
+from autopar.ops.kernels import aten_targets
 from autopar.plan.mesh import DATA_AXES, EXPERT_AXIS, I, R, S, Type
 from autopar.rules.moving_patterns import argument, dims_of
 from autopar.rules.strategy import AXIS_AT, COUNT_AT, Local, Strategy, Typing
@@ -28,7 +29,7 @@ def localize(op: Op, strategy: Strategy, local: Local) -> Op:
 
     Args:
         op: the call before the axis is applied; its operands are kept.
-        strategy: one of those that ``strategies`` gave for it.
+        strategy: one of those that a table gave for it.
         local: local specs of operands and outputs.
 
     Returns:
@@ -42,7 +43,7 @@ def localize(op: Op, strategy: Strategy, local: Local) -> Op:
         op = replace(op, target=strategy.target)
     if strategy.extra:
         op = replace(op, kwargs=(*op.kwargs, *strategy.extra))
-    return op if op.outputs is local.outputs else op.reshaped(op.target, op.args, op.kwargs, local.outputs)
+    return replace(op, outputs=local.outputs)
 
 
 def localizer(op: Op, strategy: Strategy) -> Localizer | None:
@@ -54,8 +55,7 @@ def _shape_at(position: int, name: str) -> Localizer:
     def write(op: Op, strategy: Strategy, local: Local) -> Op:
         shape = local.outputs[0].shape
         if position < len(op.args):
-            args = (*op.args[:position], shape, *op.args[position + 1 :])
-            return op.reshaped(op.target, args, op.kwargs, op.outputs)
+            return replace(op, args=(*op.args[:position], shape, *op.args[position + 1 :]))
         return replace(op, kwargs=tuple((key, shape if key == name else value) for key, value in op.kwargs))
 
     return write
@@ -125,40 +125,23 @@ def _batch_norm(op: Op, strategy: Strategy, local: Local) -> Op:
 
 
 _BY_LITERAL: dict[str, Localizer] = {
-    **{
-        target: _shape_at(1, "size")
-        for target in (
-            "aten.view.default",
-            "aten._unsafe_view.default",
-            "aten.reshape.default",
-            "aten.expand.default",
-            "aten.new_zeros.default",
-            "aten.new_ones.default",
-            "aten.new_full.default",
-            "aten.new_empty.default",
-        )
-    },
-    **{
-        target: _shape_at(0, "size")
-        for target in (
-            "aten.full.default",
-            "aten.zeros.default",
-            "aten.ones.default",
-            "aten.empty.memory_format",
-            "aten.rand.default",
-            "aten.randn.default",
-        )
-    },
-    "aten.randint.default": _shape_at(1, "size"),
-    "aten.randint.low": _shape_at(2, "size"),
-    "aten.normal.float_float": _shape_at(2, "size"),
+    **dict.fromkeys(
+        aten_targets(
+            "view.default _unsafe_view.default reshape.default expand.default new_zeros.default new_ones.default"
+            " new_full.default new_empty.default randint.default"
+        ),
+        _shape_at(1, "size"),
+    ),
+    **dict.fromkeys(
+        aten_targets("full.default zeros.default ones.default empty.memory_format rand.default randn.default"),
+        _shape_at(0, "size"),
+    ),
+    **dict.fromkeys(aten_targets("randint.low normal.float_float"), _shape_at(2, "size")),
+    **dict.fromkeys(
+        aten_targets("squeeze.default squeeze.dim squeeze.dims flatten.using_ints unflatten.int"), _as_view
+    ),
     "autopar.scatter_sum": _shape_at(3, "shape"),
     "aten.slice.Tensor": _slice,
-    "aten.squeeze.default": _as_view,
-    "aten.squeeze.dim": _as_view,
-    "aten.squeeze.dims": _as_view,
-    "aten.flatten.using_ints": _as_view,
-    "aten.unflatten.int": _as_view,
 }
 """By the operator's own target."""
 _BY_KERNEL: dict[str, Localizer] = {

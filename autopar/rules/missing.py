@@ -33,32 +33,24 @@ from autopar.rules.grammar import Pattern, bind, parse
 from autopar.rules.moving_patterns import unsplit
 from autopar.rules.strategy import Strategy
 from autopar.rules.table import Rule, RuleTable, default_table, torch_rules
+from autopar.util.files import write_text
 
 MAX_COMBINATIONS = 4096
 _RANKS = 2
 _LABELS = "abcdefghijklmnopqrstuvwxyz"
 
 
-@dataclass(frozen=True, slots=True)
-class _Split:
-    """A split that holds: the dim of each operand and output (None: R, or P of an output)."""
-
-    operands: tuple[int | None, ...]
-    outputs: tuple[int | None, ...]
-
-    @property
-    def contracted(self) -> bool:
-        return None in self.outputs
+_Dims = tuple[int | None, ...]
+"""The dim along which each operand or output is split; None: R, or P of an output."""
 
 
-def discover_rule(op: Op, operands: Sequence[Tensor], *, seed: int = 0) -> str:
+def discover_rule(op: Op, operands: Sequence[Tensor]) -> str:
     """The rule line of an operator, for operands of these ranks.
 
     Args:
         op: a call of it; literals stay as they are.
         operands: small examples with every dim even; floats in float64, requiring grad where a
             gradient is wanted. Dims that differ in length are never taken for the same.
-        seed: of the random numbers of the check.
 
     Returns:
         A line for :func:`autopar.rules.table.register_rule`; dims that cannot be split are marked ``^``.
@@ -77,20 +69,20 @@ def discover_rule(op: Op, operands: Sequence[Tensor], *, seed: int = 0) -> str:
     results: list[list[str]] = [[""] * y.dim() for y in dense]
     names = iter(_LABELS)
     contracted: set[str] = set()
-    for split in _splits(op, operands, dense, seed):
-        places = [(labels[i], d) for i, d in enumerate(split.operands) if d is not None]
-        places += [(results[i], d) for i, d in enumerate(split.outputs) if d is not None]
+    for dims, outputs in _splits(op, operands, dense):
+        places = [(labels[i], d) for i, d in enumerate(dims) if d is not None]
+        places += [(results[i], d) for i, d in enumerate(outputs) if d is not None]
         if any(row[d] for row, d in places):
             continue
         name = next(names)
         for row, d in places:
             row[d] = name
-        if split.contracted:
+        if None in outputs:
             contracted.add(name)
-    return _line(labels, results, contracted, names) + _linear(op, operands, dense, seed)
+    return _line(labels, results, contracted, names) + _linear(op, operands, dense)
 
 
-def _splits(op: Op, operands: Sequence[Tensor], dense: Sequence[Tensor], seed: int) -> Iterator[_Split]:
+def _splits(op: Op, operands: Sequence[Tensor], dense: Sequence[Tensor]) -> Iterator[tuple[_Dims, _Dims]]:
     """Every split that holds, those of more operands first: they say more."""
     choices = [[None, *(d for d, n in enumerate(x.shape) if n > 1 and n % _RANKS == 0)] for x in operands]
     combinations = prod(map(len, choices))
@@ -104,13 +96,11 @@ def _splits(op: Op, operands: Sequence[Tensor], dense: Sequence[Tensor], seed: i
         lengths = {x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None}
         if len(lengths) == 1:
             outputs = _outputs(op, operands, dense, dims)
-            if outputs is not None and _holds(op, operands, dims, outputs, seed):
-                yield _Split(dims, outputs)
+            if outputs is not None and _holds(op, operands, dims, outputs):
+                yield dims, outputs
 
 
-def _outputs(
-    op: Op, operands: Sequence[Tensor], dense: Sequence[Tensor], dims: Sequence[int | None]
-) -> tuple[int | None, ...] | None:
+def _outputs(op: Op, operands: Sequence[Tensor], dense: Sequence[Tensor], dims: _Dims) -> _Dims | None:
     """How the outputs of the parts make up the dense ones: a dim along which they join, None for a sum."""
     pieces = [
         [x] * _RANKS if d is None else list(x.detach().chunk(_RANKS, d)) for x, d in zip(operands, dims, strict=True)
@@ -139,19 +129,17 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.allclose(a.to(wide), b.detach().to(wide), rtol=1e-9, atol=1e-9)
 
 
-def _holds(
-    op: Op, operands: Sequence[Tensor], dims: Sequence[int | None], outputs: Sequence[int | None], seed: int
-) -> bool:
+def _holds(op: Op, operands: Sequence[Tensor], dims: Sequence[int | None], outputs: Sequence[int | None]) -> bool:
     strategy = Strategy(
         name="found",
         inputs=tuple(R if d is None else S(d) for d in dims),
         outputs=tuple(P if d is None else S(d) for d in outputs),
         work=Fraction(1, _RANKS),
     )
-    return not verify_rule(op, operands, size=_RANKS, strategies=[strategy], seed=seed)
+    return not verify_rule(op, operands, size=_RANKS, strategies=[strategy])
 
 
-def _linear(op: Op, operands: Sequence[Tensor], dense: Sequence[Tensor], seed: int) -> str:
+def _linear(op: Op, operands: Sequence[Tensor], dense: Sequence[Tensor]) -> str:
     """The clause of operands in which the operator is linear: alone, or all together."""
     groups = [(i,) for i in range(len(operands))] + ([tuple(range(len(operands)))] if len(operands) > 1 else [])
     found = []
@@ -161,7 +149,7 @@ def _linear(op: Op, operands: Sequence[Tensor], dense: Sequence[Tensor], seed: i
         summable = all(operands[i].dtype.is_floating_point for i in group) and all(
             y.dtype.is_floating_point for y in dense
         )
-        if summable and not verify_rule(op, operands, size=_RANKS, strategies=[strategy], seed=seed):
+        if summable and not verify_rule(op, operands, size=_RANKS, strategies=[strategy]):
             found.append("+".join(map(str, group)))
     return f"; linear {', '.join(found)}" if found else ""
 
@@ -215,21 +203,17 @@ def complete(graph: Graph, *, cache_dir: Path | None = None, table: RuleTable | 
     table = table or default_table()
     kept = _Kept(cache_dir)
     found: dict[str, Found] = {}
-    every = (*graph.prelude, *graph.ops)
-    ruled = {target: table.rules.get(target) for target in {op.target for op in every}}
-    lacking = {target for target, rule in ruled.items() if rule is None or isinstance(rule.make, _ByCall)}
-    for op in every if lacking else ():
-        if op.target not in lacking:
-            continue
+    for op in (*graph.prelude, *graph.ops):
         rule = table.rules.get(op.target)  # which may have been added on the way
+        by_call = _ByCall() if rule is None else rule.make
+        if not isinstance(by_call, _ByCall):
+            continue
         operands = tuple(graph.spec(ref) for ref in op.operands)
         key = key_of(op, operands)
-        if key not in found:
-            by_call = rule.make if rule is not None and isinstance(rule.make, _ByCall) else _ByCall()
-            if key in by_call.lines:
-                why = by_call.reasons.get(key, "")
-                found[key] = Found(target=op.target, key=key, line=by_call.lines[key], why=why)
-                continue
+        if key in by_call.lines:
+            why = by_call.reasons.get(key, "")
+            found.setdefault(key, Found(target=op.target, key=key, line=by_call.lines[key], why=why))
+        else:
             found[key] = one = _find(op, operands, key, kept)
             made = _ByCall({**by_call.lines, key: one.line}, {**by_call.reasons, key: one.why})
             table.put(op.target, Rule(make=made, found=True))
@@ -431,7 +415,4 @@ class _Kept:
     def save(self) -> None:
         """Writes what is new, whole or not at all."""
         if self.path is not None and self.changed:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            draft = self.path.with_suffix(".tmp")
-            draft.write_text(json.dumps(self.lines, indent=1, sort_keys=True) + "\n")
-            draft.replace(self.path)
+            write_text(self.path, json.dumps(self.lines, indent=1, sort_keys=True) + "\n", make_folder=True)

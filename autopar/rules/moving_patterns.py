@@ -15,6 +15,7 @@ import torch
 from autopar.errors import RuleError
 from autopar.graph.aliasing import dim_groups
 from autopar.graph.graph import Argument, Op, Ref, TensorSpec
+from autopar.ops.kernels import aten_targets
 from autopar.plan.mesh import parse_type
 from autopar.rules.grammar import Labels, Pattern
 
@@ -213,10 +214,7 @@ def pad(op: Op, operands: Specs) -> Pattern:
 
 # --- dims that must stay whole -------------------------------------------------------------------
 
-_LINEAR = frozenset(("aten.cumsum.default", "aten.flip.default", "aten.roll.default", "aten.diff.default")) | {
-    "aten.fft_fftn.default",
-    "aten.fft_ifftn.default",
-}
+_LINEAR = aten_targets("cumsum.default flip.default roll.default diff.default fft_fftn.default fft_ifftn.default")
 _WHOLE_DIM = {
     "aten.softmax.int": (1, "dim"),
     "aten._softmax.default": (1, "dim"),

@@ -27,14 +27,13 @@ MoreStrategies = Callable[[Op, tuple[TensorSpec, ...], str, Fraction], Iterator[
 class Rule:
     """How one target is split: a line or a function, and strategies of its own besides.
 
-    ``every``: all strategies, of an operator that no pattern describes. ``found``: nobody declared it, a search by
-    execution did.
+    One with strategies of its own alone is of an operator that no pattern describes. ``found``: nobody declared it, a
+    search by execution did.
     """
 
     line: str = ""
     make: PatternMaker | None = None
     more: MoreStrategies | None = None
-    every: MoreStrategies | None = None
     found: bool = False
 
 
@@ -97,7 +96,20 @@ class RuleTable:
     def strategies(
         self, op: Op, operands: tuple[TensorSpec, ...], *, axis: str, size: Fraction, fallback: bool = False
     ) -> tuple[Strategy, ...]:
-        """See :func:`autopar.rules.table.strategies`."""
+        """All ways to run one operator on one mesh axis.
+
+        Args:
+            op: the call; names and layouts do not matter, literals do.
+            operands: specs of ``op.operands``, in order, before the axis is applied. Where one has no
+                gradient, every I is written R, which is the same for it.
+            axis: mesh axis, or ``batch``.
+            size: by what the axis divides a dim; only dims that divide evenly are split.
+            fallback: an operator without a rule gives ``invariant`` and ``replicate`` only, and the
+                caller records it by name, instead of an error.
+
+        Raises:
+            RuleError: no rule, or the call does not fit it.
+        """
         key = (
             op.target,
             without_refs(op.args),
@@ -113,11 +125,9 @@ class RuleTable:
             rule = self.rules.get(op.target)
             if rule is None and fallback:
                 return tuple(enumerate_strategies(special.unsplit(op, operands), operands, op.outputs, size))
-            if rule is not None and rule.every is not None:
-                found = list(rule.every(op, operands, axis, size))
-            else:
-                pattern = self.pattern(op, operands)
-                found = list(enumerate_strategies(pattern, operands, op.outputs, size))
+            found: list[Strategy] = []
+            if rule is None or rule.line or rule.make is not None:
+                found += enumerate_strategies(self.pattern(op, operands), operands, op.outputs, size)
             if rule is not None and rule.more is not None:
                 found += rule.more(op, operands, axis, size)
             known = self._known[key] = tuple(found)
@@ -195,10 +205,6 @@ def _lines() -> dict[str, str]:
         "aten.clamp.Tensor": "x..., x..., x... -> x...",
         "aten.fill.Tensor": "x..., x... -> x...; linear 1",
         "aten.fill.Scalar": "x... -> x...",
-        "aten.copy.default": "x..., x... -> x...; linear 1",
-        "aten.type_as.default": "x..., o...^ -> x...",
-        "aten.native_dropout.default": "x... -> x..., x...; random",
-        "aten.dropout.default": "x... -> x...; random",
         "aten.multinomial.default": "b... k^ -> b... n^; random",
         "autopar.dropout": "x... -> x...; linear 0; random",
         "aten.linear.default": "b... k+, n k+, n -> b... n; linear 0+2?, 1+2?",
@@ -306,41 +312,13 @@ def torch_rules() -> dict[str, Rule]:
     """A fresh copy of the rules for torch's and autopar's operators."""
     rules = {target: Rule(line=line, more=_MORE.get(target)) for target, line in _lines().items()}
     rules |= {target: Rule(make=make, more=_MORE.get(target)) for target, make in _functions().items()}
-    return rules | {"autopar.opaque": Rule(every=other_kernels.opaque)}
+    return rules | {"autopar.opaque": Rule(more=other_kernels.opaque)}
 
 
 @cache
 def default_table() -> RuleTable:
     """The one table that users extend by :func:`register_rule` and that is used unless another is given."""
     return RuleTable(rules=torch_rules())
-
-
-def strategies(
-    op: Op,
-    operands: tuple[TensorSpec, ...],
-    *,
-    axis: str,
-    size: Fraction,
-    fallback: bool = False,
-    table: RuleTable | None = None,
-) -> tuple[Strategy, ...]:
-    """All ways to run one operator on one mesh axis.
-
-    Args:
-        op: the call; names and layouts do not matter, literals do.
-        operands: specs of ``op.operands``, in order, before the axis is applied. Where one has no
-            gradient, every I is written R, which is the same for it.
-        axis: mesh axis, or ``batch``.
-        size: by what the axis divides a dim; only dims that divide evenly are split.
-        fallback: an operator without a rule gives ``invariant`` and ``replicate`` only, and the
-            caller records it by name, instead of an error.
-        table: rules to use instead of :func:`default_table`.
-
-    Raises:
-        RuleError: no rule, or the call does not fit it.
-    """
-    rules = default_table() if table is None else table
-    return rules.strategies(op, operands, axis=axis, size=size, fallback=fallback)
 
 
 def has_rule(target: str, *, table: RuleTable | None = None) -> bool:

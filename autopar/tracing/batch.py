@@ -90,18 +90,22 @@ def arguments(forward: Callable[..., Any], batch: Mapping[str, Any]) -> tuple[li
     return positional, [k for k in batch if (k in known or takes_any) and k not in positional]
 
 
+def size_of(batch: Any) -> int | None:
+    """Samples in example inputs: the size of dim 0 that most tensors share, those in lists and dicts among them; None where none has one."""
+    leaves = pytree.tree_leaves(batch)
+    sizes = [leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
+    return max(sizes, key=sizes.count) if sizes else None
+
+
 def fake_batch(batch: dict[str, Any], mode: FakeTensorMode, times: int) -> tuple[dict[str, Any], int]:
     """The batch as fake tensors, and its size; a batch of one doubled."""
-    tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
-    if not tensors:
+    size = size_of(batch)
+    if size is None:
         raise TraceError(
             "No example input is a tensor with a batch dim",
             got=", ".join(sorted(batch)) or None,
             fix="Give example inputs for the model's forward, such as {'x': torch.zeros(2, 8)}",
         )
-    sizes = Counter(tensor.shape[0] for tensor in tensors)
-    most = max(sizes.values())
-    size = next(tensor.shape[0] for tensor in tensors if sizes[tensor.shape[0]] == most)
     doubled = times * (2 if size == 1 else 1)
 
     def fake(leaf: Any) -> Any:

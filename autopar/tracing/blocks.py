@@ -13,7 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, takewhile
+from itertools import groupby, pairwise, takewhile
 
 import numpy as np
 import numpy.typing as npt
@@ -150,10 +150,11 @@ def _partition(context: _Context, start: int, stop: int) -> list[tuple[int, int]
 def _best_repeat(context: _Context, low: int, high: int) -> tuple[int, int, int] | None:
     """(first, period, count) of the verified repeat that covers most of ``low:high``; shortest period first."""
     tokens = context.tokens[low:high]
-    found: list[tuple[int, int, int, int]] = []
-    for period in _periods(tokens):
-        for begin, length in _runs(tokens, period):
-            found.append((-(length // period) * period, period, low + begin, length))
+    found = [
+        (-(length // period) * period, period, low + begin, length)
+        for period in _periods(tokens)
+        for begin, length in _runs(tokens, period)
+    ]
     for _, period, begin, length in sorted(found)[: 4 * _CANDIDATES]:
         verified = _verified(context, begin, period, length)
         if verified is not None:
@@ -195,12 +196,10 @@ def _verified(context: _Context, begin: int, period: int, length: int) -> tuple[
 
 
 def _longest_equal(hashes: Sequence[str]) -> tuple[int, int]:
-    best, start = (0, 1), 0
-    for k in range(1, len(hashes) + 1):
-        if k == len(hashes) or hashes[k] != hashes[start]:
-            best = max(best, (start, k - start), key=lambda span: span[1])
-            start = k
-    return best
+    """Where the longest run of equal ones begins, the first of several, and how long it is."""
+    lengths = [len(list(run)) for _, run in groupby(hashes)]
+    longest = max(lengths)
+    return sum(lengths[: lengths.index(longest)]), longest
 
 
 def _cut_cost(context: _Context, first: int, period: int, count: int) -> tuple[int, int, int]:

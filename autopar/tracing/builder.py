@@ -9,12 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from autopar.graph.elements import collect_refs
-from autopar.graph.graph import Argument, Op, Ref, TensorSpec
+from autopar.graph.graph import Argument, Op, Ref, TensorSpec, map_refs
+from autopar.ops.kernels import resolve
 
 if TYPE_CHECKING:
     from autopar.tracing.constants import Lazy
@@ -144,6 +145,17 @@ class Builder:
         )
         return self.append(replace(op, outputs=specs))
 
+    def make(self, call: Call, target: str, *args: Argument, name: str | None = None, **kwargs: Argument) -> Ref:
+        """As :meth:`emit`, of an operator that makes one tensor, in the shape and dtype that torch gives it on meta."""
+
+        def on_meta(ref: Ref) -> Any:
+            return torch.empty(self.specs[ref].shape, dtype=self.specs[ref].dtype, device="meta")
+
+        with torch._C.DisableTorchFunction():  # a caller's mode may change dtypes
+            made = resolve(target)(*(map_refs(arg, on_meta) for arg in args), **kwargs)
+        spec = TensorSpec(shape=tuple(made.shape), dtype=made.dtype)
+        return self.emit(call, target, args, spec, kwargs=kwargs, name=name)
+
     def stop_gradient(self, ref: Ref, *outputs: int) -> None:
         """Of the operator ``ref``, the last one appended, these outputs have no gradient."""
         op = self.ops.pop()
@@ -159,19 +171,15 @@ class Builder:
             self.specs[Ref(op.name, i)] = spec
         return Ref(op.name)
 
-    def constant(self, call: Call, value: torch.Tensor, spec: TensorSpec | None = None) -> Ref:
-        """A value known now; ``value`` may have size 1 where it is equal along a dim."""
+    def constant(self, call: Call, value: torch.Tensor | Lazy, spec: TensorSpec | None = None) -> Ref:
+        """A value known now, or evaluated when it is needed; ``value`` may have size 1 where it is equal along a dim."""
         spec = spec or call.spec
         ref = Ref(self.unique(call.name))
         self.specs[ref] = TensorSpec(shape=spec.shape, dtype=spec.dtype)
-        self.values[ref] = compact(value)
-        return ref
-
-    def lazy(self, call: Call, value: Lazy) -> Ref:
-        """A constant that is evaluated when it is needed."""
-        ref = Ref(self.unique(call.name))
-        self.specs[ref] = TensorSpec(shape=call.spec.shape, dtype=call.spec.dtype)
-        self.lazies[ref] = value
+        if isinstance(value, torch.Tensor):
+            self.values[ref] = compact(value)
+        else:
+            self.lazies[ref] = value
         return ref
 
     def known(self, ref: Argument) -> torch.Tensor | None:
@@ -201,15 +209,11 @@ def compact(value: torch.Tensor) -> torch.Tensor:
         if size <= 1:
             continue
         first = value.narrow(dim, 0, 1)
-        if value.stride(dim) == 0 or (same(first, value.narrow(dim, 1, 1)) and same(first, value)):
+        if value.stride(dim) == 0 or all(_is_same(first, part) for part in (value.narrow(dim, 1, 1), value)):
             value = first
     return value
 
 
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equal after broadcasting, NaN equal to NaN."""
-    equal = a == b
-    found = bool(equal.all())
-    if found or not a.is_floating_point():
-        return found
-    return bool((equal | (a.isnan() & b.isnan())).all())
+    return bool(torch.isclose(a, b, rtol=0.0, atol=0.0, equal_nan=True).all())

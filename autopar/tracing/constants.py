@@ -11,6 +11,7 @@ import torch
 
 from autopar.graph.aliasing import dim_groups
 from autopar.graph.graph import Argument, Ref, TensorSpec
+from autopar.ops.kernels import aten_targets
 from autopar.tracing.builder import FOLD_LIMIT, LAZY_SIZE, SKIPPED_KWARGS, Builder, Call, Value, broadcast, compact
 
 _ROWS_AT_ONCE = 2**22
@@ -145,30 +146,15 @@ _FILLS = {
     "new_full": None,
 }
 
-_ELEMENTWISE = {
-    *("aten.where.Scalar", "aten.where.ScalarOther", "aten.where.ScalarSelf"),
-    *("aten.masked_fill.Tensor", "aten.rsub.Tensor"),
-}
+_ELEMENTWISE = aten_targets("where.Scalar where.ScalarOther where.ScalarSelf masked_fill.Tensor rsub.Tensor")
 """Those that torch does not mark so."""
 
 LOGICAL = {"aten.__and__.Tensor": "aten.bitwise_and.Tensor", "aten.__or__.Tensor": "aten.bitwise_or.Tensor"}
 """Python's operators by the elementwise operators that they are."""
 
-CONVERSIONS = {
-    "aten._to_copy.default",
-    "aten.to.dtype",
-    "aten.to.dtype_layout",
-    "aten.to.device",
-    "aten.to.other",
-    "aten.type_as.default",
-}
+CONVERSIONS = aten_targets("_to_copy.default to.dtype to.dtype_layout to.device to.other type_as.default")
 VIEWS = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default", "aten.flatten.using_ints")
-_SAME_VALUE = {
-    "aten.clone.default",
-    "aten.contiguous.default",
-    "aten.lift_fresh_copy.default",
-    "aten.lift_fresh.default",
-}
+_SAME_VALUE = aten_targets("clone.default contiguous.default lift_fresh_copy.default lift_fresh.default")
 
 
 def fold(builder: Builder, call: Call) -> Value | None:
@@ -223,20 +209,18 @@ def _lazy(builder: Builder, call: Call, shape: tuple[int, ...]) -> Value:
     """An elementwise operator on constants whose value is too large to hold."""
     args = tuple(_constant(builder, arg) if isinstance(arg, Ref) else arg for arg in call.args)
     kwargs: dict[str, object] = {key: value for key, value in call.kwargs.items() if key not in SKIPPED_KWARGS}
-    return builder.lazy(call, Lazy(call, args, kwargs, shape))
+    return builder.constant(call, Lazy(call, args, kwargs, shape))
 
 
 def _same_lazy(builder: Builder, call: Call) -> Value | None:
     """Copies and expansions of such a value."""
-    source = call.args[0]
-    held = builder.lazies.get(source) if isinstance(source, Ref) else None
+    source = call.operands[0]
+    held = builder.lazies.get(source)
     same = call.target in _SAME_VALUE or call.target == "aten.expand.default"
-    same = same or (
-        call.target in CONVERSIONS and isinstance(source, Ref) and builder.specs[source].dtype == call.spec.dtype
-    )
+    same = same or (call.target in CONVERSIONS and builder.specs[source].dtype == call.spec.dtype)
     if held is None or not same or len(held.shape) != len(call.spec.shape):
         return None
-    return builder.lazy(call, held)
+    return builder.constant(call, held)
 
 
 def _is_random(call: Call) -> bool:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -15,7 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
-from torch.utils.module_tracker import ModuleTracker
 
 from autopar.errors import first_line
 from autopar.graph.graph import TensorSpec
@@ -28,24 +27,24 @@ from autopar.tracing.opaque_trials import (
     Samples,
     Subject,
     Unclear,
-    draw,
     gradients_of,
     is_integer,
     samples_apart,
 )
+from autopar.util.formatting import some
 
 MAX_BYTES = 2**32
 """Of parameters: larger regions are not run while tracing."""
 
 
 def apart_from_trace(function: Callable[[], Any], modes: Sequence[TorchFunctionMode]) -> Any:
-    """Runs ``function`` where the tracer does not see it: modes are those of a thread, flags are set back.
+    """Runs ``function`` where the tracer does not see it: modes are those of a thread, flags and random numbers are set back.
 
     ``modes``: those that the caller of the trace had entered, and under which the model runs as well.
     """
 
     def under_modes() -> Any:
-        with ExitStack() as stack:
+        with torch.random.fork_rng(devices=[]), ExitStack() as stack:
             for mode in modes:
                 stack.enter_context(mode)
             return function()
@@ -76,12 +75,11 @@ def examine(subject: Subject, batch_size: int, alike: dict[object, Samples]) -> 
         return _on_fake(subject, f"its parameters are more than {MAX_BYTES >> 30} GiB, so that it was not run")
     try:
         with _kernels_of_halves(subject):
-            subject, region, output = _run(subject)
+            subject, output = _run(subject)
     except FAILURES as error:
         return _on_fake(subject, f"on random inputs it raised {type(error).__name__}: {first_line(error)}")
-    subject = replace(subject, region=region)
     splits, why, linear = samples_apart(subject, batch_size, alike)
-    return replace(region, splits=splits, why=why, is_linear_backward=linear), _structure(output)
+    return replace(subject.region, splits=splits, why=why, is_linear_backward=linear), _structure(output)
 
 
 @contextmanager
@@ -142,21 +140,20 @@ def _described(output: Any) -> tuple[tuple[tuple[int, ...], str, bool], ...]:
     return tuple((tuple(t.shape), str(t.dtype).removeprefix("torch."), t.requires_grad) for t in found)
 
 
-def _run(subject: Subject) -> tuple[Subject, Region, Any]:
+def _run(subject: Subject) -> tuple[Subject, Any]:
     """What :func:`_measured` finds, with random integers from 0, or from 1 where the code does not take those."""
     try:
-        return subject, *_measured(subject)
+        return _measured(subject)
     except FAILURES:
         if any(is_integer(spec) for spec in subject.inputs):
-            counted = replace(subject, least=1)
             with suppress(*FAILURES):
-                return counted, *_measured(counted)
+                return _measured(replace(subject, least=1))
         raise
 
 
-def _measured(subject: Subject) -> tuple[Region, Any]:
-    """One run, forward and backward, with what it costs."""
-    inputs = draw(subject.inputs, (None,) * len(subject.inputs), 0, least=subject.least)
+def _measured(subject: Subject) -> tuple[Subject, Any]:
+    """One run, forward and backward: the region with what it costs, and what it returns."""
+    inputs = subject.draw(0)
     before = [x.detach().clone() for x in inputs]
     buffers = [b.clone() for b in subject.buffers]
     saved: dict[int, int] = {}
@@ -183,33 +180,23 @@ def _measured(subject: Subject) -> tuple[Region, Any]:
     after = [assigned.get(name, b) for name, b in zip(subject.region.buffers, buffers, strict=True)]
     _check_buffers(subject.region, subject.buffers, after)
     _check_numbers(subject, output)
-    return replace(
+    region = replace(
         subject.region,
         outputs=outputs,
         flops=float(forward.get_total_flops()),
         backward_flops=float(backward.get_total_flops()),
         saved_bytes=sum(saved.values()),
         numel=max(1, sum(spec.numel for spec in subject.inputs)),
-    ), output
-
-
-class _NoModules(ModuleTracker):
-    """Torch's counter sorts FLOPs by module, by hooks on gradients that a gradient taken in forward does not bear."""
-
-    def __init__(self) -> None:
-        self.parents = {"Global"}
-
-    def __enter__(self) -> _NoModules:
-        return self
-
-    def __exit__(self, *args: Any) -> None:
-        return
+    )
+    return replace(subject, region=region), output
 
 
 def _counter() -> FlopCounterMode:
-    counter = FlopCounterMode(display=False)
-    counter.mod_tracker = _NoModules()
-    return counter
+    """Does not sort FLOPs by module, as torch does by hooks on gradients that a gradient taken in forward does not bear."""
+    counter: Any = FlopCounterMode(display=False)
+    counter.mod_tracker = nullcontext()
+    counter.mod_tracker.parents = {"Global"}
+    return cast("FlopCounterMode", counter)
 
 
 @contextmanager
@@ -234,8 +221,7 @@ def _check_buffers(region: Region, before: Sequence[Tensor], after: Sequence[Ten
     """Buffers that it writes to would stay as they are: only traced code changes them."""
     changed = [name for name, a, b in zip(region.buffers, before, after, strict=True) if not torch.equal(a, b)]
     if changed:
-        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
-        raise Unclear(f"it changes buffers ({', '.join(changed[:3])}{more}), which only modules that are traced may")
+        raise Unclear(f"it changes buffers ({some(changed)}), which only modules that are traced may")
 
 
 def _check_numbers(subject: Subject, output: Any) -> None:
@@ -243,7 +229,7 @@ def _check_numbers(subject: Subject, output: Any) -> None:
     leaves = _numbers(output)
     if any(isinstance(leaf, (bool, int, float)) for leaf in leaves):
         for number in range(1, DRAWS):
-            inputs = draw(subject.inputs, (None,) * len(subject.inputs), number, least=subject.least)
+            inputs = subject.draw(number)
             inputs = [(10.0 ** (number % 4 - 1) * x).detach() if x.is_floating_point() else x for x in inputs]
             found = _numbers(_output(subject, inputs, subject.parameters, [b.clone() for b in subject.buffers]))
             if found != leaves:

@@ -7,10 +7,9 @@ forward. What such a region does to samples is found by running it (:mod:`autopa
 
 from __future__ import annotations
 
-import copy
 import fnmatch
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,7 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
 from autopar.errors import AutoparError, TraceError, UsageError
-from autopar.graph.graph import Argument, Graph, Op, Ref, TensorSpec
+from autopar.graph.graph import Argument, Graph, Ref, TensorSpec
 from autopar.ops.kernels import FUNCTION, MODULE, Region, region_of
 from autopar.ops.opaque import load_function, of_function, stateless
 from autopar.tracing import opaque_probe, opaque_trials
@@ -31,6 +30,7 @@ from autopar.tracing.builder import Builder, Call, Value
 from autopar.tracing.failures import FAILURES
 from autopar.tracing.opaque_trials import Samples
 from autopar.tracing.side_effects import changed, state_of
+from autopar.util.formatting import some
 
 TARGET = "autopar.opaque"
 _LITERALS = (bool, int, float, str, torch.dtype, torch.device)
@@ -72,13 +72,12 @@ class Found:
     """What was found about the regions of a model, kept over the exports that its trace takes.
 
     Attributes:
-        functions: the region of each autograd function by what it was called with; None where it is traced.
-        modules: the region of each module, with an example of its output, by what it was called with.
+        regions: the region of each module and autograd function, with an example of its output, by what it was called with; None
+            where it is traced.
         alike: what was found about samples, by all that a run of the region gave.
     """
 
-    functions: dict[object, tuple[Region, Any] | None] = field(default_factory=dict)
-    modules: dict[object, tuple[Region, Any]] = field(default_factory=dict)
+    regions: dict[Any, tuple[Region, Any] | None] = field(default_factory=dict)
     alike: dict[object, Samples] = field(default_factory=dict)
 
 
@@ -114,11 +113,8 @@ class Regions:
             state = dict(module.named_parameters()), dict(module.named_buffers())
             draft = replace(draft, parameters=tuple(state[0]), buffers=tuple(state[1]))
             specs = tuple(map(_spec, inputs))
-            key = (path, draft.tree, repr(draft.constants), specs, self.batch_size)
-            found = self._of_fewer(self.found.modules, key)
-            if found is None:
-                look = partial(_examined, original, self.model, draft, specs, self.batch_size, self.found.alike)
-                found = self.found.modules[key] = opaque_probe.apart_from_trace(look, self.modes)
+            found = self._looked_up(path, draft, specs, partial(self._of_module, original, draft, specs))
+            assert found is not None
             region, output = found
         except (opaque_trials.Unclear, *FAILURES) as error:
             raise _refused(path, original, error) from error
@@ -149,17 +145,8 @@ class Regions:
         name = f"{cls.__module__}:{cls.__qualname__}"
         try:
             draft, inputs = _draft(FUNCTION, name, args, kwargs)
-            specs, functions = tuple(map(_spec, inputs)), self.found.functions
-            key = (cls, draft.tree, repr(draft.constants), specs, self.batch_size)
-            known = self._of_fewer(functions, key)
-            if known is not None:
-                return known, inputs
-            if key not in functions:
-                subject = opaque_trials.Subject(
-                    region=draft, call=of_function(cls), inputs=specs, parameters=(), buffers=()
-                )
-                look = partial(self._examined, cls, subject)
-                functions[key] = opaque_probe.apart_from_trace(look, self.modes)
+            specs = tuple(map(_spec, inputs))
+            found = self._looked_up(cls, draft, specs, partial(self._of_function, cls, draft, specs))
         except opaque_trials.Unclear as error:
             raise TraceError(
                 "The autograd function cannot run as it is written",
@@ -167,28 +154,56 @@ class Regions:
                 got=str(error),
                 fix="Make the module that calls it opaque (opaque=...), or write it with differentiable operators",
             ) from error
-        if functions[key] is not None:
+        if found is not None:
             _check_import(cls, name)
-        return functions[key], inputs
+        return found, inputs
 
-    def _of_fewer(self, found: Mapping[Any, tuple[Region, Any] | None], key: Any) -> tuple[Region, Any] | None:
-        """What was found of a call, at this batch size or, where only shapes count, at the size that divides it."""
-        if key in found or self.known_at is None:
-            return found.get(key)
-        times = self.batch_size // self.known_at
-        *call, specs, _ = key
-        for (*other, fewer, samples), one in found.items():
-            if one is not None and other == call and samples == self.known_at and _are_more(fewer, specs, times):
-                return _of_more(one[0], self.known_at, times), one[1]
-        return None
-
-    def _examined(
-        self, cls: type[torch.autograd.Function], subject: opaque_trials.Subject
+    def _looked_up(
+        self, code: object, draft: Region, specs: tuple[TensorSpec, ...], look: Callable[[], tuple[Region, Any] | None]
     ) -> tuple[Region, Any] | None:
-        with torch.random.fork_rng(devices=[]):
-            if opaque_trials.is_plain(cls, subject):
-                return None
-            return opaque_probe.examine(subject, self.batch_size, self.found.alike)
+        """What is known of a call at this batch size or, where only shapes count, at the size that divides it; else what ``look`` finds."""
+        found, call = self.found.regions, (code, draft.tree, repr(draft.constants))
+        key = (*call, specs, self.batch_size)
+        if key not in found and self.known_at is not None:
+            times = self.batch_size // self.known_at
+            for (*other, fewer, samples), one in found.items():
+                if one and tuple(other) == call and samples == self.known_at and _are_more(fewer, specs, times):
+                    return _of_more(one[0], self.known_at, times), one[1]
+        if key not in found:
+            found[key] = opaque_probe.apart_from_trace(look, self.modes)
+        return found[key]
+
+    def _of_function(
+        self, cls: type[torch.autograd.Function], draft: Region, inputs: tuple[TensorSpec, ...]
+    ) -> tuple[Region, Any] | None:
+        """What the user's function does; None where its backward is the usual one."""
+        subject = opaque_trials.Subject(region=draft, call=of_function(cls), inputs=inputs, parameters=(), buffers=())
+        if opaque_trials.is_plain(cls, subject):
+            return None
+        return opaque_probe.examine(subject, self.batch_size, self.found.alike)
+
+    def _of_module(
+        self, original: torch.nn.Module, draft: Region, inputs: tuple[TensorSpec, ...]
+    ) -> tuple[Region, Any]:
+        """What the user's module does; nothing of this may run under the tracer's modes."""
+        torch.default_generator.manual_seed(0)
+        call = stateless(original, self.model)
+        _drop_nothing(call.module)
+        before = state_of(call.module)
+        # What does not run needs no values, which may be all of a large model.
+        value = _value if opaque_probe.runs(tuple(original.parameters())) else torch.Tensor.detach
+        subject = opaque_trials.Subject(
+            region=draft,
+            call=call,
+            inputs=inputs,
+            parameters=tuple(value(p).requires_grad_(p.requires_grad) for p in original.parameters()),
+            buffers=tuple(map(value, original.buffers())),
+        )
+        found = opaque_probe.examine(subject, self.batch_size, self.found.alike)
+        left = changed(before, state_of(call.module))
+        if left:
+            raise opaque_trials.Unclear(f"it sets {', '.join(left[:3])}, which every rank would do by itself")
+        return found
 
 
 def _are_more(fewer: Sequence[TensorSpec], specs: Sequence[TensorSpec], times: int) -> bool:
@@ -209,35 +224,6 @@ def _of_more(region: Region, samples: int, times: int) -> Region:
         for (shape, dtype, flows), dim in zip(region.outputs, region.splits[1] if region.splits else dims, strict=True)
     )
     return replace(region, outputs=outputs)
-
-
-def _examined(
-    original: torch.nn.Module,
-    model: torch.nn.Module,
-    draft: Region,
-    inputs: tuple[TensorSpec, ...],
-    batch_size: int,
-    alike: dict[object, Samples],
-) -> tuple[Region, Any]:
-    """What the user's module, one of ``model``, does; nothing of this may run under the tracer's modes."""
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)
-        call = stateless(_without_dropout(original), model)
-        before = state_of(call.module)
-        # What does not run needs no values, which may be all of a large model.
-        value = _value if opaque_probe.runs(tuple(original.parameters())) else torch.Tensor.detach
-        subject = opaque_trials.Subject(
-            region=draft,
-            call=call,
-            inputs=inputs,
-            parameters=tuple(value(p).requires_grad_(p.requires_grad) for p in original.parameters()),
-            buffers=tuple(map(value, original.buffers())),
-        )
-        found = opaque_probe.examine(subject, batch_size, alike)
-    left = changed(before, state_of(call.module))
-    if left:
-        raise opaque_trials.Unclear(f"it sets {', '.join(left[:3])}, which every rank would do by itself")
-    return found
 
 
 def around(model: torch.nn.Module, path: str) -> str:
@@ -296,20 +282,14 @@ def _value(tensor: torch.Tensor) -> torch.Tensor:
     return torch.zeros(tensor.shape, dtype=tensor.dtype)
 
 
-def _without_dropout(module: torch.nn.Module) -> torch.nn.Module:
-    """A copy without tensors that drops nothing: random numbers differ between a batch and its halves."""
-    memo: dict[int, Any] = {
-        id(t): torch.nn.Parameter(t.detach().to("meta"), t.requires_grad) for t in module.parameters()
-    }
-    memo |= {id(t): t.detach().to("meta") for t in module.buffers()}
-    copied = copy.deepcopy(module, memo)
-    for inner in copied.modules():
+def _drop_nothing(module: torch.nn.Module) -> None:
+    """Of a copy: random numbers differ between a batch and its halves."""
+    for inner in module.modules():
         if isinstance(inner, torch.nn.modules.dropout._DropoutNd):
             inner.p = 0.0
         for name, value in vars(inner).items():
             if isinstance(value, float) and ("dropout" in name or "pdrop" in name):
                 setattr(inner, name, 0.0)
-    return copied
 
 
 def _refused(path: str, module: torch.nn.Module, error: BaseException) -> RegionError:
@@ -346,17 +326,9 @@ def opaque_of(builder: Builder, call: Call) -> Value:
     names = ("region", "inputs", "parameters", "buffers")
     args: tuple[Argument, ...] = tuple(given[name] for name in names)
     region = region_of(str(args[0]))
-    op = Op(
-        name=builder.unique(call.name), target=TARGET, args=args, outputs=(), module=call.module, source=call.source
-    )
-    flows = call.grad and any(builder.specs[ref].requires_grad for ref in op.operands)
-    outputs = tuple(
-        TensorSpec(shape=spec.shape, dtype=spec.dtype, requires_grad=flows and grad)
-        for spec, (_, _, grad) in zip(call.outputs, region.outputs, strict=True)
-        if spec is not None
-    )
-    builder.append(replace(op, outputs=outputs))
-    return tuple(Ref(op.name, i) for i in range(len(outputs)))
+    made = builder.emit(call, TARGET, args)
+    builder.stop_gradient(made, *(i for i, (_, _, flows) in enumerate(region.outputs) if not flows))
+    return tuple(Ref(made.name, i) for i in range(len(region.outputs)))
 
 
 def notes_of(graph: Graph, reasons: Mapping[str, str]) -> tuple[str, ...]:
@@ -372,8 +344,7 @@ def notes_of(graph: Graph, reasons: Mapping[str, str]) -> tuple[str, ...]:
         groups.setdefault((why, region.why), []).append(name)
     notes = []
     for (why, mixed), names in groups.items():
-        said = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        notes.append(f"{_NOTE}{said}; {why}" + (f"{_MIXED}{mixed}" if mixed else ""))
+        notes.append(f"{_NOTE}{some(names)}; {why}" + (f"{_MIXED}{mixed}" if mixed else ""))
     return tuple(notes)
 
 

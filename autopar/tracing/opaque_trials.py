@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import islice, product
 from typing import Any
 
 import torch
@@ -71,6 +71,26 @@ class Subject:
             buffers=tuple(map(widened, self.buffers)),
         )
 
+    def draw(self, number: int, dims: Sequence[int | None] | None = None) -> list[Tensor]:
+        """Random inputs; along the dim of an input in ``dims`` two batches, the second far from the first."""
+        generator = torch.Generator().manual_seed(number)
+        scale = 10.0 ** (number % 4 - 1)
+        found = []
+        for spec, dim in zip(self.inputs, dims or (None,) * len(self.inputs), strict=True):
+            shape = [2 * n if d == dim else n for d, n in enumerate(spec.shape)]
+            if not spec.dtype.is_floating_point:
+                lowest = self.least if is_integer(spec) else 0
+                found.append(torch.randint(lowest, lowest + 2, shape, generator=generator).to(spec.dtype))
+                continue
+            x = torch.randn(shape, generator=generator, dtype=torch.float64)
+            if dim is not None:
+                half = shape[dim] // 2
+                sign = 1.0 if number % 2 else -1.0
+                x.narrow(dim, 0, half).mul_(scale).add_(sign * scale)
+                x.narrow(dim, half, half).mul_(0.3).sub_(0.7 * sign * scale)
+            found.append((x if self.span is None else self.span * x.sigmoid()).to(spec.dtype).requires_grad_())
+        return found
+
 
 def outcomes(subject: Subject, inputs: Sequence[Tensor], *, seed: int) -> Gradients:
     """Outputs, and gradients of inputs and parameters under :func:`_direction`."""
@@ -88,42 +108,13 @@ def gradients_of(outputs: Sequence[Tensor], sources: Sequence[Tensor], factor: f
     if not flows or not wanted:
         return [torch.zeros_like(x) for x in sources]
     given = [factor * _direction(y.detach()) for y in flows]
-    made = iter(torch.autograd.grad(flows, wanted, given, allow_unused=True))
-    found = [next(made) if x.requires_grad else None for x in sources]
-    return [torch.zeros_like(x) if g is None else g for x, g in zip(sources, found, strict=True)]
+    made = iter(torch.autograd.grad(flows, wanted, given, materialize_grads=True))
+    return [next(made) if x.requires_grad else torch.zeros_like(x) for x in sources]
 
 
 def _direction(y: Tensor) -> Tensor:
     """A gradient for ``y`` that each element determines by itself, however a batch is cut."""
     return 0.5 + y / (1.0 + y.abs())
-
-
-def draw(
-    specs: Sequence[TensorSpec],
-    dims: Sequence[int | None],
-    number: int,
-    *,
-    span: float | None = None,
-    least: int = 0,
-) -> list[Tensor]:
-    """Random inputs; along a batch dim two batches, the second far from the first; ``span``, ``least``: as in :class:`Subject`."""
-    generator = torch.Generator().manual_seed(number)
-    scale = 10.0 ** (number % 4 - 1)
-    found = []
-    for spec, dim in zip(specs, dims, strict=True):
-        shape = [2 * n if d == dim else n for d, n in enumerate(spec.shape)]
-        if not spec.dtype.is_floating_point:
-            lowest = least if is_integer(spec) else 0
-            found.append(torch.randint(lowest, lowest + 2, shape, generator=generator).to(spec.dtype))
-            continue
-        x = torch.randn(shape, generator=generator, dtype=torch.float64)
-        if dim is not None:
-            half = shape[dim] // 2
-            sign = 1.0 if number % 2 else -1.0
-            x.narrow(dim, 0, half).mul_(scale).add_(sign * scale)
-            x.narrow(dim, half, half).mul_(0.3).sub_(0.7 * sign * scale)
-        found.append((x if span is None else span * x.sigmoid()).to(spec.dtype).requires_grad_())
-    return found
 
 
 def is_integer(spec: TensorSpec) -> bool:
@@ -155,7 +146,7 @@ def digest_of(tensors: Sequence[Tensor]) -> str:
     return found.hexdigest()
 
 
-class _Context:
+class _Context(torch.autograd.function.FunctionCtx):
     """Stands for the context of an autograd function whose forward is run by itself."""
 
     def __init__(self, count: int) -> None:
@@ -165,17 +156,8 @@ class _Context:
     def save_for_backward(self, *tensors: Tensor) -> None:
         self.saved_tensors = tensors
 
-    def save_for_forward(self, *tensors: Tensor) -> None:
-        pass
-
-    def mark_non_differentiable(self, *tensors: Tensor) -> None:
-        pass
-
     def mark_dirty(self, *tensors: Tensor) -> None:
         raise Unclear("it changes its inputs in place")
-
-    def set_materialize_grads(self, value: bool) -> None:
-        pass
 
 
 def is_plain(function: type[torch.autograd.Function], subject: Subject) -> bool:
@@ -188,7 +170,7 @@ def is_plain(function: type[torch.autograd.Function], subject: Subject) -> bool:
 
     wide = subject.wide()
     for number in range(4):
-        inputs = draw(wide.inputs, (None,) * len(wide.inputs), number)
+        inputs = wide.draw(number)
         try:
             own = outcomes(wide, inputs, seed=number)
             plain = outcomes(replace(wide, call=forward), inputs, seed=number)
@@ -235,7 +217,7 @@ def _known_or_found(precision: Subject, batch_size: int, alike: dict[object, Sam
     trial, one, first = _within_its_domain(precision)
     dims = next(choices(trial.inputs, batch_size), None)
     try:
-        whole = () if dims is None else outcomes(trial, _two_batches(trial, dims, _FAR), seed=3)
+        whole = () if dims is None else outcomes(trial, trial.draw(_FAR, dims), seed=3)
         key = _likeness(trial, (*first, *whole), batch_size)
     except (Unclear, *FAILURES):
         key = None
@@ -297,7 +279,7 @@ def _within_its_domain(subject: Subject) -> tuple[Subject, list[Tensor], Gradien
     """
     for span in _SPANS:
         found = replace(subject, span=span)
-        inputs = draw(found.inputs, (None,) * len(found.inputs), 1, span=span, least=found.least)
+        inputs = found.draw(1)
         given = outcomes(found, inputs, seed=1)
         if all(y.isfinite().all() for y in given[0] if y.is_floating_point()):
             return found, inputs, given
@@ -314,17 +296,10 @@ def choices(inputs: Sequence[TensorSpec], batch_size: int) -> Iterator[tuple[int
     def fits(spec: TensorSpec, dim: int) -> bool:
         return len(spec.shape) > dim and spec.shape[dim] > 0 and spec.shape[dim] % batch_size == 0
 
-    count = 0
-    for dim in (0, 1):
-        options: list[tuple[int | None, ...]] = [(dim, None) if fits(spec, dim) else (None,) for spec in inputs]
-        for chosen in product(*options):
-            if any(d is not None for d in chosen) and count < MAX_CHOICES:
-                count += 1
-                yield chosen
-
-
-def _two_batches(subject: Subject, dims: Sequence[int | None], number: int) -> list[Tensor]:
-    return draw(subject.inputs, dims, number, span=subject.span, least=subject.least)
+    every = (
+        chosen for dim in (0, 1) for chosen in product(*((dim, None) if fits(s, dim) else (None,) for s in inputs))
+    )
+    return islice((chosen for chosen in every if any(d is not None for d in chosen)), MAX_CHOICES)
 
 
 def _apart(subject: Subject, dims: tuple[int | None, ...]) -> tuple[int, ...]:
@@ -335,7 +310,7 @@ def _apart(subject: Subject, dims: tuple[int | None, ...]) -> tuple[int, ...]:
     """
     found: tuple[int, ...] | None = None
     for number in range(DRAWS):
-        whole = _two_batches(subject, dims, number)
+        whole = subject.draw(number, dims)
         parts = [
             [x if d is None else x.narrow(d, half * x.shape[d] // 2, x.shape[d] // 2).detach() for x, d in zip(whole, dims, strict=True)]
             for half in (0, 1)

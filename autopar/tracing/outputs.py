@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -17,7 +17,8 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from autopar.graph.elements import Leaf, Outputs, same_calls
 from autopar.graph.graph import Argument, Buffer, Graph, Op, Parameter, Ref, TensorSpec, map_refs
-from autopar.graph.operator_kinds import draws_random
+from autopar.graph.operator_kinds import draws_random, without_dropout
+from autopar.ops.kernels import aten_targets
 from autopar.tracing.builder import Builder, Value
 from autopar.tracing.modes import region_of
 from autopar.tracing.program_ends import Kept, buffer_of
@@ -30,20 +31,11 @@ class Calls:
 
     Attributes:
         ops: by name, in order; operands have names of nodes.
-        names: other names of values: what a tuple holds, what a region without gradient takes and gives.
         leaves: what the program returns besides the loss.
     """
 
     ops: dict[str, Op] = field(default_factory=dict)
-    names: dict[str, Argument] = field(default_factory=dict)
     leaves: tuple[Argument, ...] = ()
-
-    def value(self, argument: Argument) -> Argument:
-        """What a node's name stands for."""
-        while isinstance(argument, Ref) and argument.name in self.names:
-            held = self.names[argument.name]
-            argument = held[argument.index] if isinstance(held, tuple) else held
-        return argument
 
 
 def extra_outputs(program: torch.export.ExportedProgram) -> int:
@@ -82,56 +74,44 @@ def cut(program: torch.export.ExportedProgram) -> None:
     program.graph.eliminate_dead_code()
 
 
-def _read(calls: Calls, module: fx.GraphModule, prefix: str, given: Mapping[str, Argument]) -> list[Argument]:
-    """Adds the calls of a module, whose placeholders are ``given``, and returns its outputs."""
+def _read(calls: Calls, module: fx.GraphModule, prefix: str, known: dict[str, Argument]) -> list[Argument]:
+    """Adds the calls of a module and returns its outputs.
+
+    Args:
+        known: values of nodes that are not named by them: placeholders that are given, what tuples hold, what regions give; grows.
+    """
     for node in module.graph.nodes:
-        name = prefix + node.name
-        if node.op == "placeholder" and node.name in given:
-            calls.names[name] = given[node.name]
-        elif node.op == "output":
-            return [_argument(calls, prefix, value) for value in node.args[0]]
+        if node.op == "output":
+            return [_argument(value, prefix, known) for value in node.args[0]]
         elif node.op == "call_function" and node.target is operator.getitem:
-            calls.names[name] = _item(calls, prefix + node.args[0].name, node.args[1])
+            held, index = _argument(node.args[0], prefix, known), node.args[1]
+            known[node.name] = held[index] if isinstance(held, tuple) else Ref(prefix + node.args[0].name, index)
         elif node.op == "call_function":
-            _call(calls, module, prefix, node)
+            _call(calls, module, prefix, known, node)
     return []
 
 
-def _call(calls: Calls, module: fx.GraphModule, prefix: str, node: fx.Node) -> None:
+def _call(calls: Calls, module: fx.GraphModule, prefix: str, known: dict[str, Argument], node: fx.Node) -> None:
     name, target = prefix + node.name, node.target
     if (region := region_of(node, module)) is not None:
         places = [n.name for n in region[0].graph.nodes if n.op == "placeholder"]
-        operands = [_argument(calls, prefix, value) for value in node.args[2:]]
-        calls.names[name] = tuple(_read(calls, region[0], f"{name}.", dict(zip(places, operands, strict=False))))
+        operands = [_argument(value, prefix, known) for value in node.args[2:]]
+        known[node.name] = tuple(_read(calls, region[0], f"{name}.", dict(zip(places, operands, strict=False))))
         return
     specs = tuple(_specs(node.meta.get("val")))
     if specs and isinstance(target, torch._ops.OpOverload):
-        kwargs = tuple((key, _argument(calls, prefix, v)) for key, v in node.kwargs.items() if key != "device")
-        args = tuple(_argument(calls, prefix, value) for value in node.args)
-        calls.ops[name] = quiet(Op(name=name, target=str(target), args=args, kwargs=kwargs, outputs=specs))
+        kwargs = tuple((key, _argument(v, prefix, known)) for key, v in node.kwargs.items() if key != "device")
+        args = tuple(_argument(value, prefix, known) for value in node.args)
+        op = Op(name=name, target=str(target), args=args, kwargs=kwargs, outputs=specs)
+        calls.ops[name] = without_dropout(op)
 
 
-def _argument(calls: Calls, prefix: str, value: object) -> Argument:
+def _argument(value: object, prefix: str, known: Mapping[str, Argument]) -> Argument:
     if isinstance(value, fx.Node):
-        return calls.value(Ref(prefix + value.name))
+        return known.get(value.name, Ref(prefix + value.name))
     if isinstance(value, list | tuple):
-        return tuple(_argument(calls, prefix, item) for item in value)
+        return tuple(_argument(item, prefix, known) for item in value)
     return value  # type: ignore[return-value]
-
-
-def _item(calls: Calls, name: str, index: int) -> Argument:
-    """One output of a call or region with several."""
-    held = calls.names.get(name)
-    return calls.value(held[index]) if isinstance(held, tuple) else Ref(name, index)
-
-
-def quiet(op: Op) -> Op:
-    """Without dropout."""
-    if op.target in ("aten.dropout.default", "aten.native_dropout.default"):
-        return replace(op, args=(op.args[0], 0.0, *op.args[2:]))
-    if op.target == "aten.scaled_dot_product_attention.default" and len(op.args) > 4:
-        return replace(op, args=(*op.args[:4], 0.0, *op.args[5:]))
-    return op
 
 
 def is_random(op: Op) -> bool:
@@ -148,13 +128,10 @@ def _specs(value: object) -> Iterator[TensorSpec]:
             yield from _specs(item)
 
 
-_SAME = frozenset(
-    f"aten.{name}"
-    for name in [
-        "view.default", "reshape.default", "_unsafe_view.default", "alias.default", "detach.default", "clone.default",
-        "contiguous.default", "_to_copy.default", "to.dtype", "to.device", "to.dtype_layout", "expand.default", "lift_fresh_copy.default",
-    ]
-)  # fmt: skip
+_SAME = aten_targets(
+    "view.default reshape.default _unsafe_view.default alias.default detach.default clone.default contiguous.default"
+    " _to_copy.default to.dtype to.device to.dtype_layout expand.default lift_fresh_copy.default"
+)
 """Operators that give their operand where shape and dtype are the same."""
 
 
@@ -178,9 +155,14 @@ def kept(
     """
     search = _Search(graph, builder, calls, env, _held(program, model))
     made = [search.leaf(name, value) for name, value in zip(found.names, calls.leaves, strict=True)]
+    reads = defaultdict(frozenset, {leaf.name: frozenset({leaf.name}) for leaf in graph.inputs})
+    for op in (*graph.prelude, *graph.ops, *search.ops.values()):
+        reads[op.name] = frozenset().union(*(reads[ref.name] for ref in op.operands))
     return Outputs(
         structure=found.structure,
-        leaves=tuple(made),
+        leaves=tuple(
+            leaf if leaf.ref is None else replace(leaf, reads=tuple(sorted(reads[leaf.ref.name]))) for leaf in made
+        ),
         batch_size=graph.batch_size,
         taps=tuple((ref, graph.spec(ref)) for ref in search.taps),
         ops=tuple(search.ops.values()),
@@ -258,18 +240,17 @@ class _Search:
     parameters: dict[str, Parameter] = field(default_factory=dict)
     buffers: dict[str, Buffer] = field(default_factory=dict)
     known: dict[Ref, Ref] = field(default_factory=dict)
-    reads: defaultdict[str, frozenset[str]] = field(default_factory=lambda: defaultdict(frozenset))
 
     def leaf(self, name: str, value: Argument) -> Leaf:
+        """Where an output is found, or why it is not."""
         if not isinstance(value, Ref):
             return Leaf(name=name, ref=None, reason="it is no tensor of the traced program")
         before = dict(self.taps), dict(self.ops), dict(self.parameters), dict(self.buffers), dict(self.known)
         try:
-            ref = self.value(value)
+            return Leaf(name=name, ref=self.value(value))
         except (_UnavailableError, RecursionError) as error:
             self.taps, self.ops, self.parameters, self.buffers, self.known = before
             return Leaf(name=name, ref=None, reason=str(error))
-        return Leaf(name=name, ref=ref, reads=tuple(sorted(self.inputs()[ref.name])))
 
     def value(self, ref: Ref) -> Ref:
         """Where the value of a node is found; adds what it takes."""
@@ -337,15 +318,3 @@ class _Search:
     def _is_live(self, ref: Ref) -> bool:
         producer = self.graph.producer(ref)
         return producer is not None and not self.graph.is_prelude(ref) and ref.index < len(producer.outputs)
-
-    def inputs(self) -> dict[str, frozenset[str]]:
-        """Of all values the names of the batch's inputs that they depend on."""
-        if not self.reads:
-            self.reads = defaultdict(frozenset, {leaf.name: frozenset({leaf.name}) for leaf in self.graph.inputs})
-            self._follow((*self.graph.prelude, *self.graph.ops))
-        self._follow(op for op in self.ops.values() if op.name not in self.reads)
-        return self.reads
-
-    def _follow(self, ops: Iterable[Op]) -> None:
-        for op in list(ops):
-            self.reads[op.name] = frozenset().union(*(self.reads[ref.name] for ref in op.operands))

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from autopar.errors import TraceError
 from autopar.graph.elements import Structure
 from autopar.graph.graph import Buffer, Input, Mutation, Op, Parameter, Ref, TensorSpec
+from autopar.ops.kernels import aten_targets
 from autopar.tracing.builder import Builder, Value
 from autopar.tracing.convert import WRAPPER
 from autopar.tracing.modes import written_parameter
@@ -131,14 +132,10 @@ def loss_output(program: torch.export.ExportedProgram, outputs: list[Value], bui
 
 TOTAL = "autopar.total"
 
-_ADDS_UP = frozenset(
-    f"aten.{name}"
-    for name in [
-        "sum.default", "sum.dim_IntList", "mean.default", "mean.dim", "linear.default", "matmul.default", "mm.default",
-        "bmm.default", "mv.default", "dot.default", "einsum.default", "addmm.default", "index_add.default",
-        "scatter_add.default",
-    ]
-) | {"autopar.linear_t"}  # fmt: skip
+_ADDS_UP = aten_targets(
+    "sum.default sum.dim_IntList mean.default mean.dim linear.default matmul.default mm.default bmm.default mv.default"
+    " dot.default einsum.default addmm.default index_add.default scatter_add.default"
+) | {"autopar.linear_t"}
 """Operators that can contract the dim of samples."""
 
 
@@ -301,15 +298,12 @@ def _taken(
         )
 
     place = (type(value).__module__, type(value).__qualname__)
+    names = getattr(value, "_fields", None) if isinstance(value, tuple) else None
     if dataclasses.is_dataclass(value):
         names = tuple(field.name for field in dataclasses.fields(value) if field.init)
-        return Structure(
-            kind="fields", type=place, names=names, items=inside((n, getattr(value, n, None)) for n in names)
-        )
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return Structure(
-            kind="fields", type=place, names=value._fields, items=inside(zip(value._fields, value, strict=True))
-        )
+    if names is not None:
+        items = inside((name, getattr(value, name, None)) for name in names)
+        return Structure(kind="fields", type=place, names=names, items=items)
     if isinstance(value, list | tuple):
         items = inside(enumerate(value))
         return Structure(kind="list" if isinstance(value, list) else "tuple", items=items)

@@ -79,15 +79,12 @@ def trace(
     opaque = (*opaque, *(mark.removeprefix("opaque=") for mark in marks if mark.startswith("opaque=")))
     batch = named_batch(model, args, kwargs or {})
     paths = paths_of(model, opaque)
-    job = _Job(model=model, batch=batch, name=name, loss_fn=loss_fn, opaque=paths, reasons={}, repeats=repeats)
     memory.check_model(model)
     _check_loss(loss_fn)
     hooked = dict.fromkeys(memory.with_backward_hooks(model), "a hook on gradients, which a trace would lose")
-    job = replace(
-        job,
-        opaque=outermost((*job.opaque, *hooked)),
-        reasons={**hooked, **dict.fromkeys(job.opaque, "it was named so")},
-    )
+    reasons = hooked | dict.fromkeys(paths, "it was named so")
+    paths = outermost((*paths, *hooked))
+    job = _Job(model=model, batch=batch, name=name, loss_fn=loss_fn, opaque=paths, reasons=reasons, repeats=repeats)
     graph, calls, job = _with_fallback(job)
     if not graph.spec(graph.loss).requires_grad:
         raise TraceError(
@@ -98,9 +95,7 @@ def trace(
     if not exact and not repeats and not repeated_steps.are_same(calls, _calls(job, times=2)):
         repeated_steps.check_numbers(graph, _larger(graph, job))
     notes = (*graph.notes, *notes_of_modes(model), *notes_of(graph, job.reasons))
-    found = replace(graph, exact=exact, pins=marks, notes=notes, outputs=_counted(graph, job, exact=exact))
-    found.look_up()
-    return found
+    return replace(graph, exact=exact, pins=marks, notes=notes, outputs=_counted(graph, job, exact=exact))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -435,24 +430,21 @@ def _export(
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Keeps export's warnings, logs and prints (it writes half-made graphs to stderr) off the terminal."""
-    loggers = [
-        logging.getLogger(name)
-        for name in (
-            "torch.export",
-            "torch.fx",
-            "torch._dynamo",
-            "torch.fx.experimental",
-            "torch._subclasses.fake_tensor",
-            "transformers",
-        )
-    ]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
+    names = (
+        "torch.export",
+        "torch.fx",
+        "torch._dynamo",
+        "torch.fx.experimental",
+        "torch._subclasses.fake_tensor",
+        "transformers",
+    )
+    levels = {logger: logger.level for logger in map(logging.getLogger, names)}
+    for logger in levels:
         logger.setLevel(logging.CRITICAL)
     try:
         with warnings.catch_warnings(), redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
+        for logger, level in levels.items():
             logger.setLevel(level)

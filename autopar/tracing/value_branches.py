@@ -34,6 +34,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.tracing.convert import source_of
 from autopar.tracing.failures import OWN, TORCH
+from autopar.util.formatting import some
 
 _CHECKED = tuple(str(Path(TORCH) / part) for part in ("nn", "distributions"))
 """Where torch checks the values that it is given: a loss its variances, a distribution its parameters."""
@@ -93,11 +94,7 @@ def notes_of(held: Held) -> tuple[str, ...]:
         ("checks of values that only raise are taken to hold, and are not made in the program", held.places),
         ("values that are not finite are clamped for each sample by itself, as for a batch of one", held.clamps),
     )
-    return tuple(f"{what}: {_listed([*places])}" for what, places in notes if places)
-
-
-def _listed(places: list[str]) -> str:
-    return ", ".join(places[:3]) + (f" and {len(places) - 3} more" if len(places) > 3 else "")
+    return tuple(f"{what}: {some(places)}" for what, places in notes if places)
 
 
 def asking() -> tuple[FrameType | None, bool]:

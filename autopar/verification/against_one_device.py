@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from autopar.errors import UsageError, VerificationError
 from autopar.graph.graph import Argument, Graph, Op, TensorSpec
-from autopar.graph.operator_kinds import draws_random
+from autopar.graph.operator_kinds import DROPOUT_ARGUMENT, draws_random, without_dropout
 from autopar.lower.program import lower
 from autopar.plan.plan import FP32, FP64, Plan, Precision
 from autopar.runtime.parallel_model import ParallelModel
@@ -49,12 +49,6 @@ from autopar.verification.results import (
     RankErrors,
     VerifyReport,
 )
-
-_DROPOUT_ARGUMENT = {
-    "autopar.dropout": 1,
-    "aten.scaled_dot_product_attention.default": 4,
-}
-"""Position of the probability among the arguments."""
 
 MAX_RANKS = 32
 """Processes that are started at most."""
@@ -247,14 +241,14 @@ def _without_dropout(graph: Graph) -> Graph:
     Raises:
         VerificationError: it draws other random numbers besides.
     """
-    drawn = next((op for op in graph.ops if draws_random(op.target) and op.target not in _DROPOUT_ARGUMENT), None)
+    drawn = next((op for op in graph.ops if draws_random(op.target) and op.target not in DROPOUT_ARGUMENT), None)
     if drawn is not None:
         raise VerificationError(
             f"The model draws random numbers besides dropout ({drawn.target}), which differ on one device and many",
             where=drawn.source or drawn.module or drawn.name,
             fix="Turn it off in the model that is verified",
         )
-    return replace(graph, ops=tuple(_muted(op) for op in graph.ops))
+    return replace(graph, ops=tuple(without_dropout(op) for op in graph.ops))
 
 
 def in_dtype(graph: Graph, compute: torch.dtype, wanted: torch.dtype) -> Graph:
@@ -286,14 +280,6 @@ def in_dtype(graph: Graph, compute: torch.dtype, wanted: torch.dtype) -> Graph:
         prelude=tuple(op(one) for one in graph.prelude),
         ops=tuple(op(one) for one in graph.ops),
     )
-
-
-def _muted(op: Op) -> Op:
-    position = _DROPOUT_ARGUMENT.get(op.target)
-    if position is None:
-        return op
-    args = tuple(0.0 if i == position else arg for i, arg in enumerate(op.args))
-    return replace(op, args=args, kwargs=tuple((k, 0.0 if k == "dropout_p" else v) for k, v in op.kwargs))
 
 
 def _compare(

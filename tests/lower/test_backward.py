@@ -96,10 +96,12 @@ def wrong_rule(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """The weight of the second convolution of split samples is read as I, where R is right."""
 
     def plant() -> None:
-        right = rules.strategies
+        right = rules.RuleTable.strategies
 
-        def strategies(one: Op, specs: tuple[TensorSpec, ...], **options: Any) -> tuple[Strategy, ...]:
-            found = right(one, specs, **options)
+        def strategies(
+            self: rules.RuleTable, one: Op, specs: tuple[TensorSpec, ...], **options: Any
+        ) -> tuple[Strategy, ...]:
+            found = right(self, one, specs, **options)
             return tuple(
                 replace(s, inputs=tuple(I if kind == R else kind for kind in s.inputs))
                 if one.name == "z" and s.name == "split b"
@@ -107,7 +109,7 @@ def wrong_rule(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
                 for s in found
             )
 
-        monkeypatch.setattr(rules, "strategies", strategies)
+        monkeypatch.setattr(rules.RuleTable, "strategies", strategies)
 
     return plant
 

@@ -86,7 +86,9 @@ def energy(graph: Graph, size: int, chosen: dict[str, Strategy], rests: dict[str
 
 def brute_force(graph: Graph, size: int, weights: Weights) -> float:
     offered = {
-        o.name: rules.strategies(o, tuple(graph.spec(r) for r in o.operands), axis="tp", size=Fraction(size))
+        o.name: rules.default_table().strategies(
+            o, tuple(graph.spec(r) for r in o.operands), axis="tp", size=Fraction(size)
+        )
         for o in graph.ops
     }
 

@@ -18,7 +18,7 @@ from autopar.plan.mesh import I, P, R, S
 from autopar.rules.by_execution import call, verify_rule
 from autopar.rules.local_calls import Local, localize
 from autopar.rules.strategy import Strategy
-from autopar.rules.table import RuleTable, default_table, has_rule, register_rule, strategies
+from autopar.rules.table import RuleTable, default_table, has_rule, register_rule
 from tests.support.rule_examples import Example, Maker, spec_of
 
 TP, TWO = "tp", Fraction(2)
@@ -32,7 +32,7 @@ def prepared(example: Example) -> tuple[Op, tuple[TensorSpec, ...]]:
 
 def named(example: Example, axis: str = TP, size: Fraction = TWO) -> dict[str, Strategy]:
     op, operands = prepared(example)
-    return {s.name: s for s in strategies(op, operands, axis=axis, size=size)}
+    return {s.name: s for s in default_table().strategies(op, operands, axis=axis, size=size)}
 
 
 def local(
@@ -110,11 +110,13 @@ def test_rounding_casts_want_the_whole_sum() -> None:
 def test_a_mean_over_a_split_dim_divides_by_the_global_count() -> None:
     make = Maker()
     op, operands = prepared(make.call("aten.mean.dim", make.real(4, 8), (0, -1), True))
-    strategy = {s.name: s for s in strategies(op, operands, axis="batch", size=TWO)}["split d0"]
+    strategy = {s.name: s for s in default_table().strategies(op, operands, axis="batch", size=TWO)}["split d0"]
     assert strategy.outputs == (P,)
     one = local(op, strategy, operands, "batch", TWO, scale=16)
     assert (one.target, one.args[1:]) == ("autopar.partial_mean", ((0, 1), True, 4 * 8 * 16))
-    again = {s.name: s for s in strategies(one, (replace(operands[0], shape=(2, 8)),), axis=TP, size=TWO)}["split d1"]
+    again = {
+        s.name: s for s in default_table().strategies(one, (replace(operands[0], shape=(2, 8)),), axis=TP, size=TWO)
+    }["split d1"]
     two = local(one, again, (replace(operands[0], shape=(2, 8)),), TP, TWO)
     assert two.args[1:] == one.args[1:]
 
@@ -136,7 +138,7 @@ def test_literals_follow_the_local_shape(size: Fraction) -> None:
     for name, examples in calls.items():
         for example in examples:
             op, operands = prepared(example)
-            strategy = {s.name: s for s in strategies(op, operands, axis=TP, size=size)}[name]
+            strategy = {s.name: s for s in default_table().strategies(op, operands, axis=TP, size=size)}[name]
             written = local(op, strategy, operands, TP, size)
             rows = int(4 / size)
             inputs = [
@@ -153,8 +155,8 @@ def test_an_operator_without_a_rule_is_named_or_repeated_on_request() -> None:
     op, operands = prepared(make.call("aten.linalg_inv.default", make.real(4, 4)))
     assert not has_rule(op.target)
     with pytest.raises(RuleError, match=r"aten.linalg_inv.default.*register_rule"):
-        strategies(op, operands, axis=TP, size=TWO)
-    found = strategies(op, operands, axis=TP, size=TWO, fallback=True)
+        default_table().strategies(op, operands, axis=TP, size=TWO)
+    found = default_table().strategies(op, operands, axis=TP, size=TWO, fallback=True)
     assert [(s.name, s.inputs, s.outputs) for s in found] == [
         ("invariant", (I,), (I,)),
         ("replicate", (R,), (R,)),
@@ -168,7 +170,7 @@ def test_a_users_rule_is_one_line_and_stays_in_its_table() -> None:
     register_rule("aten::linalg_inv", "b... n^ m^ -> b... n m", example=square, table=table)
     example = make.call("aten.linalg_inv.default", torch.eye(3, dtype=torch.float64) + make.real(4, 3, 3))
     op, operands = prepared(example)
-    assert "split b.0" in {s.name for s in strategies(op, operands, axis=TP, size=TWO, table=table)}
+    assert "split b.0" in {s.name for s in table.strategies(op, operands, axis=TP, size=TWO)}
     assert verify_rule(op, example.operands, size=2, table=table) == []
     assert not has_rule("aten.linalg_inv.default")
     register_rule("aten.linalg_inv.default", "b... n m -> b... n m; linear 0", check=False, table=table)

@@ -76,12 +76,10 @@ def test_every_rule_has_an_example() -> None:
 
 
 # Frozen for reasons that a small run does not show: a convolution whose windows do not overlap could split
-# its window, the second operand of type_as gives its dtype alone, and attention's kernels want the values
-# as wide as the keys.
+# its window, and attention's kernels want the values as wide as the keys.
 _HARMLESS = {
     ("aten.conv2d.default", "w0"),
     ("aten.conv2d.default", "w1"),
-    ("aten.type_as.default", "o.0"),
     ("aten.scaled_dot_product_attention.default", "f"),
     ("autopar.attention", "f"),
 }

@@ -24,7 +24,7 @@ def offered(example: Example, size: int, axis: str = "cp") -> dict[str, Strategy
     result = torch.nn.functional.scaled_dot_product_attention(*example.operands[:3], enable_gqa=True)
     op = replace(example.op, outputs=(spec_of(result),))
     operands = tuple(spec_of(tensor) for tensor in example.operands)
-    return {s.name: s for s in rules.strategies(op, operands, axis=axis, size=Fraction(size))}
+    return {s.name: s for s in rules.default_table().strategies(op, operands, axis=axis, size=Fraction(size))}
 
 
 def attentions(make: Maker) -> Iterator[tuple[Example, set[str]]]:

@@ -72,7 +72,6 @@ class Maker:
 
 _INTEGERS = ("bitwise", "__")
 _WITHOUT_GRADIENT = ("floor_divide",)
-_OWN = ("aten.copy.default", "aten.type_as.default", "aten.native_dropout.default")
 
 
 def elementwise(table: RuleTable, make: Maker) -> Iterator[Example]:
@@ -80,7 +79,7 @@ def elementwise(table: RuleTable, make: Maker) -> Iterator[Example]:
     for target, rule in table.rules.items():
         if target in OUTSIDE or not rule.line.startswith(("x... ->", "x..., x...")):
             continue
-        if "n k+" in rule.line or target.startswith("autopar.") or target in _OWN:
+        if "n k+" in rule.line or target.startswith("autopar."):
             continue
         schema = resolve(target)._schema  # type: ignore[attr-defined]
         constant = draws_random(target) and target != "aten._standard_gamma.default"
@@ -235,10 +234,6 @@ def whole(make: Maker) -> Iterator[Example]:
     yield c("aten.linalg_vector_norm.default", r(4, 8), 2, (1,), True)
     yield c("aten.linalg_vector_norm.default", r(4, 8), 2, (1,))
     yield c("aten.linalg_vector_norm.default", r(4, 8))
-    yield c("aten.copy.default", w(4, 4, 8), w(4, 8))
-    yield c("aten.type_as.default", r(4, 8), w(8))
-    yield c("aten.native_dropout.default", r(4, 8), 0.5, True)
-    yield c("aten.dropout.default", r(4, 8), 0.5, True)
     yield c("autopar.dropout", r(4, 8), 0.5)
     yield c("aten.fft_fftn.default", r(4, 8, 4), None, (1, 2))
     yield c("aten.fft_ifftn.default", r(4, 8, 4), None, (1, 2))

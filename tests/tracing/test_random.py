@@ -164,7 +164,7 @@ def test_what_is_drawn_has_no_gradient() -> None:
 def offered(target: str, args: tuple[object, ...], *operands: TensorSpec, out: tuple[int, ...]) -> dict[str, bool]:
     spec = TensorSpec(shape=out, dtype=torch.float32)
     op = Op(name="y", target=target, args=args, outputs=(spec,))  # type: ignore[arg-type]
-    found = rules.strategies(op, operands, axis="tp", size=2)  # type: ignore[arg-type]
+    found = rules.default_table().strategies(op, operands, axis="tp", size=2)  # type: ignore[arg-type]
     assert all(R in (*s.inputs, *s.outputs) or s.random for s in found)
     return {s.name: s.random for s in found}
 

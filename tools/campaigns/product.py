@@ -346,7 +346,7 @@ def cuts(num_blocks: int, stages: int) -> Iterator[tuple[int, ...]]:
 def typings(graph: Graph, size: int) -> Iterator[Typing]:
     """Every choice of strategies and types at rest for which the changes of type exist."""
     offered = {
-        op.name: rules.strategies(
+        op.name: rules.default_table().strategies(
             op, tuple(graph.spec(r) for r in op.operands), axis=TP, size=Fraction(size), fallback=True
         )
         for op in graph.ops

@@ -128,7 +128,7 @@ class AxisCosts:
             InfeasibleError: pins leave it none.
         """
         operands = tuple([self.graph.spec(ref) for ref in op.operands])
-        offered = rules.strategies(op, operands, axis=self.axis, size=self.parts, fallback=True)
+        offered = rules.default_table().strategies(op, operands, axis=self.axis, size=self.parts, fallback=True)
         kept = offered if self.narrow is None else self.narrow(op, offered)
         if not kept:
             raise InfeasibleError(

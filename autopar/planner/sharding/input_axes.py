@@ -176,7 +176,7 @@ def _solve(compact: Compact, size: Fraction, offered: Mapping[str, Sequence[Stra
 def _summing_up(graph: Graph, op: Op, size: Fraction) -> tuple[Strategy, ...]:
     """Strategies that read no trained parameter as I: data ranks sum its gradient, which would be whole on each of them."""
     operands = tuple([graph.spec(ref) for ref in op.operands])
-    offered = rules.strategies(op, operands, axis=BATCH, size=size, fallback=True)
+    offered = rules.default_table().strategies(op, operands, axis=BATCH, size=size, fallback=True)
     trained = [i for i, ref in enumerate(op.operands) if graph.is_parameter(ref) and operands[i].requires_grad]
     return tuple([s for s in offered if I not in [s.inputs[i] for i in trained]]) if trained else offered
 

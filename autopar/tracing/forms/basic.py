@@ -10,13 +10,14 @@ from typing import TypeAlias
 import torch
 
 from autopar.graph.graph import Argument, Op, Ref, TensorSpec
+from autopar.ops.kernels import aten_targets
 from autopar.tracing.builder import SKIPPED_KWARGS, Builder, Call, Value
-from autopar.tracing.constants import LOGICAL, allows_all, is_causal
+from autopar.tracing.constants import CONVERSIONS, LOGICAL, allows_all, is_causal
 
 Handler: TypeAlias = Callable[[Builder, Call], Value]
 
 _DIM_NAMES = ("dim", "dim0", "dim1", "dims", "axis", "start_dim", "end_dim")
-_SCALAR_FORMS = {"aten.mul.Tensor", "aten.add.Tensor", "aten.sub.Tensor", "aten.div.Tensor"}
+_SCALAR_FORMS = aten_targets("mul.Tensor add.Tensor sub.Tensor div.Tensor")
 LINEAR_TARGETS = ("aten.linear.default", "autopar.linear_t")
 
 
@@ -104,8 +105,7 @@ def _unflatten(builder: Builder, call: Call, producer: Op, shape: tuple[int, ...
 
 
 def _view(builder: Builder, call: Call) -> Value:
-    assert isinstance(call.args[0], Ref)
-    return view_to(builder, call, call.args[0], call.spec.shape)
+    return view_to(builder, call, call.operands[0], call.spec.shape)
 
 
 def _identity(builder: Builder, call: Call) -> Value:
@@ -113,9 +113,7 @@ def _identity(builder: Builder, call: Call) -> Value:
 
 
 def _detach(builder: Builder, call: Call) -> Value:
-    source = call.args[0]
-    assert isinstance(source, Ref)
-    return detached(builder, call, source)
+    return detached(builder, call, call.operands[0])
 
 
 def detached(builder: Builder, call: Call, ref: Ref) -> Ref:
@@ -126,8 +124,7 @@ def detached(builder: Builder, call: Call, ref: Ref) -> Ref:
 
 def _clone(builder: Builder, call: Call) -> Value:
     """Copies that make contiguous stay, until a view reads them."""
-    source = call.args[0]
-    assert isinstance(source, Ref)
+    source = call.operands[0]
     if call.kwargs.get("memory_format") != torch.contiguous_format and call.target != "aten.contiguous.default":
         return source
     kwargs: dict[str, Argument] = {"memory_format": torch.contiguous_format}
@@ -135,9 +132,7 @@ def _clone(builder: Builder, call: Call) -> Value:
 
 
 def _expand(builder: Builder, call: Call) -> Value:
-    source = call.args[0]
-    assert isinstance(source, Ref)
-    return _expanded(builder, call, source, call.spec)
+    return _expanded(builder, call, call.operands[0], call.spec)
 
 
 def _expanded(builder: Builder, call: Call, source: Ref, spec: TensorSpec) -> Ref:
@@ -148,13 +143,8 @@ def _expanded(builder: Builder, call: Call, source: Ref, spec: TensorSpec) -> Re
 
 def _broadcast(builder: Builder, call: Call) -> Value:
     """broadcast_tensors: an expansion of each tensor that is not as large already."""
-    made: list[Argument] = []
-    given = call.bound()["tensors"]
-    assert isinstance(given, tuple)
-    for source, spec in zip(given, call.outputs, strict=True):
-        assert isinstance(source, Ref) and spec is not None
-        made.append(_expanded(builder, call, source, spec))
-    return tuple(made)
+    pairs = zip(call.operands, call.outputs, strict=True)
+    return tuple(_expanded(builder, call, source, spec) for source, spec in pairs if spec is not None)
 
 
 def _repeat(builder: Builder, call: Call) -> Value:
@@ -236,15 +226,11 @@ def _paste(builder: Builder, call: Call) -> Value:
         return generic(builder, call)
 
     def pairs(ref: Argument) -> Ref:
-        assert isinstance(ref, Ref)
-        spec = builder.specs[ref]
-        copy = builder.emit(call, "aten.clone.default", (ref,), spec)  # a conjugate is a view, which has no pairs
-        out = TensorSpec(shape=(*spec.shape, 2), dtype=spec.dtype.to_real())
-        return builder.emit(call, "aten.view_as_real.default", (copy,), out)
+        copy = builder.make(call, "aten.clone.default", ref)  # a conjugate is a view, which has no pairs
+        return builder.make(call, "aten.view_as_real.default", copy)
 
     whole, part, *where = _normal_args(builder, call)
-    pasted = TensorSpec(shape=(*call.spec.shape, 2), dtype=call.spec.dtype.to_real())
-    result = builder.emit(call, call.target, (pairs(whole), pairs(part), *where), pasted, kwargs=call.kwargs)
+    result = builder.make(call, call.target, pairs(whole), pairs(part), *where, name=call.name, **call.kwargs)
     return builder.emit(call, "aten.view_as_complex.default", (result,))
 
 
@@ -311,9 +297,7 @@ def _permute(builder: Builder, call: Call) -> Value:
 
 
 def _to_copy(builder: Builder, call: Call) -> Value:
-    source = call.args[0]
-    assert isinstance(source, Ref)
-    return cast_to(builder, call, source, call.spec.dtype)
+    return cast_to(builder, call, call.operands[0], call.spec.dtype)
 
 
 def cast_to(builder: Builder, call: Call, source: Ref, dtype: torch.dtype) -> Ref:
@@ -326,9 +310,7 @@ def cast_to(builder: Builder, call: Call, source: Ref, dtype: torch.dtype) -> Re
 
 def _copy(builder: Builder, call: Call) -> Value:
     """copy(destination, source): the source in the destination's shape and dtype."""
-    source = call.args[1]
-    assert isinstance(source, Ref)
-    return _expanded(builder, call, cast_to(builder, call, source, call.spec.dtype), call.spec)
+    return _expanded(builder, call, cast_to(builder, call, call.operands[1], call.spec.dtype), call.spec)
 
 
 def _dropout(builder: Builder, call: Call) -> Value:
@@ -372,67 +354,38 @@ def _square(builder: Builder, call: Call) -> Value:
 
 HANDLERS: dict[str, Handler] = {
     "aten.repeat_interleave.self_int": _repeat_interleave,
-    "aten.view.default": _view,
-    "aten._unsafe_view.default": _view,
-    "aten.reshape.default": _view,
-    "aten.flatten.using_ints": _view,
-    "aten.unflatten.int": _view,
-    "aten.squeeze.dim": _view,
-    "aten.squeeze.dims": _view,
-    "aten.squeeze.default": _view,
-    "aten.view_as.default": _view,
-    "aten.reshape_as.default": _view,
-    "aten.expand_as.default": _expand,
-    "aten.to.dtype_layout": _to_copy,
-    "aten.to.device": _to_copy,
-    "aten.to.other": _to_copy,
-    "aten.type_as.default": _to_copy,
-    "aten.alias.default": _identity,
-    "aten.lift_fresh_copy.default": _identity,
-    "aten.lift_fresh.default": _identity,
-    "aten.detach.default": _detach,
-    "aten.detach_.default": _detach,
-    "aten.clone.default": _clone,
-    "aten.contiguous.default": _clone,
-    "aten.expand.default": _expand,
-    "aten.broadcast_to.default": _expand,
+    **dict.fromkeys(
+        aten_targets(
+            "view.default _unsafe_view.default reshape.default flatten.using_ints unflatten.int squeeze.dim squeeze.dims"
+            " squeeze.default view_as.default reshape_as.default"
+        ),
+        _view,
+    ),
+    **dict.fromkeys(aten_targets("expand.default expand_as.default broadcast_to.default"), _expand),
+    **dict.fromkeys(CONVERSIONS, _to_copy),
+    **dict.fromkeys(aten_targets("alias.default lift_fresh_copy.default lift_fresh.default"), _identity),
+    **dict.fromkeys(aten_targets("detach.default detach_.default"), _detach),
+    **dict.fromkeys(aten_targets("clone.default contiguous.default"), _clone),
     "aten.broadcast_tensors.default": _broadcast,
     "aten.repeat.default": _repeat,
     "aten.slice.Tensor": _slice,
     "aten.select.int": _select,
-    "aten.slice_scatter.default": _paste,
-    "aten.select_scatter.default": _paste,
-    "aten.split.Tensor": _split,
-    "aten.split_with_sizes.default": _split,
-    "aten.chunk.default": _split,
-    "aten.tensor_split.sections": _split,
+    **dict.fromkeys(aten_targets("slice_scatter.default select_scatter.default"), _paste),
+    **dict.fromkeys(aten_targets("split.Tensor split_with_sizes.default chunk.default tensor_split.sections"), _split),
     "aten.unbind.int": _unbind,
     "aten.cat.default": _cat,
-    "aten.t.default": _t,
-    "aten.numpy_T.default": _t,
+    **dict.fromkeys(aten_targets("t.default numpy_T.default"), _t),
     "aten.mT.default": _last_two,
     "aten.permute.default": _permute,
-    "aten._to_copy.default": _to_copy,
-    "aten.to.dtype": _to_copy,
     "aten.copy.default": _copy,
-    "aten.native_dropout.default": _dropout,
-    "aten.dropout.default": _dropout,
+    **dict.fromkeys(aten_targets("native_dropout.default dropout.default"), _dropout),
     "aten.square.default": _square,
     "aten.scaled_dot_product_attention.default": _attention,
 }
 """By target as traced; whatever is not here passes through :func:`generic`."""
 
-COMPOSITES = frozenset(
-    {
-        "aten.__and__.Tensor",
-        "aten.__or__.Tensor",
-        "aten.conv2d.default",
-        "aten.diff.default",
-        "aten.layer_norm.default",
-        "aten.log_softmax.int",
-        "aten.pad.default",
-        "aten.rms_norm.default",
-        "aten.softmax.int",
-    }
+COMPOSITES = aten_targets(
+    "__and__.Tensor __or__.Tensor conv2d.default diff.default layer_norm.default log_softmax.int pad.default rms_norm.default"
+    " softmax.int"
 )
 """Composite operators, besides the handled ones, that stay as they are."""

@@ -7,22 +7,18 @@ splits by itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import isclose, pi, sqrt
 from typing import TypeAlias, cast
 
 from autopar.graph.graph import Op, Parameter, Part, Ref
+from autopar.ops.kernels import aten_targets
 from autopar.tracing.builder import Builder
 from autopar.tracing.forms.basic import LINEAR_TARGETS
 
-_PERMUTING = {
-    "aten.view.default",
-    "aten.unsqueeze.default",
-    "aten.transpose.int",
-    "aten.permute.default",
-    "aten.clone.default",
-}
+_PERMUTING = aten_targets("view.default unsqueeze.default transpose.int permute.default clone.default")
 
 Label: TypeAlias = "int | None"
 """A dim of the linear's output by number; None for a dim of size 1 that was put in."""
@@ -256,31 +252,22 @@ def _ordered(builder: Builder, linear: Op, leaf: _Leaf) -> list[Op]:
     return made
 
 
-@dataclass(frozen=True, slots=True)
-class _Uses:
-    ops: Mapping[str, Op]
-    count: Mapping[str, int]
-
-    def only(self, ref: object, target: str) -> Op | None:
-        """The operator that makes ``ref``, when it is ``target`` and nothing else reads it."""
-        op = self.ops.get(ref.name) if isinstance(ref, Ref) else None
-        return op if op is not None and op.target == target and self.count[op.name] == 1 else None
-
-
 def fuse_gelu(builder: Builder, roots: frozenset[Ref]) -> None:
     """0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), as GPT-2 writes it, becomes ``aten.gelu(x, tanh)``.
 
     Backward then needs x alone, where the eight operators keep five tensors. Changes
     ``builder.ops`` in place; what is left of the chains is dead code.
     """
-    count: dict[str, int] = {ref.name: 1 for ref in roots}
-    for op in builder.ops:
-        for ref in op.operands:
-            count[ref.name] = count.get(ref.name, 0) + 1
-    uses = _Uses({op.name: op for op in builder.ops}, count)
+    count = Counter(ref.name for refs in (roots, *(op.operands for op in builder.ops)) for ref in refs)
+
+    def only(ref: object, target: str) -> Op | None:
+        """The operator that makes ``ref``, when it is ``target`` and nothing else reads it."""
+        op = builder.producers.get(ref.name) if isinstance(ref, Ref) else None
+        return op if op is not None and op.target == target and count[op.name] == 1 else None
+
     fused = []
     for op in builder.ops:
-        source = _gelu_input(op, uses) if op.target == "aten.mul.Tensor" else None
+        source = _gelu_input(op, only) if op.target == "aten.mul.Tensor" else None
         if source is not None:
             op = replace(op, target="aten.gelu.default", args=(source,), kwargs=(("approximate", "tanh"),))
             builder.producers[op.name] = op
@@ -288,22 +275,22 @@ def fuse_gelu(builder: Builder, roots: frozenset[Ref]) -> None:
     builder.ops = fused
 
 
-def _gelu_input(op: Op, uses: _Uses) -> Ref | None:
+def _gelu_input(op: Op, only: Callable[[object, str], Op | None]) -> Ref | None:
     """x, when ``op`` is the last product of the chain."""
     for half, rest in (op.args[:2], op.args[1::-1]):
-        halved, shifted = uses.only(half, "aten.mul.Tensor"), uses.only(rest, "aten.add.Tensor")
+        halved, shifted = only(half, "aten.mul.Tensor"), only(rest, "aten.add.Tensor")
         if halved is None or shifted is None or halved.args[1] != 0.5 or shifted.args[1] != 1.0:
             continue
-        bent = uses.only(shifted.args[0], "aten.tanh.default")
-        scaled = uses.only(bent.args[0], "aten.mul.Tensor") if bent is not None else None
+        bent = only(shifted.args[0], "aten.tanh.default")
+        scaled = only(bent.args[0], "aten.mul.Tensor") if bent is not None else None
         if scaled is None or not _close(scaled.args[1], sqrt(2.0 / pi)):
             continue
-        summed = uses.only(scaled.args[0], "aten.add.Tensor")
+        summed = only(scaled.args[0], "aten.add.Tensor")
         source = halved.args[0]
         if summed is None or summed.args[0] != source or not isinstance(source, Ref):
             continue
-        cubic = uses.only(summed.args[1], "aten.mul.Tensor")
-        cube = uses.only(cubic.args[0], "aten.pow.Tensor_Scalar") if cubic is not None else None
+        cubic = only(summed.args[1], "aten.mul.Tensor")
+        cube = only(cubic.args[0], "aten.pow.Tensor_Scalar") if cubic is not None else None
         if cubic is not None and cube is not None and _close(cubic.args[1], 0.044715) and cube.args == (source, 3.0):
             return source
     return None

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 
 from autopar import nn
-from autopar.graph.graph import Argument, Ref, TensorSpec
+from autopar.graph.graph import Argument, Ref
 from autopar.ops.kernels import Form
 from autopar.tracing.builder import Builder, Call, Value
 from autopar.tracing.failures import FAILURES
@@ -60,12 +60,11 @@ def _weight_norm(builder: Builder, call: Call) -> Value:
     given = call.bound()
     direction, length, dim = given["v"], given["g"], given["dim"]
     assert isinstance(direction, Ref) and isinstance(length, Ref) and isinstance(dim, int)
-    shape, dtype = builder.shape(direction), builder.specs[direction].dtype
-    others = tuple(d for d in range(len(shape)) if d != dim % len(shape))
-    small = TensorSpec(shape=tuple(1 if d in others else n for d, n in enumerate(shape)), dtype=dtype)
-    norm = builder.emit(call, "aten.linalg_vector_norm.default", (direction, 2, others, True), small, name="norm")
-    scale = builder.emit(call, "aten.div.Tensor", (view_to(builder, call, length, small.shape), norm), small)
-    weight = builder.emit(call, "aten.mul.Tensor", (direction, scale), TensorSpec(shape=shape, dtype=dtype))
+    rank = len(builder.shape(direction))
+    others = tuple(d for d in range(rank) if d != dim % rank)
+    norm = builder.make(call, "aten.linalg_vector_norm.default", direction, 2, others, True, name="norm")
+    scale = builder.make(call, "aten.div.Tensor", view_to(builder, call, length, builder.shape(norm)), norm)
+    weight = builder.make(call, "aten.mul.Tensor", direction, scale)
     return (weight, None) if len(call.outputs) > 1 else weight
 
 
@@ -137,14 +136,11 @@ def _one_of_each(builder: Builder, call: Call, source: Ref, indices: tuple[Argum
     if builder.shape(first) != shape[:1] or not torch.equal(counting.expand(shape[0]), torch.arange(shape[0])):
         return None
     lead, rest = shape[0], shape[2:]
-    index = builder.emit(call, "aten.remainder.Scalar", (second, shape[1]), spec)  # an index may count from the end
+    index = builder.make(call, "aten.remainder.Scalar", second, shape[1])  # an index may count from the end
     index = view_to(builder, call, index, (lead, 1, *(1,) * len(rest)))
     if rest:
-        index = builder.emit(
-            call, "aten.expand.default", (index, (lead, 1, *rest)), TensorSpec(shape=(lead, 1, *rest), dtype=spec.dtype)
-        )
-    found = TensorSpec(shape=(lead, 1, *rest), dtype=call.spec.dtype)
-    rows = builder.emit(call, "aten.gather.default", (source, 1, index), found)
+        index = builder.make(call, "aten.expand.default", index, (lead, 1, *rest))
+    rows = builder.make(call, "aten.gather.default", source, 1, index)
     return view_to(builder, call, rows, (lead, *rest))
 
 
@@ -261,13 +257,11 @@ def _recurrent(builder: Builder, call: Call) -> Value:
     ends: list[list[Ref]] = [[] for _ in states]
     for layer in range(num_layers):
         first = layer * directions
-        own: list[Argument] = []
-        for state in states:
-            assert isinstance(state, Ref)
-            own.append(slice_of(builder, call, state, 0, first, first + directions))
-        specs = [builder.specs[ref] for ref in own if isinstance(ref, Ref)]
+        begin = [s for s in states if isinstance(s, Ref)]
+        own = tuple(slice_of(builder, call, state, 0, first, first + directions) for state in begin)
+        specs = [builder.specs[ref] for ref in own]
         held = parameters[layer * each : (layer + 1) * each]
-        args = (x, tuple(own) if len(own) > 1 else own[0], held, given["has_biases"], 1, 0.0, True, directions == 2)
+        args = (x, own if len(own) > 1 else own[0], held, given["has_biases"], 1, 0.0, True, directions == 2)
         made = builder.emit(call, call.target, (*args, given["batch_first"]), call.spec, *specs)
         for i, end in enumerate(ends):
             end.append(Ref(made.name, i + 1))
@@ -275,11 +269,7 @@ def _recurrent(builder: Builder, call: Call) -> Value:
         if layer < num_layers - 1:
             x = builder.emit(call, "autopar.dropout", (x, dropout, builder.salts), call.spec)
             builder.salts += 1
-    joined = []
-    for end, spec in zip(ends, call.outputs[1:], strict=True):
-        assert spec is not None
-        joined.append(builder.emit(call, "aten.cat.default", (tuple(end), 0), spec))
-    return (x, *joined)
+    return (x, *(builder.make(call, "aten.cat.default", tuple(end), 0) for end in ends))
 
 
 def _ending_as_begun(builder: Builder, call: Call, states: tuple[Argument, ...]) -> Call:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from autopar.graph.graph import Argument, Input, Op, Ref, TensorSpec
 from autopar.ops import plain
+from autopar.ops.kernels import aten_targets
 from autopar.tracing.builder import Builder, Call, Value
 from autopar.tracing.forms.basic import Handler, cast_to, generic, view_to
 
@@ -37,24 +38,25 @@ def _soft(builder: Builder, call: Call, given: dict[str, Argument]) -> Value:
     """A cross entropy with probabilities of classes: what log_softmax gives, weighted by them; a mean is over its rows."""
     logits, target, weight, smoothing = (given[key] for key in ("self", "target", "weight", "label_smoothing"))
     assert isinstance(logits, Ref) and isinstance(target, Ref) and isinstance(smoothing, float)
-    spec, wanted = builder.specs[logits], builder.specs[target]
-    dim, shape = min(1, len(spec.shape) - 1), spec.shape
-    rows = TensorSpec(shape=(*shape[:dim], *shape[dim + 1 :]), dtype=spec.dtype)
-    scalar = TensorSpec(shape=(), dtype=spec.dtype)
+    shape = builder.shape(logits)
+    dim = min(1, len(shape) - 1)
     if smoothing:
-        kept = builder.emit(call, "aten.mul.Scalar", (target, 1 - smoothing), wanted)
-        target = builder.emit(call, "aten.add.Scalar", (kept, smoothing / shape[dim]), wanted)
-    logs = builder.emit(call, "aten.log_softmax.int", (logits, dim), spec)
+        kept = builder.make(call, "aten.mul.Scalar", target, 1 - smoothing)
+        target = builder.make(call, "aten.add.Scalar", kept, smoothing / shape[dim])
+    logs = builder.make(call, "aten.log_softmax.int", logits, dim)
     if isinstance(weight, Ref):
         factors = view_to(builder, call, weight, (shape[dim], *(1,) * (len(shape) - dim - 1)))
-        logs = builder.emit(call, "aten.mul.Tensor", (logs, factors), spec)
-    terms = builder.emit(call, "aten.mul.Tensor", (logs, target), spec)
-    each = builder.emit(call, "aten.sum.dim_IntList", (terms, (dim,)), rows)
-    each = builder.emit(call, "aten.neg.default", (each,), rows, name="each_loss")
-    if given["reduction"] == _NONE:
-        return each
-    reduction = "aten.mean.default" if given["reduction"] == _MEAN else "aten.sum.default"
-    return builder.emit(call, reduction, (each,), scalar, name="loss")
+        logs = builder.make(call, "aten.mul.Tensor", logs, factors)
+    terms = builder.make(call, "aten.mul.Tensor", logs, target)
+    each = builder.make(call, "aten.sum.dim_IntList", terms, (dim,))
+    each = builder.make(call, "aten.neg.default", each, name="each_loss")
+    return each if given["reduction"] == _NONE else _reduced(builder, call, each)
+
+
+def _reduced(builder: Builder, call: Call, each: Ref) -> Ref:
+    """The mean or sum of losses, as the call asks for."""
+    reduction = "aten.mean.default" if call.bound()["reduction"] == _MEAN else "aten.sum.default"
+    return builder.make(call, reduction, each, name="loss")
 
 
 def _weighted(builder: Builder, call: Call, function: str, given: dict[str, Argument], target: Ref, weight: Ref) -> Ref:
@@ -72,22 +74,18 @@ def _weighted(builder: Builder, call: Call, function: str, given: dict[str, Argu
     weight = cast_to(builder, call, weight, dtype)
     given = given | {"self": cast_to(builder, call, logits, dtype), "weight": weight}
     values = tuple(_SUM if name == "reduction" else value for name, value in given.items())
-    spec = TensorSpec(shape=(), dtype=dtype)
-    total = builder.emit(call, function, values, spec)
+    total = builder.emit(call, function, values, TensorSpec(shape=(), dtype=dtype))
     if given["reduction"] == _SUM:
         return total
-    targets = builder.specs[target]
-    counts = TensorSpec(shape=targets.shape, dtype=torch.bool)
-    per_target = TensorSpec(shape=targets.shape, dtype=builder.specs[weight].dtype)
-    valid = builder.emit(call, "aten.ne.Scalar", (target, given["ignore_index"]), counts, name="valid")
-    nothing = builder.emit(call, "aten.zeros_like.default", (target,), targets)
-    known = builder.emit(call, "aten.where.self", (valid, target, nothing), targets)
+    valid = builder.make(call, "aten.ne.Scalar", target, given["ignore_index"], name="valid")
+    nothing = builder.make(call, "aten.zeros_like.default", target)
+    known = builder.make(call, "aten.where.self", valid, target, nothing)
     table = view_to(builder, call, weight, (builder.shape(weight)[0], 1))
-    column = TensorSpec(shape=(*targets.shape, 1), dtype=per_target.dtype)
-    found = view_to(builder, call, builder.emit(call, "aten.embedding.default", (table, known), column), targets.shape)
-    counted = builder.emit(call, "aten.mul.Tensor", (found, valid), per_target)
-    count = builder.emit(call, "aten.sum.default", (counted,), spec, name="count")
-    return builder.emit(call, "aten.div.Tensor", (total, count), spec, name="loss")
+    column = builder.make(call, "aten.embedding.default", table, known)
+    found = view_to(builder, call, column, builder.shape(target))
+    counted = builder.make(call, "aten.mul.Tensor", found, valid)
+    count = builder.make(call, "aten.sum.default", counted, name="count")
+    return builder.make(call, "aten.div.Tensor", total, count, name="loss")
 
 
 def _in_one_dtype(builder: Builder, call: Call) -> Call:
@@ -152,13 +150,10 @@ def _token_loss(
     total = builder.emit(call, "autopar.cross_entropy_sum", (logits, target, ignore, smoothing), scalar)
     if reduction == _SUM:
         return total
-    targets = builder.specs[target]
-    valid = builder.emit(
-        call, "aten.ne.Scalar", (target, ignore), TensorSpec(shape=targets.shape, dtype=torch.bool), name="valid"
-    )
-    count = builder.emit(call, "aten.sum.default", (valid,), TensorSpec(shape=(), dtype=torch.int64), name="count")
-    number = builder.emit(call, "aten.to.dtype", (count, scalar.dtype), scalar, name="count_as_float")
-    return builder.emit(call, "aten.div.Tensor", (total, number), scalar, name="loss")
+    valid = builder.make(call, "aten.ne.Scalar", target, ignore, name="valid")
+    count = builder.make(call, "aten.sum.default", valid, name="count")
+    number = builder.make(call, "aten.to.dtype", count, scalar.dtype, name="count_as_float")
+    return builder.make(call, "aten.div.Tensor", total, number, name="loss")
 
 
 def _classes_last(builder: Builder, call: Call, logits: Ref, target: Ref) -> tuple[Ref, Ref]:
@@ -193,26 +188,18 @@ def _elementwise(builder: Builder, call: Call) -> Value:
     given = call.bound()
     if given["reduction"] == _NONE:
         return generic(builder, call)
-    target = "aten.mean.default" if given["reduction"] == _MEAN else "aten.sum.default"
     given["reduction"] = _NONE
-    values = {
-        name: torch.empty(builder.shape(value), dtype=builder.specs[value].dtype, device="meta")
-        if isinstance(value, Ref)
-        else value
-        for name, value in given.items()
-    }
-    spec = TensorSpec(shape=tuple(call.overload(**values).shape), dtype=call.spec.dtype)
-    assert spec.numel > 0, "a loss over no elements"
     if call.target in ("aten.mse_loss.default", "aten.l1_loss.default"):
-        error = builder.emit(call, "aten.sub.Tensor", (given["self"], given["target"]), spec, name="error")
+        error = builder.make(call, "aten.sub.Tensor", given["self"], given["target"], name="error")
         if call.target == "aten.mse_loss.default":
-            each = builder.emit(call, "aten.pow.Tensor_Scalar", (error, 2), spec, name="squared_error")
+            each = builder.make(call, "aten.pow.Tensor_Scalar", error, 2, name="squared_error")
         else:
-            each = builder.emit(call, "aten.abs.default", (error,), spec, name="absolute_error")
+            each = builder.make(call, "aten.abs.default", error, name="absolute_error")
     else:
         named = {a.name: given.pop(a.name) for a in call.overload._schema.arguments if a.kwarg_only}
-        each = builder.emit(call, call.target, tuple(given.values()), spec, kwargs=named, name="each_loss")
-    return builder.emit(call, target, (each,), TensorSpec(shape=(), dtype=call.spec.dtype), name="loss")
+        each = builder.make(call, call.target, *given.values(), name="each_loss", **named)
+    assert builder.specs[each].numel > 0, "a loss over no elements"
+    return _reduced(builder, call, each)
 
 
 def _ctc_losses(builder: Builder, call: Call) -> Value:
@@ -222,32 +209,23 @@ def _ctc_losses(builder: Builder, call: Call) -> Value:
 
 LOSSES: dict[str, Handler] = {
     "aten.cross_entropy_loss.default": _cross_entropy,
-    "aten.nll_loss_nd.default": _nll,
-    "aten.nll_loss.default": _nll,
-    "aten.nll_loss_forward.default": _nll,
+    **dict.fromkeys(aten_targets("nll_loss_nd.default nll_loss.default nll_loss_forward.default"), _nll),
     "autopar.ctc_losses.default": _ctc_losses,
-    "aten.mse_loss.default": _elementwise,
-    "aten.l1_loss.default": _elementwise,
-    "aten.smooth_l1_loss.default": _elementwise,
-    "aten.huber_loss.default": _elementwise,
-    "aten.binary_cross_entropy_with_logits.default": _elementwise,
-    "aten.binary_cross_entropy.default": _elementwise,
-    "aten.soft_margin_loss.default": _elementwise,
-    "aten.poisson_nll_loss.default": _elementwise,
-    "aten.margin_ranking_loss.default": _elementwise,
-    "aten.hinge_embedding_loss.default": _elementwise,
-    "aten.cosine_embedding_loss.default": _elementwise,
-    "aten.triplet_margin_loss.default": _elementwise,
-    "aten.kl_div.default": _elementwise,
-    "aten.multi_margin_loss.default": _elementwise,
-    "aten.multilabel_margin_loss.default": _elementwise,
+    **dict.fromkeys(
+        aten_targets(
+            "mse_loss.default l1_loss.default smooth_l1_loss.default huber_loss.default"
+            " binary_cross_entropy_with_logits.default binary_cross_entropy.default soft_margin_loss.default"
+            " poisson_nll_loss.default margin_ranking_loss.default hinge_embedding_loss.default"
+            " cosine_embedding_loss.default triplet_margin_loss.default kl_div.default multi_margin_loss.default"
+            " multilabel_margin_loss.default"
+        ),
+        _elementwise,
+    ),
 }
 
 
-_SCALES = frozenset(
-    {*(f"aten.{name}.{kind}" for name in ("mul", "div") for kind in ("Tensor", "Scalar")), "aten.neg.default"}
-)
-_ADDS = frozenset(f"aten.{name}" for name in ("add.Tensor", "add.Scalar", "sub.Tensor", "sub.Scalar", "rsub.Scalar"))
+_SCALES = aten_targets("mul.Tensor mul.Scalar div.Tensor div.Scalar neg.default")
+_ADDS = aten_targets("add.Tensor add.Scalar sub.Tensor sub.Scalar rsub.Scalar")
 
 
 def over_samples(builder: Builder, loss: Ref, inputs: Sequence[Input], batch_size: int) -> Ref:

@@ -22,7 +22,9 @@ def batch_typing(graph: Graph, micro_batch_size: int) -> Typing:
     types |= {Ref(leaf.name): R for leaf in (*graph.parameters, *graph.buffers)}
     chosen: dict[str, Strategy] = {}
     for op in (*graph.prelude, *graph.ops):
-        offered = rules.strategies(op, tuple(graph.spec(r) for r in op.operands), axis="batch", size=size)
+        offered = rules.default_table().strategies(
+            op, tuple(graph.spec(r) for r in op.operands), axis="batch", size=size
+        )
         fitting = [
             s
             for s in offered
@@ -51,7 +53,9 @@ def named_typing(graph: Graph, axis: str, names: Mapping[str, str]) -> Typing:
     chosen: dict[str, Strategy] = {}
     for op in graph.ops:
         specs = tuple(graph.spec(ref) for ref in op.operands)
-        offered = {s.name: s for s in rules.strategies(op, specs, axis=axis, size=Fraction(2), fallback=True)}
+        offered = {
+            s.name: s for s in rules.default_table().strategies(op, specs, axis=axis, size=Fraction(2), fallback=True)
+        }
         chosen[op.name] = offered[names.get(op.name, "invariant")]
     return Typing(axis=axis, size=Fraction(2), strategies=chosen, parameters={})
 
@@ -65,7 +69,7 @@ def axis_typing(graph: Graph, axis: str, size: int, seed: int, *, splits: float 
     chosen: dict[str, Strategy] = {}
     for op in graph.ops:
         specs = tuple(graph.spec(r) for r in op.operands)
-        offered = rules.strategies(op, specs, axis=axis, size=Fraction(size))
+        offered = rules.default_table().strategies(op, specs, axis=axis, size=Fraction(size))
         fitting = [s for s in offered if _fits(graph, op, s, types, parameters, size)]
         if op.name == graph.loss.name:
             fitting = [s for s in fitting if s.outputs[0] in (I, P)]
