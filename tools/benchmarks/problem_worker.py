@@ -27,7 +27,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from importlib.util import find_spec
 from itertools import groupby
@@ -126,6 +126,11 @@ def reads(graph_file: Path) -> bool:
         return False
 
 
+def graph_in(graph_file: Path) -> Any:
+    """The graph of a file, with the look-ups of this tree in place of those of the tree that wrote it."""
+    return replace(pickle.loads(graph_file.read_bytes()))
+
+
 def cluster_of(problem: Mapping[str, Any]) -> Any:
     """The cluster: of a study, of groups, or of a text."""
     if "study" in problem:
@@ -208,7 +213,7 @@ def peak_bytes() -> int:
 
 def searched(problem: Mapping[str, Any], graph_file: Path, limit_s: float) -> dict[str, Any]:
     """The record of one search; ``failed`` says why there is no plan."""
-    graph = pickle.loads(graph_file.read_bytes())
+    graph = graph_in(graph_file)
     cluster = cluster_of(problem)
     before_bytes = peak_bytes()
     time.monotonic = (
@@ -239,7 +244,7 @@ def evaluate_all(problem: Mapping[str, Any], graph_file: Path, kept: Path) -> No
     """Add a line to ``kept`` for every candidate that has none there."""
     lines = kept.read_text(encoding="utf-8").splitlines() if kept.exists() else []
     done = {json.loads(line)["number"] for line in lines}
-    graph = pickle.loads(graph_file.read_bytes())
+    graph = graph_in(graph_file)
     with kept.open("a", encoding="utf-8") as file:
         for number, (candidate, evaluate) in enumerate(evaluations_of(problem, graph, cluster_of(problem))):
             if number not in done:
