@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors import safe_open
 
+from autopar import api
 from autopar.errors import AutoparError
+from autopar.models.resolve import resolve_model
 from autopar.plan.mesh import Mesh
+from autopar.plan.plan import Plan
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.close import assert_close
 from tests.support.distributed import checkpoints as jobs
 from tests.support.distributed import jobs as jobs_
-from tests.support.distributed.layouts import batches, on_ranks, planned, planned_on
+from tests.support.distributed import using
+from tests.support.distributed.layouts import batches, on_ranks, planned, planned_on, traced
 from tools.campaigns import checkpoints as campaign
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(180)]
@@ -120,3 +125,28 @@ def _tensors(folder: Path) -> set[str]:
         with safe_open(path, framework="pt") as file:
             found |= set(file.keys())
     return found
+
+
+def passed_on_by_torch(pool: WorkerPool, folder: Path, subject: Any, graph: Any, batch: Any, *plans: Plan) -> None:
+    """What ``torch.distributed.checkpoint`` saves under one plan it loads under the next, which saves it again."""
+    folders = [str(folder / f"{number}") for number in range(len(plans))]
+    (wanted, *_) = on_ranks(pool, using.saved_by_torch, subject, plans[0], graph, batch, folders[0])
+    for plan, *some in zip(plans[1:], folders, folders[1:], strict=False):
+        (found, *_) = on_ranks(pool, using.loaded_by_torch, subject, plan, graph, batch, *some)
+        assert found == (1, pytest.approx(wanted, rel=1e-6)), plan.mesh
+
+
+def test_torchs_checkpoints_go_on_under_other_plans(pool: WorkerPool, tmp_path: Path) -> None:
+    layouts = ("tp2 x dp2 ZeRO 3", "pp2 x dp2", "pp2 x dp2 ZeRO 3", "pp2 two virtual stages", "dp4 ZeRO 3")
+    subject, graph = traced("gpt2")
+    plans = (planned(layout, "gpt2")[1] for layout in layouts)
+    passed_on_by_torch(pool, tmp_path, subject, graph, *batches(subject, 1), *plans)
+
+
+def test_lengthened_vocabularies_have_the_models_length_in_torchs_checkpoints(pool: WorkerPool, tmp_path: Path) -> None:
+    subject = resolve_model("hf:gpt2?n_embd=32&n_layer=2&n_head=4&vocab_size=257&n_positions=17")
+    graph = api.trace(subject.build(), example_inputs=subject.make_batch(2, seed=0, padded=True))
+    pins = ("tp=4 transformer.wte.weight=tp:S(0)", "pp=2 tp=2", "tp=2 dp_shard=2 zero=3", "dp_replicate=4")
+    plans = [api.estimate(graph, cluster="cpu:1x4", global_batch_size=8, pins=one.split()) for one in pins]
+    assert plans[0].padding
+    passed_on_by_torch(pool, tmp_path, subject, graph, subject.make_batch(8, seed=0, padded=True), *plans)

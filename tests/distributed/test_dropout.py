@@ -13,7 +13,7 @@ from autopar.verification.rank_pool import WorkerPool
 from tests.support.close import assert_close
 from tests.support.distributed import jobs
 from tests.support.distributed.layouts import on_ranks
-from tests.support.distributed.masked import SAMPLES, TOKENS, WIDTH, MaskedSubject
+from tests.support.distributed.oddities import MASKED, SAMPLES, TOKENS, WIDTH
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
 
@@ -32,14 +32,13 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
 def test_streams_are_distinct_on_shards_and_equal_on_replicas_and_in_recompute(
     pool: WorkerPool, pins: list[str]
 ) -> None:
-    subject = MaskedSubject("masked")
-    graph, batch = subject.trace(), subject.make_batch(SAMPLES, seed=0)
+    graph, batch = MASKED.trace(), MASKED.make_batch(SAMPLES, seed=0)
     found: dict[str, list[Any]] = {}
     for mode in ("none", "full"):
         plan = api.estimate(
             graph, cluster="cpu:1x4", global_batch_size=SAMPLES, pins=[*pins, "pp=1", f"recompute={mode}"]
         )
-        found[mode] = list(on_ranks(pool, jobs.gradients_both_ways, subject, plan, graph, batch))
+        found[mode] = list(on_ranks(pool, jobs.gradients_both_ways, MASKED, plan, graph, batch))
     first = found["none"][0]["step"]["table.weight"]
     for rank in (*found["none"], *found["full"]):
         assert torch.equal(rank["step"]["table.weight"], first)

@@ -17,6 +17,7 @@ from autopar.verification import results
 from autopar.verification.against_one_device import verify
 from autopar.verification.compared_models import VerifiedModel
 from autopar.verification.rank_pool import WorkerPool
+from tests.support.distributed.layouts import equals_one_device
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
 
@@ -123,9 +124,7 @@ def test_every_kind_of_architecture_equals_one_device(pool: WorkerPool, case: st
     subject = VerifiedModel(resolve_model(spec, sequence_length=length), masked=True)
     graph = subject.trace()
     plan = api.estimate(graph, cluster="cpu:1x4", global_batch_size=16, pins=pins)
-    report = verify(subject, plan, graph, steps=2, pool=pool, run_timeout_s=60.0)
-    report.check()
-    assert len(report.rows) == 4
+    equals_one_device(pool, subject, plan, graph)
 
 
 @pytest.mark.parametrize(
@@ -150,8 +149,7 @@ def test_stages_without_a_layer_equal_one_device(
     plan = api.estimate(graph, cluster="cpu:1x2", global_batch_size=8, pins=pins)
     labels = [[block.label for block in graph.blocks[s.start : s.stop]] for s in plan.stages]
     assert [sum(".h." in label or ".layers." in label for label in own) for own in labels] == layers
-    report = verify(subject, plan, graph, steps=2, pool=pool, run_timeout_s=60.0)
-    report.check()
+    equals_one_device(pool, subject, plan, graph)
 
 
 def test_statistics_over_the_batch_take_one_micro_batch() -> None:

@@ -17,10 +17,11 @@ from autopar.runtime.checkpoint.load import whole
 from autopar.runtime.checkpoint.older import OlderFolder, read_metadata
 from autopar.runtime.job import start, stop
 from autopar.verification.rank_pool import WorkerPool
-from tests.distributed.test_state import planned, traced
+from tests.distributed.test_unusual import planned
 from tests.support.damage import Touch
 from tests.support.distributed import jobs
 from tests.support.distributed.layouts import on_ranks
+from tests.support.distributed.oddities import REMEMBERING
 
 pytestmark = pytest.mark.distributed
 
@@ -107,13 +108,13 @@ def test_a_forged_value_is_refused_by_name(saved: tuple[Path, dict[str, Any]], t
 
 
 def test_all_ranks_refuse_a_forged_checkpoint(pool: WorkerPool, tmp_path: Path) -> None:
-    subject, graph = traced(statistics=False)
+    subject, (plan, graph) = REMEMBERING, planned(REMEMBERING, "tp=2 dp_replicate=2")
     batches = [subject.make_batch(8, seed=seed) for seed in range(2)]
-    run, made, plan = tmp_path / "run", tmp_path / "made", planned(graph, "tp2 x dp2")
+    run, made = tmp_path / "run", tmp_path / "made"
     on_ranks(pool, jobs.save_run, subject, plan, graph, batches, str(run))
     (run / "checkpoint.json").unlink()
     for forged, said in ((".metadata", "an older autopar: its index is a pickle"), ("checkpoint.json", "checksum")):
         (run / forged).write_bytes(pickle.dumps(Touch(made)))
         with pytest.raises(AutoparError, match=rf"CheckpointError.*{said}"):
-            on_ranks(pool, jobs.load_run, subject, plan, graph, batches, str(run))
+            on_ranks(pool, jobs.load_run, subject, plan, graph, batches, str(run), "")
         assert not made.exists(), forged

@@ -11,10 +11,9 @@ from autopar import api
 from autopar.graph.graph import Graph
 from autopar.models.resolve import resolve_model
 from autopar.plan.plan import Plan
-from autopar.verification.against_one_device import verify
 from autopar.verification.rank_pool import WorkerPool
 from autopar.verification.reference import Subject
-from tests.support.distributed.layouts import goes_on
+from tests.support.distributed.layouts import equals_one_device, goes_on
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
 
@@ -59,7 +58,7 @@ def test_257_tokens_and_17_positions_split(pool: WorkerPool, layout: str) -> Non
     padded = {entry.parameter: entry.length for entry in plan.padding}
     assert padded == {"transformer.wte.weight": length, "transformer.wpe.weight": positions}
     assert any(f"257 padded to {length}" in note for note in plan.notes)
-    verify(subject, plan, graph, steps=2, pool=pool, run_timeout_s=60.0).check()
+    equals_one_device(pool, subject, plan, graph)
 
 
 @pytest.mark.parametrize("pins", [["transformer.wte.weight=tp:S(1)"], ["transformer.wte.weight=tp:I"]])
@@ -68,7 +67,7 @@ def test_a_table_that_is_not_split_by_rows_is_padded_likewise(pool: WorkerPool, 
     subject, graph = traced()
     plan = planned("tp4", *pins)
     assert {entry.length for entry in plan.padding} == {260, 20}
-    verify(subject, plan, graph, steps=2, pool=pool, run_timeout_s=60.0).check()
+    equals_one_device(pool, subject, plan, graph)
 
 
 def test_checkpoints_hold_no_padding(pool: WorkerPool, tmp_path: Path) -> None:
@@ -99,7 +98,7 @@ def test_aligned_vocabularies_train_as_one_device(pool: WorkerPool, kind: str, l
     assert lengths[head] == (288 if plan.mesh.tp == 2 else 272)
     assert plan.mesh.tp > 1 or list(lengths) == [head], "a table that is only looked up in gains nothing"
     assert plan.vocab_multiple == 16
-    verify(subject, plan, graph, steps=2, pool=pool, run_timeout_s=60.0).check()
+    equals_one_device(pool, subject, plan, graph)
 
 
 @pytest.mark.parametrize("kind", MODELS)

@@ -26,15 +26,10 @@ def test_loss_and_gradients_are_those_of_one_device_whatever_the_way() -> None:
     seen = set()
     for tp, seed in ((2, 0), (2, 1), (2, 2), (2, 3), (2, 4), (4, 5), (4, 6)):
         made = random_program(graph, Mesh(tp=tp), 2, seed)
-        ways = {op.target for op in made.graph.ops} & WAYS
+        assert min(typecheck(made), typecheck(made, Mesh(dp_shard=16, tp=tp))) > 20
         assert_as_one_device(made, whole, loss, gradients)
-        seen |= ways
+        seen |= {op.target for op in made.graph.ops} & WAYS
     assert seen == WAYS, "the seeds cover every way"
-
-
-@pytest.mark.parametrize("mesh", [Mesh(tp=2), Mesh(dp_shard=16, tp=4)], ids=str)
-def test_programs_are_well_typed(mesh: Mesh) -> None:
-    assert sum(typecheck(random_program(mixture_graph(), Mesh(tp=mesh.tp), 2, seed), mesh) for seed in range(5)) > 50
 
 
 def test_traced_and_eager_agree_and_experts_without_tokens_have_a_gradient() -> None:
