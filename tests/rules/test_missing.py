@@ -1,4 +1,4 @@
-"""Operators that the table does not know: found at planning time, kept, reported; and rules that users declare."""
+"""Operators that the table does not know: found by execution at planning time, kept, reported; and rules that users declare."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from autopar.errors import RuleError
 from autopar.graph.graph import Graph, Op, Parameter, Ref, TensorSpec
 from autopar.rules import missing as found_rules
 from autopar.rules.by_execution import verify_rule
-from autopar.rules.missing import adopt, complete, own_rules
+from autopar.rules.missing import adopt, complete, discover_rule, own_rules
 from autopar.rules.table import RuleTable, has_rule, register_rule, torch_rules
 from tests.support.graphs_by_hand import graph_of_ops
+from tests.support.rule_examples import Maker
 
 LIBRARY = torch.library.Library("autopar_test", "DEF")
 LIBRARY.define("gated(Tensor x, Tensor w) -> Tensor")
@@ -161,3 +162,31 @@ def test_rules_that_are_not_shipped_reach_another_process(monkeypatch: pytest.Mo
         assert names(elsewhere, graph, 2) == names(table, graph, 2)
         assert own_rules(graph, table=elsewhere) == own_rules(graph, table=table)
     assert names(found, graph, 2) != names(declared, graph, 2)
+
+
+make = Maker()
+
+CALLS = {
+    "linalg_inv": (make.call("aten.linalg_inv.default", make.real(4, 6, 6) + 9), "a b^ c^ -> a d^ e^"),
+    "relu": (make.call("aten.relu.default", make.real(4, 6)), "a b -> a b"),
+    "add": (make.call("aten.add.Tensor", make.real(4, 6), make.real(4, 6)), "a b, a b -> a b; linear 0+1"),
+    "mm": (make.call("aten.mm.default", make.real(4, 6), make.real(6, 8)), "c a+, a+ b -> c b; linear 0, 1"),
+    "softmax": (make.call("aten.softmax.int", make.real(4, 6), 1), "a b^ -> a c^"),
+    "cdist": (make.call("aten.cdist.default", make.real(2, 4, 8), make.real(2, 6, 8)), "a c d^, a b e^ -> a c b"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_discovered_lines_hold_and_say_what_is_known(name: str) -> None:
+    example, expected = CALLS[name]
+    line = discover_rule(example.op, example.operands)
+    assert line == expected
+    table = RuleTable(rules={})
+    table.register(example.target, line)
+    assert verify_rule(example.op, example.operands, size=2, table=table) == []
+
+
+def test_a_random_operator_has_no_rule_to_discover() -> None:
+    example = make.call("aten.dropout.default", make.real(4, 6), 0.5, True)
+    with pytest.raises(RuleError, match="different results when it runs twice"):
+        discover_rule(example.op, example.operands)
