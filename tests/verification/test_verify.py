@@ -54,24 +54,21 @@ def test_a_good_report_passes() -> None:
     report.check()
 
 
-def test_missing_and_undefined_tensors_are_infinitely_wrong() -> None:
-    reference = {"a": torch.ones(2), "b": torch.ones(2)}
-    assert worst({"a": torch.ones(2)}, reference) == ("b", float("inf"))
-    assert worst({"a": torch.ones(2), "b": torch.tensor([1.0, float("nan")])}, reference) == ("b", float("inf"))
-
-
-def test_the_worst_tensor_is_the_one_with_the_largest_relative_error() -> None:
-    reference = {"large": torch.full((2,), 100.0), "small": torch.full((2,), 0.1)}
-    found = {"large": torch.full((2,), 100.1), "small": torch.full((2,), 0.101)}
-    name, error = worst(found, reference)
-    assert name == "small"
-    assert error == pytest.approx(0.01, rel=1e-4)
-
-
-def test_a_tensor_of_rounding_noise_is_measured_against_the_others() -> None:
-    reference = {"large": torch.ones(2), "noise": torch.full((2,), 1e-9)}
-    found = {"large": torch.ones(2), "noise": torch.zeros(2)}
-    assert worst(found, reference)[1] == pytest.approx(1e-3, rel=1e-4)
+@pytest.mark.parametrize(
+    ("found", "wanted", "name", "error"),
+    [
+        ({"a": 1.0}, {"a": 1.0, "b": 1.0}, "b", float("inf")),
+        ({"a": 1.0, "b": float("nan")}, {"a": 1.0, "b": 1.0}, "b", float("inf")),
+        ({"large": 100.1, "small": 0.101}, {"large": 100.0, "small": 0.1}, "small", 0.01),
+        # one that is nothing but rounding is measured against the others
+        ({"large": 1.0, "noise": 0.0}, {"large": 1.0, "noise": 1e-9}, "noise", 1e-3),
+    ],
+)
+def test_the_worst_tensor_is_the_one_with_the_largest_relative_error(
+    found: dict[str, float], wanted: dict[str, float], name: str, error: float
+) -> None:
+    tensors = ({key: torch.full((2,), value) for key, value in some.items()} for some in (found, wanted))
+    assert worst(*tensors) == (name, pytest.approx(error, rel=1e-4))
 
 
 def double(**changes: object) -> RankErrors:
