@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -20,12 +21,18 @@ from tests.support.graphs_by_hand import graph_of_ops
 from tests.support.rule_examples import Maker
 
 LIBRARY = torch.library.Library("autopar_test", "DEF")
-LIBRARY.define("gated(Tensor x, Tensor w) -> Tensor")
-LIBRARY.define("pairs(Tensor x) -> Tensor")
-LIBRARY.define("whole(Tensor x) -> Tensor")
-LIBRARY.impl("gated", lambda x, w: torch.sigmoid(x) * w, "CompositeImplicitAutograd")
-LIBRARY.impl("pairs", lambda x: x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) ** 2, "CompositeImplicitAutograd")
-LIBRARY.impl("whole", lambda x: x / x.norm(), "CompositeImplicitAutograd")
+OPERATORS: dict[str, Callable[..., torch.Tensor]] = {
+    "gated(Tensor x, Tensor w)": lambda x, w: torch.sigmoid(x) * w,
+    "pairs(Tensor x)": lambda x: x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) ** 2,
+    "whole(Tensor x)": lambda x: x / x.norm(),
+    "gaps(Tensor x, Tensor y)": lambda x, y: (x - y).norm(dim=-1).sum(),
+    "hinges(Tensor x, Tensor y)": lambda x, y: (1 - x.sum(-1) * y).clamp(min=0).sum(),
+    "above(Tensor x)": lambda x: torch.where(x < 0, x.flip(0), x),
+    "nothing(Tensor x, Tensor y)": lambda x, y: (x * 0 * y).sum(),
+}
+for text, function in OPERATORS.items():
+    LIBRARY.define(f"{text} -> Tensor")
+    LIBRARY.impl(text.partition("(")[0], function, "CompositeImplicitAutograd")
 
 
 def graph_of(target: str, *shapes: tuple[int, ...]) -> Graph:
@@ -87,16 +94,6 @@ def test_an_operator_for_which_nothing_is_found_is_repeated_and_named() -> None:
     assert (found.line, found.why) == ("", "no dim can be split")
     assert complete(graph, table=table) == (found,), "the reason is said again"
     assert names(table, graph, 2) == {"invariant", "replicate"}
-
-
-LIBRARY.define("gaps(Tensor x, Tensor y) -> Tensor")
-LIBRARY.define("hinges(Tensor x, Tensor y) -> Tensor")
-LIBRARY.define("above(Tensor x) -> Tensor")
-LIBRARY.define("nothing(Tensor x, Tensor y) -> Tensor")
-LIBRARY.impl("gaps", lambda x, y: (x - y).norm(dim=-1).sum(), "CompositeImplicitAutograd")
-LIBRARY.impl("hinges", lambda x, y: (1 - x.sum(-1) * y).clamp(min=0).sum(), "CompositeImplicitAutograd")
-LIBRARY.impl("above", lambda x: torch.where(x < 0, x.flip(0), x), "CompositeImplicitAutograd")
-LIBRARY.impl("nothing", lambda x, y: (x * 0 * y).sum(), "CompositeImplicitAutograd")
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import os
 import signal
-import threading
 from collections.abc import Iterator
-from functools import cache
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -234,26 +234,13 @@ def test_out_of_memory_says_what_was_planned_and_what_there_is(monkeypatch: pyte
 
 def test_starts_of_a_job_share_nothing_in_its_store() -> None:
     """The names that the ranks of a killed start have left are there, and no rank of the next one takes them."""
-    store, places = HashStore(), list[str]()
-
-    def meet(rank: int, size: int, found: list[Any]) -> None:
-        found.append(fresh(PrefixStore("job", store), rank, size, timeout_s=20.0))
-
-    def begin(ranks: list[int], size: int) -> list[Any]:
-        found = list[Any]()
-        threads = [threading.Thread(target=meet, args=(rank, size, found)) for rank in ranks]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return found
-
-    for size in (3, 3, 2, 4):
-        found = begin(list(reversed(range(size))), size)
-        assert len(found) == size
-        found[0].set("place", str(len(places)))
-        places.append("")
-        assert {one.get("place").decode() for one in found} == {str(len(places) - 1)}
+    store = HashStore()
+    for number, size in enumerate((3, 3, 2, 4)):
+        with ThreadPoolExecutor(size) as threads:
+            meet = partial(fresh, PrefixStore("job", store), timeout_s=20.0)
+            found = list(threads.map(meet, reversed(range(size)), [size] * size))
+        found[0].set("place", str(number))
+        assert {one.get("place").decode() for one in found} == {str(number)}
     with pytest.raises(RankFailedError, match="Some rank did not come"):
         fresh(PrefixStore("alone", store), 0, 2, timeout_s=0.1)
 

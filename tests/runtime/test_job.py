@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from autopar.runtime.job import (
 from autopar.runtime.launch import _wait_for
 from tests.support.cli_runner import Run, run_fixture
 from tests.support.example_plans import llama_plan
+from tests.support.said import said
 
 GROUPS = (RankGroup(start=0, stop=2, device="a100-sxm4-40gb"), RankGroup(start=2, stop=4, device="h100-sxm5-80gb"))
 A100, H100 = "NVIDIA A100-SXM4-40GB", "NVIDIA H100 80GB HBM3"
@@ -122,28 +124,20 @@ def test_a_rank_takes_the_gpu_of_its_number_or_the_only_one(local_rank: int, cou
 
 def devices(identities: list[str]) -> list[str]:
     """What each rank of a job says of its GPU's identity; empty where all is well."""
-    store, said = HashStore(), [""] * len(identities)
+    store, size = HashStore(), len(identities)
 
-    def rank(number: int) -> None:
-        try:
-            check_devices(store, number, len(identities), identities[number])
-        except RuntimeMismatchError as error:
-            said[number] = str(error)
+    def rank(number: int) -> str:
+        return said(RuntimeMismatchError, check_devices, store, number, size, identities[number])
 
-    threads = [threading.Thread(target=rank, args=(number,)) for number in range(len(identities))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60.0)
-    return said
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(rank, range(size)))
 
 
 def test_two_ranks_on_one_gpu_are_refused_on_all_ranks() -> None:
     assert devices(["a, 0", "a, 1", "b, 0"]) == [""] * 3
-    said = devices(["a, 0", "a, 1", "a, 0", "b, 0"])
-    assert len(set(said)) == 1
-    assert "ranks 0 and 2 on a, 0" in said[0] or "ranks 2 and 0 on a, 0" in said[0]
-    assert "LOCAL_RANK" in said[0]
+    (text,) = set(devices(["a, 0", "a, 1", "a, 0", "b, 0"]))
+    assert "ranks 0 and 2 on a, 0" in text or "ranks 2 and 0 on a, 0" in text
+    assert "LOCAL_RANK" in text
 
 
 @pytest.mark.parametrize(
