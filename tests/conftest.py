@@ -35,8 +35,8 @@ gc.set_threshold(20_000, 20, 20)  # exports make millions of objects, of which f
 
 JOBS = (
     *(f"transformers.models.{kind}.modeling_{kind}" for kind in ("gpt2", "llama", "mixtral")),
-    *(f"tests.support.distributed.{name}" for name in ("checkpoints", "meeting", "oddities", "recording", "returning")),
-    *(f"tests.support.distributed.{name}" for name in ("scaled", "smaller", "tagger", "using")),
+    *(f"tests.support.distributed.{name}" for name in ("batch_sizes", "checkpoints", "oddities", "recording")),
+    *(f"tests.support.distributed.{name}" for name in ("returning", "scaled", "tagger", "using")),
     *(f"tests.support.integrations.{name}" for name in ("accelerated", "hf", "lit")),
     *("autopar.benchmark.rank_runs", "tests.support.scripts", "tools.gpus.ranks"),
 )

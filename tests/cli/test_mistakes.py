@@ -38,40 +38,17 @@ class Misspelt(Net):
         return self.iner(x).mean()
 
 
-def net():
-    return Net(), {"x": torch.zeros(4, 8)}
+def made(model, columns=8):
+    return lambda: (model(), {"x": torch.zeros(4, columns)})
 
 
-def no_loss():
-    return NoLoss(), {"x": torch.zeros(4, 8)}
-
-
-def branch():
-    return Branch(), {"x": torch.zeros(4, 8)}
-
-
-def misspelt():
-    return Misspelt(), {"x": torch.zeros(4, 8)}
-
-
-def wide():
-    return Net(), {"x": torch.zeros(4, 9)}
-
-
-def nothing():
-    return None
+net, no_loss, branch, misspelt = map(made, (Net, NoLoss, Branch, Misspelt))
+wide = made(Net, 9)
+nothing, alone, listed = (lambda: None), Net, (lambda: (Net(), {"x": [torch.zeros(4, 8)]}))
 
 
 def fails():
     return 1 / 0
-
-
-def alone():
-    return Net()
-
-
-def listed():
-    return Net(), {"x": [torch.zeros(4, 8)]}
 """
 FILES = {
     "misspelt.toml": 'name = "mine"\n[[group]]\ndevise = "cpu"\nnum_nodes = 1\ndevices_per_node = 4\n',
@@ -95,12 +72,12 @@ MISTAKES = (
     (2, f"search hf:gpt22 {ON}", "Did you mean gpt2"),
     (2, f"search nowhere.module:make {ON}", "Cannot import module 'nowhere.module'"),
     (2, f"search MODELS:nett {ON}", "No function 'nett' in module MODELS. Did you mean net?"),
-    (2, f"search MODELS:fails {ON}", "MODELS.py:54: The factory failed: ZeroDivisionError: division by zero"),
+    (2, f"search MODELS:fails {ON}", "MODELS.py:39: The factory failed: ZeroDivisionError: division by zero"),
     (2, f"search MODELS:listed {ON}", "The example input 'x' is a list, not a tensor"),
     (2, f"search MODELS:nothing {ON}", "got NoneType. Return (model, {'input_ids': ...})"),
     (2, f"search MODELS:alone {ON}", "Cannot make example inputs for Net"),
     (1, f"search MODELS:no_loss {ON}", "NoLoss: The model returns no scalar loss: outputs of shape (2, 8)"),
-    (1, f"search MODELS:branch {ON}", "depends on the values of tensors, which cannot be traced. Use torch.where or a mask"),
+    (1, f"search MODELS:branch {ON}", "MODELS.py:21: `return self.inner(x).mean() if x.sum() > 0 else x.mean()` depends on the values of tensors, which cannot be traced. Use torch.where or a mask, or decide it outside forward. Or move the line into a separate module"),
     (1, f"search MODELS:misspelt {ON}", "has no attribute 'iner'"),
     (1, f"search MODELS:wide {ON}", "Check the shapes of the example inputs"),
     (2, f"search MODELS:net {ON} --seq 32", "Leave --seq out"),

@@ -1,11 +1,9 @@
-"""The shell command on models: tracing, planning, verifying, and what is said about models that cannot be."""
+"""The shell command on models: tracing, planning, verifying, profiling, and what is said about models that cannot be."""
 
 from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from functools import cache
 from math import prod
@@ -15,6 +13,7 @@ import pytest
 import torch
 
 from autopar.graph.graph import Graph
+from autopar.measure import operators as ops
 from autopar.models.resolve import resolve_model
 from autopar.plan.file import load_plan, save_plan
 from autopar.plan.mesh import Mesh
@@ -192,13 +191,6 @@ def test_estimate_returns_the_pinned_degrees(run: Run) -> None:
     assert found["pins"] == pins.split(",")
 
 
-def test_printed_plan_names_parameters(run: Run) -> None:
-    done = run("estimate", GPT, "--cluster", "cpu:1x2", "--global-batch", "8", "--pin", "tp=2")
-    layouts = done.out.split("Layouts of parameters")[1]
-    assert "transformer.h.0-1 (2 blocks)" in layouts
-    assert "mlp.c_fc.weight" in layouts
-
-
 def test_explain_compares_with_other_pins(run: Run) -> None:
     assert (
         run("search", GPT, "--cluster", "cpu:1x2", "--global-batch", "8", "--pin", "tp=1", "-o", "plan.json").code == 0
@@ -221,25 +213,6 @@ def test_verify_of_a_model_with_dropout_and_padding(run: Run) -> None:
     assert int(splits[1]) > int(splits[2]) / 2
 
 
-@pytest.mark.slow
-def test_a_model_that_cannot_be_traced_prints_one_line_alone(tmp_path: Path) -> None:
-    (tmp_path / "branching.py").write_text(
-        "import torch\n\n\nclass Model(torch.nn.Module):\n"
-        "    def __init__(self):\n        super().__init__()\n        self.linear = torch.nn.Linear(8, 8)\n\n"
-        "    def forward(self, x):\n        y = self.linear(x)\n        if y.sum() > 0:\n            y = y * 2\n"
-        "        return y.mean()\n\n\ndef make():\n    return Model(), {'x': torch.randn(4, 8)}\n"
-    )
-    command = [sys.executable, "-m", "autopar", "search", "branching:make", "--cluster", "cpu:1x2"]
-    done = subprocess.run(
-        [*command, "--global-batch", "4"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert (done.returncode, done.stdout) == (1, "")
-    (line,) = done.stderr.splitlines()
-    assert "branching.py:11" in line
-    assert "if y.sum() > 0:" in line
-    assert "Or move the line into a separate module" in line
-
-
 def test_a_model_is_verified_without_the_dropout_that_plans_are_made_for() -> None:
     pytest.importorskip("transformers")
     sizes = "num_hidden_layers=1&hidden_size=8&num_attention_heads=2&intermediate_size=16&vocab_size=16"
@@ -248,3 +221,37 @@ def test_a_model_is_verified_without_the_dropout_that_plans_are_made_for() -> No
     assert any(op.target == "autopar.dropout" for op in trained.ops)
     assert not any(op.target == "autopar.dropout" for op in verified.ops)
     assert any(getattr(module, "p", 0.0) for module in subject.source.model.modules()), "the model stays as it is"
+
+
+MODEL = ("gpt:layers=1,hidden=16,heads=2,vocab=32", "--seq", "8")
+
+
+@pytest.mark.slow
+def test_operators_are_timed_once_and_plans_use_them(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "REPEATS", 3)
+    monkeypatch.setattr(ops, "MIN_BATCH_S", 1e-4)
+    given = ("profile", "ops", *MODEL, "--cluster", "cpu:1x1", "--space", "quick", "--pin", "micro_batch=1")
+    first = json.loads(run(*given, "-o", "mine.toml", "--json").out)
+    assert first["operators"] == first["timed_now"] > 10
+    assert first["operators_failed"] == 0
+    again = json.loads(run(*given, "-o", "mine.toml", "--json").out)
+    assert (again["operators"], again["timed_now"]) == (first["operators"], 0)
+    plan = ("estimate", *MODEL, "--cluster", "mine.toml:1x1", "--global-batch", "4", "--pin", "micro_batch=1")
+    shown = run(*plan).out
+    assert "operators at their measured time" in shown
+    assert "by roofline" not in shown
+
+
+def test_what_cannot_be_profiled_is_refused(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = run("profile", "ops", *MODEL, "--cluster", "cpu:1x1", "-o", "mine.json")
+    assert done.code == 2
+    assert "does not end in .toml" in done.error
+    (tmp_path / "file").write_text("")
+    for command in (("ops", *MODEL, "--cluster", "cpu:1x1"), ("links",), ("all", *MODEL)):
+        done = run("profile", *command, "-o", "file/mine.toml")
+        assert done.code == 2
+        assert "Cannot write file/mine.toml" in done.error
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    done = run("profile", "ops", *MODEL, "--cluster", "h100-sxm5-80gb:1x8", "-o", "mine.toml")
+    assert done.code == 2
+    assert "no CUDA device" in done.error

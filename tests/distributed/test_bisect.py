@@ -1,4 +1,4 @@
-"""A fault planted in one operator is found, in its block; a right program has no operator that differs."""
+"""A fault planted in one operator is found, in its block, in models of all kinds; a right program has no operator that differs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ import pytest
 from autopar import api
 from autopar.errors import VerificationError
 from autopar.graph.graph import Graph, Op
+from autopar.hardware.cluster import Cluster
+from autopar.hardware.describe import with_free_links
 from autopar.lower.read_plan import local_graph
+from autopar.models.resolve import resolve_model
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import Plan
 from autopar.verification.against_one_device import verify
+from autopar.verification.compared_models import VerifiedModel
 from autopar.verification.rank_pool import WorkerPool
 from autopar.verification.results import GRAPH_TOLERANCE, VerifyReport, render_verification, verification
 from tests.support.distributed.faults import Fault, Faulty
@@ -49,16 +53,31 @@ def with_ring() -> tuple[HfSubject, Graph, Plan]:
     return subject, graph, api.estimate(graph, cluster="cpu:1x2", global_batch_size=4, pins=pins)
 
 
-def the(local: Graph, block: int, target: str, number: int = 0) -> Op:
-    """The ``number``-th operator of a block whose target contains ``target``."""
-    return [op for op in local.block_ops(local.blocks[block]) if target in op.target][number]
+_TEXT = "num_hidden_layers=1&hidden_size=16&num_attention_heads=2&intermediate_size=32&vocab_size=32"
+_SPEECH = "&".join(
+    f"{side}_{key}={value}"
+    for side in ("encoder", "decoder")
+    for key, value in (("layers", 1), ("attention_heads", 2), ("ffn_dim", 32))
+)
+
+
+def of_family(model: str, pins: str, tokens: int | None = 8) -> tuple[VerifiedModel, Graph, Plan]:
+    subject = VerifiedModel(resolve_model(model, sequence_length=tokens), masked=True)
+    graph, cluster = subject.trace(), with_free_links(Cluster.parse("cpu:1x2"))
+    return subject, graph, api.estimate(graph, cluster=cluster, global_batch_size=4, pins=pins.split())
+
+
+def the(local: Graph, place: int | str, target: str, number: int = 0) -> Op:
+    """The ``number``-th operator of a block, or inside of a module, whose target contains ``target``."""
+    ops = local.ops if isinstance(place, str) else local.block_ops(local.blocks[place])
+    return [op for op in ops if target in op.target and (isinstance(place, int) or place in op.module)][number]
 
 
 VALUE, GRADIENT = "the value that it makes", "the gradient that it passes back to "
 
 
 @pytest.mark.parametrize(
-    ("planned", "block", "target", "fault", "wrong", "ranks", "strategy"),
+    ("planned", "place", "target", "fault", "wrong", "ranks", "strategy"),
     [
         pytest.param(lambda: made(Mesh(tp=2)), 2, "reduce_scatter", "no_sum", VALUE, (0, 1),
                      "tp: change of type P to S(0)", id="a sum forgotten forward"),
@@ -70,25 +89,38 @@ VALUE, GRADIENT = "the value that it makes", "the gradient that it passes back t
                      "batch: ", id="the second stage, backward"),
         pytest.param(with_ring, 2, "attention_ring", "value", VALUE, (0, 1), "cp: ring", id="a split sequence"),
         pytest.param(with_ring, 1, "attention_ring", "gradient", GRADIENT, (0, 1), "cp: ring", id="a split sequence, backward"),
+        pytest.param(lambda: of_family(f"hf:mixtral?{_TEXT}&num_key_value_heads=2&num_local_experts=4&num_experts_per_tok=2", "tp=2"),
+                     "layers.0.mlp", "autopar.experts", "gradient", GRADIENT, (0, 1), "tp: ", id="Mixtral"),
+        pytest.param(lambda: of_family("hf:t5?num_layers=1&d_model=16&d_kv=8&num_heads=2&d_ff=32&vocab_size=32", "tp=2"),
+                     "decoder.block.0.layer.1", "scaled_dot_product_attention", "one_rank", VALUE, (1,), "tp: ", id="T5"),
+        pytest.param(lambda: of_family(f"hf:whisper?{_SPEECH}&d_model=16&max_source_positions=8&vocab_size=32&max_target_positions=8"
+                                       "&num_mel_bins=8", "dp_replicate=2"),
+                     "encoder", "aten.conv1d.default", "value", VALUE, (0, 1), "batch: ", id="Whisper"),
+        pytest.param(lambda: of_family("hf:resnet?embedding_size=4&hidden_sizes=[4,8]&depths=[1,1]&layer_type=basic&num_labels=5",
+                                       "dp_replicate=2 micro_batch=2", None),
+                     "stages.1", "batch_norm", "gradient", GRADIENT, (0, 1), "batch: ", id="ResNet"),
     ],
 )  # fmt: skip
 def test_a_planted_fault_is_found(
     workers: WorkerPool,
-    planned: Callable[[], tuple[HfSubject, Graph, Plan]],
-    block: int,
+    planned: Callable[[], Any],
+    place: Any,
     target: str,
     fault: str,
     wrong: str,
-    ranks: tuple[int, ...],
+    ranks: Any,
     strategy: str,
 ) -> None:
+    """In a module it is in the last such operator; so it is where an all-gather is of activations."""
     subject, graph, plan = planned()
-    number = -1 if fault == "no_gradient_sum" else 0  # the last all-gather of a block is of activations
-    op = the(local_graph(plan, graph), block, target, number)
+    local = local_graph(plan, graph)
+    op = the(local, place, target, -1 if fault == "no_gradient_sum" or isinstance(place, str) else 0)
+    block = local.block_of(op.name)
     report = verify(Faulty(subject, Fault(op.name, fault)), plan, graph, steps=1, pool=workers, run_timeout_s=90.0)
     assert not report.passed
     difference = found(report)
     assert (difference.block, difference.op, difference.target) == (block, op.name, op.target)
+    assert difference.module == op.module
     assert difference.what.startswith(wrong)
     assert difference.mismatch.ranks == ranks
     assert difference.mismatch.micro_batches == tuple(range(plan.num_micro_batches))

@@ -1,19 +1,31 @@
-"""Checkpoints of several ranks: from plan to plan bit for bit, damaged, killed, beside training, with positions of loaders."""
+"""Checkpoints of several ranks: from plan to plan bit for bit, damaged, killed, beside training, by torch's own means, older and forged ones."""
 
 from __future__ import annotations
 
+import io
+import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from safetensors import safe_open
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.state_dict_saver import save
 
-from autopar.errors import AutoparError
+from autopar import api
+from autopar.errors import AutoparError, CheckpointError
+from autopar.models.resolve import resolve_model
 from autopar.plan.mesh import Mesh
+from autopar.plan.plan import Plan
+from autopar.runtime.checkpoint.load import whole
+from autopar.runtime.checkpoint.older import OlderFolder, read_metadata
+from autopar.runtime.job import start, stop
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.close import assert_close
-from tests.support.distributed import checkpoints as jobs
-from tests.support.distributed import jobs as jobs_
-from tests.support.distributed.layouts import batches, on_ranks, planned, planned_on
+from tests.support.damage import Touch
+from tests.support.distributed import checkpoints, jobs, using
+from tests.support.distributed.layouts import batches, on_ranks, planned, planned_on, traced
 from tools.campaigns import checkpoints as campaign
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(180)]
@@ -53,14 +65,16 @@ def test_a_rank_that_is_killed_in_a_save_leaves_the_checkpoint_before(tmp_path: 
     root = str(tmp_path / "run")
     with WorkerPool(2) as own:
         with pytest.raises(AutoparError, match="died"):
-            on_ranks(own, jobs.killed, subject, plan, graph, batches(subject, 2), root, rank, where)
-        for found in on_ranks(own, jobs.resumed, subject, plan, graph, root):
+            on_ranks(own, checkpoints.killed, subject, plan, graph, batches(subject, 2), root, rank, where)
+        for found in on_ranks(own, checkpoints.resumed, subject, plan, graph, root):
             assert found == (1, ["step-00000001"])
 
 
 def test_what_is_written_beside_steps_is_what_a_save_writes(pool: WorkerPool, tmp_path: Path) -> None:
     subject, plan, graph = planned("tp2 x dp2 ZeRO 3", "gpt2")
-    on_ranks(pool, jobs.beside_and_at_once, subject, plan, graph, batches(subject, 3), str(tmp_path), timeout_s=90.0)
+    on_ranks(
+        pool, checkpoints.beside_and_at_once, subject, plan, graph, batches(subject, 3), str(tmp_path), timeout_s=90.0
+    )
     found = {path.relative_to(tmp_path / "beside") for path in (tmp_path / "beside").glob("*/*")}
     assert len({path.parent for path in found}) == 3
     assert found == {path.relative_to(tmp_path / "at_once") for path in (tmp_path / "at_once").glob("*/*")}
@@ -70,13 +84,13 @@ def test_what_is_written_beside_steps_is_what_a_save_writes(pool: WorkerPool, tm
 
 def test_each_data_rank_has_its_position_again(pool: WorkerPool, tmp_path: Path) -> None:
     subject, plan, graph = planned("tp2 x dp2", "gpt2")
-    on_ranks(pool, jobs.saved_positions, subject, plan, graph, str(tmp_path))
+    on_ranks(pool, checkpoints.saved_positions, subject, plan, graph, str(tmp_path))
     for layout in ("tp2 x dp2", "pp2 x dp2"):
         _, other, _ = planned(layout, "gpt2")
-        found = on_ranks(pool, jobs.loaded_positions, subject, other, graph, str(tmp_path))
+        found = on_ranks(pool, checkpoints.loaded_positions, subject, other, graph, str(tmp_path))
         assert sorted(found) == [(n, 10 * n, [n, n + 1, n + 2], {"epoch": 4}) for n in (0, 0, 1, 1)]
     _, four, _ = planned("dp4", "gpt2")
-    for said in on_ranks(pool, jobs.loaded_positions, subject, four, graph, str(tmp_path)):
+    for said in on_ranks(pool, checkpoints.loaded_positions, subject, four, graph, str(tmp_path)):
         assert "The state of the dataloader was saved for 2 ranks, each of which had another one" in said
         assert "Load without dataloader=" in said
 
@@ -97,7 +111,7 @@ def test_weights_go_out_to_transformers_and_in_again(
     subject, plan, graph = planned(layout, kind)
     folder = tmp_path / "out"
     for _ in range(2 if size == "20KB" else 1):  # the second time in place of the first
-        found = on_ranks(pool, jobs.exported, subject, plan, graph, batches(subject, 1), str(folder), size)
+        found = on_ranks(pool, checkpoints.exported, subject, plan, graph, batches(subject, 1), str(folder), size)
     model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
@@ -110,7 +124,7 @@ def test_weights_go_out_to_transformers_and_in_again(
     assert {"config.json", "generation_config.json"} <= set(files)
     assert _tensors(folder) == _tensors(wanted)
     source = str(wanted if kind == "gpt2" else folder)
-    for values in pool.run(jobs_.launched_from, subject, plan, graph, "meta", source, timeout_s=60.0):
+    for values in pool.run(jobs.launched_from, subject, plan, graph, "meta", source, timeout_s=60.0):
         assert_close(values, {name: found[0][name] for name in values}, 0.0)
 
 
@@ -120,3 +134,121 @@ def _tensors(folder: Path) -> set[str]:
         with safe_open(path, framework="pt") as file:
             found |= set(file.keys())
     return found
+
+
+def passed_on_by_torch(pool: WorkerPool, folder: Path, subject: Any, graph: Any, batch: Any, *plans: Plan) -> None:
+    """What ``torch.distributed.checkpoint`` saves under one plan it loads under the next, which saves it again."""
+    folders = [str(folder / f"{number}") for number in range(len(plans))]
+    (wanted, *_) = on_ranks(pool, using.saved_by_torch, subject, plans[0], graph, batch, folders[0])
+    for plan, *some in zip(plans[1:], folders, folders[1:], strict=False):
+        (found, *_) = on_ranks(pool, using.loaded_by_torch, subject, plan, graph, batch, *some)
+        assert found == (1, pytest.approx(wanted, rel=1e-6)), plan.mesh
+
+
+def test_torchs_checkpoints_go_on_under_other_plans(pool: WorkerPool, tmp_path: Path) -> None:
+    layouts = ("tp2 x dp2 ZeRO 3", "pp2 x dp2", "pp2 x dp2 ZeRO 3", "pp2 two virtual stages", "dp4 ZeRO 3")
+    subject, graph = traced("gpt2")
+    plans = (planned(layout, "gpt2")[1] for layout in layouts)
+    passed_on_by_torch(pool, tmp_path, subject, graph, *batches(subject, 1), *plans)
+
+
+def test_lengthened_vocabularies_have_the_models_length_in_torchs_checkpoints(pool: WorkerPool, tmp_path: Path) -> None:
+    subject = resolve_model("hf:gpt2?n_embd=32&n_layer=2&n_head=4&vocab_size=257&n_positions=17")
+    graph = api.trace(subject.build(), example_inputs=subject.make_batch(2, seed=0, padded=True))
+    pins = ("tp=4 transformer.wte.weight=tp:S(0)", "pp=2 tp=2", "tp=2 dp_shard=2 zero=3", "dp_replicate=4")
+    plans = [api.estimate(graph, cluster="cpu:1x4", global_batch_size=8, pins=one.split()) for one in pins]
+    assert plans[0].padding
+    passed_on_by_torch(pool, tmp_path, subject, graph, subject.make_batch(8, seed=0, padded=True), *plans)
+
+
+def _by_way_of(path: Path) -> bytes:
+    """Protocol 4: a name with a dot is looked up attribute by attribute."""
+    command = f"touch {path}".encode()
+    module, name = b"torch.distributed.checkpoint.metadata", b"os.system"
+    text = b"".join(b"\x8c" + bytes([len(part)]) + part for part in (module, name))
+    return b"\x80\x04" + text + b"\x93\x8c" + bytes([len(command)]) + command + b"\x85R."
+
+
+FORGED = {
+    "posix.mkdir|nt.mkdir": lambda path: pickle.dumps(Touch(path)),
+    "torch.distributed.checkpoint.metadata.os.system": _by_way_of,
+    "posix.system|os.system": lambda path: f"cos\nsystem\n(S'touch {path}'\ntR.".encode(),
+    "torch.load|torch.serialization.load": lambda path: f"ctorch\nload\n(S'{path}'\ntR.".encode(),
+    "none of a checkpoint": lambda path: pickle.dumps({"state_dict_metadata": {}}),
+    "outside of the folder": lambda path: _elsewhere(),
+    "cannot be read": lambda path: b"\x80\x04ctorch\nSize\nK\x01\x85R.",
+}
+
+
+def _elsewhere() -> bytes:
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    stored = {MetadataIndex("a"): _StorageInfo("../secret", 0, 1)}
+    return pickle.dumps(Metadata(state_dict_metadata={}, storage_data=stored))
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Any:
+    start("cpu")
+    state = {
+        "a": torch.arange(6.0).bfloat16(),
+        "optimizer.b.group": (("lr", 0.5), ("betas", (0.9, 0.99)), ("n", 3), ("yes", True)),
+        "progress.step": torch.tensor(3),
+        "progress.seed": torch.tensor(0),
+    }
+    save(dict(state), checkpoint_id=tmp_path / "run")
+    yield tmp_path / "run", state
+    stop()
+
+
+def test_what_was_saved_is_read(saved: tuple[Path, dict[str, Any]]) -> None:
+    source = OlderFolder(saved[0])
+    source.check_files()
+    assert torch.equal(whole(source, "a", saved[0]), saved[1]["a"])
+    assert source.values["optimizer"]["settings"] == [
+        {"lr": 0.5, "betas": {"$tuple": [0.9, 0.99]}, "n": 3, "yes": True}
+    ]
+    assert source.values["progress"] == {"step": 3, "seed": 0}
+
+
+@pytest.mark.parametrize("said", FORGED)
+def test_forged_metadata_is_refused_by_name(saved: tuple[Path, dict[str, Any]], said: str, tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    (saved[0] / ".metadata").write_bytes(FORGED[said](made))
+    with pytest.raises(CheckpointError, match=said.replace(".", r"\.")):
+        OlderFolder(saved[0])
+    assert not made.exists()
+
+
+def test_the_forgeries_would_run(tmp_path: Path) -> None:
+    for said in list(FORGED)[:3]:
+        made = tmp_path / said.replace("|", "_")
+        pickle.loads(FORGED[said](made))
+        assert made.exists(), said
+
+
+def test_a_forged_value_is_refused_by_name(saved: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    made, metadata = tmp_path / "made", read_metadata(saved[0])
+    stored = next(s for index, s in metadata.storage_data.items() if index.fqn == "optimizer.b.group")
+    file = saved[0] / stored.relative_path
+    value = io.BytesIO()
+    torch.save(Touch(made), value)
+    before = file.read_bytes()
+    file.write_bytes(before + value.getvalue())
+    stored.offset, stored.length = len(before), len(value.getvalue())
+    (saved[0] / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"names what is no number or text.*nothing of it was run"):
+        OlderFolder(saved[0])
+    assert not made.exists()
+
+
+def test_all_ranks_refuse_a_forged_checkpoint(pool: WorkerPool, tmp_path: Path) -> None:
+    subject, plan, graph = planned("tp2 x dp2", "gpt2")
+    data, run, made = batches(subject, 2), tmp_path / "run", tmp_path / "made"
+    on_ranks(pool, jobs.save_run, subject, plan, graph, data, str(run))
+    (run / "checkpoint.json").unlink()
+    for forged, said in ((".metadata", "an older autopar: its index is a pickle"), ("checkpoint.json", "checksum")):
+        (run / forged).write_bytes(pickle.dumps(Touch(made)))
+        with pytest.raises(AutoparError, match=rf"CheckpointError.*{said}"):
+            on_ranks(pool, jobs.load_run, subject, plan, graph, data, str(run), "")
+        assert not made.exists(), forged

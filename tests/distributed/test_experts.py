@@ -9,10 +9,9 @@ import torch
 
 from autopar import api
 from autopar.plan.plan import Plan
-from autopar.verification.against_one_device import verify
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.distributed import jobs
-from tests.support.distributed.layouts import clips_as_one_device, goes_on, on_ranks
+from tests.support.distributed.layouts import clips_as_one_device, equals_one_device, goes_on, on_ranks
 from tests.support.distributed.mixtures import Subject
 from tests.support.distributed.subjects import graph_of
 
@@ -48,7 +47,7 @@ def test_experts_on_ranks_equal_one_device(pool: WorkerPool, case: str) -> None:
     wanted = {key: int(value) for key, _, value in (pin.partition("=") for pin in pins) if key in ("ep", "ep_data")}
     assert all(getattr(plan.mesh, key) == value for key, value in wanted.items())
     assert plan.num_micro_batches == 1 or not subject.balanced
-    verify(subject, plan, graph_of(subject), steps=2, pool=pool, run_timeout_s=60.0).check()
+    equals_one_device(pool, subject, plan, graph_of(subject))
 
 
 def test_the_norm_counts_every_expert_once_and_clips_them_all(pool: WorkerPool) -> None:

@@ -11,12 +11,15 @@ from torch.nn import functional
 
 from autopar import api
 from autopar.errors import InfeasibleError, PlanError, VerificationError
+from autopar.graph.graph import Graph
 from autopar.lower.program import lower
 from autopar.models.resolve import resolve_model
+from autopar.plan.plan import Plan
 from autopar.verification import results
 from autopar.verification.against_one_device import verify
 from autopar.verification.compared_models import VerifiedModel
 from autopar.verification.rank_pool import WorkerPool
+from tests.support.distributed.layouts import equals_one_device
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
 
@@ -92,74 +95,64 @@ def latents() -> tuple[nn.Module, dict[str, Tensor]]:
     return Latents(), {"x": torch.randn(4, 5, 6)}
 
 
+HERE = "tests.distributed.test_families"
+GPT, LLAMA = "gpt:layers=2,hidden=32,heads=4,vocab=65", "llama:layers=2,hidden=32,heads=4,ffn=64,vocab=65"
+
+
+def planned(
+    spec: str, pins: str, *, length: int | None = None, ranks: int = 4, batch: int = 16
+) -> tuple[VerifiedModel, Plan, Graph]:
+    subject = VerifiedModel(resolve_model(spec, sequence_length=length), masked=True)
+    graph = subject.trace()
+    wanted = {"cluster": f"cpu:1x{ranks}", "global_batch_size": batch, "pins": pins.split()}
+    return subject, api.estimate(graph, **wanted), graph
+
+
 CASES = {
-    "learned queries": ("tests.distributed.test_families:latents", None, ["tp=2", "dp_shard=2", "zero=3"]),
-    "speech": ("tests.distributed.test_families:transcribed", None, ["pp=2", "tp=2"]),
-    "batch norm": ("tests.distributed.test_families:normalised", None, ["tp=2", "dp_shard=2"]),
-    "batch norm in a pipeline": ("tests.distributed.test_families:normalised", None, ["pp=2", "dp_replicate=2"]),
-    "encoder and decoder": (
-        "hf:t5?num_layers=1&d_model=16&d_kv=8&num_heads=2&d_ff=32&vocab_size=32",
-        8,
-        ["pp=2", "tp=2"],
-    ),
-    "skip connections over stages": ("tools.campaigns.handmade:unet", None, ["pp=2", "tp=2"]),
+    "learned queries": (f"{HERE}:latents", "tp=2 dp_shard=2 zero=3"),
+    "speech": (f"{HERE}:transcribed", "pp=2 tp=2"),
+    "batch norm": (f"{HERE}:normalised", "tp=2 dp_shard=2"),
+    "batch norm in a pipeline": (f"{HERE}:normalised", "pp=2 dp_replicate=2"),
+    "encoder and decoder": ("hf:t5?num_layers=1&d_model=16&d_kv=8&num_heads=2&d_ff=32&vocab_size=32", "pp=2 tp=2"),
+    "skip connections over stages": ("tools.campaigns.handmade:unet", "pp=2 tp=2"),
     "vision": (
         "hf:convnext?hidden_sizes=[8,8]&depths=[1,1]&num_stages=2&image_size=16&num_labels=5",
-        None,
-        ["tp=2", "dp_replicate=2"],
+        "tp=2 dp_replicate=2",
     ),
-    "tables of embeddings": ("tools.campaigns.handmade:recommender", None, ["tp=4"]),
+    "tables of embeddings": ("tools.campaigns.handmade:recommender", "tp=4"),
     "a stage without parameters": (
         "tools.campaigns.handmade:recommender",
-        None,
-        ["pp=4", "stage@bottom.*=0", "stage@tables.*=1", "stage@all=2", "stage@top.*=3"],
+        "pp=4 stage@bottom.*=0 stage@tables.*=1 stage@all=2 stage@top.*=3",
     ),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_kind_of_architecture_equals_one_device(pool: WorkerPool, case: str) -> None:
-    spec, length, pins = CASES[case]
-    subject = VerifiedModel(resolve_model(spec, sequence_length=length), masked=True)
-    graph = subject.trace()
-    plan = api.estimate(graph, cluster="cpu:1x4", global_batch_size=16, pins=pins)
-    report = verify(subject, plan, graph, steps=2, pool=pool, run_timeout_s=60.0)
-    report.check()
-    assert len(report.rows) == 4
+    equals_one_device(pool, *planned(*CASES[case], length=8 if case == "encoder and decoder" else None))
 
 
 @pytest.mark.parametrize(
     ("spec", "pins", "layers"),
     [
-        ("gpt:layers=2,hidden=32,heads=4,vocab=65", ["pp=2", "virtual_stages=2"], [0, 1, 1, 0]),
-        ("gpt:layers=2,hidden=32,heads=4,vocab=65", ["pp=2", "virtual_stages=2", "recompute=full"], [0, 1, 1, 0]),
-        (
-            "llama:layers=2,hidden=32,heads=4,ffn=64,vocab=65",
-            ["pp=2", "stage@embed_tokens=0", "stage@layers.0=1"],
-            [0, 2],
-        ),
-        ("llama:layers=2,hidden=32,heads=4,ffn=64,vocab=65", ["pp=2", "stage@layers.1=0", "stage@lm_head=1"], [2, 0]),
+        (GPT, "pp=2 virtual_stages=2", [0, 1, 1, 0]),
+        (GPT, "pp=2 virtual_stages=2 recompute=full", [0, 1, 1, 0]),
+        (LLAMA, "pp=2 stage@embed_tokens=0 stage@layers.0=1", [0, 2]),
+        (LLAMA, "pp=2 stage@layers.1=0 stage@lm_head=1", [2, 0]),
     ],
 )
-def test_stages_without_a_layer_equal_one_device(
-    pool: WorkerPool, spec: str, pins: list[str], layers: list[int]
-) -> None:
+def test_stages_without_a_layer_equal_one_device(pool: WorkerPool, spec: str, pins: str, layers: list[int]) -> None:
     """The first family's table of words is its head too, in other stages of other ranks."""
-    subject = VerifiedModel(resolve_model(spec, sequence_length=16), masked=True)
-    graph = subject.trace()
-    plan = api.estimate(graph, cluster="cpu:1x2", global_batch_size=8, pins=pins)
+    subject, plan, graph = planned(spec, pins, length=16, ranks=2, batch=8)
     labels = [[block.label for block in graph.blocks[s.start : s.stop]] for s in plan.stages]
     assert [sum(".h." in label or ".layers." in label for label in own) for own in labels] == layers
-    report = verify(subject, plan, graph, steps=2, pool=pool, run_timeout_s=60.0)
-    report.check()
+    equals_one_device(pool, subject, plan, graph)
 
 
 def test_statistics_over_the_batch_take_one_micro_batch() -> None:
-    subject = VerifiedModel(resolve_model("tests.distributed.test_families:normalised"), masked=True)
-    graph = subject.trace()
     with pytest.raises(InfeasibleError, match="one micro-batch"):
-        api.estimate(graph, cluster="cpu:1x2", global_batch_size=16, pins=["dp_replicate=2", "micro_batch=2"])
-    plan = api.estimate(graph, cluster="cpu:1x2", global_batch_size=16, pins=["dp_replicate=2"])
+        planned(f"{HERE}:normalised", "dp_replicate=2 micro_batch=2", ranks=2)
+    _, plan, graph = planned(f"{HERE}:normalised", "dp_replicate=2", ranks=2)
     assert plan.num_micro_batches == 1
     with pytest.raises(PlanError, match=r"cannot .* micro-batches.* Pin num_micro_batches=1"):
         lower(replace(plan, micro_batch_size=4), graph)
@@ -168,10 +161,7 @@ def test_statistics_over_the_batch_take_one_micro_batch() -> None:
 def test_rounding_is_told_from_a_wrong_program(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every error counts as past the limits, as rounding is on some machines: float64 is asked."""
     monkeypatch.setitem(results._TOLERANCES, "fp32", (-1.0, -1.0))
-    subject = VerifiedModel(resolve_model("tests.distributed.test_families:biased"), masked=True)
-    graph = subject.trace()
-    plan = api.estimate(graph, cluster="cpu:1x4", global_batch_size=16, pins=["tp=2", "dp_shard=2"])
-    report = verify(subject, plan, graph, steps=2, pool=pool, run_timeout_s=60.0)
+    report = verify(*planned(f"{HERE}:biased", "tp=2 dp_shard=2"), steps=2, pool=pool, run_timeout_s=60.0)
     assert not report.is_within
     report.check()
     assert report.verdict.startswith("rounding: the same plan agrees in float64 to ")
@@ -182,8 +172,7 @@ def test_rounding_is_told_from_a_wrong_program(pool: WorkerPool, monkeypatch: py
 
 def test_a_program_that_is_wrong_in_float32_alone_is_wrong(pool: WorkerPool) -> None:
     """The graph has another epsilon than the model, which its trace in float64 does not have."""
-    subject = VerifiedModel(resolve_model("tests.distributed.test_families:normalised"), masked=True)
-    graph = subject.trace()
+    subject, _, graph = planned(f"{HERE}:normalised", "tp=2 dp_shard=2")
     ops = tuple(
         replace(op, args=tuple(0.1 if arg == 1e-5 else arg for arg in op.args)) if "batch_norm" in op.target else op
         for op in graph.ops

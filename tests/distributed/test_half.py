@@ -12,13 +12,12 @@ from torch import Tensor
 
 from autopar import api
 from autopar.plan.mesh import Mesh
-from autopar.plan.plan import BF16, FP16, Plan
+from autopar.plan.plan import BF16, FP16
 from autopar.verification.rank_pool import WorkerPool
 from autopar.verification.reference import loss_of
 from tests.support.distributed import scaled
-from tests.support.distributed.layouts import LAYOUTS, batches, on_ranks
+from tests.support.distributed.layouts import batches, on_ranks, planned, planned_on
 from tests.support.distributed.mixtures import Subject
-from tests.support.distributed.plans import make_plan, micro_batch_size
 from tests.support.distributed.subjects import HfSubject, Unpadded
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
@@ -29,22 +28,13 @@ SUBJECT = HfSubject("llama")
 
 
 @cache
-def graph_of(subject: Any) -> Any:
-    return api.trace(subject.build(), example_inputs=subject.make_batch(2, seed=0), precision="fp16", name="half")
-
-
-@cache
 def stepped(pool: WorkerPool, layout: str, called: bool = False) -> tuple[dict[str, Any], ...]:
     """What each rank finds in the two steps of :func:`one_device`."""
-    plan, job = planned(layout), partial(scaled.steps, scaling=FIXED, called=called)
-    return on_ranks(pool, job, SUBJECT, plan, graph_of(SUBJECT), batches(SUBJECT, 2))
-
-
-def planned(layout: str, **options: Any) -> Plan:
-    mesh, given = LAYOUTS[layout]
-    micro = micro_batch_size(mesh, 16)
-    return make_plan(
-        graph_of(SUBJECT), mesh, global_batch_size=16, micro_batch_size=micro, **{"precision": FP16, **given, **options}
+    return on_ranks(
+        pool,
+        partial(scaled.steps, scaling=FIXED, called=called),
+        *planned(layout, "llama", precision=FP16),
+        batches(SUBJECT, 2),
     )
 
 
@@ -108,9 +98,9 @@ def test_scaling_what_a_call_returns_equals_a_train_step(pool: WorkerPool, layou
 )
 def test_an_infinity_on_one_rank_skips_the_step_on_all(pool: WorkerPool, layout: str, fused: bool) -> None:
     """Of a rank's own part of a gradient, which no other rank has: torch's scaler would step everywhere else."""
-    plan, data = planned(layout), batches(SUBJECT, 3)
+    subject, plan, graph = planned(layout, "llama", precision=FP16)
     job = partial(scaled.steps, scaling=FIXED, fused=fused, infinite=(1, plan.mesh.world_size - 1))
-    for found in on_ranks(pool, job, SUBJECT, plan, graph_of(SUBJECT), data):
+    for found in on_ranks(pool, job, subject, plan, graph, batches(subject, 3)):
         before, skipped, after = found["parameters"]
         assert all(torch.equal(skipped[name], p) for name, p in before.items())
         assert not any(torch.equal(after[name], p) for name, p in before.items())
@@ -119,10 +109,10 @@ def test_an_infinity_on_one_rank_skips_the_step_on_all(pool: WorkerPool, layout:
 
 @pytest.mark.parametrize(("before", "after", "late"), [("pp2 x dp2 ZeRO 1", "tp2", False), ("tp2", "dp4 ZeRO 3", True)])
 def test_a_checkpoint_keeps_the_scale(pool: WorkerPool, tmp_path: Path, before: str, after: str, late: bool) -> None:
-    (batch,), plans, folder = batches(SUBJECT, 1), [planned(before), planned(after)], str(tmp_path)
+    (batch,), folder = batches(SUBJECT, 1), str(tmp_path)
     first, second = [
-        on_ranks(pool, job, SUBJECT, plan, graph_of(SUBJECT), batch, folder)
-        for job, plan in zip((scaled.save, partial(scaled.load, late=late)), plans, strict=True)
+        on_ranks(pool, job, *planned(layout, "llama", precision=FP16), batch, folder)
+        for job, layout in ((scaled.save, before), (partial(scaled.load, late=late), after))
     ]
     state, loss = first[0]
     assert (state["scale"], state["growth_interval"], state["_growth_tracker"]) == (1024.0, 3, 1)
@@ -132,13 +122,12 @@ def test_a_checkpoint_keeps_the_scale(pool: WorkerPool, tmp_path: Path, before: 
 
 
 def test_a_checkpoint_without_a_scale_is_loaded(pool: WorkerPool, tmp_path: Path) -> None:
-    low = api.trace(SUBJECT.build(), example_inputs=SUBJECT.make_batch(2, seed=0), precision="bf16", name="half")
-    plain = make_plan(low, Mesh(dp_shard=2), global_batch_size=16, micro_batch_size=4, zero_stage=3, precision=BF16)
-    (batch,), plan = batches(SUBJECT, 1), planned("tp2")
-    on_ranks(pool, scaled.save_plain, SUBJECT, plain, low, batch, str(tmp_path))
-    job = partial(scaled.load, late=False)
+    (batch,) = batches(SUBJECT, 1)
+    plain = planned_on(Mesh(dp_shard=2), "llama", precision=BF16, zero_stage=3)
+    on_ranks(pool, scaled.save_plain, *plain, batch, str(tmp_path))
     wanted = loss_of(SUBJECT.build()(**batch)).item()
-    for state, loss in on_ranks(pool, job, SUBJECT, plan, graph_of(SUBJECT), batch, str(tmp_path)):
+    job, other = partial(scaled.load, late=False), planned("tp2", "llama", precision=FP16)
+    for state, loss in on_ranks(pool, job, *other, batch, str(tmp_path)):
         assert state["scale"] == 65536.0
         assert loss == pytest.approx(wanted, rel=EPSILON)
 
@@ -155,7 +144,8 @@ def test_a_checkpoint_without_a_scale_is_loaded(pool: WorkerPool, tmp_path: Path
 )
 def test_split_sequences_and_experts(pool: WorkerPool, subject: Any, pins: str) -> None:
     """The loss of the mixture alone is in float16, whose gradient 65536 is none."""
-    graph, data, scaling = graph_of(subject), [subject.make_batch(16, seed=0)], {"init_scale": 1024.0}
+    data, scaling = [subject.make_batch(16, seed=0)], {"init_scale": 1024.0}
+    graph = api.trace(subject.build(), example_inputs=subject.make_batch(2, seed=0), precision="fp16")
     plan = api.estimate(graph, cluster="cpu:1x4", global_batch_size=16, pins=pins.split(), precision="fp16")
     model = subject.build()
     loss_of(model(**data[0])).backward()

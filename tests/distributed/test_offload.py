@@ -11,13 +11,13 @@ import torch
 from autopar import api
 from autopar.cost.model import CostModel
 from autopar.hardware.cluster import Cluster
+from autopar.plan.plan import BF16
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.close import assert_close
 from tests.support.clusters import HOST, with_device
 from tests.support.distributed import jobs
 from tests.support.distributed.layouts import (
     batches,
-    bf16_plan,
     clips_as_one_device,
     goes_on,
     on_batch,
@@ -43,8 +43,7 @@ def test_steps_on_the_host_are_those_of_one_device(pool: WorkerPool, layout: str
 
 
 def test_in_mixed_precision_steps_are_the_same_wherever_they_are_made(pool: WorkerPool) -> None:
-    plan, graph = bf16_plan("dp4 ZeRO 3")
-    subject, _ = traced("llama")
+    subject, plan, graph = planned("dp4 ZeRO 3", "llama", precision=BF16)
     data = batches(subject, 2)
     there, here = (
         on_ranks(pool, jobs.train, subject, replace(plan, offload=offload), graph, data, 0.1)[0]

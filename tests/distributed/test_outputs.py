@@ -14,16 +14,16 @@ from autopar.graph.graph import Graph
 from autopar.lower.emit import layout_of
 from autopar.lower.program import lower
 from autopar.models.resolve import resolve_model
-from autopar.plan.mesh import Mesh
 from autopar.plan.plan import Plan
 from autopar.verification.rank_pool import WorkerPool
 from autopar.verification.reference import loss_of
 from tests.support.close import assert_close
 from tests.support.clusters import two_kinds
 from tests.support.distributed import returning
-from tests.support.distributed.layouts import on_batch, on_ranks
+from tests.support.distributed.layouts import LAYOUTS, on_batch, on_ranks
 from tests.support.distributed.plans import make_plan
 from tests.support.distributed.returning import Returning, plain
+from tests.support.zoo import description
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
 
@@ -41,11 +41,10 @@ PINS = {
     "dp2 made again": ["dp_shard=2", "recompute=selective", "micro_batch=2"],
 }
 MODELS = {
-    "gpt2": "hf:gpt2?n_embd=32&n_layer=2&n_head=4&vocab_size=96&n_positions=16",
-    "llama": "hf:llama?num_hidden_layers=2&hidden_size=32&intermediate_size=64&num_attention_heads=4&num_key_value_heads=2"
-    "&vocab_size=97&max_position_embeddings=16&tie_word_embeddings=false",
-    "t5": "hf:t5?num_layers=1&d_model=32&num_heads=4&d_kv=8&d_ff=64&vocab_size=96",
-    "bert": "hf:bert?num_hidden_layers=1&hidden_size=32&num_attention_heads=4&vocab_size=96&intermediate_size=64",
+    "gpt2": description("gpt2"),
+    "llama": description("llama").replace("vocab_size=96", "vocab_size=97"),
+    "t5": description("t5", 1),
+    "bert": description("bert", 1),
 }
 
 
@@ -65,17 +64,13 @@ def planned(kind: str, layout: str) -> tuple[Any, Plan, Graph]:
     return subject, api.estimate(graph, cluster=f"cpu:1x{world}", global_batch_size=8, pins=pins), graph
 
 
-SPLIT: dict[str, tuple[Mesh, dict[str, Any]]] = {
-    "tp2": (Mesh(tp=2), {}),
-    "tp2 x dp2 ZeRO 3": (Mesh(tp=2, dp_shard=2), {"zero_stage": 3}),
-    "pp2 x tp2": (Mesh(pp=2, tp=2), {}),
-}
+SPLIT = ["tp2", "tp2 x dp2 ZeRO 3", "pp2 x tp2"]
 """Where memory is dear: logits are parts of a sum, or split by vocabulary."""
 
 
 def split(kind: str, layout: str) -> tuple[Any, Plan, Graph]:
     subject, graph = traced(kind)
-    mesh, options = SPLIT[layout]
+    mesh, options = LAYOUTS[layout]
     return subject, make_plan(graph, mesh, global_batch_size=8, micro_batch_size=2, **options), graph
 
 
@@ -145,8 +140,7 @@ def test_parts_of_logits_are_joined(pool: WorkerPool, kind: str, type_on_tp: str
 
 @pytest.mark.parametrize("layout", ["dp4 ZeRO 3", "dp2 recomputed", "dp2 made again", "dp2 x tp2"])
 def test_a_call_in_training_gives_outputs_and_a_loss_with_gradients(pool: WorkerPool, layout: str) -> None:
-    subject, graph = traced("gpt2")
-    _, plan, _ = planned("gpt2", layout)
+    subject, plan, graph = planned("gpt2", layout)
     batch, model = subject.make_batch(8, seed=1), subject.build()
     expected = model.train()(**batch)
     expected.loss.backward()

@@ -1,4 +1,4 @@
-"""A model of one's own verified in one line, and what is said of one that cannot be."""
+"""A model of one's own, its loss beside it: planned for, run, verified in one line, and what is said of one that cannot be."""
 
 from __future__ import annotations
 
@@ -12,22 +12,35 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.errors import AutoparError, PlanError, UsageError, VerificationError
-from autopar.plan.plan import Plan
-from tests.distributed.own_models import Ranker, Restless, examples, ranker, ranking_loss
+from autopar import api
+from autopar.errors import PlanError, UsageError, VerificationError
+from autopar.plan.plan import FP64, Plan
+from autopar.verification.against_one_device import verify
+from autopar.verification.rank_pool import WorkerPool
+from tests.support.distributed.layouts import equals_one_device
+from tests.support.distributed.tagger import (
+    TAGGERS,
+    Restless,
+    distance,
+    doubled,
+    dropping,
+    examples,
+    parallelized,
+    tagging_loss,
+)
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(150)]
 
-GIVEN: dict[str, Any] = {"example_inputs": examples(), "loss_fn": ranking_loss}
+GIVEN: dict[str, Any] = {"example_inputs": examples(), "loss_fn": distance}
 
 
 def planned(model: nn.Module | None = None, **options: Any) -> Plan:
     asked = {"cluster": "cpu:1x2", "global_batch_size": 8, "pins": ["tp=2"], **GIVEN, **options}
-    return autopar.estimate(model or Ranker(), **asked)
+    return autopar.estimate(model or dropping(), **asked)
 
 
 def test_a_module_with_nested_inputs_and_dropout_is_verified_and_stays_as_it_is() -> None:
-    model = Ranker()
+    model = dropping()
     before = [parameter.clone() for parameter in model.parameters()]
     report = autopar.verify(model, planned(model), steps=2, **GIVEN)
     report.check()
@@ -40,7 +53,7 @@ def test_a_module_with_nested_inputs_and_dropout_is_verified_and_stays_as_it_is(
 def test_a_function_that_builds_it_does_as_well_and_a_plan_in_a_file(tmp_path: Path) -> None:
     plan = planned(precision="bf16", pins=["dp_shard=2"])
     plan.save(tmp_path / "plan.json")
-    report = autopar.verify(ranker, tmp_path / "plan.json", steps=1, compare_in="fp64", **GIVEN)
+    report = autopar.verify(dropping, tmp_path / "plan.json", steps=1, compare_in="fp64", **GIVEN)
     report.check()
     assert report.rows[0].precision == "fp64"
 
@@ -63,34 +76,69 @@ def parametrized(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("model", "changes", "message"),
+    ("model", "message"),
     [
-        (lambda: lambda_in(Ranker()), {}, "cannot be sent to the processes"),
-        (lambda: parametrized(Ranker()), {}, "give a function of a module that builds it"),
-        (lambda: Ranker().to("meta"), {}, "on the meta device"),
-        (lambda: "ranker", {}, "A str is no model"),
-        (lambda: examples, {}, "The function examples returns a tuple"),
+        (lambda: lambda_in(dropping()), "cannot be sent to the processes"),
+        (lambda: parametrized(dropping()), "give a function of a module that builds it"),
+        (lambda: dropping().to("meta"), "on the meta device"),
+        (lambda: "dropping", "A str is no model"),
+        (lambda: examples, "The function examples returns a tuple"),
     ],
 )
-def test_what_cannot_be_verified_is_said(model: Callable[[], Any], changes: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_verified_is_said(model: Callable[[], Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        autopar.verify(model(), planned(), **{**GIVEN, **changes})
+        autopar.verify(model(), planned(), **GIVEN)
 
 
 def test_one_sample_does_not_stand_for_those_of_two_ranks() -> None:
     one = tuple(torch.utils._pytree.tree_map(lambda value: value[:1], examples()))
     with pytest.raises(UsageError, match="One example is too few for 2 data ranks"):
-        autopar.verify(Ranker(), planned(pins=["dp_shard=2"]), example_inputs=one, loss_fn=ranking_loss)
+        autopar.verify(dropping(), planned(pins=["dp_shard=2"]), example_inputs=one, loss_fn=distance)
 
 
 def test_a_plan_with_more_ranks_than_processes_are_started_is_refused() -> None:
     with pytest.raises(UsageError, match="has 64 ranks, and verify starts at most 32"):
-        autopar.verify(Ranker(), planned(cluster="cpu:8x8", global_batch_size=64, pins=["dp_shard=64"]), **GIVEN)
+        autopar.verify(dropping(), planned(cluster="cpu:8x8", global_batch_size=64, pins=["dp_shard=64"]), **GIVEN)
 
 
 def test_a_plan_of_another_model_is_refused() -> None:
     plan = planned()
     other = replace(plan, model=replace(plan.model, fingerprint="0" * 16))
-    with pytest.raises(AutoparError) as refused:
-        autopar.verify(Ranker(), other, **GIVEN)
-    assert isinstance(refused.value, PlanError)
+    with pytest.raises(PlanError):
+        autopar.verify(dropping(), other, **GIVEN)
+
+
+@pytest.mark.parametrize("pins", [["tp=2", "dp_shard=2"], ["dp_shard=4", "zero=3"]], ids=["tp2 x dp2", "dp4 ZeRO 3"])
+def test_a_plan_for_a_loss_beside_the_model_is_verified(pool: WorkerPool, pins: list[str]) -> None:
+    subject = TAGGERS[torch.float32]
+    options = {"example_inputs": subject.make_batch(8, seed=0), "loss_fn": tagging_loss, "global_batch_size": 8}
+    plan = api.estimate(subject.build(), cluster="cpu:1x4", pins=pins, **options)
+    graph = subject.trace(loss_fn=tagging_loss)
+    assert graph.fingerprint == plan.model.fingerprint
+    equals_one_device(pool, subject, plan, graph, loss_fn=tagging_loss)
+    if "tp=2" in pins:
+        exact = equals_one_device(pool, subject, plan, graph, loss_fn=tagging_loss, precision=FP64)
+        assert exact.rows[0].precision == "fp64"
+
+
+def test_another_loss_is_found_out(pool: WorkerPool) -> None:
+    subject = TAGGERS[torch.float32]
+    graph = subject.trace(loss_fn=doubled)
+    plan = api.estimate(graph, cluster="cpu:1x2", global_batch_size=8, pins=["tp=2"])
+    report = verify(subject, plan, graph, steps=2, pool=pool, run_timeout_s=60.0, loss_fn=tagging_loss, find="never")
+    assert not report.passed
+
+
+@pytest.mark.parametrize(("precision", "limit"), [("fp32", 1e-5), ("fp64", 1e-12)])
+@pytest.mark.parametrize("pins", [[], ["tp=2", "pp=1", "hidden.weight=tp:S(0)"]], ids=["free", "tp2"])
+def test_parallelize_searches_and_runs_with_it(pool: WorkerPool, precision: str, limit: float, pins: list[str]) -> None:
+    subject = TAGGERS[torch.float64]
+    model, batch = subject.build(), subject.make_batch(8, seed=1)
+    wanted = tagging_loss(model(batch["tokens"]), batch)
+    wanted.backward()
+    for loss, gradients in pool.run(parallelized, precision, pins, timeout_s=60.0):
+        assert loss == pytest.approx(wanted.item(), rel=limit)
+        assert all(g.dtype == (torch.float32 if precision == "fp32" else torch.float64) for g in gradients.values())
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            assert (gradients[name] - parameter.grad).abs().max() <= 10 * limit * parameter.grad.abs().max()

@@ -1,27 +1,29 @@
-"""Batches of fewer samples than the plan's: losses and gradients are those of one device on them."""
+"""Batches of fewer samples than the plan's, also of samples that meet inside of a step: trained and evaluated as by one device."""
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
+from torch import nn
 
 from autopar import api
+from autopar.graph.graph import Graph
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import Plan
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.close import assert_close
 from tests.support.clusters import two_kinds
-from tests.support.distributed import smaller
+from tests.support.distributed.batch_sizes import stepped
 from tests.support.distributed.layouts import LAYOUTS, on_ranks
+from tests.support.distributed.oddities import COUNTING, MEETING, Residual, Routed
 from tests.support.distributed.plans import make_plan
-from tests.support.distributed.smaller import CountingSubject
 from tests.support.distributed.subjects import HfSubject, graph_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
 
-SUBJECTS = {"gpt2": HfSubject("gpt2"), "counting": CountingSubject("counting")}
+SUBJECTS = {"gpt2": HfSubject("gpt2"), "counting": COUNTING}
 SIZES = (16, 15, 7, 8, 1)
 """Of a plan's 16: complete, odd, less than a sample for each rank, and as many as a rank may take of a complete one."""
 
@@ -35,16 +37,16 @@ MICRO_BATCHES = {
 def of_one_device(kind: str) -> tuple[list[Any], list[Any]]:
     """Batches, and what it makes of them."""
     batches = [SUBJECTS[kind].make_batch(size, seed=size) for size in SIZES]
-    return batches, smaller.on_one_device(SUBJECTS[kind], batches)
+    return batches, stepped(SUBJECTS[kind].build(), batches, [], rate=0.0)["steps"]
 
 
 def check(pool: WorkerPool, kind: str, plan: Plan, called: bool = False) -> None:
     subject, (batches, wanted) = SUBJECTS[kind], of_one_device(kind)
-    ranks = on_ranks(pool, smaller.trained, subject, plan, graph_of(subject), batches, called, timeout_s=100.0)
-    for rank in ranks:
-        for found, one, size in zip(rank, wanted, SIZES, strict=True):
-            assert found["losses"] == pytest.approx(one["losses"], rel=1e-5), size
-            assert_close(found["gradients"], one["gradients"], 1e-4, place=f"{size} samples")
+    job = partial(stepped, rate=0.0, called=called)
+    for found in on_ranks(pool, job, subject, plan, graph_of(subject), batches, batches, timeout_s=100.0):
+        for size, mine, rest, theirs in zip(SIZES, found["steps"], found["rests"], wanted, strict=True):
+            assert (mine[0].item(), rest[0].item()) == pytest.approx((theirs[0].item(),) * 2, rel=1e-5), size
+            assert_close(mine[1], theirs[1], 1e-4, place=f"{size} samples")
 
 
 CASES = [
@@ -70,3 +72,49 @@ def test_a_called_backward_of_smaller_batches_equals_one_device(pool: WorkerPool
 def test_smaller_batches_of_unequal_shares_equal_one_device(pool: WorkerPool, zero: int) -> None:
     graph, pins = graph_of(SUBJECTS["gpt2"]), ["data_shares=3-1", f"zero={zero}"]
     check(pool, "gpt2", api.estimate(graph, cluster=two_kinds(1, 1, factor=3.0), global_batch_size=16, pins=pins))
+
+
+STEPS = (8, 6, 8, 5, 7, 1)
+RESTS = (8, 3, 7)
+
+MEETING_LAYOUTS = {
+    "dp4 ZeRO 3 recomputed": ["dp_shard=4", "zero=3", "recompute=full"],
+    "pp2 x dp2": ["pp=2", "dp_replicate=2"],
+    "tp2 x dp2": ["tp=2", "dp_replicate=2"],
+    "tp2 x dp2 by channels": ["tp=2", "dp_replicate=2", "layers.*.conv.weight=tp:S(0)", "layers.*.norm.*=tp:S(0)"],
+}
+
+
+@cache
+def traced(kind: type[nn.Module]) -> Graph:
+    return MEETING[kind].trace(samples=8, precision="fp64", global_batch_size=8)
+
+
+def compared(pool: WorkerPool, kind: type[nn.Module], layout: str, too_many: tuple[int, ...]) -> None:
+    """Ranks find the same as one device but for the steps of ``too_many`` samples."""
+    subject, graph = MEETING[kind], traced(kind)
+    plan = api.estimate(graph, cluster="cpu:1x4", global_batch_size=8, precision="fp64", pins=MEETING_LAYOUTS[layout])
+    steps = [subject.make_batch(size, seed=seed + 1) for seed, size in enumerate(STEPS)]
+    rests = [subject.make_batch(size, seed=seed + 9) for seed, size in enumerate(RESTS)]
+    wanted = stepped(subject.build(), [s for s in steps if len(s["labels"]) not in too_many], rests)
+    for found in on_ranks(pool, stepped, subject, plan, graph, steps, rests, timeout_s=100.0):
+        done = [step for step, size in zip(found["steps"], STEPS, strict=True) if size not in too_many]
+        refused = [step for step, size in zip(found["steps"], STEPS, strict=True) if size in too_many]
+        assert all("drop_last=True" in error for error in refused), refused
+        assert_close(done, wanted["steps"], 1e-9, place="steps")
+        assert_close(found["state"], wanted["state"], 1e-9, place="state")
+        for size, rest, one in zip(RESTS, found["rests"], wanted["rests"], strict=True):
+            if isinstance(rest, str):
+                assert size in too_many and kind is Routed, rest
+            else:
+                assert_close(rest, one, 1e-9, place=f"{size} samples")
+
+
+@pytest.mark.parametrize("layout", MEETING_LAYOUTS)
+def test_batch_norms_of_smaller_batches_and_evaluations_equal_one_device(pool: WorkerPool, layout: str) -> None:
+    compared(pool, Residual, layout, (1,) if "dp4" in layout else (1, 7))
+
+
+@pytest.mark.parametrize("layout", ["dp4 ZeRO 3 recomputed", "tp2 x dp2"])
+def test_losses_of_means_over_smaller_batches_equal_one_device(pool: WorkerPool, layout: str) -> None:
+    compared(pool, Routed, layout, (1,) if "dp4" in layout else (1, 7))

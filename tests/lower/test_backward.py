@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -55,8 +55,7 @@ def program(mesh: Mesh, *, negated: bool = False, **names: Names) -> Program:
         graphs.append(local)
         sizes = {"global_batch_size": SAMPLES, "micro_batch_size": SAMPLES // 2} if axis == apply.BATCH else {}
         local = apply.shard(local, typings[-1], **sizes)
-    plan = replace(plan_of(traced, mesh, SAMPLES // 2, tuple(typings), graphs=tuple(graphs)), cluster="cpu:1x8")
-    return lower(plan, traced)
+    return lower(plan_of(traced, mesh, SAMPLES // 2, tuple(typings), graphs=tuple(graphs)), traced)
 
 
 SPLIT = {"v": "replicate", "y": "split b", "z": "split b", "square": "split x.0", "loss": "split d0"}
@@ -65,69 +64,44 @@ PENDING = WHOLE | {"y": "split c", "z": "linear 0"}
 """On ``tp``: the first convolution is a pending sum, and so is the second."""
 
 
-@dataclass(frozen=True)
-class Case:
-    """Types by axis, whether the rule is made wrong, and what is said."""
-
-    mesh: Mesh
-    names: Mapping[str, Names]
-    wrong_rule: bool
-    said: Sequence[str]
-
-
-CASES = {
-    "counted once for each data rank": Case(
-        mesh=Mesh(dp_replicate=2, tp=2),
-        names={"batch": WHOLE | {"y": "split b"}, "tp": PENDING},
-        wrong_rule=False,
-        said=("z (aten.conv1d.default)", "parameter m.w, R on batch, is summed", "complete on each (z is I)"),
-    ),
-    "no sum over the ranks of an axis": Case(
-        mesh=Mesh(dp_shard=2, cp=2, tp=2),
-        names={"batch": SPLIT, "cp": SPLIT, "tp": PENDING},
-        wrong_rule=True,
-        said=("z (aten.conv1d.default)", "parameter m.w, I on cp, lacks its sum", "y of type S(0) beside it"),
-    ),
-}
-
-
 @pytest.fixture
-def wrong_rule(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+def wrong_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     """The weight of the second convolution of split samples is read as I, where R is right."""
+    right = rules.RuleTable.strategies
 
-    def plant() -> None:
-        right = rules.RuleTable.strategies
+    def strategies(
+        self: rules.RuleTable, one: Op, specs: tuple[TensorSpec, ...], **options: Any
+    ) -> tuple[Strategy, ...]:
+        return tuple(
+            replace(s, inputs=tuple(I if kind == R else kind for kind in s.inputs))
+            if one.name == "z" and s.name == "split b"
+            else s
+            for s in right(self, one, specs, **options)
+        )
 
-        def strategies(
-            self: rules.RuleTable, one: Op, specs: tuple[TensorSpec, ...], **options: Any
-        ) -> tuple[Strategy, ...]:
-            found = right(self, one, specs, **options)
-            return tuple(
-                replace(s, inputs=tuple(I if kind == R else kind for kind in s.inputs))
-                if one.name == "z" and s.name == "split b"
-                else s
-                for s in found
-            )
-
-        monkeypatch.setattr(rules.RuleTable, "strategies", strategies)
-
-    return plant
+    monkeypatch.setattr(rules.RuleTable, "strategies", strategies)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_wrong_reduction_of_a_gradient_is_refused(
-    name: str, wrong_rule: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = CASES[name]
-    if case.wrong_rule:
-        wrong_rule()
-    made = program(case.mesh, **case.names)
+def assert_refused(made: Program, monkeypatch: pytest.MonkeyPatch, *said: str) -> None:
     with pytest.raises(InternalError, match=r"^block 0 \(m\): ") as caught:
         typecheck(made)
-    for words in case.said:
+    for words in said:
         assert words in str(caught.value)
     monkeypatch.setattr(check, "check_program", lambda program: None)
     assert typecheck(made) > 0  # the types of single operators do not show it
+
+
+def test_a_gradient_that_is_counted_once_for_each_data_rank_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = program(Mesh(dp_replicate=2, tp=2), batch=WHOLE | {"y": "split b"}, tp=PENDING)
+    said = "z (aten.conv1d.default)", "parameter m.w, R on batch, is summed", "complete on each (z is I)"
+    assert_refused(made, monkeypatch, *said)
+
+
+@pytest.mark.usefixtures("wrong_rule")
+def test_a_gradient_without_its_sum_over_the_ranks_of_an_axis_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = program(Mesh(dp_shard=2, cp=2, tp=2), batch=SPLIT, cp=SPLIT, tp=PENDING)
+    said = "z (aten.conv1d.default)", "parameter m.w, I on cp, lacks its sum", "y of type S(0) beside it"
+    assert_refused(made, monkeypatch, *said)
 
 
 def test_the_same_program_with_the_right_types_passes() -> None:
@@ -137,8 +111,8 @@ def test_the_same_program_with_the_right_types_passes() -> None:
     assert {p.name: p.gradient_sum_axes for p in made.graph.parameters} == {"u": ("cp",), "w": ("cp", "tp")}
 
 
-def test_a_value_made_of_a_parameter_needs_the_sum_over_samples(wrong_rule: Callable[[], None]) -> None:
-    wrong_rule()
+@pytest.mark.usefixtures("wrong_rule")
+def test_a_value_made_of_a_parameter_needs_the_sum_over_samples() -> None:
     made = program(Mesh(dp_replicate=2), negated=True, batch=SPLIT | {"v": "invariant"})
     with pytest.raises(InternalError, match=r"z \(aten.conv1d.default\): The gradient of v, I on batch, lacks its sum"):
         check_gradients(made.graph, "batch")

@@ -45,11 +45,7 @@ def checked(spec: str, length: int | None, pins: list[str], samples: int = 4, ma
     """Right on as many ranks as the pins say."""
     subject, batch, graph = traced(spec, length, samples, masked)
     torch.manual_seed(0)
-    ranks = 1
-    for pin in pins:
-        name, _, degree = pin.partition("=")
-        ranks *= int(degree) if name in ("tp", "cp", "dp_shard", "dp_replicate", "pp") else 1
-    return check(subject.build(), batch, pins, ranks=ranks, graph=graph)
+    return check(subject.build(), batch, pins, graph=graph)
 
 
 @pytest.mark.slow
@@ -191,7 +187,7 @@ def test_convolutions_by_channels_and_norms(
     norm: partial[nn.Module], groups: int, pinned: dict[str, object], data: int
 ) -> None:
     pins = ["tp=2", f"dp_shard={data}", *(f"{name}=tp:{kind}" for name, kind in pinned.items())]
-    plan = check(Convolved(norm, groups), images(), pins, ranks=2 * data, graph=convolved(norm, groups))
+    plan = check(Convolved(norm, groups), images(), pins, graph=convolved(norm, groups))
     assert at_rest(plan).items() >= pinned.items()
     assert norm is not BATCH or any("statistics over the global batch" in note for note in plan.notes)
 
@@ -243,7 +239,7 @@ def test_sums_over_the_batch_that_depend_on_others(pins: list[str]) -> None:
     batch = {"x": torch.randn(8, 6), "target": torch.randn(8, 4) * 3.0 + 1.0}
     graph = autopar.trace(Standardized(), example_inputs=batch, global_batch_size=8)
     assert not graph.exact
-    check(Standardized(), batch, pins, ranks=2, graph=graph)
+    check(Standardized(), batch, pins, graph=graph)
 
 
 class Penalised(nn.Module):
@@ -273,4 +269,4 @@ class Penalised(nn.Module):
 def test_terms_of_no_sample_are_counted_once(kind: str, pins: list[str]) -> None:
     torch.manual_seed(0)
     batch = {"x": torch.randn(8, 6), "target": torch.randn(8, 4)}
-    check(Penalised(kind), batch, pins, ranks=2)
+    check(Penalised(kind), batch, pins)

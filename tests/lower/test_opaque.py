@@ -35,20 +35,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*_functional_collectives.*:Futu
     ids=["router", "numpy", "print", "straight_through", "clipped", "hook"],
 )
 def test_a_region_runs_as_it_is_written(inner: Callable[[], nn.Module], pins: list[str]) -> None:
-    ranks = 2 ** sum(pin[:2] in ("tp", "dp") for pin in pins)
-    plan = check(u.Around(inner), u.batch(), pins, ranks=ranks)
+    plan = check(u.Around(inner), u.batch(), pins)
     (note,) = (note for note in plan.notes if note.startswith("opaque"))
     assert "StraightThrough" in note or "Clipped" in note or "unusual.py" in note
-
-
-@pytest.mark.slow
-def test_a_pipeline_passes_a_region() -> None:
-    class Layers(u.Around):
-        def __init__(self) -> None:
-            super().__init__(lambda: nn.Sequential(*(nn.Sequential(nn.LayerNorm(8), u.Router()) for _ in range(4))))
-
-    plan = check(Layers(), u.batch(), ["pp=2", "dp_shard=2"])
-    assert len(plan.stages) == 2
 
 
 def test_modules_of_a_class_are_found_by_two_exports_that_fail(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +53,7 @@ def test_modules_of_a_class_are_found_by_two_exports_that_fail(monkeypatch: pyte
 
 @pytest.mark.parametrize("inner", [u.BatchBranch, u.Item])
 def test_samples_that_meet_in_a_region_are_gathered_for_it(inner: type[nn.Module]) -> None:
-    plan = check(u.Around(inner), u.batch(), ["dp_replicate=2"], ranks=2)
+    plan = check(u.Around(inner), u.batch(), ["dp_replicate=2"])
     assert plan.num_micro_batches == 1
     assert any("samples are not known to be apart" in note for note in plan.notes)
     assert any("samples meet in opaque" in note for note in plan.notes)
@@ -90,13 +79,13 @@ def test_a_region_is_tried_where_what_it_gives_is_finite(inner: type[nn.Module],
 
 
 def test_a_backward_that_is_the_usual_one_is_traced() -> None:
-    plan = check(u.Around(partial(u.Applies, u.Square)), u.batch(), ["tp=2"], ranks=2)
+    plan = check(u.Around(partial(u.Applies, u.Square)), u.batch(), ["tp=2"])
     assert not any("opaque" in note for note in plan.notes)
 
 
 def test_modules_are_named_and_a_plan_keeps_the_names(tmp_path: Path) -> None:
     model = u.Around(lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
-    plan = check(model, u.batch(), ["tp=2"], ranks=2, opaque=["inner"])
+    plan = check(model, u.batch(), ["tp=2"], opaque=["inner"])
     save_plan(plan, tmp_path / "plan.json")
     assert load_plan(tmp_path / "plan.json").opaque == ("inner",)
     assert "it was named so" in plan.notes[0]
@@ -269,7 +258,7 @@ def test_what_cannot_be_traced_is_named_with_its_remedy(model: Callable[[], nn.M
 
 @pytest.mark.parametrize("model", [u.InPlace, u.ShapeNumber, u.Nested, u.Asserts])
 def test_what_only_looks_hard_is_traced(model: Callable[[], nn.Module]) -> None:
-    notes = check(model(), u.batch(), ["dp_replicate=2"], ranks=2).notes
+    notes = check(model(), u.batch(), ["dp_replicate=2"]).notes
     assert [note.partition(",")[0] for note in notes] == (
         ["checks of values that only raise are taken to hold"] if model is u.Asserts else []
     )
@@ -284,11 +273,11 @@ def test_a_contrastive_loss_gathers_its_samples(pins: list[str]) -> None:
 
 @pytest.mark.slow
 def test_a_loss_of_the_whole_batch_and_one_that_counts_it() -> None:
-    assert check(u.Pairs("covariance"), u.pairs(), ["dp_shard=2"], ranks=2).num_micro_batches == 1
-    plan = check(u.Pairs("counted"), u.pairs(), ["dp_shard=2", "num_micro_batches=2"], ranks=2)
+    assert check(u.Pairs("covariance"), u.pairs(), ["dp_shard=2"]).num_micro_batches == 1
+    plan = check(u.Pairs("counted"), u.pairs(), ["dp_shard=2", "num_micro_batches=2"])
     assert not any("samples meet" in note for note in plan.notes)
 
 
 def test_samples_that_meet_take_one_micro_batch() -> None:
     with pytest.raises(AutoparError, match=r"samples that meet .* take one micro-batch"):
-        check(u.Pairs("contrastive"), u.pairs(), ["dp_shard=2", "num_micro_batches=2"], ranks=2)
+        check(u.Pairs("contrastive"), u.pairs(), ["dp_shard=2", "num_micro_batches=2"])

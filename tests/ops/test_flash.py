@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -168,14 +169,17 @@ def test_what_no_kernel_takes_is_known() -> None:
         assert not takes_shapes(*refused), refused
 
 
-def ring(dtype: torch.dtype, **options: Any) -> tuple[Op, list[TensorSpec]]:
-    spec = TensorSpec(shape=(1, 4, 1024, 128), dtype=dtype, requires_grad=True)
-    kwargs = {"is_causal": True, "axis": "cp", "ranks": 4, **options}
-    op = Op(
-        name="mixed", target="autopar.attention_ring", args=(Ref("q"), Ref("k"), Ref("v")),
-        kwargs=tuple(kwargs.items()), outputs=(spec,),
-    )  # fmt: skip
-    return op, [spec] * 3
+def attention(target: str, columns: int, dtype: torch.dtype, **options: Any) -> tuple[Op, list[TensorSpec]]:
+    """Of a rank's 1024 rows, under a causal mask, with keys and values of so many."""
+    query, key = (TensorSpec(shape=(1, 4, rows, 128), dtype=dtype, requires_grad=True) for rows in (1024, columns))
+    kwargs = {"is_causal": True, "axis": "cp", **options}
+    names = (Ref("q"), Ref("k"), Ref("v"))
+    op = Op(name="mixed", target=target, args=names, kwargs=tuple(kwargs.items()), outputs=(query,))
+    return op, [query, key, key]
+
+
+ring = partial(attention, "autopar.attention_ring", 1024, ranks=4)
+gathered = partial(attention, "autopar.attention_gathered", 4096)
 
 
 def test_a_ring_is_priced_as_it_runs() -> None:
@@ -195,16 +199,6 @@ def test_a_ring_is_priced_as_it_runs() -> None:
     exact = ring(torch.float64)
     assert _attention(*exact, "cuda").dtype == "float64"
     assert _attention(*exact, "cpu").is_attention
-
-
-def gathered(dtype: torch.dtype, **options: Any) -> tuple[Op, list[TensorSpec]]:
-    query, key = (TensorSpec(shape=(1, 4, rows, 128), dtype=dtype, requires_grad=True) for rows in (1024, 4096))
-    kwargs = {"is_causal": True, "axis": "cp", **options}
-    names = (Ref("q"), Ref("k"), Ref("v"))
-    op = Op(
-        name="mixed", target="autopar.attention_gathered", args=names, kwargs=tuple(kwargs.items()), outputs=(query,)
-    )
-    return op, [query, key, key]
 
 
 def test_gathered_attention_is_priced_as_it_runs() -> None:

@@ -1,24 +1,31 @@
-"""Operators of emitted code: each collective's forward and backward, dropout's streams, parameters."""
+"""Operators of emitted code: each collective's forward and backward, dropout's streams, parameters, types under the checker."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 
 import pytest
+import spmd_types
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from spmd_types.checker import typecheck
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from autopar.errors import InternalError, RuleError
 from autopar.ops import collectives, kernels, plain, seeded
-from autopar.plan.mesh import MESH_AXES, I, Mesh, P, R, S, Type
+from autopar.ops import sharded as sharded_ops
+from autopar.plan.mesh import I, Mesh, P, R, S, Type
 from autopar.rules.local_calls import conversion, emitted_arguments
 from tests.support.close import assert_close
-from tests.support.lower.ranks import run_ranks
+from tests.support.lower.ranks import run_ranks, this_mesh
 
 SHAPE = (4, 6)
 TYPES = (I, R, P, S(0), S(1))
@@ -153,27 +160,10 @@ def test_cross_entropy_sum_ignores_what_it_should(smoothing: float) -> None:
 # --- random streams ------------------------------------------------------------------------------
 
 
-def test_dropout_scales_what_it_keeps_and_its_gradient() -> None:
-    x = torch.ones(200, 200, requires_grad=True)
-    y = seeded.dropout(x, 0.25, 1, 2)
-    kept = y != 0
-    assert abs(kept.float().mean().item() - 0.75) < 0.02
-    assert_close(y[kept], torch.full_like(y[kept], 1 / 0.75))
-    y.sum().backward()
-    assert x.grad is not None
-    assert_close(x.grad, y.detach())
-    assert seeded.dropout(x, 0.0) is x
-    assert not seeded.dropout(x, 1.0).any()
+WORDS = st.tuples(st.integers(0, 2**62), st.integers(0, 1000), st.integers(0, 1000))
 
 
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 2**62), st.integers(0, 1000), st.integers(0, 1000)),
-        min_size=2,
-        unique=True,
-        max_size=50,
-    )
-)
+@given(st.lists(WORDS, min_size=2, unique=True, max_size=50))
 def test_streams_of_different_seeds_and_operators_differ(words: list[tuple[int, int, int]]) -> None:
     seeds = {seeded.stream_seed((a, b), seed, ()) for seed, a, b in words}
     assert len(seeds) == len(words)
@@ -208,8 +198,7 @@ def test_ranks_share_a_stream_unless_the_tensor_is_split(call: str) -> None:
 @pytest.mark.parametrize("placement", [Replicate(), Shard(0)], ids=str)
 def test_the_gradient_of_a_parameter_stays_a_pending_sum(placement: Replicate | Shard) -> None:
     def work(rank: int) -> tuple[Tensor, Tensor]:
-        mesh = init_device_mesh("cpu", (1, 1, 1, 1, 2), mesh_dim_names=MESH_AXES)
-        leaf = DTensor.from_local(torch.ones(2), mesh["tp"], [placement], run_check=False).requires_grad_()
+        leaf = DTensor.from_local(torch.ones(2), this_mesh()["tp"], [placement], run_check=False).requires_grad_()
         mine = plain.local(leaf)
         (mine * (rank + 1)).sum().backward()
         assert isinstance(leaf.grad, DTensor) and leaf.grad.placements == (placement,)
@@ -218,9 +207,6 @@ def test_the_gradient_of_a_parameter_stays_a_pending_sum(placement: Replicate | 
     for rank, (mine, gradient) in enumerate(run_ranks(Mesh(tp=2), work)):
         assert mine.shape == (2,)
         assert_close(gradient, torch.full((2,), rank + 1.0))
-
-
-def test_a_plain_parameter_passes() -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
     assert plain.local(parameter) is parameter
 
@@ -269,6 +255,7 @@ def test_dropout_keeps_what_its_stream_says_forward_and_backward(dtype: torch.dt
     weight = torch.randn(10, 6, dtype=dtype)
     (grad,) = torch.autograd.grad(found, x, weight)
     assert_close(grad, weight * kept * scale, close)
+    assert seeded.dropout(x, 0.0) is x
 
 
 def test_ctc_losses_of_targets_that_are_no_classes_are_nan() -> None:
@@ -280,3 +267,27 @@ def test_ctc_losses_of_targets_that_are_no_classes_are_nan() -> None:
     wanted = torch.nn.functional.ctc_loss(logs[:, :2], targets[:2], *(n[:2] for n in lengths), reduction="none")
     assert_close(found[:2], wanted)
     assert found[2:].isnan().all()
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group(backend="fake", rank=1, world_size=4, store=FakeStore())
+    yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_types_of_the_vocabulary_parallel_operators(mesh: DeviceMesh, smoothing: float) -> None:
+    with spmd_types.set_current_mesh(mesh), FakeTensorMode(), typecheck(strict_mode="strict", local=True):
+        logits = torch.randn(3, 7, 6, requires_grad=True)
+        target = torch.randint(0, 12, (3, 7))
+        weight = torch.randn(6, 5, requires_grad=True)
+        varying, replicated = spmd_types.V, spmd_types.R
+        spmd_types.assert_type(logits, {"tp": varying, "dp": varying})
+        spmd_types.assert_type(target, {"tp": replicated, "dp": varying})
+        spmd_types.assert_type(weight, {"tp": varying, "dp": replicated})
+        rows = sharded_ops.embedding_vocabulary(weight, target, "tp", 3)
+        loss = sharded_ops.cross_entropy_vocabulary(logits, target, "tp", -100, smoothing)
+        assert spmd_types.get_axis_local_type(rows, "tp") is spmd_types.P
+        assert spmd_types.get_axis_local_type(loss, "tp") is spmd_types.I
+        assert spmd_types.get_axis_local_type(loss, "dp") is varying

@@ -46,14 +46,6 @@ def test_a_micro_batch_may_be_larger_than_the_traced_batch() -> None:
     assert local.ops[0].spec.shape == (8, 8, 32)
 
 
-def test_conversions_stand_before_their_first_use_in_the_consumer_block() -> None:
-    local = shard(batch_graph(), mlp.tensor_typing(2, sequence=True))
-    names = [op.name for op in local.block_ops(local.blocks[1])]
-    assert names == ["r0_tp_R", "h1", "g1", "y1", "y1_tp_S1", "z1", "r1"]
-    assert [op.target for op in conversions(local)].count("autopar.all_gather") == 1  # x is whole already
-    assert local.loss == Ref("loss_tp_I") and local.ops[-1].layouts == ((("batch", P), ("tp", I)),)
-
-
 def test_consumers_of_one_block_share_a_conversion_and_blocks_do_not() -> None:
     typing = mlp.tensor_typing(2, sequence=True)
     # both read the stream whole: the residual addition of layer 1 and the head
@@ -67,11 +59,6 @@ def test_consumers_of_one_block_share_a_conversion_and_blocks_do_not() -> None:
     gathered = [op for op in local.block_ops(local.blocks[1]) if op.name.startswith("r0_tp_R")]
     assert len(gathered) == 1
     assert sum(r == Ref("r0_tp_R") for op in local.ops for r in op.operands) == 2
-
-
-def test_a_prelude_value_is_converted_once_in_the_prelude() -> None:
-    local = shard(batch_graph(), mlp.tensor_typing(2, sequence=True))
-    assert [op.name for op in local.prelude if op.target == "autopar.shard"] == ["x_tp_S1"]
 
 
 def test_mixed_uses_of_a_parameter_make_the_change_explicit() -> None:

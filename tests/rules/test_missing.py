@@ -1,8 +1,9 @@
-"""Operators that the table does not know: found at planning time, kept, reported; and rules that users declare."""
+"""Operators that the table does not know: found by execution at planning time, kept, reported; and rules that users declare."""
 
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -14,17 +15,24 @@ from autopar.errors import RuleError
 from autopar.graph.graph import Graph, Op, Parameter, Ref, TensorSpec
 from autopar.rules import missing as found_rules
 from autopar.rules.by_execution import verify_rule
-from autopar.rules.missing import adopt, complete, own_rules
+from autopar.rules.missing import adopt, complete, discover_rule, own_rules
 from autopar.rules.table import RuleTable, has_rule, register_rule, torch_rules
 from tests.support.graphs_by_hand import graph_of_ops
+from tests.support.rule_examples import Maker
 
 LIBRARY = torch.library.Library("autopar_test", "DEF")
-LIBRARY.define("gated(Tensor x, Tensor w) -> Tensor")
-LIBRARY.define("pairs(Tensor x) -> Tensor")
-LIBRARY.define("whole(Tensor x) -> Tensor")
-LIBRARY.impl("gated", lambda x, w: torch.sigmoid(x) * w, "CompositeImplicitAutograd")
-LIBRARY.impl("pairs", lambda x: x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) ** 2, "CompositeImplicitAutograd")
-LIBRARY.impl("whole", lambda x: x / x.norm(), "CompositeImplicitAutograd")
+OPERATORS: dict[str, Callable[..., torch.Tensor]] = {
+    "gated(Tensor x, Tensor w)": lambda x, w: torch.sigmoid(x) * w,
+    "pairs(Tensor x)": lambda x: x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) ** 2,
+    "whole(Tensor x)": lambda x: x / x.norm(),
+    "gaps(Tensor x, Tensor y)": lambda x, y: (x - y).norm(dim=-1).sum(),
+    "hinges(Tensor x, Tensor y)": lambda x, y: (1 - x.sum(-1) * y).clamp(min=0).sum(),
+    "above(Tensor x)": lambda x: torch.where(x < 0, x.flip(0), x),
+    "nothing(Tensor x, Tensor y)": lambda x, y: (x * 0 * y).sum(),
+}
+for text, function in OPERATORS.items():
+    LIBRARY.define(f"{text} -> Tensor")
+    LIBRARY.impl(text.partition("(")[0], function, "CompositeImplicitAutograd")
 
 
 def graph_of(target: str, *shapes: tuple[int, ...]) -> Graph:
@@ -86,16 +94,6 @@ def test_an_operator_for_which_nothing_is_found_is_repeated_and_named() -> None:
     assert (found.line, found.why) == ("", "no dim can be split")
     assert complete(graph, table=table) == (found,), "the reason is said again"
     assert names(table, graph, 2) == {"invariant", "replicate"}
-
-
-LIBRARY.define("gaps(Tensor x, Tensor y) -> Tensor")
-LIBRARY.define("hinges(Tensor x, Tensor y) -> Tensor")
-LIBRARY.define("above(Tensor x) -> Tensor")
-LIBRARY.define("nothing(Tensor x, Tensor y) -> Tensor")
-LIBRARY.impl("gaps", lambda x, y: (x - y).norm(dim=-1).sum(), "CompositeImplicitAutograd")
-LIBRARY.impl("hinges", lambda x, y: (1 - x.sum(-1) * y).clamp(min=0).sum(), "CompositeImplicitAutograd")
-LIBRARY.impl("above", lambda x: torch.where(x < 0, x.flip(0), x), "CompositeImplicitAutograd")
-LIBRARY.impl("nothing", lambda x, y: (x * 0 * y).sum(), "CompositeImplicitAutograd")
 
 
 @pytest.mark.parametrize(
@@ -161,3 +159,31 @@ def test_rules_that_are_not_shipped_reach_another_process(monkeypatch: pytest.Mo
         assert names(elsewhere, graph, 2) == names(table, graph, 2)
         assert own_rules(graph, table=elsewhere) == own_rules(graph, table=table)
     assert names(found, graph, 2) != names(declared, graph, 2)
+
+
+make = Maker()
+
+CALLS = {
+    "linalg_inv": (make.call("aten.linalg_inv.default", make.real(4, 6, 6) + 9), "a b^ c^ -> a d^ e^"),
+    "relu": (make.call("aten.relu.default", make.real(4, 6)), "a b -> a b"),
+    "add": (make.call("aten.add.Tensor", make.real(4, 6), make.real(4, 6)), "a b, a b -> a b; linear 0+1"),
+    "mm": (make.call("aten.mm.default", make.real(4, 6), make.real(6, 8)), "c a+, a+ b -> c b; linear 0, 1"),
+    "softmax": (make.call("aten.softmax.int", make.real(4, 6), 1), "a b^ -> a c^"),
+    "cdist": (make.call("aten.cdist.default", make.real(2, 4, 8), make.real(2, 6, 8)), "a c d^, a b e^ -> a c b"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_discovered_lines_hold_and_say_what_is_known(name: str) -> None:
+    example, expected = CALLS[name]
+    line = discover_rule(example.op, example.operands)
+    assert line == expected
+    table = RuleTable(rules={})
+    table.register(example.target, line)
+    assert verify_rule(example.op, example.operands, size=2, table=table) == []
+
+
+def test_a_random_operator_has_no_rule_to_discover() -> None:
+    example = make.call("aten.dropout.default", make.real(4, 6), 0.5, True)
+    with pytest.raises(RuleError, match="different results when it runs twice"):
+        discover_rule(example.op, example.operands)

@@ -21,7 +21,7 @@ from autopar.rules.strategy import Strategy
 from autopar.rules.table import RuleTable, default_table, has_rule, register_rule
 from tests.support.rule_examples import Example, Maker, spec_of
 
-TP, TWO = "tp", Fraction(2)
+TP, TWO, make = "tp", Fraction(2), Maker()
 
 
 def prepared(example: Example) -> tuple[Op, tuple[TensorSpec, ...]]:
@@ -58,7 +58,6 @@ def local(
 
 
 def test_vocabulary_strategies_of_the_embedding_and_the_loss() -> None:
-    make = Maker()
     table = named(make.call("aten.embedding.default", make.real(8, 4), make.whole(4, 8), 3))["vocabulary"]
     assert (table.inputs, table.outputs, table.target) == ((S(0), R), (P,), "autopar.embedding_vocabulary")
     loss = named(make.call("autopar.cross_entropy_sum", make.real(4, 8, 12), make.whole(4, 8), -100, 0.0))["vocabulary"]
@@ -70,7 +69,6 @@ def test_vocabulary_strategies_of_the_embedding_and_the_loss() -> None:
 
 
 def test_the_batch_axis_offers_nothing_that_must_know_its_rank() -> None:
-    make = Maker()
     loss = make.call("autopar.cross_entropy_sum", make.real(4, 8, 12), make.whole(4, 8), -100, 0.0)
     found = named(loss, axis="batch")
     assert "vocabulary" not in found
@@ -79,7 +77,6 @@ def test_the_batch_axis_offers_nothing_that_must_know_its_rank() -> None:
 
 
 def test_causal_attention_keeps_its_queries_whole() -> None:
-    make = Maker()
     q = make.real(4, 8, 8, 4)
     attention = "aten.scaled_dot_product_attention.default"
     assert "split s" not in named(make.call(attention, q, q, q, None, 0.0, True))
@@ -90,7 +87,6 @@ def test_causal_attention_keeps_its_queries_whole() -> None:
 
 
 def test_grouped_query_heads_split_together() -> None:
-    make = Maker()
     attention = make.call(
         "aten.scaled_dot_product_attention.default",
         make.real(4, 8, 8, 4), make.real(4, 2, 8, 4), make.real(4, 2, 8, 4), None, 0.0, True, enable_gqa=True,
@@ -100,7 +96,6 @@ def test_grouped_query_heads_split_together() -> None:
 
 
 def test_rounding_casts_want_the_whole_sum() -> None:
-    make = Maker()
     x = make.real(4, 8)
     assert "linear 0" not in named(make.call("aten.to.dtype", x, torch.bfloat16))
     low = x.detach().bfloat16().requires_grad_()
@@ -108,7 +103,6 @@ def test_rounding_casts_want_the_whole_sum() -> None:
 
 
 def test_a_mean_over_a_split_dim_divides_by_the_global_count() -> None:
-    make = Maker()
     op, operands = prepared(make.call("aten.mean.dim", make.real(4, 8), (0, -1), True))
     strategy = {s.name: s for s in default_table().strategies(op, operands, axis="batch", size=TWO)}["split d0"]
     assert strategy.outputs == (P,)
@@ -123,7 +117,6 @@ def test_a_mean_over_a_split_dim_divides_by_the_global_count() -> None:
 
 @pytest.mark.parametrize("size", [Fraction(2), Fraction(1, 2)])
 def test_literals_follow_the_local_shape(size: Fraction) -> None:
-    make = Maker()
     calls = {
         "split d0": [
             make.call("aten.view.default", make.real(4, 6), (4, 3, 2)),
@@ -151,7 +144,6 @@ def test_literals_follow_the_local_shape(size: Fraction) -> None:
 
 
 def test_an_operator_without_a_rule_is_named_or_repeated_on_request() -> None:
-    make = Maker()
     op, operands = prepared(make.call("aten.linalg_inv.default", make.real(4, 4)))
     assert not has_rule(op.target)
     with pytest.raises(RuleError, match=r"aten.linalg_inv.default.*register_rule"):
@@ -164,7 +156,6 @@ def test_an_operator_without_a_rule_is_named_or_repeated_on_request() -> None:
 
 
 def test_a_users_rule_is_one_line_and_stays_in_its_table() -> None:
-    make = Maker()
     table = default_table().copy()
     square = (torch.eye(3, dtype=torch.float64) + make.real(4, 3, 3),)
     register_rule("aten::linalg_inv", "b... n^ m^ -> b... n m", example=square, table=table)
@@ -179,7 +170,6 @@ def test_a_users_rule_is_one_line_and_stays_in_its_table() -> None:
 
 
 def test_registering_again_forgets_what_was_known() -> None:
-    make = Maker()
     table = RuleTable(rules={})
     table.register("aten::relu", "x... -> x...")
     op, operands = prepared(make.call("aten.relu.default", make.real(4, 8)))
@@ -189,7 +179,6 @@ def test_registering_again_forgets_what_was_known() -> None:
 
 
 def test_verification_finds_a_wrong_rule() -> None:
-    make = Maker()
     example = make.call("aten.softmax.int", make.real(4, 8), 1)
     op, _ = prepared(example)
     wrong = [

@@ -36,7 +36,7 @@ from autopar.tracing.trace import trace
 from tests.support.damage import KINDS, Touch, damage
 from tests.support.distributed.checkpoints import Position
 from tests.support.distributed.plans import make_plan
-from tests.support.parallel import on_rank
+from tests.support.parallel import halve, on_rank
 from tests.support.said import said
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -364,9 +364,7 @@ def test_a_save_that_is_killed_leaves_what_was_there(
     wanted = values(par, optimizer)
     if not replaces:
         step(par, optimizer)
-    with torch.no_grad():
-        for parameter in par.parameters():
-            parameter.mul_(2)
+    halve(par)
     module, _, name = where.partition(".")
     for after in range(3):  # at its first, second, third call
         calls = []

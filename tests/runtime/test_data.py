@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from autopar import api
 from autopar.errors import UsageError
@@ -20,15 +20,8 @@ from tests.support.clusters import two_kinds
 from tests.support.planner.graphs import mlp
 
 
-class Numbers(Dataset[dict[str, Tensor]]):
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, i: int) -> dict[str, Tensor]:
-        return {"x": torch.tensor(i)}
+def numbers(length: int) -> Any:
+    return [{"x": torch.tensor(i)} for i in range(length)]
 
 
 def plan_of(*pins: str, ranks: int, batch: int = 8) -> Plan:
@@ -49,7 +42,7 @@ def plans() -> dict[str, Plan]:
 
 def loaders(plan: Plan, length: int = 27, **options: Any) -> list[PlannedLoader]:
     """One for each data rank."""
-    return [planned_loader(plan, rank, Numbers(length), **options) for rank in range(plan.mesh.data)]
+    return [planned_loader(plan, rank, numbers(length), **options) for rank in range(plan.mesh.data)]
 
 
 def together(batches: list[Any]) -> list[int]:
@@ -83,6 +76,8 @@ def test_epochs_have_an_order_each_and_every_sample_once(plans: dict[str, Plan])
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(27))
     loader.set_epoch(0)
     assert [n for batch in loader for n in batch["x"].tolist()] == epochs[0]
+    loader.set_epoch(0)
+    assert [next(iter(loader))["x"].tolist() for _ in range(2)] == [epochs[0][:8]] * 2, "what was left is begun anew"
     (other,) = loaders(plans["one"], seed=4)
     assert [n for batch in other for n in batch["x"].tolist()] != epochs[0]
 
@@ -92,6 +87,8 @@ def test_what_is_left_out_and_not_shuffled(plans: dict[str, Plan]) -> None:
     assert epoch(made) == [list(range(start, start + 8)) for start in (0, 8, 16)]
     assert [len(loader) for loader in made] == [3, 3]
     assert epoch(loaders(plans["dp2"], batch_size=6, shuffle=False))[-1] == [24, 25, 26]
+    larger = replace(plans["dp2"], global_batch_size=16)
+    assert [len(batch) for batch in epoch(loaders(larger))] == [16, 11]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -113,12 +110,6 @@ def test_an_epoch_goes_on_under_another_plan(plans: dict[str, Plan], name: str, 
     assert [loader.state_dict() for loader in after] == [states[0]] * len(after)
     assert epoch(after) == wanted[1][2:]
     assert epoch(after) == wanted[2]
-
-
-def test_an_iteration_that_was_left_is_begun_anew(plans: dict[str, Plan]) -> None:
-    (loader,) = loaders(plans["one"])
-    first = next(iter(loader))["x"].tolist()
-    assert next(iter(loader))["x"].tolist() == first
 
 
 def test_a_last_batch_as_large_as_a_share_is_known_as_whole(plans: dict[str, Plan]) -> None:
@@ -176,21 +167,22 @@ def test_a_stream_is_divided_under_any_plan(plans: dict[str, Plan], name: str, w
 
 def test_a_stream_without_its_rest_and_one_that_is_no_dataset(plans: dict[str, Plan]) -> None:
     assert [len(batch["x"]) for batch in streams(plans["dp2"], drop_last=True)[0]] == [4, 4, 4]
-    plain = planned_loader(plans["dp2"], 1, iter([{"x": torch.tensor(i)} for i in range(8)]))  # type: ignore[arg-type]
+    plain = planned_loader(plans["dp2"], 1, iter(numbers(8)))  # type: ignore[arg-type]
     assert [batch["x"].tolist() for batch in plain] == [[4, 5, 6, 7]]
     with pytest.raises(TypeError, match="has no len"):
         len(plain)
 
 
 def test_what_cannot_be_loaded_is_refused(plans: dict[str, Plan]) -> None:
-    with pytest.raises(UsageError, match="Stream is a stream of samples, which has an order already"):
-        streams(plans["dp2"], shuffle=True)
-    with pytest.raises(UsageError, match="persistent_workers=True is not supported"):
-        streams(plans["dp2"], num_workers=1, persistent_workers=True)
-    with pytest.raises(UsageError, match=r"The batch_size is -1.*Give 1 or more"):
-        loaders(plans["dp2"], batch_size=-1)
-    with pytest.raises(UsageError, match=r"A batch of 16 samples is larger than that of the plan \(8\)"):
-        loaders(plans["dp2"], batch_size=16)
+    options: dict[str, Any]
+    for make, options, said in (
+        (streams, {"shuffle": True}, "Stream is a stream of samples, which has an order already"),
+        (streams, {"num_workers": 1, "persistent_workers": True}, "persistent_workers=True is not supported"),
+        (loaders, {"batch_size": -1}, r"The batch_size is -1.*Give 1 or more"),
+        (loaders, {"batch_size": 16}, r"A batch of 16 samples is larger than that of the plan \(8\)"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            make(plans["dp2"], **options)
     (loader,) = loaders(plans["one"])
     with pytest.raises(UsageError, match="Expected 30 samples, got 27"):
         loader.load_state_dict({"epoch": 0, "samples": 8, "num_samples": 30})
@@ -208,33 +200,18 @@ def test_a_batch_that_cannot_be_computed_is_refused_at_once(plans: dict[str, Pla
     assert isinstance(loaders(plans["dp2"])[0], DataLoader)
 
 
-def test_a_plan_of_another_batch_is_another_part(plans: dict[str, Plan]) -> None:
-    larger = replace(plans["dp2"], global_batch_size=16)
-    assert [len(batch) for batch in epoch(loaders(larger))] == [16, 11]
-
-
-class Rows(Dataset[dict[str, Tensor]]):
-    """For a model of four columns."""
-
-    def __len__(self) -> int:
-        return 10
-
-    def __getitem__(self, i: int) -> dict[str, Tensor]:
-        return {"input": torch.full((4,), float(i))}
-
-
 def test_the_model_makes_a_loader_and_knows_which_batches_it_can_compute() -> None:
-    batch = {"input": torch.randn(4, 4)}
+    batch, rows = {"input": torch.randn(4, 4)}, [{"input": torch.full((4,), float(i))} for i in range(10)]
     parts = {"loss_fn": lambda output, _: output.square().mean(), "cluster": "cpu:1x1", "example_inputs": batch}
     par = api.parallelize(nn.Linear(4, 4), **parts)
-    assert [len(par_batch["input"]) for par_batch in par.dataloader(Rows(), num_workers=0)] == [4, 4, 2]
-    for found in par.dataloader(Rows()):
+    assert [len(par_batch["input"]) for par_batch in par.dataloader(rows, num_workers=0)] == [4, 4, 2]
+    for found in par.dataloader(rows):
         assert par.evaluate(found).isfinite()
     meeting = api.parallelize(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), **parts)
     with pytest.raises(
         UsageError, match=r"A batch of 3 samples is smaller .* samples of this model meet.*drop_last=True"
     ):
-        meeting.dataloader(Rows(), batch_size=3)
-    assert meeting.train_step([*meeting.dataloader(Rows())][-1]).isfinite()
+        meeting.dataloader(rows, batch_size=3)
+    assert meeting.train_step([*meeting.dataloader(rows)][-1]).isfinite()
     meeting.eval()
-    assert all(meeting.evaluate(found).isfinite() for found in meeting.dataloader(Rows(), batch_size=3))
+    assert all(meeting.evaluate(found).isfinite() for found in meeting.dataloader(rows, batch_size=3))

@@ -1,28 +1,30 @@
-"""What one rank does beyond dense steps, on the host and on a GPU: experts, dropout, offloading, checkpoints, no waits."""
+"""What one rank does on the host and on a GPU: steps in all precisions, experts, dropout, offloading, checkpoints, no waits."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import nn
 
 from autopar.errors import UsageError
-from autopar.graph.graph import Graph
 from autopar.models.resolve import resolve_model
 from autopar.plan.mesh import Mesh
+from autopar.plan.plan import BF16, FP16, FP32
 from autopar.runtime.job import stop
 from autopar.runtime.launch import launch
 from autopar.runtime.parallel_model import ParallelModel
 from autopar.tracing.trace import trace
-from autopar.verification.reference import adamw, loss_of
+from autopar.verification.reference import adamw
+from tests.support.close import assert_close
 from tests.support.distributed.plans import make_plan
-from tests.support.distributed.subjects import HfSubject
+from tests.support.distributed.subjects import HfSubject, graph_of
+from tests.support.parallel import clip, train_step
 
 BOTH = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 MIXTRAL = (
@@ -37,41 +39,62 @@ def one_rank() -> Iterator[None]:
     stop()
 
 
-@cache
-def graph_of(subject: Any) -> Graph:
-    return trace(subject.build(), kwargs=subject.make_batch(2, seed=0))
-
-
-def parallel_of(subject: Any, device: str, **options: Any) -> ParallelModel:
-    graph = graph_of(subject)
+def parallel_of(subject: Any, device: str, graph: Any = None, **options: Any) -> ParallelModel:
+    graph = graph or graph_of(subject)
     plan = make_plan(graph, Mesh(), global_batch_size=8, micro_batch_size=4)
     return launch(subject.build(), lambda: (replace(plan, **options), graph), device_type=device)
 
 
-def trained(parallel: ParallelModel, subject: Any, seeds: range) -> list[float]:
-    optimizer = adamw(parallel.parameters())
+def trained(model: nn.Module, subject: Any, seeds: range, *, folder: Path | None = None) -> list[float]:
+    """Losses; with a folder from the checkpoint that is there, or else with one that is saved after two steps."""
+    optimizer = adamw(model.parameters())
+    if folder is not None and folder.exists():
+        model.load(folder, optimizer)
     losses = []
     for seed in seeds:
-        losses.append(parallel.train_step(subject.make_batch(8, seed=seed)).item())
-        parallel.clip_grad_norm_(1.0)
+        losses.append(train_step(model, subject.make_batch(8, seed=seed)).item())
+        clip(model, 1.0)
         optimizer.step()
         optimizer.zero_grad()
+        if folder is not None and len(losses) == 2 and not folder.exists():
+            model.save(folder, optimizer)
     return losses
 
 
 def alone(subject: Any, device: str, seeds: range) -> list[float]:
+    return trained(subject.build().to(device), subject, seeds)
+
+
+@BOTH
+@pytest.mark.parametrize("precision", [FP32, BF16, FP16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_one_rank_trains_as_the_model_itself(kind: str, precision: Any, device: str) -> None:
+    subject = HfSubject(kind)
+    example = subject.make_batch(2, seed=0)
+    graph = trace(subject.build().to(getattr(torch, precision.compute)), kwargs=example)
+    recomputed = make_plan(graph, Mesh(), global_batch_size=8, micro_batch_size=4, recompute="full").blocks
+    parallel = parallel_of(subject, device, graph, precision=precision, blocks=recomputed)
+    assert dist.get_backend() == ("nccl" if device == "cuda" else "gloo")
     model = subject.build().to(device)
-    optimizer = adamw(model.parameters())
-    losses = []
-    for seed in seeds:
-        batch = {name: value.to(device) for name, value in subject.make_batch(8, seed=seed).items()}
-        loss = loss_of(model(**batch))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
+    scaler = parallel.grad_scaler(init_scale=1024.0)
+    mine, theirs = adamw(parallel.parameters()), adamw(model.parameters())
+    tolerance = 2e-2 if precision is not FP32 else 1e-4 if device == "cuda" else 1e-6
+    for seed in range(3):
+        batch = subject.make_batch(8, seed=seed)
+        loss = train_step(model, batch)
+        assert parallel.train_step(batch).item() == pytest.approx(loss.item(), rel=tolerance)
+        scaler.unscale_(mine)
+        assert {(p.dtype, p.grad.dtype) for p in parallel.parameters()} == {(torch.float32, torch.float32)}
+        assert clip(parallel, 0.5) == pytest.approx(clip(model, 0.5), rel=10 * tolerance)
+        scaler.step(mine)
+        scaler.update()
+        theirs.step()
+        for optimizer in (mine, theirs):
+            optimizer.zero_grad()
+    if precision is FP32 and device == "cpu":
+        found = parallel.full_state_dict()
+        assert_close(found, dict(model.named_parameters()))
+        assert kind != "gpt2" or torch.equal(found["lm_head.weight"], found["transformer.wte.weight"])
 
 
 @pytest.mark.slow
@@ -88,8 +111,7 @@ def test_dropout_is_the_same_for_the_same_seed_and_none_in_an_evaluation(device:
     runs = []
     for _ in range(2):
         parallel = parallel_of(subject, device)
-        batch = subject.make_batch(8, seed=0)
-        evaluated = parallel.evaluate(batch).item()
+        evaluated = parallel.evaluate(subject.make_batch(8, seed=0)).item()
         runs.append(trained(parallel, subject, range(2)))
         stop()
     assert runs[0] == pytest.approx(runs[1], rel=1e-6)
@@ -108,19 +130,8 @@ def test_an_optimizer_on_the_host_steps_as_one_on_the_device(device: str) -> Non
 @BOTH
 def test_a_checkpoint_goes_on_where_it_was(device: str, tmp_path: Path) -> None:
     subject, losses = HfSubject("llama"), list[list[float]]()
-    for is_first in (True, False):
-        parallel = parallel_of(subject, device)
-        optimizer = adamw(parallel.parameters())
-        steps = range(4) if is_first else range(2, 4)
-        if not is_first:
-            parallel.load(tmp_path / "kept", optimizer)
-        losses.append([])
-        for seed in steps:
-            if is_first and seed == 2:
-                parallel.save(tmp_path / "kept", optimizer)
-            losses[-1].append(parallel.train_step(subject.make_batch(8, seed=seed)).item())
-            optimizer.step()
-            optimizer.zero_grad()
+    for seeds in (range(4), range(2, 4)):
+        losses.append(trained(parallel_of(subject, device), subject, seeds, folder=tmp_path / "kept"))
         stop()
     assert losses[1] == pytest.approx(losses[0][2:], rel=1e-5)
 
@@ -132,7 +143,7 @@ def test_a_step_never_waits_for_its_device(kind: str) -> None:
     parallel = parallel_of(subject, "cuda")
     optimizer = adamw(parallel.parameters())
     parallel.monitor.close()
-    batch: dict[str, Tensor] = subject.make_batch(8, seed=0)
+    batch = subject.make_batch(8, seed=0)
     for step in range(3):
         torch.cuda.set_sync_debug_mode("error" if step else "default")  # the first one makes what is kept
         try:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import os
 import signal
-import threading
 from collections.abc import Iterator
-from functools import cache
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 import autopar
 from autopar import api
 from autopar.errors import NonFiniteError, OutOfMemoryError, RankFailedError, UsageError
-from autopar.plan.plan import FP16
+from autopar.plan.plan import FP16, FP32, Precision, PrecisionName
 from autopar.runtime.fit import MAX_SKIPPED, StepDone
 from autopar.runtime.job import fresh
 from autopar.runtime.parallel_model import ParallelModel
@@ -45,16 +45,12 @@ def batches(count: int = 5) -> list[dict[str, Tensor]]:
 
 
 @cache
-def traced() -> Any:
-    return api.trace(Net(), example_inputs=batches()[0])
+def traced(precision: PrecisionName = "fp32") -> Any:
+    return api.trace(Net(), example_inputs=batches()[0], precision=precision)
 
 
-def build(**options: Any) -> ParallelModel:
-    return alone(Net(), traced(), micro=2, **options)
-
-
-def job(**options: Any) -> tuple[ParallelModel, torch.optim.Optimizer, Any]:
-    par = build(**options)
+def job(precision: Precision = FP32) -> tuple[ParallelModel, torch.optim.Optimizer, Any]:
+    par = alone(Net(), traced(precision.name), micro=2, precision=precision)
     optimizer = torch.optim.AdamW(par.parameters(), lr=0.05)
     return par, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
 
@@ -86,7 +82,9 @@ class Loader:
 def test_a_run_in_parts_is_as_one(tmp_path: Path, make: Any, asynchronous: bool) -> None:
     wanted = list[StepDone]()
     par, optimizer, scheduler = job()
-    assert autopar.fit(par, optimizer, make(batches()), steps=9, scheduler=scheduler, on_step=wanted.append) == 9
+    loader = make(batches())
+    assert autopar.fit(par, optimizer, loader, steps=9, scheduler=scheduler, on_step=wanted.append) == 9
+    assert getattr(loader, "epochs", [0, 1]) == [0, 1], "a loader is told of its epochs"
     found, parts = list[StepDone](), list[ParallelModel]()
     for steps in (2, 7, 7, 9):
         one, own, rates = job()
@@ -136,13 +134,6 @@ def test_several_batches_make_one_step_of_their_mean() -> None:
     assert_close(par.full_state_dict(), other.full_state_dict())
 
 
-def test_a_loader_is_told_of_its_epochs() -> None:
-    par, optimizer, _ = job()
-    loader = Loader(batches(2))
-    autopar.fit(par, optimizer, loader, steps=5)
-    assert loader.epochs == [0, 1, 2]
-
-
 def test_a_step_that_is_not_finite_stops_training_and_names_parameters(tmp_path: Path) -> None:
     par, optimizer, _ = job()
     data = batches(3)
@@ -175,20 +166,13 @@ def test_steps_that_are_not_finite_are_skipped_but_not_forever() -> None:
 
 
 def test_a_scaler_skips_by_itself() -> None:
-    half = traced_in_half()
-    par = alone(Net(), half, micro=2, precision=FP16)
-    optimizer = torch.optim.AdamW(par.parameters(), lr=0.01)
+    par, optimizer, _ = job(FP16)
     data = batches(3)
     data[1]["x"][0, 0] = math.inf
     done = list[StepDone]()
     autopar.fit(par, optimizer, data, steps=3, max_norm=1.0, on_step=done.append)
     assert done[1].is_skipped and not done[2].is_skipped
     assert all(value.isfinite().all() for value in par.full_state_dict().values())
-
-
-@cache
-def traced_in_half() -> Any:
-    return api.trace(Net(), example_inputs=batches()[0], precision="fp16")
 
 
 def test_sigterm_saves_and_ends_with_a_word(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -208,28 +192,20 @@ def test_sigterm_saves_and_ends_with_a_word(tmp_path: Path, caplog: pytest.LogCa
 
 
 @pytest.mark.parametrize(
-    ("options", "text"),
+    ("data", "options", "text"),
     [
-        ({"steps": 0}, r"The number steps is 0\. Give 1 or more"),
-        ({"steps": 1, "save_every": 0}, "save_every is 0"),
-        ({"steps": 1, "accumulate": -1}, "accumulate is -1"),
-        ({"steps": 1, "on_non_finite": "raise"}, "on_non_finite.*'raise'.*stop, skip or ignore"),
+        (batches(), {"steps": 0}, r"The number steps is 0\. Give 1 or more"),
+        (batches(), {"save_every": 0}, "save_every is 0"),
+        (batches(), {"accumulate": -1}, "accumulate is -1"),
+        (batches(), {"on_non_finite": "raise"}, "on_non_finite.*'raise'.*stop, skip or ignore"),
+        ([], {}, "There is no batch to train on"),
+        (iter(batches(2)), {"steps": 3}, "no batch to train on. Give batches that can be gone through more than once"),
     ],
 )
-def test_numbers_out_of_range_are_refused(options: dict[str, Any], text: str) -> None:
+def test_what_cannot_be_trained_with_is_refused(data: Any, options: dict[str, Any], text: str) -> None:
     par, optimizer, _ = job()
     with pytest.raises(UsageError, match=text):
-        autopar.fit(par, optimizer, batches(), **options)
-
-
-def test_batches_that_are_none_or_gone_are_refused() -> None:
-    par, optimizer, _ = job()
-    with pytest.raises(UsageError, match="There is no batch to train on"):
-        autopar.fit(par, optimizer, [], steps=1)
-    with pytest.raises(
-        UsageError, match=r"There is no batch to train on\. Give batches that can be gone through more than once"
-    ):
-        autopar.fit(par, optimizer, iter(batches(2)), steps=3)
+        autopar.fit(par, optimizer, data, **{"steps": 1, **options})
 
 
 def test_out_of_memory_says_what_was_planned_and_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,26 +234,13 @@ def test_out_of_memory_says_what_was_planned_and_what_there_is(monkeypatch: pyte
 
 def test_starts_of_a_job_share_nothing_in_its_store() -> None:
     """The names that the ranks of a killed start have left are there, and no rank of the next one takes them."""
-    store, places = HashStore(), list[str]()
-
-    def meet(rank: int, size: int, found: list[Any]) -> None:
-        found.append(fresh(PrefixStore("job", store), rank, size, timeout_s=20.0))
-
-    def begin(ranks: list[int], size: int) -> list[Any]:
-        found = list[Any]()
-        threads = [threading.Thread(target=meet, args=(rank, size, found)) for rank in ranks]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return found
-
-    for size in (3, 3, 2, 4):
-        found = begin(list(reversed(range(size))), size)
-        assert len(found) == size
-        found[0].set("place", str(len(places)))
-        places.append("")
-        assert {one.get("place").decode() for one in found} == {str(len(places) - 1)}
+    store = HashStore()
+    for number, size in enumerate((3, 3, 2, 4)):
+        with ThreadPoolExecutor(size) as threads:
+            meet = partial(fresh, PrefixStore("job", store), timeout_s=20.0)
+            found = list(threads.map(meet, reversed(range(size)), [size] * size))
+        found[0].set("place", str(number))
+        assert {one.get("place").decode() for one in found} == {str(number)}
     with pytest.raises(RankFailedError, match="Some rank did not come"):
         fresh(PrefixStore("alone", store), 0, 2, timeout_s=0.1)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -30,24 +31,30 @@ def parameters() -> list[nn.Parameter]:
     ]
 
 
-def trained(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], seen: list[type] | None = None) -> Any:
-    """Three steps; the parameters, the optimizer."""
-    held = parameters()
+def step(optimizer: torch.optim.Optimizer, held: Sequence[nn.Parameter], gradient: float = 1.0) -> None:
+    for p in held:
+        p.grad = torch.full_like(p, gradient)
+    optimizer.step()
+
+
+def trained(make: Callable[..., torch.optim.Optimizer], local: bool = False, on_host: bool = False) -> Any:
+    """Three steps, ``local`` ones by plain tensors; the parameters, the optimizer, types of what the steps saw."""
+    held, seen = parameters(), set[type]()
+    steps = LocalSteps(held, on_host=on_host) if local else None
     optimizer = make(held)
-    step = optimizer._optimizer_step_code
+    own = optimizer._optimizer_step_code
 
     def look() -> None:
-        if seen is not None:
-            seen.extend(type(p) for group in optimizer.param_groups for p in group["params"])
-        step()
+        seen.update(type(p) for group in optimizer.param_groups for p in group["params"])
+        own()
 
     optimizer._optimizer_step_code = look  # type: ignore[method-assign]  # the end of a step, before hooks
     for number in range(3):
-        for p in held:
-            p.grad = torch.full_like(p, 0.5 + number)
-        optimizer.step()
+        step(optimizer, held, 0.5 + number)
         optimizer.zero_grad()
-    return held, optimizer
+    if steps is not None:
+        steps.remove()
+    return held, optimizer, seen
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
@@ -59,20 +66,11 @@ def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
 @pytest.mark.parametrize("kind", ELEMENTWISE_BY_NAME, ids=lambda kind: kind.__name__)
 def test_a_step_is_that_on_dtensors(kind: Any, on_host: bool) -> None:
     options: dict[str, Any] = {"momentum": 0.9} if kind is torch.optim.SGD else {}
-    expected, theirs = trained(lambda held: kind(held, lr=0.1, **options))
-    seen: list[type] = []
-    made: list[LocalSteps] = []
-
-    def with_steps(held: list[nn.Parameter]) -> torch.optim.Optimizer:
-        made.append(LocalSteps(held, on_host=on_host))
-        return kind(held, lr=0.1, **options)  # type: ignore[no-any-return]
-
-    found, mine = trained(with_steps, seen)
-    made[0].remove()
-    same = (
-        close if on_host else torch.equal
-    )  # one kernel of torch's on the host rounds in other places than a kernel for each operation
-    assert set(seen) == {nn.Parameter}
+    make = partial(kind, lr=0.1, **options)
+    (expected, theirs, _), (found, mine, seen) = trained(make), trained(make, local=True, on_host=on_host)
+    # one kernel of torch's on the host rounds in other places than a kernel for each operation
+    same = close if on_host else torch.equal
+    assert seen == {nn.Parameter}
     assert [p for group in mine.param_groups for p in group["params"]] == found
     for a, b in zip(found, expected, strict=True):
         assert a.grad is None
@@ -91,20 +89,11 @@ class _OwnAdamW(torch.optim.AdamW):
 
 
 def test_rprop_which_does_not_step_on_dtensors_steps_on_plain_tensors() -> None:
-    made: list[LocalSteps] = []
-
-    def with_steps(held: list[nn.Parameter]) -> torch.optim.Optimizer:
-        made.append(LocalSteps(held))
-        return torch.optim.Rprop(held, lr=0.1)
-
-    found, _ = trained(with_steps)
-    made[0].remove()
+    found, _, _ = trained(partial(torch.optim.Rprop, lr=0.1), local=True)
     plain = [nn.Parameter(p.to_local().detach().clone()) for p in parameters()]
     optimizer = torch.optim.Rprop(plain, lr=0.1)
     for number in range(3):
-        for p in plain:
-            p.grad = torch.full_like(p, 0.5 + number)
-        optimizer.step()
+        step(optimizer, plain, 0.5 + number)
     for mine, theirs in zip(found, plain, strict=True):
         assert torch.equal(mine.to_local(), theirs)
 
@@ -170,9 +159,7 @@ def test_copies_on_the_host_follow_what_else_writes_parameters() -> None:
         steps = LocalSteps(held, on_host=on_host)
         optimizer = torch.optim.AdamW(held, lr=0.1)
         for number in range(3):
-            for p in held[:2]:
-                p.grad = torch.full_like(p, 1.0 + number)
-            optimizer.step()
+            step(optimizer, held[:2], 1.0 + number)
             with torch.no_grad():
                 held[0].mul_(0.5)
                 held[1].data.add_(1.0)
@@ -208,10 +195,8 @@ def test_parameters_go_down_only_where_they_were_written(monkeypatch: pytest.Mon
     found = []
     for write in writes:
         write()
-        for p in held:
-            p.grad = torch.ones_like(p)
         down.clear()
-        optimizer.step()
+        step(optimizer, held)
         found.append(sorted(down))
     steps.remove()
     assert found == [[0, 1, 2], [], [1], [0], [2]]
@@ -222,14 +207,12 @@ def test_one_kernel_steps_on_the_host_unless_the_user_says_how(given: dict[str, 
     held, seen = parameters(), list[Any]()
     steps = LocalSteps(held, on_host=True, threads=2)
     optimizer = torch.optim.AdamW(held, lr=0.1, **given)  # type: ignore[arg-type]
-    step, threads = optimizer._optimizer_step_code, torch.get_num_threads()
+    own, threads = optimizer._optimizer_step_code, torch.get_num_threads()
     optimizer._optimizer_step_code = lambda: (  # type: ignore[method-assign]
         seen.append((optimizer.param_groups[0]["fused"], torch.get_num_threads())),
-        step(),
+        own(),
     )
-    for p in held:
-        p.grad = torch.ones_like(p)
-    optimizer.step()
+    step(optimizer, held)
     steps.remove()
     assert seen == [(given.get("fused") if given else True, max(threads, 2))]
     assert optimizer.param_groups[0]["fused"] == given.get("fused")

@@ -20,20 +20,12 @@ from autopar import api
 from autopar.errors import UsageError
 from autopar.runtime.parallel_model import ParallelModel
 from autopar.verification.reference import adamw, loss_of
-from tests.support.distributed.subjects import HfSubject, graph_of
-from tests.support.parallel import alone
+from tests.support.distributed.subjects import graph_of
+from tests.support.parallel import SMALL, alone, small
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
-SUBJECT = HfSubject("gpt2", depth=1)
-
-
-def graph() -> Any:
-    return graph_of(SUBJECT)
-
-
-def build(model: nn.Module | None = None, **options: Any) -> ParallelModel:
-    return alone(model or SUBJECT.build(), graph(), batch=8, micro=2, **options)
+Batch = dict[str, Tensor]
 
 
 class Counting(nn.Module):
@@ -69,14 +61,13 @@ class Around(nn.Module):
         return self.inside(**batch)
 
 
-def test_parameters_and_modules_are_listed_as_of_any_module() -> None:
-    parallel = build()
+def test_parameters_and_modules_are_listed_as_of_any_module(parallel: ParallelModel) -> None:
     assert isinstance(parallel, nn.Module)
     assert list(parallel.named_modules()) == [("", parallel)]
     named = dict(parallel.named_parameters(prefix="par"))
     assert "par.transformer.h.0.attn.c_attn.weight[32:64]" in named
     assert [id(p) for p in named.values()] == [id(p) for p in parallel.parameters()]
-    assert len(named) == len(list(parallel.named_parameters())) == len(graph().parameters)
+    assert len(named) == len(list(parallel.named_parameters())) == len(graph_of(SMALL).parameters)
     around = dict(Around(parallel).named_parameters())
     assert [id(p) for p in around.values()] == [id(p) for p in named.values()]
     assert (parallel.device, parallel.rank, parallel.world_size) == (torch.device("cpu"), 0, 1)
@@ -91,8 +82,7 @@ def test_buffers_are_those_of_the_last_step() -> None:
     assert list(dict(Around(parallel).named_buffers())) == ["inside.steps"]
 
 
-def test_gradients_are_cleared_and_parameters_frozen_as_of_any_module() -> None:
-    parallel, batch = build(), SUBJECT.make_batch(8, seed=0)
+def test_gradients_are_cleared_and_parameters_frozen_as_of_any_module(parallel: ParallelModel, batch: Batch) -> None:
     parallel.train_step(batch)
     parallel.zero_grad(set_to_none=False)
     assert all(p.grad is not None and not p.grad.full_tensor().any() for p in parallel.parameters())
@@ -105,8 +95,7 @@ def test_gradients_are_cleared_and_parameters_frozen_as_of_any_module() -> None:
     assert all(p.grad is not None for p in parallel.parameters())
 
 
-def test_modes() -> None:
-    parallel, batch = build(), SUBJECT.make_batch(8, seed=0)
+def test_modes(parallel: ParallelModel, batch: Batch) -> None:
     assert parallel.training
     assert parallel.eval() is parallel
     assert not parallel.training
@@ -130,8 +119,9 @@ def test_modes() -> None:
         lambda m: m.float(),
     ],
 )
-def test_a_move_to_where_the_parameters_are_is_none(same: Callable[[nn.Module], nn.Module]) -> None:
-    parallel = build()
+def test_a_move_to_where_the_parameters_are_is_none(
+    parallel: ParallelModel, same: Callable[[nn.Module], nn.Module]
+) -> None:
     assert same(parallel) is parallel
     around = Around(parallel)
     assert same(around) is around
@@ -153,8 +143,7 @@ def test_a_move_to_where_the_parameters_are_is_none(same: Callable[[nn.Module], 
         ),
     ],
 )
-def test_moves_and_casts_are_refused(other: Callable[[nn.Module], nn.Module]) -> None:
-    parallel = build()
+def test_moves_and_casts_are_refused(parallel: ParallelModel, other: Callable[[nn.Module], nn.Module]) -> None:
     for module in (parallel, Around(parallel)):
         with pytest.raises(UsageError, match=r"cannot be moved, cast or replaced: its plan has them in float32 on cpu"):
             other(module)
@@ -171,17 +160,18 @@ def around_it(wrap: Callable[[nn.Module], object]) -> Callable[[nn.Module], obje
         around_it(FullyShardedDataParallel), replicate,
     ],
 )  # fmt: skip
-def test_wrappers_are_refused_and_leave_the_model_as_it_was(wrap: Callable[[nn.Module], object]) -> None:
-    parallel, batch = build(), SUBJECT.make_batch(8, seed=0)
+def test_wrappers_are_refused_and_leave_the_model_as_it_was(
+    parallel: ParallelModel, batch: Batch, wrap: Callable[[nn.Module], object]
+) -> None:
     with pytest.raises(UsageError, match=r"cannot be wrapped in .*: its plan has distributed parameters .* already"):
         wrap(parallel)
     assert type(parallel) is ParallelModel
-    assert parallel.train_step(batch).item() == pytest.approx(loss_of(SUBJECT.build()(**batch)).item(), rel=1e-6)
+    assert parallel.train_step(batch).item() == pytest.approx(loss_of(SMALL.build()(**batch)).item(), rel=1e-6)
 
 
 def test_what_the_model_has_is_told_where_it_is_now() -> None:
-    model = SUBJECT.build()
-    parallel = build(model)
+    model = SMALL.build()
+    parallel = small(model)
     with pytest.raises(
         AttributeError, match=r"no attribute 'transformer': it has no layers.*named_parameters\(\) as tr"
     ):
@@ -190,8 +180,7 @@ def test_what_the_model_has_is_told_where_it_is_now() -> None:
         parallel.name_or_path  # noqa: B018
 
 
-def test_what_cannot_be_is_refused_in_one_sentence() -> None:
-    parallel = build()
+def test_what_cannot_be_is_refused_in_one_sentence(parallel: ParallelModel) -> None:
     for take in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(UsageError, match=r"cannot be copied, pickled.*par\.save\(DIR, optimizer\)"):
             take(parallel)
@@ -206,11 +195,11 @@ def test_what_cannot_be_is_refused_in_one_sentence() -> None:
         parallel.generate()
     assert not hasattr(parallel, "anything")
     with pytest.raises(UsageError, match=r"is a DTensor already\. Pass the model before it is made parallel"):
-        api.trace(parallel, example_inputs=SUBJECT.make_batch(2, seed=0))
+        api.trace(parallel, example_inputs=SMALL.make_batch(2, seed=0))
 
 
 def test_forward_hooks_and_compiled_models_are_called() -> None:
-    parallel, batch, seen = build(), SUBJECT.make_batch(8, seed=0), list[float]()
+    parallel, batch, seen = small(), SMALL.make_batch(8, seed=0), list[float]()
     wanted = parallel(**batch).loss.item()
     handle = parallel.register_forward_hook(lambda _, __, output: seen.append(output.loss.item()))
     parallel(**batch)
@@ -238,25 +227,23 @@ def test_a_checkpoint_of_torch_holds_what_a_step_goes_on_from(tmp_path: Path) ->
     assert losses[0] == losses[1]
 
 
-def test_a_state_dict_is_put_back_under_its_own_names_and_the_models() -> None:
-    parallel, batch = build(), SUBJECT.make_batch(8, seed=0)
+def test_a_state_dict_is_put_back_under_its_own_names_and_the_models(parallel: ParallelModel, batch: Batch) -> None:
     parallel.train_step(batch)
     adamw(parallel.parameters()).step()
-    model = SUBJECT.build()
+    model = SMALL.build()
     model.load_state_dict(parallel.full_state_dict(), strict=False)
     for state in (parallel.state_dict(), parallel.full_state_dict(), model.state_dict()):
-        other = build()
+        other = small()
         found = other.load_state_dict(state)
         assert (found.missing_keys, found.unexpected_keys) == ([], [])
         for (name, mine), (_, theirs) in zip(parallel.named_parameters(), other.named_parameters(), strict=True):
             assert torch.equal(mine.full_tensor(), theirs.full_tensor()), name
-    around = Around(build())
+    around = Around(small())
     around.load_state_dict(Around(parallel).state_dict())
     assert torch.equal(next(around.parameters()), next(parallel.parameters()))
 
 
-def test_a_state_dict_that_does_not_fit_is_refused_by_name() -> None:
-    parallel = build()
+def test_a_state_dict_that_does_not_fit_is_refused_by_name(parallel: ParallelModel) -> None:
     state = parallel.state_dict()
     weight = state.pop("transformer.wpe.weight")
     for changed, message in (

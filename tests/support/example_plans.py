@@ -4,75 +4,42 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopar.plan.mesh import I, Mesh, S
+from autopar.plan.mesh import I, Mesh, S, Type
 from autopar.plan.plan import BF16, FP32, AxisTyping, BlockLayout, BlockPlan, ModelInfo, Plan, SearchRecord, StagePlan
 from autopar.plan.prediction import Breakdown, Memory, Prediction
 
 _GIB = 2**30
 
-EMBEDDING = BlockLayout(
-    block_hash="e000000000000000",
-    typings=(
-        AxisTyping(
-            axis="batch", strategies=("split b",), parameters=(I,), parameter_names=("model.embed_tokens.weight",)
-        ),
-        AxisTyping(
-            axis="tp", strategies=("vocabulary",), parameters=(S(0),), parameter_names=("model.embed_tokens.weight",),
-            boundary=(S(1),),
-        ),
-    ),
-)  # fmt: skip
+
+def _layout(
+    block_hash: str, strategies: str, parameters: dict[str, Type], boundary: tuple[Type, ...] = ()
+) -> BlockLayout:
+    """Samples split on the batch axis; strategies and types at rest of ``tp``."""
+    on_tp, names = tuple(strategies.split(", ")), tuple(parameters)
+    batch = AxisTyping(
+        axis="batch", strategies=("split b",) * len(on_tp), parameters=(I,) * len(names), parameter_names=names
+    )
+    types = tuple(parameters.values())
+    tp = AxisTyping(axis="tp", strategies=on_tp, parameters=types, parameter_names=names, boundary=boundary)
+    return BlockLayout(block_hash=block_hash, typings=(batch, tp))
+
+
+EMBEDDING = _layout("e000000000000000", "vocabulary", {"model.embed_tokens.weight": S(0)}, (S(1),))
 LAYER_PARAMETERS = {
     "input_layernorm.weight": I, "self_attn.q_proj.weight": S(0), "self_attn.k_proj.weight": S(0),
     "self_attn.v_proj.weight": S(0), "self_attn.o_proj.weight": S(1), "post_attention_layernorm.weight": I,
     "mlp.gate_proj.weight": S(0), "mlp.up_proj.weight": S(0), "mlp.down_proj.weight": S(1),
 }  # fmt: skip
-LAYER = BlockLayout(
-    block_hash="a000000000000000",
-    typings=(
-        AxisTyping(
-            axis="batch", strategies=("split b",) * 9, parameters=(I,) * 9, parameter_names=tuple(LAYER_PARAMETERS),
-        ),
-        AxisTyping(
-            axis="tp",
-            strategies=(
-                "split s", "split n", "split n", "split n", "split h", "split k", "split s", "split n", "split k",
-            ),
-            parameters=tuple(LAYER_PARAMETERS.values()),
-            parameter_names=tuple(LAYER_PARAMETERS),
-            boundary=(S(1),),
-        ),
-    ),
-)  # fmt: skip
-HEAD = BlockLayout(
-    block_hash="f000000000000000",
-    typings=(
-        AxisTyping(
-            axis="batch",
-            strategies=("split b",) * 3,
-            parameters=(I, I),
-            parameter_names=("model.norm.weight", "lm_head.weight"),
-        ),
-        AxisTyping(
-            axis="tp",
-            strategies=("split s", "split n", "vocabulary"),
-            parameters=(I, S(0)),
-            parameter_names=("model.norm.weight", "lm_head.weight"),
-        ),
-    ),
-)
+LAYER_STRATEGIES = "split s, split n, split n, split n, split h, split k, split s, split n, split k"
+LAYER = _layout("a000000000000000", LAYER_STRATEGIES, LAYER_PARAMETERS, (S(1),))
+HEAD = _layout("f000000000000000", "split s, split n, vocabulary", {"model.norm.weight": I, "lm_head.weight": S(0)})
 
 
 def llama_plan() -> Plan:
     """Ten blocks on two pipeline stages of four tensor-parallel and two sharded data ranks."""
     labels = ("model.embed_tokens", *(f"model.layers.{i}" for i in range(8)), "model.norm")
     blocks = tuple(
-        BlockPlan(
-            index=i,
-            label=label,
-            layout=0 if i == 0 else 2 if i == 9 else 1,
-            recompute="full" if 1 <= i <= 4 else "none",
-        )
+        BlockPlan(index=i, label=label, layout=(i > 0) + (i > 8), recompute="full" if 1 <= i <= 4 else "none")
         for i, label in enumerate(labels)
     )
     return Plan(
@@ -105,15 +72,12 @@ def llama_plan() -> Plan:
                 compute_s=0.3, recompute_s=0.04, tensor_parallel_s=0.05, data_parallel_s=0.01, pipeline_s=0.002,
                 bubble_s=0.038, optimizer_s=0.01,
             ),
-            memory=(
+            memory=tuple(
                 Memory(
-                    pp_rank=0, parameters=2 * _GIB, gradients=2 * _GIB, optimizer=4 * _GIB, activations=12 * _GIB,
-                    transient=3 * _GIB, reserved=2 * _GIB,
-                ),
-                Memory(
-                    pp_rank=1, parameters=2 * _GIB, gradients=2 * _GIB, optimizer=4 * _GIB, activations=15 * _GIB,
-                    transient=6 * _GIB, reserved=2 * _GIB,
-                ),
+                    pp_rank=rank, parameters=2 * _GIB, gradients=2 * _GIB, optimizer=4 * _GIB,
+                    activations=activations * _GIB, transient=transient * _GIB, reserved=2 * _GIB,
+                )
+                for rank, (activations, transient) in enumerate(((12, 3), (15, 6)))
             ),
             stage_times=((0.008, 0.018), (0.008, 0.016)),
         ),

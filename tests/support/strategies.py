@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from typing import Any
+
 from hypothesis import strategies as st
 
 from autopar.plan.mesh import I, Mesh, S, Type
@@ -49,15 +52,16 @@ def layouts(draw: st.DrawFn) -> BlockLayout:
     return BlockLayout(block_hash=draw(st.text("0123456789abcdef", min_size=1, max_size=16)), typings=typings)
 
 
+def _of(kind: type, values: st.SearchStrategy[Any], **given: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """A dataclass whose fields are such values, but for those that are given and texts."""
+    names = [field.name for field in fields(kind) if field.name not in given]
+    return st.builds(kind, **dict.fromkeys(names, values), **given)
+
+
 @st.composite
 def predictions(draw: st.DrawFn, pp: int, num_stages: int) -> Prediction:
     step = draw(_SECONDS)
     times = tuple((draw(_SECONDS), draw(_SECONDS)) for _ in range(num_stages))
-    parts = ("parameters", "gradients", "optimizer", "activations", "transient", "reserved")
-    names = (
-        *("compute", "recompute", "tensor_parallel", "data_parallel", "pipeline", "bubble", "optimizer"),
-        "context_parallel",
-    )
     return Prediction(
         step_time_s=step,
         step_time_interval_s=(step * 0.9, step),
@@ -65,8 +69,8 @@ def predictions(draw: st.DrawFn, pp: int, num_stages: int) -> Prediction:
         memory_limit_bytes=draw(_BYTES),
         mfu=draw(st.floats(0, 1)),
         tokens_per_s=draw(_SECONDS),
-        breakdown=Breakdown(**{f"{name}_s": draw(_SECONDS) for name in names}),
-        memory=tuple(Memory(pp_rank=rank, **{name: draw(_BYTES) for name in parts}) for rank in range(pp)),
+        breakdown=draw(_of(Breakdown, _SECONDS)),
+        memory=tuple(draw(_of(Memory, _BYTES, pp_rank=st.just(rank), group=st.just(0))) for rank in range(pp)),
         stage_times=draw(st.sampled_from([(), times])),
     )
 
@@ -84,14 +88,9 @@ def plans(draw: st.DrawFn) -> Plan:
     sizes = draw(st.lists(st.integers(1, 3), min_size=mesh.pp * virtual, max_size=mesh.pp * virtual))
     found = tuple(draw(st.lists(layouts(), min_size=1, max_size=2)))
     micro_batch_size = draw(st.integers(1, 4))
+    numbers, modes = st.integers(0, len(found) - 1), st.sampled_from(RECOMPUTES)
     blocks = tuple(
-        BlockPlan(
-            index=i,
-            label=draw(_TEXT),
-            layout=draw(st.integers(0, len(found) - 1)),
-            recompute=draw(st.sampled_from(RECOMPUTES)),
-        )
-        for i in range(sum(sizes))
+        BlockPlan(index=i, label=draw(_TEXT), layout=draw(numbers), recompute=draw(modes)) for i in range(sum(sizes))
     )
     stages = tuple(
         StagePlan(index=i, start=sum(sizes[:i]), stop=sum(sizes[: i + 1]), pp_rank=i % mesh.pp)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from autopar.errors import TraceError
 from autopar.tracing.trace import trace
-from tests.support.distributed.remembering import Remembering
+from tests.support.distributed.oddities import Remembering
 from tests.support.small_models import model_of, same_as_the_model
 
 Write = Callable[[nn.Module, Tensor], Tensor]

@@ -135,16 +135,6 @@ def pieces(split: Split, whole: torch.Tensor, layout: Any) -> dict[tuple[int, in
     }
 
 
-@pytest.mark.parametrize("zigzag", [(), ("cp",)])
-def test_a_part_is_cut_axis_by_axis(zigzag: tuple[str, ...]) -> None:
-    split = Split(MESH, 2, frozenset(zigzag))
-    whole = torch.arange(4 * 8).view(4, 8)
-    assert MESH.coordinate(6) == {"pp": 0, "dp_replicate": 1, "dp_shard": 0, "cp": 1, "tp": 0}
-    at = split.coordinate(6, 1)
-    columns = [2, 3] if zigzag else [4, 5]
-    assert split.part(whole, LAYOUT, at).tolist() == [[3 * 8 + column for column in columns]]
-
-
 def test_the_rank_that_is_wrong_is_named() -> None:
     split = Split(MESH, 2, frozenset(("cp",)))
     whole = torch.rand(8, 8, dtype=torch.float64)
@@ -172,27 +162,23 @@ def test_summands_are_added_and_none_is_zero() -> None:
     assert (wrong.ranks, wrong.micro_batches) == ((1, 5), (0, 1))  # all summands of that part
 
 
-def test_what_counts_nothing_may_hold_anything() -> None:
-    split, whole = Split(Mesh(), 1, frozenset()), torch.ones(2, dtype=torch.float64)
-    found = {(0, 0): torch.tensor([1.0, float("nan")], dtype=torch.float64)}
-    assert split.compare(found, whole, (), counts=torch.tensor([1.0, 0.0])) is None
-    wrong = split.compare(found, whole, ())
-    assert wrong is not None
-    assert wrong.error == float("inf")
-
-
-def test_what_should_cancel_may_leave_rounding() -> None:
-    split, whole = Split(Mesh(), 1, frozenset()), torch.zeros(2, dtype=torch.float64)
-    found = {(0, 0): torch.full((2,), 1e-13, dtype=torch.float64)}
-    assert split.compare(found, whole, (), scale=1.0) is None
-    assert split.compare(found, whole, (), scale=1e-3) is not None
-
-
-def test_what_is_all_zero_has_no_measure_and_differs_infinitely() -> None:
-    split, whole = Split(Mesh(), 1, frozenset()), torch.zeros(2, dtype=torch.float64)
-    wrong = split.compare({(0, 0): torch.ones(2, dtype=torch.float64)}, whole, ())
-    assert wrong is not None
-    assert (wrong.error, wrong.samples[0].found) == (float("inf"), 1.0)
+@pytest.mark.parametrize(
+    ("values", "whole", "how", "at_least"),
+    [
+        # what counts nothing may hold anything
+        ([1.0, float("nan")], [1.0, 1.0], {"counts": torch.tensor([1.0, 0.0])}, None),
+        ([1.0, float("nan")], [1.0, 1.0], {}, float("inf")),
+        # what should cancel may leave rounding
+        ([1e-13, 1e-13], [0.0, 0.0], {"scale": 1.0}, None),
+        ([1e-13, 1e-13], [0.0, 0.0], {"scale": 1e-3}, 0.0),
+        # what is all zero has no measure
+        ([1.0, 1.0], [0.0, 0.0], {}, float("inf")),
+    ],
+)
+def test_what_differs_by_what_it_is_measured_by(values: Any, whole: Any, how: dict[str, Any], at_least: Any) -> None:
+    found, wanted = (torch.tensor(some, dtype=torch.float64) for some in (values, whole))
+    wrong = Split(Mesh(), 1, frozenset()).compare({(0, 0): found}, wanted, (), **how)
+    assert at_least is None if wrong is None else wrong.error >= at_least
 
 
 def test_types_of_gradients() -> None:

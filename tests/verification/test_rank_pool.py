@@ -22,11 +22,16 @@ def test_workers_live_from_job_to_job() -> None:
         assert pool.run(os.getpid, size=1, timeout_s=30.0) == first[:1]
 
 
-def test_a_dead_worker_is_told_and_replaced() -> None:
+def test_a_worker_that_dies_fails_or_is_late_is_told_and_replaced() -> None:
     with WorkerPool(2) as pool:
-        with pytest.raises(AutoparError, match="the process died"):
-            pool.run(os._exit, 3, timeout_s=30.0)
-        assert len(pool.run(os.getpid, timeout_s=30.0)) == 2
+        for timeout_s, said, *job in (
+            (30.0, "the process died", os._exit, 3),
+            (0.5, r"no answer within 0\.5 s", jobs.sleep_on_last_rank, 60.0),
+            (30.0, r"(?s)rank 0: .*this rank has had enough", jobs.fail_on_first_rank),
+        ):
+            with pytest.raises(AutoparError, match=said):
+                pool.run(*job, timeout_s=timeout_s)
+            assert pool.run(jobs.sleep_on_last_rank, 0.0, timeout_s=30.0) == (0, 1)
 
 
 def test_a_job_that_crashes_once_is_run_again(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from autopar.verification.rank_pool import WorkerPool
 from autopar.verification.reference import DoubleSubject, traced_in_double, worst
 from autopar.verification.results import NUDGES, Confirmation, RankErrors, VerifyReport
 from tests.support.close import assert_close
+from tests.support.distributed.subjects import OwnSubject
 from tests.support.small_models import model_of
 
 
@@ -54,24 +55,21 @@ def test_a_good_report_passes() -> None:
     report.check()
 
 
-def test_missing_and_undefined_tensors_are_infinitely_wrong() -> None:
-    reference = {"a": torch.ones(2), "b": torch.ones(2)}
-    assert worst({"a": torch.ones(2)}, reference) == ("b", float("inf"))
-    assert worst({"a": torch.ones(2), "b": torch.tensor([1.0, float("nan")])}, reference) == ("b", float("inf"))
-
-
-def test_the_worst_tensor_is_the_one_with_the_largest_relative_error() -> None:
-    reference = {"large": torch.full((2,), 100.0), "small": torch.full((2,), 0.1)}
-    found = {"large": torch.full((2,), 100.1), "small": torch.full((2,), 0.101)}
-    name, error = worst(found, reference)
-    assert name == "small"
-    assert error == pytest.approx(0.01, rel=1e-4)
-
-
-def test_a_tensor_of_rounding_noise_is_measured_against_the_others() -> None:
-    reference = {"large": torch.ones(2), "noise": torch.full((2,), 1e-9)}
-    found = {"large": torch.ones(2), "noise": torch.zeros(2)}
-    assert worst(found, reference)[1] == pytest.approx(1e-3, rel=1e-4)
+@pytest.mark.parametrize(
+    ("found", "wanted", "name", "error"),
+    [
+        ({"a": 1.0}, {"a": 1.0, "b": 1.0}, "b", float("inf")),
+        ({"a": 1.0, "b": float("nan")}, {"a": 1.0, "b": 1.0}, "b", float("inf")),
+        ({"large": 100.1, "small": 0.101}, {"large": 100.0, "small": 0.1}, "small", 0.01),
+        # one that is nothing but rounding is measured against the others
+        ({"large": 1.0, "noise": 0.0}, {"large": 1.0, "noise": 1e-9}, "noise", 1e-3),
+    ],
+)
+def test_the_worst_tensor_is_the_one_with_the_largest_relative_error(
+    found: dict[str, float], wanted: dict[str, float], name: str, error: float
+) -> None:
+    tensors = ({key: torch.full((2,), value) for key, value in some.items()} for some in (found, wanted))
+    assert worst(*tensors) == (name, pytest.approx(error, rel=1e-4))
 
 
 def double(**changes: object) -> RankErrors:
@@ -119,23 +117,11 @@ class Casts(nn.Module):
         return torch.softmax(y, -1, dtype=torch.float32).square().sum() + torch.ones(1).mean()
 
 
-class Made:
-    """A subject of two functions: of a model, and of a batch of so many samples by a seed."""
-
-    def __init__(
-        self, build: Callable[[], nn.Module], batch: Callable[[int, int], torch.Tensor], name: str = "x"
-    ) -> None:
-        self.build, self.batch, self.name = build, batch, name
-
-    def make_batch(self, batch_size: int, *, seed: int, padded: bool = False) -> dict[str, torch.Tensor]:
-        return {self.name: self.batch(batch_size, seed)}
+def normal(width: int) -> Callable[[int, torch.Generator], dict[str, torch.Tensor]]:
+    return lambda size, generator: {"x": torch.randn(size, width, generator=generator)}
 
 
-def normal(width: int) -> Callable[[int, int], torch.Tensor]:
-    return lambda count, seed: torch.randn(count, width, generator=torch.Generator().manual_seed(seed))
-
-
-CASTS = Made(Casts, normal(7))
+CASTS = OwnSubject(Casts, normal(7))
 
 
 def test_grouped_products_have_a_float64() -> None:
@@ -185,7 +171,7 @@ def test_a_model_that_fails_on_one_device_is_told_by_its_line() -> None:
     def model() -> nn.Module:
         return model_of(lambda self, ids: self.table(ids).square().mean(), table=nn.Embedding(2, 4))
 
-    subject = Made(model, lambda count, _: torch.full((count, 3), 7), "ids")
+    subject = OwnSubject(model, lambda size, _: {"ids": torch.full((size, 3), 7)})
     graph = trace(model(), (), subject.make_batch(2, seed=0))
     plan = autopar.search(graph, cluster="cpu:1x1", global_batch_size=2)
     with pytest.raises(
@@ -203,7 +189,7 @@ def run_of(global_batch_size: int) -> _Run:
 def test_a_model_that_draws_noise_of_its_own_is_no_reference() -> None:
     def run(noise: float) -> None:
         run_of(4)._check_repeats(
-            Made(lambda: model_of(lambda self, x: (x + noise * torch.rand_like(x)).square().mean()), normal(3))
+            OwnSubject(lambda: model_of(lambda self, x: (x + noise * torch.rand_like(x)).square().mean()), normal(3))
         )
 
     run(0.0)
@@ -211,11 +197,11 @@ def test_a_model_that_draws_noise_of_its_own_is_no_reference() -> None:
         run(0.1)
 
 
-KINKED = Made(
+KINKED = OwnSubject(
     lambda: model_of(
         lambda self, x: (torch.relu(self.weight - 1.0) * 3 + self.weight * x).sum(), weight=nn.Parameter(torch.ones(()))
     ),
-    lambda *_: torch.ones(1),
+    lambda *_: {"x": torch.ones(1)},
 )
 """A unit on the kink of its ReLU: a rounding of the weight turns its gradient on."""
 
@@ -253,7 +239,7 @@ def shifted() -> nn.Module:
     return model_of(forward, weight=weight, shift=shift)
 
 
-SHIFTED = Made(shifted, normal(64))
+SHIFTED = OwnSubject(shifted, normal(64))
 
 
 def test_rounding_in_float64_is_measured_by_one_device_in_float64() -> None:

@@ -228,19 +228,13 @@ def _traced(model: str, precision: str, layers: int) -> tuple[Any, Any, Any]:
 
     from autopar import api
     from autopar.models.resolve import resolve_model
-    from tests.support.distributed.oddities import UnusualSubject
-    from tests.support.distributed.remembering import RememberingSubject
+    from tests.support.distributed.oddities import REMEMBERING, UNUSUAL
 
     recipe = api.PRECISIONS[precision]
     if model in {"remembering", "unusual"}:
-        subject: Any = RememberingSubject(statistics=True) if model == "remembering" else UnusualSubject("resting")
+        subject = REMEMBERING if model == "remembering" else UNUSUAL["resting"]
         batch = subject.make_batch(BATCH, seed=0)
-        graph = api.trace(
-            subject.build(),
-            example_inputs=subject.make_batch(2, seed=0),
-            precision=recipe.name,
-            global_batch_size=BATCH,
-        )
+        graph = subject.trace(precision=recipe.name, global_batch_size=BATCH)
         return subject.build, batch, graph
     source = resolve_model(model.format(layers=layers))
     graph = api.trace(

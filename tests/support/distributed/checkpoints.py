@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,18 +21,14 @@ from autopar.runtime.checkpoint.series import Checkpoints
 from autopar.runtime.parallel_model import ParallelModel
 from autopar.verification.reference import adamw
 from tests.support.damage import damage
+from tests.support.distributed.jobs import Batch, steps
 from tests.support.said import said
-
-Batch = Mapping[str, Tensor]
 
 
 def trained(par: ParallelModel, batches: Sequence[Batch]) -> torch.optim.Optimizer:
     """Its optimizer after a step of each batch."""
     optimizer = adamw(par.parameters())
-    for batch in batches:
-        optimizer.zero_grad()
-        par.train_step(batch)
-        optimizer.step()
+    steps(par, optimizer, batches)
     return optimizer
 
 
@@ -41,9 +37,7 @@ def saved(par: ParallelModel, batches: Sequence[Batch], folders: Sequence[str]) 
     optimizer = trained(par, batches[:1])
     for folder in folders:
         par.save(folder, optimizer)
-        optimizer.zero_grad()
-        par.train_step(batches[-1])
-        optimizer.step()
+        steps(par, optimizer, batches[-1:])
 
 
 def moved(par: ParallelModel, source: str, target: str) -> None:
@@ -120,9 +114,7 @@ def killed(par: ParallelModel, batches: Sequence[Batch], root: str, rank: int, w
     checkpoints = Checkpoints(root, asynchronous=where.startswith("beside "))
     checkpoints.save(par, optimizer)
     checkpoints.wait()
-    optimizer.zero_grad()
-    par.train_step(batches[1])
-    optimizer.step()
+    steps(par, optimizer, batches[1:])
 
     def kill(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -151,9 +143,7 @@ def beside_and_at_once(par: ParallelModel, batches: Sequence[Batch], root: str) 
     for batch in batches:
         one.save(par, optimizer)
         other.save(par, optimizer)
-        optimizer.zero_grad()
-        losses.append(par.train_step(batch).item())
-        optimizer.step()
+        losses += steps(par, optimizer, [batch])
     other.wait()
     return losses
 

@@ -105,28 +105,26 @@ def _no_gradient_sum(op: Op) -> Callable[..., Tensor]:
     return lambda x, axis, dim, _: autopar.ops.collectives.all_gather(x, axis, dim, "I")
 
 
-def _one_rank(op: Op) -> Callable[..., Tensor]:
-    """A wrong value on the last rank."""
-    right = autopar.ops.kernels.resolve(op.target)
+def _wrong(forward: float, backward: float, *, last: bool = False) -> Callable[[Op], Callable[..., Tensor]]:
+    """A wrong value, or a wrong gradient that is passed back; ``last``: on the last rank alone."""
 
-    def call(*args: Any, **kwargs: Any) -> Tensor:
-        last = dist.get_rank() == dist.get_world_size() - 1
-        return _scaled(right(*args, **kwargs), 1.25 if last else 1.0, 1.0)
+    def make(op: Op) -> Callable[..., Tensor]:
+        right = autopar.ops.kernels.resolve(op.target)
 
-    return call
+        def call(*args: Any, **kwargs: Any) -> Tensor:
+            made = right(*args, **kwargs)
+            is_wrong = not last or dist.get_rank() == dist.get_world_size() - 1
+            return _scaled(made, forward, backward) if is_wrong else made
 
+        return call
 
-def _value(op: Op) -> Callable[..., Tensor]:
-    right = autopar.ops.kernels.resolve(op.target)
-    return lambda *args, **kwargs: _scaled(right(*args, **kwargs), 1.25, 1.0)
-
-
-def _gradient(op: Op) -> Callable[..., Tensor]:
-    right = autopar.ops.kernels.resolve(op.target)
-    return lambda *args, **kwargs: _scaled(right(*args, **kwargs), 1.0, 1.25)
+    return make
 
 
 KINDS: Mapping[str, Callable[[Op], Callable[..., Tensor]]] = {
-    "no_sum": _no_sum, "no_gradient_sum": _no_gradient_sum, "one_rank": _one_rank, "value": _value,
-    "gradient": _gradient,
-}  # fmt: skip
+    "no_sum": _no_sum,
+    "no_gradient_sum": _no_gradient_sum,
+    "one_rank": _wrong(1.25, 1.0, last=True),
+    "value": _wrong(1.25, 1.0),
+    "gradient": _wrong(1.0, 1.25),
+}

@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError, UsageError
@@ -32,7 +32,7 @@ from autopar.runtime.step import local_batch
 from autopar.runtime.step.gradients import local_part
 from autopar.verification.reference import adamw, loss_of
 from tests.support.distributed.subjects import HfSubject
-from tests.support.parallel import halve, on_rank
+from tests.support.parallel import clip, halve, on_rank, state, train_step
 from tests.support.said import said
 
 Batch = Mapping[str, Tensor]
@@ -226,17 +226,27 @@ def in_another_job(parallel: ParallelModel, batch: Batch, folder: str) -> list[s
     return ended + [said(AutoparError, call) for call in calls]
 
 
-def train(parallel: ParallelModel, batches: Sequence[Batch], max_norm: float | None = None) -> dict[str, Any]:
-    """Losses, gradient norms before clipping, and final parameters."""
-    optimizer = adamw(parallel.parameters())
-    losses, norms = [], []
+def steps(parallel: ParallelModel, optimizer: torch.optim.Optimizer, batches: Sequence[Batch]) -> list[float]:
+    """The losses of a step of each batch."""
+    losses = []
     for batch in batches:
         optimizer.zero_grad()
         losses.append(parallel.train_step(batch).item())
-        if max_norm is not None:
-            norms.append(parallel.clip_grad_norm_(max_norm).item())
         optimizer.step()
-    return {"losses": losses, "norms": norms, "parameters": parallel.full_state_dict()}
+    return losses
+
+
+def train(model: nn.Module, batches: Sequence[Batch], max_norm: float | None = None) -> dict[str, Any]:
+    """Losses, gradient norms before clipping, and final parameters, of ranks or of one device."""
+    optimizer = adamw(model.parameters())
+    losses, norms = list[float](), list[float]()
+    for batch in batches:
+        optimizer.zero_grad()
+        losses.append(train_step(model, batch).item())
+        if max_norm is not None:
+            norms.append(clip(model, max_norm))
+        optimizer.step()
+    return {"losses": losses, "norms": norms, "parameters": state(model)}
 
 
 def gradients_both_ways(parallel: ParallelModel, batch: Batch) -> dict[str, Any]:
@@ -295,13 +305,10 @@ def local_batches(parallel: ParallelModel, batch: Batch) -> tuple[float, float]:
     return whole, parallel.train_step(own).item()
 
 
-def refused(parallel: ParallelModel, batch: Batch) -> str:
-    """The message with which a call is refused."""
-    return said(AutoparError, parallel, **batch)
-
-
-def step_refused(parallel: ParallelModel, batch: Batch, kind: str) -> str:
-    """The message with which a step of torch's optimizer of that name, or torch's clipping of gradients, is refused."""
+def refused(parallel: ParallelModel, batch: Batch, kind: str) -> str:
+    """The message with which a call, torch's clipping of gradients, or a step of torch's optimizer of that name is refused."""
+    if kind == "call":
+        return said(AutoparError, parallel, **batch)
     if kind == "clipping":
         parallel.train_step(batch)
         return said(AutoparError, torch.nn.utils.clip_grad_norm_, [p for p in parallel.parameters() if p.ndim > 1], 1.0)
@@ -313,31 +320,26 @@ def step_refused(parallel: ParallelModel, batch: Batch, kind: str) -> str:
 def save_run(parallel: ParallelModel, batches: Sequence[Batch], folder: str) -> list[float]:
     """Trains on the first batch, saves, goes on; the losses after saving."""
     optimizer = adamw(parallel.parameters())
-    parallel.train_step(batches[0])
-    optimizer.step()
+    steps(parallel, optimizer, batches[:1])
     parallel.save(Path(folder), optimizer)
-    return _continue(parallel, optimizer, batches[1:])
+    return steps(parallel, optimizer, batches[1:])
 
 
-def load_run(
-    parallel: ParallelModel, batches: Sequence[Batch], folder: str, kept: str | None = None
-) -> tuple[int, list[float]]:
-    """Loads into other weights, saves that if asked to, and goes on; the step counter and the losses."""
+def load_run(parallel: ParallelModel, batches: Sequence[Batch], folder: str, kept: str) -> tuple[int, list[float]]:
+    """Loads into other weights, saves that elsewhere, and goes on; the step counter and the losses."""
     parallel.seed = 3
     halve(parallel)
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.5)
     parallel.load(Path(folder), optimizer)
-    if kept is not None:
-        parallel.save(Path(kept), optimizer)
-    return parallel.step_count, _continue(parallel, optimizer, batches[1:])
+    parallel.save(Path(kept), optimizer)
+    return parallel.step_count, steps(parallel, optimizer, batches[1:])
 
 
 def saves_that_fail(parallel: ParallelModel, batch: Batch, folder: str) -> dict[str, tuple[str, list[str]]]:
     """What is said of saves over a whole checkpoint, and the files that are new after each: the last rank's disk is full, the first
     one's, and each rank has a folder of its own."""
     rank, optimizer = dist.get_rank(), adamw(parallel.parameters())
-    parallel.train_step(batch)
-    optimizer.step()
+    steps(parallel, optimizer, [batch])
     parallel.save(folder, optimizer)
     before, found = set(Path(folder).rglob("*")), dict[str, tuple[str, list[str]]]()
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -419,15 +421,6 @@ def rate_of(name: str) -> float:
 def launched_loss(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) -> float:
     """The loss of a launched job."""
     return launch(subject.build(), lambda: (plan, graph), device_type="cpu").train_step(batch).item()
-
-
-def _continue(parallel: ParallelModel, optimizer: torch.optim.Optimizer, batches: Sequence[Batch]) -> list[float]:
-    losses = []
-    for batch in batches:
-        optimizer.zero_grad()
-        losses.append(parallel.train_step(batch).item())
-        optimizer.step()
-    return losses
 
 
 def launched_from(
@@ -518,9 +511,7 @@ def held_bytes(parallel: ParallelModel, batch: Batch, optimizer_name: str = "ada
 def host_bytes(parallel: ParallelModel, batch: Batch) -> dict[str, int]:
     """Of this rank: what lies on the host of parameters, gradients and states after two steps, and states on the device."""
     optimizer = adamw(parallel.parameters())
-    for _ in range(2):
-        parallel.train_step(batch)
-        optimizer.step()
+    steps(parallel, optimizer, [batch, batch])
     copies = list(parallel._local_steps._hosts.values())
     states = [value for state in optimizer.state.values() for value in state.values()]
     return {

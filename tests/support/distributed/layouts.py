@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from autopar import api
 from autopar.plan.mesh import Mesh
-from autopar.plan.plan import BF16, Plan, Recompute
-from autopar.tracing.trace import trace
+from autopar.plan.plan import FP32, Plan, Precision, PrecisionName
+from autopar.verification.against_one_device import verify
 from autopar.verification.rank_pool import WorkerPool
-from autopar.verification.reference import adamw, loss_of
+from autopar.verification.results import VerifyReport
 from tests.support.close import assert_close
 from tests.support.distributed import jobs
 from tests.support.distributed.plans import make_plan, micro_batch_size
-from tests.support.distributed.subjects import HfSubject, graph_of
+from tests.support.distributed.subjects import HfSubject, Unpadded, graph_of
 
 CHEAP_MEMORY = {"memory_price": 0.01}
 """Then parameters stay whole where that saves communication, and their gradients are summed over tp."""
@@ -52,27 +51,51 @@ LAYOUTS: dict[str, tuple[Mesh, dict[str, Any]]] = {
 }
 
 
-def traced(kind: str, dropout: float = 0.0) -> tuple[HfSubject, Any]:
-    subject = HfSubject(kind, dropout=dropout)
-    return subject, graph_of(subject)
+SEQUENCES = {
+    "cp4 gather": "cp=4 cp_attention=gather zero=0",
+    "cp2 x tp2 gather": "cp=2 tp=2 cp_attention=gather",
+    "cp2 x dp2 ZeRO 3 gather": "cp=2 dp_shard=2 cp_attention=gather zero=3",
+    "pp2 x cp2 gather": "pp=2 cp=2 cp_attention=gather zero=0",
+    "cp2 x tp2 ulysses": "cp=2 tp=2 cp_attention=ulysses",
+    "cp2 x dp2 ZeRO 3 ulysses": "cp=2 dp_shard=2 cp_attention=ulysses zero=3",
+    "cp4 ring": "cp=4 cp_attention=ring zero=0",
+    "cp2 x tp2 ring": "cp=2 tp=2 cp_attention=ring",
+    "cp2 x tp2 ring made again": "cp=2 tp=2 cp_attention=ring recompute=selective",
+    "cp2 x dp2 ZeRO 1 ring": "cp=2 dp_shard=2 cp_attention=ring zero=1",
+}
+"""Those that split sequences, by their pins."""
 
 
 @cache
-def traced_in_half(kind: str) -> Any:
-    """For plans in float16."""
-    subject = HfSubject(kind)
-    return api.trace(subject.build(), example_inputs=subject.make_batch(2, seed=0), precision="fp16", name="half")
+def traced(kind: str, dropout: float = 0.0, precision: PrecisionName = "fp32") -> tuple[HfSubject, Any]:
+    """``kind``: of a subject with a padding mask, or ``unmasked`` behind it."""
+    name, _, unmasked = kind.partition(" ")
+    subject = (Unpadded if unmasked else HfSubject)(name, dropout=dropout)
+    if precision == "fp32":
+        return subject, graph_of(subject)
+    example = subject.make_batch(2, seed=0)
+    return subject, api.trace(subject.build(), example_inputs=example, precision=precision, name=name)
 
 
-def planned(layout: str, kind: str, dropout: float = 0.0, **changes: Any) -> tuple[HfSubject, Any, Any]:
-    mesh, options = LAYOUTS[layout]
-    return planned_on(mesh, kind, dropout, **{**options, **changes})
-
-
-def planned_on(mesh: Mesh, kind: str = "gpt2", dropout: float = 0.0, **options: Any) -> tuple[HfSubject, Any, Any]:
-    subject, graph = traced(kind, dropout)
-    plan = make_plan(graph, mesh, global_batch_size=16, micro_batch_size=micro_batch_size(mesh, 16), **options)
+def planned(
+    layout: str, kind: str, dropout: float = 0.0, precision: Precision = FP32, **changes: Any
+) -> tuple[HfSubject, Any, Any]:
+    """``changes``: of the plan, or pins where it splits sequences."""
+    if layout not in SEQUENCES:
+        mesh, options = LAYOUTS[layout]
+        return planned_on(mesh, kind, dropout, precision, **{**options, **changes})
+    subject, graph = traced(kind, dropout, precision.name)
+    pins = [*SEQUENCES[layout].split(), "num_micro_batches=2", *(f"{name}={value}" for name, value in changes.items())]
+    plan = api.estimate(graph, cluster="cpu:1x4", global_batch_size=16, pins=pins, precision=precision.name)
     return subject, plan, graph
+
+
+def planned_on(
+    mesh: Mesh, kind: str = "gpt2", dropout: float = 0.0, precision: Precision = FP32, **options: Any
+) -> tuple[HfSubject, Any, Any]:
+    subject, graph = traced(kind, dropout, precision.name)
+    sizes = {"global_batch_size": 16, "micro_batch_size": micro_batch_size(mesh, 16)}
+    return subject, make_plan(graph, mesh, precision=precision, **sizes, **options), graph
 
 
 def batches(subject: HfSubject, count: int) -> list[dict[str, Tensor]]:
@@ -92,44 +115,31 @@ def on_batch(pool: WorkerPool, job: Any, subject: Any, plan: Plan, graph: Any, *
 
 
 @cache
-def clipped(subject: Any, batch_size: int) -> tuple[list[float], dict[str, Tensor]]:
+def clipped(subject: Any, batch_size: int) -> dict[str, Any]:
     """Norms before they are clipped to 0.1, and parameters after two steps of one device."""
-    model = subject.build()
-    optimizer = adamw(model.parameters())
-    norms = []
-    for seed in range(2):
-        batch = subject.make_batch(batch_size, seed=seed)
-        optimizer.zero_grad()
-        loss_of(model(**batch)).backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).item())
-        optimizer.step()
-    return norms, dict(model.named_parameters())
+    return jobs.train(subject.build(), [subject.make_batch(batch_size, seed=seed) for seed in range(2)], 0.1)
 
 
 def clips_as_one_device(pool: WorkerPool, subject: Any, plan: Plan, graph: Any, *, alone: bool = False) -> None:
     """Norms and parameters on every rank, over two steps; ``alone``: each parameter is measured by its own largest element."""
-    norms, parameters = clipped(subject, plan.global_batch_size)
+    wanted = clipped(subject, plan.global_batch_size)
+    own = wanted["parameters"]
     data = [subject.make_batch(plan.global_batch_size, seed=seed) for seed in range(2)]
     for rank in on_ranks(pool, jobs.train, subject, plan, graph, data, 0.1):
-        assert rank["norms"] == pytest.approx(norms, rel=1e-5)
-        for some in [{name: value} for name, value in parameters.items()] if alone else [parameters]:
+        assert rank["norms"] == pytest.approx(wanted["norms"], rel=1e-5)
+        for some in [{name: value} for name, value in own.items()] if alone else [own]:
             assert_close(rank["parameters"], some, 1e-4)
 
 
-LAYOUTS_OF_CASTS = {**LAYOUTS, "pp2 x dp2 ZeRO 3 without shards": (Mesh(pp=2, dp_replicate=2), {"zero_stage": 3})}
-"""Where FSDP casts, it may free what it has cast though there is nothing to shard."""
-
-
-@cache
-def traced_low() -> Any:
-    subject = HfSubject("llama")
-    return trace(subject.build().bfloat16(), kwargs=subject.make_batch(2, seed=0), name="llama")
-
-
-def bf16_plan(layout: str) -> tuple[Any, Any]:
-    graph, (mesh, options) = traced_low(), LAYOUTS_OF_CASTS[layout]
-    micro = micro_batch_size(mesh, 16)
-    return make_plan(graph, mesh, global_batch_size=16, micro_batch_size=micro, precision=BF16, **options), graph
+def equals_one_device(
+    pool: WorkerPool, subject: Any, plan: Plan, graph: Any, *, steps: int = 2, **how: Any
+) -> VerifyReport:
+    """Verified on every rank; no two steps have one loss."""
+    report = verify(subject, plan, graph, steps=steps, pool=pool, run_timeout_s=60.0, **how)
+    report.check()
+    assert len(report.rows) == plan.mesh.world_size
+    assert len(set(report.reference_losses)) == steps
+    return report
 
 
 def goes_on(pool: WorkerPool, subject: Any, graph: Any, data: Sequence[Any], folder: Path, *plans: Plan) -> None:
@@ -139,28 +149,3 @@ def goes_on(pool: WorkerPool, subject: Any, graph: Any, data: Sequence[Any], fol
         folders = str(folder / f"{number}"), str(folder / f"{number + 1}")
         for found in on_ranks(pool, jobs.load_run, subject, plan, graph, data, *folders):
             assert found == (1, pytest.approx(losses, rel=1e-5)), f"{plan.mesh} after {plans[number].mesh}"
-
-
-def stays_near_fp32(pool: WorkerPool, subject: HfSubject, plan: Plan, graph: Any) -> None:
-    """Of a plan in bfloat16: the first loss is near to that of one device in float32, and parameters rest in float32."""
-    data = batches(subject, 2)
-    exact = loss_of(subject.build()(**data[0])).item()
-    found = on_ranks(pool, jobs.train, subject, plan, graph, data)
-    for rank in found:
-        assert rank["losses"] == found[0]["losses"]
-        assert rank["losses"][0] == pytest.approx(exact, rel=1e-2)
-        assert all(tensor.dtype == torch.float32 for tensor in rank["parameters"].values())
-
-
-def drops_the_same_again(pool: WorkerPool, subject: HfSubject, graph: Any, plans: Mapping[Recompute, Plan]) -> None:
-    """Training with dropout under plans that differ in what they recompute."""
-    data = batches(subject, 2)
-    found = {mode: on_ranks(pool, jobs.train, subject, plan, graph, data) for mode, plan in plans.items()}
-    plain = found["none"][0]
-    dry = loss_of(HfSubject(subject.kind).build()(**data[0])).item()
-    assert plain["losses"][0] != pytest.approx(dry, rel=1e-5)
-    for mode, ranks in found.items():
-        for rank in ranks:
-            assert rank["losses"] == pytest.approx(plain["losses"], rel=1e-6)
-            if mode == "full":
-                assert_close(rank["parameters"], plain["parameters"], 1e-5)

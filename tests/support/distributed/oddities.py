@@ -1,8 +1,7 @@
-"""Subjects that ranks import by name: branches on values, losses over pairs of samples."""
+"""Odd models that ranks import by name, and subjects of them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import cast
 
@@ -11,10 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.support.distributed.subjects import OwnSubject, texts
 from tests.support.lower import unusual as u
 
+SAMPLES, TOKENS, WIDTH = 4, 16, 32
+"""Of :class:`Masked`."""
 
-class Layers(u.Around):
+
+class Routers(u.Around):
     """Routers that branch on values, in layers that a pipeline can part."""
 
     def __init__(self) -> None:
@@ -183,39 +186,156 @@ class Sinks(nn.Module):
         return F.cross_entropy(found.flatten(0, 1), y.flatten())
 
 
-@dataclass(frozen=True)
-class SinksSubject:
-    def build(self) -> nn.Module:
-        torch.manual_seed(0)
-        return Sinks()
+class Masked(nn.Module):
+    """Every token of a batch has a row of its own in the table, whose gradient is what dropout left of it."""
 
-    def make_batch(self, batch_size: int, *, seed: int, padded: bool = False) -> dict[str, Tensor]:
-        generator = torch.Generator().manual_seed(seed)
-        x = torch.randn(batch_size, 6, 8, generator=generator)
-        return {"x": x, "y": torch.randint(0, 8, (batch_size, 6), generator=generator)}
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(SAMPLES * TOKENS, WIDTH)
 
-
-_MODELS = {"pairs": partial(u.Pairs, "contrastive"), "routers": Layers, "rolls": Rolling, "shared": Shared}
-_MODELS |= {"resting": Resting, "checkpointed": Checkpointed, "spectral": Spectral}
-_MODELS |= {"passing": Passing, "unread": Unread, "frozen": Frozen}
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.table(input_ids)
+        heads = x.detach().unflatten(-1, (4, 8)).transpose(1, 2)
+        seen = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+        return F.dropout(x + 1e-3 * seen.transpose(1, 2).flatten(2), 0.5).mean()
 
 
-@dataclass(frozen=True)
-class UnusualSubject:
-    """``kind``: pairs (a contrastive loss with a scalar parameter), routers, rolls, shared (weights of two layers), resting (parts in
-    ``eval()``), checkpointed, spectral (complex numbers), passing (all kinds of values between layers), unread (no gradient goes
-    back to the first layers), or frozen (the first layers)."""
+def places(size: int, _: torch.Generator) -> dict[str, Tensor]:
+    return {"input_ids": torch.arange(size * TOKENS).view(size, TOKENS)}
 
-    kind: str
 
-    def build(self) -> nn.Module:
-        torch.manual_seed(0)
-        return _MODELS[self.kind]()
+MASKED = OwnSubject(Masked, places)
 
-    def make_batch(self, batch_size: int, *, seed: int, padded: bool = False) -> dict[str, Tensor]:
-        torch.manual_seed(seed)
-        example = u.pairs() if self.kind == "pairs" else u.batch()
-        return {
-            name: torch.randn(batch_size, *x.shape[1:]) if x.is_floating_point() else torch.randint(0, 4, (batch_size,))
-            for name, x in example.items()
-        }
+
+class Remembering(nn.Module):
+    """Spectral norm, a step counter and, with ``statistics``, batch norm (one module twice) and a mean over samples."""
+
+    def __init__(self, statistics: bool) -> None:
+        super().__init__()
+        self.first = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 16, bias=False))
+        self.norm = nn.BatchNorm1d(16) if statistics else nn.LayerNorm(16)
+        self.last = nn.Linear(16, 16, bias=False)
+        self.statistics = statistics
+        self.register_buffer("mean", torch.zeros(16))
+        self.register_buffer("steps", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        y = self.norm(self.first(x))
+        y = self.last(F.gelu(y))
+        with torch.no_grad():
+            self.steps += 1
+            if self.statistics:
+                self.mean.mul_(0.9).add_((y * y).mean(0), alpha=0.1)
+        if self.statistics:
+            y = self.norm(y) + self.mean
+        scale = 1 + 1 / (1 + self.steps.float())
+        return {"loss": (scale * torch.sigmoid(2 * y + 1) * y).mean()}
+
+
+def vectors(size: int, generator: torch.Generator) -> dict[str, Tensor]:
+    return {"x": torch.randn(size, 8, generator=generator)}
+
+
+REMEMBERING, WITHOUT_STATISTICS = (OwnSubject(partial(Remembering, given), vectors) for given in (True, False))
+
+
+class Counting(nn.Module):
+    """Adds up a mean over all elements, a sum over samples, one over the tokens that count, and a product of means over samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.up, self.down = nn.Embedding(96, 32), nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        x = x + self.down(F.gelu(self.up(x)))
+        valid = (labels >= 0).to(x.dtype)
+        of_tokens = (x.square().mean(-1) * valid).sum() / valid.sum()
+        of_samples = (x.mean((1, 2)) - 0.5).square().sum() / 10
+        shares = valid.mean(0) * (x.abs().mean(-1)).mean(0)
+        return x.square().mean() + of_samples + of_tokens + shares.sum()
+
+
+def counted(size: int, generator: torch.Generator) -> dict[str, Tensor]:
+    batch = texts(size, generator)
+    return {name: batch[name] for name in ("input_ids", "labels")}
+
+
+COUNTING = OwnSubject(Counting, counted)
+
+
+class Layer(nn.Module):
+    """A convolution with a batch norm, ``times`` over."""
+
+    def __init__(self, norm: nn.Module, times: int = 1) -> None:
+        super().__init__()
+        self.conv, self.norm, self.times = nn.Conv2d(8, 8, 3, padding=1, bias=False), norm, times
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            x = x + F.relu(self.norm(self.conv(x)))
+        return x
+
+
+class Residual(nn.Module):
+    """Batch norms of all kinds: of the input, called twice, a cumulative average, frozen, synchronized, of vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given, self.stem = nn.BatchNorm2d(4, affine=False), nn.Conv2d(4, 8, 1, bias=False)
+        norms = (nn.BatchNorm2d(8), nn.BatchNorm2d(8, momentum=None), nn.BatchNorm2d(8).eval(), nn.SyncBatchNorm(8))
+        self.layers = nn.ModuleList([Layer(norm, times=2 - i % 2) for i, norm in enumerate(norms)])
+        self.last, self.head = nn.BatchNorm1d(8, affine=False), nn.Linear(8, 6)
+
+    def forward(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = self.stem(self.given(images))
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(self.last(x.mean((2, 3))))
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits, "map": x}
+
+
+class Routed(nn.Module):
+    """A loss beside the loss that takes means over the batch in its middle, and a batch norm without running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.route, self.down = nn.Conv2d(4, 8, 3), nn.Linear(8, 4), nn.Linear(8, 6)
+        self.norm = nn.BatchNorm1d(8, track_running_stats=False)
+
+    def forward(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = F.gelu(self.up(images)).flatten(2).transpose(1, 2)
+        shares = self.route(x).softmax(-1)
+        balance = (shares.mean((0, 1)) * (shares > 0.25).to(x.dtype).mean((0, 1))).sum() * 4
+        spread = (x.square().mean((0, 1)) + 1).log().sum()
+        logits = self.down(self.norm((x * shares.amax(-1, keepdim=True)).sum(1)))
+        return {"loss": F.cross_entropy(logits, labels) + balance + 0.1 * spread, "logits": logits}
+
+
+def images(size: int, generator: torch.Generator) -> dict[str, Tensor]:
+    """Of another mean and deviation in each batch."""
+    drawn = torch.randn(size, 4, 6, 6, generator=generator, dtype=torch.float64) * generator.initial_seed() + 1
+    return {"images": drawn, "labels": torch.randint(6, (size,), generator=generator)}
+
+
+def in_double(kind: type[nn.Module]) -> nn.Module:
+    return kind().double()
+
+
+MEETING = {kind: OwnSubject(partial(in_double, kind), images) for kind in (Residual, Routed)}
+
+
+def rows(size: int, generator: torch.Generator) -> dict[str, Tensor]:
+    x = torch.randn(size, 6, 8, generator=generator)
+    return {"x": x, "y": torch.randint(0, 8, (size, 6), generator=generator)}
+
+
+UNUSUAL = {
+    "pairs": OwnSubject(partial(u.Pairs, "contrastive"), u.drawn_pairs),
+    "sinks": OwnSubject(Sinks, rows),
+} | {
+    kind.__name__.lower(): OwnSubject(kind, u.drawn)
+    for kind in (Routers, Rolling, Shared, Resting, Checkpointed, Spectral, Passing, Unread, Frozen)
+}
+"""By name: a contrastive loss with a scalar parameter; attention with a column more than keys; branches on values; numbers read from the batch; weights of two layers; parts in
+``eval()``; recompute; complex numbers; all kinds of values between layers; no gradient back to the first layers; frozen ones."""

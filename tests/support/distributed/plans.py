@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from math import prod
+from typing import Any
 
 from autopar.graph.graph import Graph, Op, Ref, TensorSpec
 from autopar.graph.rewrites import compact
@@ -13,35 +16,18 @@ from autopar.plan.plan import (
     AxisTyping,
     BlockLayout,
     BlockPlan,
-    ModelInfo,
     Plan,
     Precision,
     Recompute,
     ScheduleName,
-    SearchRecord,
     StagePlan,
 )
-from autopar.plan.prediction import Breakdown, Prediction
 from autopar.planner.sharding.block_chain import AxisSolver, owners_of
 from autopar.planner.sharding.block_table import AxisCosts
 from autopar.planner.sharding.energy import Cost, Weights
 from autopar.planner.sharding.input_axes import solve_batch
 from autopar.rules.apply import shard
-
-UNPRICED = Prediction(
-    step_time_s=1.0,
-    step_time_interval_s=(1.0, 1.0),
-    peak_memory_bytes=1,
-    memory_limit_bytes=1,
-    mfu=1.0,
-    tokens_per_s=1.0,
-    breakdown=Breakdown(
-        compute_s=1.0, recompute_s=0.0, tensor_parallel_s=0.0, data_parallel_s=0.0, pipeline_s=0.0, bubble_s=0.0,
-        optimizer_s=0.0,
-    ),
-    memory=(),
-)  # fmt: skip
-"""Of a plan that nobody has priced."""
+from tests.support.example_plans import single_plan
 
 
 def micro_batch_size(mesh: Mesh, global_batch_size: int) -> int:
@@ -107,36 +93,41 @@ def make_plan(
         solution = solver.solve(Weights(per_step_s=1.0, saved_byte=0.1, state_byte=memory_price))
         for i, found in enumerate(solution.blocks):
             typings[i].append(found)
-    blocks = tuple(
-        BlockPlan(index=b.index, label=b.label, layout=small.class_of[b.index], recompute=recompute)
-        for b in graph.blocks
-    )
     stages = mesh.pp * virtual_stages
-    cuts = [round(i * len(blocks) / stages) for i in range(stages + 1)]
-    return Plan(
-        model=ModelInfo(
-            name=graph.name, fingerprint=graph.fingerprint, num_parameters=graph.num_parameters, flops_per_sample=1.0,
-            tokens_per_sample=1,
-        ),
+    layouts = [
+        BlockLayout(block_hash=block.hash, typings=tuple(t))
+        for block, t in zip(small.graph.blocks, typings, strict=True)
+    ]
+    plan = unpriced(
+        graph, mesh, layouts, cuts=[round(i * len(graph.blocks) / stages) for i in range(1, stages)],
+        global_batch_size=global_batch_size, micro_batch_size=micro_batch_size, virtual_stages=virtual_stages,
+        schedule=schedule if stages > 1 else "none", zero_stage=zero_stage, precision=precision,
+        prelude=tuple(batch.strategies[op.name].name for op in graph.prelude),
+    )  # fmt: skip
+    own = (replace(b, layout=small.class_of[b.index], recompute=recompute) for b in plan.blocks)
+    return replace(plan, blocks=tuple(own))
+
+
+def unpriced(
+    graph: Graph, mesh: Mesh, layouts: Sequence[BlockLayout], *, cuts: Sequence[int] = (), pp: int = 0, **fields: Any
+) -> Plan:
+    """A plan with a layout for each block, cut into stages that take turns on ``pp`` ranks, or on those of the mesh."""
+    base, ends = single_plan(), pairwise((0, *cuts, len(graph.blocks)))
+    model = replace(
+        base.model, name=graph.name, fingerprint=graph.fingerprint, num_parameters=graph.num_parameters,
+        tokens_per_sample=1,
+    )  # fmt: skip
+    return replace(
+        base,
+        model=model,
         cluster=f"cpu:1x{mesh.world_size}",
         mesh=mesh,
-        global_batch_size=global_batch_size,
-        micro_batch_size=micro_batch_size,
-        schedule=schedule if stages > 1 else "none",
-        virtual_stages=virtual_stages,
-        zero_stage=zero_stage,
-        precision=precision,
-        optimizer="adamw",
-        prelude=tuple(batch.strategies[op.name].name for op in graph.prelude),
-        layouts=tuple(
-            BlockLayout(block_hash=block.hash, typings=tuple(t))
-            for block, t in zip(small.graph.blocks, typings, strict=True)
-        ),
-        blocks=blocks,
-        stages=tuple(StagePlan(index=i, start=cuts[i], stop=cuts[i + 1], pp_rank=i % mesh.pp) for i in range(stages)),
-        predicted=UNPRICED,
-        search=SearchRecord(wall_time_s=0.0, candidates=1, evaluated=1, lower_bound_s=0.0, gap=0.0),
-    )  # fmt: skip
+        layouts=tuple(layouts),
+        blocks=tuple(BlockPlan(index=b.index, label=b.label, layout=b.index) for b in graph.blocks),
+        stages=tuple(StagePlan(index=i, start=a, stop=b, pp_rank=i % (pp or mesh.pp)) for i, (a, b) in enumerate(ends)),
+        predicted=replace(base.predicted, memory=()),
+        **fields,
+    )
 
 
 def _typing(graph: Graph, batch: object, index: int) -> AxisTyping:

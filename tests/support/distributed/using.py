@@ -21,7 +21,7 @@ from autopar.request import Request
 from autopar.runtime.launch import launch
 from autopar.runtime.parallel_model import ParallelModel
 from autopar.verification.reference import adamw
-from tests.support.distributed.jobs import Batch
+from tests.support.distributed.jobs import Batch, steps
 from tests.support.distributed.subjects import HfSubject
 from tests.support.parallel import halve
 
@@ -73,17 +73,14 @@ def without_a_cluster(subject: HfSubject, batch: Batch) -> tuple[str, str, list[
 
 def saved_by_torch(parallel: ParallelModel, batch: Batch, folder: str) -> float:
     """The loss after a step, of a model that ``torch.distributed.checkpoint`` then saves."""
-    optimizer = adamw(parallel.parameters())
-    parallel.train_step(batch)
-    optimizer.step()
+    steps(parallel, adamw(parallel.parameters()), [batch])
     dcp.save({"model": parallel}, checkpoint_id=folder)
     return parallel.evaluate(batch).item()
 
 
-def loaded_by_torch(parallel: ParallelModel, batch: Batch, folder: str, kept: str | None = None) -> tuple[int, float]:
-    """Steps and loss of a model of other weights that ``torch.distributed.checkpoint`` has loaded, and saved if asked to."""
+def loaded_by_torch(parallel: ParallelModel, batch: Batch, folder: str, kept: str) -> tuple[int, float]:
+    """Steps and loss of a model of other weights that ``torch.distributed.checkpoint`` has loaded, and saved elsewhere."""
     halve(parallel)
     dcp.load({"model": parallel}, checkpoint_id=folder)
-    if kept is not None:
-        dcp.save({"model": parallel}, checkpoint_id=kept)
+    dcp.save({"model": parallel}, checkpoint_id=kept)
     return parallel.step_count, parallel.evaluate(batch).item()

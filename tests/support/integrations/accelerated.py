@@ -6,7 +6,6 @@ from typing import Any
 
 import accelerate
 import torch
-from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DataLoaderConfiguration
 from torch import nn
 from torch.utils.data import DataLoader
@@ -15,16 +14,8 @@ from autopar.errors import UsageError
 from autopar.graph.graph import Graph
 from autopar.integrations.loss import step_loss
 from autopar.plan.plan import Plan
-from tests.support.integrations.ranks import BATCH, SUBJECT, Texts
-from tests.support.parallel import on_rank
+from tests.support.integrations.ranks import BATCH, SUBJECT, Texts, as_parallel, forget
 from tests.support.said import said
-from tests.support.scripts import as_under_torchrun
-
-
-def forget() -> None:
-    """Accelerate keeps what it knows of a job for the life of a process."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 def loop(
@@ -84,10 +75,7 @@ def parallel(
     """One rank; ``own``: options of the loop with a loader of the parallel model."""
     from autopar.integrations.accelerate import Accelerator
 
-    forget()
-    model = SUBJECT.build()
-    with as_under_torchrun():
-        par = on_rank(model, plan, graph)
+    with as_parallel(plan, graph) as par:
         accelerator = Accelerator(gradient_accumulation_steps=accumulated, cpu=True, mixed_precision=precision)
         if own is not None:
             return loop(accelerator, par, par.dataloader(Texts(), seed=4), **own)
@@ -100,10 +88,8 @@ def given_to_others(plan: Plan, graph: Graph) -> list[str]:
 
     from autopar.integrations.accelerate import Accelerator
 
-    forget()
-    model, found = SUBJECT.build(), []
-    with as_under_torchrun():
-        par = on_rank(model, plan, graph)
+    found = []
+    with as_parallel(plan, graph) as par:
         arguments = transformers.TrainingArguments("unused", use_cpu=True, report_to=[])
         for attempt in (
             lambda: accelerate.Accelerator(cpu=True).prepare(par),
@@ -114,5 +100,4 @@ def given_to_others(plan: Plan, graph: Graph) -> list[str]:
         ):
             forget()
             found.append(said(UsageError, attempt))
-    forget()
     return found

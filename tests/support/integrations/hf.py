@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -11,11 +11,8 @@ import transformers
 from autopar.errors import UsageError
 from autopar.graph.graph import Graph
 from autopar.plan.plan import Plan
-from tests.support.integrations.accelerated import forget
-from tests.support.integrations.ranks import BATCH, SUBJECT, Texts
-from tests.support.parallel import on_rank
+from tests.support.integrations.ranks import BATCH, SUBJECT, Texts, as_parallel, forget
 from tests.support.said import said
-from tests.support.scripts import as_under_torchrun
 
 NUMBERS = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_accuracy", "epoch", "step")
 
@@ -41,18 +38,18 @@ class Steps(transformers.TrainerCallback):
     """Counts what it is called for; stops after some steps."""
 
     def __init__(self, stop_after: int | None) -> None:
-        self.stop_after, self.called = stop_after, dict[str, int]()
+        self.stop_after, self.called = stop_after, Counter[str]()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.called["step"] = self.called.get("step", 0) + 1
+        self.called["step"] += 1
         if self.stop_after == state.global_step:
             control.should_training_stop = True
 
     def on_evaluate(self, *_: Any, **__: Any) -> None:
-        self.called["evaluate"] = self.called.get("evaluate", 0) + 1
+        self.called["evaluate"] += 1
 
     def on_save(self, *_: Any, **__: Any) -> None:
-        self.called["save"] = self.called.get("save", 0) + 1
+        self.called["save"] += 1
 
 
 def trained(
@@ -90,10 +87,7 @@ def parallel(plan: Plan, graph: Graph, folder: str, changes: dict[str, Any], opt
     """One rank."""
     from autopar.integrations.hf import Trainer
 
-    forget()
-    model = SUBJECT.build()
-    with as_under_torchrun():
-        par = on_rank(model, plan, graph)
+    with as_parallel(plan, graph) as par:
         return trained(Trainer, par, folder, changes, **options)
 
 
@@ -101,14 +95,13 @@ def refused(plan: Plan, graph: Graph, folder: str) -> list[str]:
     """What is said where the Trainer is asked for what the plan has settled, or for what it cannot do."""
     from autopar.integrations.hf import Trainer
 
-    model, found = SUBJECT.build(), []
+    found = []
     asked: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
-        (model, {}, {}), (None, {"per_device_train_batch_size": 4}, {}),
+        (SUBJECT.build(), {}, {}), (None, {"per_device_train_batch_size": 4}, {}),
         (None, {}, {"compute_loss_func": lambda *_: 0}), (None, {"bf16": True}, {}),
         (None, {"gradient_checkpointing": True}, {}), (None, {"auto_find_batch_size": True}, {}),
     ]  # fmt: skip
-    with as_under_torchrun():
-        par = on_rank(model, plan, graph)
+    with as_parallel(plan, graph) as par:
         for given, changes, options in asked:
             forget()
             options |= {"train_dataset": Texts(), "eval_dataset": Texts()}
@@ -116,7 +109,3 @@ def refused(plan: Plan, graph: Graph, folder: str) -> list[str]:
         trainer = Trainer(par, arguments(folder), train_dataset=Texts(), eval_dataset=Texts())
         found.append(said(UsageError, trainer.train, resume_from_checkpoint=True))
     return found
-
-
-def all_files(folder: Path) -> list[str]:
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())

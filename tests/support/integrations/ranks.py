@@ -1,19 +1,25 @@
-"""What the ranks of the integrations' tests have in common: data, names of plans."""
+"""What the ranks of the integrations' tests have in common: data, names of plans, a parallel model under torchrun."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from autopar import api
 from autopar.graph.graph import Graph
 from autopar.plan.plan import Plan, PrecisionName
+from autopar.runtime.parallel_model import ParallelModel
 from tests.support.distributed.layouts import LAYOUTS
 from tests.support.distributed.plans import make_plan, micro_batch_size
 from tests.support.distributed.subjects import HfSubject
+from tests.support.parallel import on_rank
+from tests.support.scripts import as_under_torchrun
 
 SUBJECT = HfSubject("gpt2")
 BATCH, SAMPLES = 8, 27
@@ -46,3 +52,19 @@ class Texts(Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, i: int) -> dict[str, Any]:
         return {name: value[i] for name, value in self.batch.items()}
+
+
+def forget() -> None:
+    """Accelerate keeps what it knows of a job for the life of a process."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+@contextmanager
+def as_parallel(plan: Plan, graph: Graph) -> Iterator[ParallelModel]:
+    """The subject's, of one of torchrun's ranks."""
+    forget()
+    model = SUBJECT.build()  # the Trainer looks at it
+    with as_under_torchrun():
+        yield on_rank(model, plan, graph)
+    forget()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -26,12 +27,14 @@ def check(
     batch: dict[str, Tensor],
     pins: Sequence[str],
     *,
-    ranks: int = 4,
     opaque: Sequence[str] = (),
     loss_fn: LossFunction | None = None,
     graph: Graph | None = None,
 ) -> Plan:
-    """Plan for the batch under the pins, run it, and compare loss and every gradient with the model's; ``graph``: its trace."""
+    """Plan for the batch on as many ranks as the pins say, run it, and compare loss and every gradient with the model's; ``graph``:
+    its trace."""
+    degrees = (pin.split("=") for pin in pins if pin.startswith(("tp=", "cp=", "pp=", "dp_shard=", "dp_replicate=")))
+    ranks = prod(int(degree) for _, degree in degrees)
     size = next(iter(batch.values())).shape[0]
     if graph is None:
         graph = api.trace(model, example_inputs=batch, opaque=opaque, loss_fn=loss_fn, global_batch_size=size)

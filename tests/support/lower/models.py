@@ -4,46 +4,28 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise
 
 import torch
 
 from autopar.graph.graph import Graph
 from autopar.lower.program import Program, lower
 from autopar.plan.mesh import I, Mesh
-from autopar.plan.plan import AxisTyping, BlockLayout, BlockPlan, Plan, StagePlan
+from autopar.plan.plan import AxisTyping, BlockLayout, Plan
 from autopar.rules.apply import shard
 from autopar.rules.strategy import Typing
 from autopar.tracing.trace import trace
-from tests.support.example_plans import single_plan
+from tests.support.distributed.plans import unpriced
+from tests.support.distributed.subjects import hf_model
 from tests.support.lower import chooser
 
-BATCH, SEQ, VOCABULARY = 4, 8, 64
+BATCH, SEQ = 4, 8
 
 
 @cache
 def traced(name: str, dropout: float = 0.0, *, hidden: int = 32, seq: int = SEQ, padded: bool = True) -> Graph:
-    """``gpt2`` (tied weights, fused projections) or ``llama`` (grouped queries), two layers, on meta."""
-    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
-
+    """``gpt2`` (tied weights, fused projections) or ``llama-untied`` (grouped queries), two layers, on meta."""
     with torch.device("meta"):
-        model: torch.nn.Module
-        if name == "gpt2":
-            model = GPT2LMHeadModel(
-                GPT2Config(
-                    n_layer=2, n_embd=hidden, n_head=4, vocab_size=VOCABULARY, n_positions=2 * seq, use_cache=False,
-                    resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, bos_token_id=0, eos_token_id=0,
-                    loss_type="ForCausalLM",
-                )
-            )  # fmt: skip
-        else:
-            model = LlamaForCausalLM(
-                LlamaConfig(
-                    num_hidden_layers=2, hidden_size=hidden, num_attention_heads=8, num_key_value_heads=4,
-                    intermediate_size=2 * hidden, vocab_size=VOCABULARY, max_position_embeddings=2 * seq,
-                    use_cache=False, bos_token_id=0, eos_token_id=0,
-                )
-            )  # fmt: skip
+        model = hf_model(name, dropout=dropout, hidden=hidden, heads=8, length=2 * seq)
     ids = torch.zeros(BATCH, seq, dtype=torch.long)
     batch = {"input_ids": ids, "labels": ids} | ({"attention_mask": torch.ones_like(ids)} if padded else {})
     graph = trace(model.train(), kwargs=batch)
@@ -59,7 +41,7 @@ def whole_tensors(graph: Graph) -> dict[str, torch.Tensor]:
     """Parameters and a batch with ignored labels and padding, unevenly."""
     generator = torch.Generator().manual_seed(0)
     whole = {p.name: 0.2 * torch.randn(p.spec.shape, generator=generator) for p in graph.parameters}
-    ids = torch.randint(0, VOCABULARY, (BATCH, SEQ), generator=generator)
+    ids = torch.randint(0, 64, (BATCH, SEQ), generator=generator)
     labels, mask = ids.clone(), torch.ones_like(ids)
     labels[0, :6] = labels[2, 3] = -100
     mask[1, :3] = 0
@@ -92,7 +74,7 @@ def plan_of(
     prelude: tuple[str, ...] = ()
     if typings:
         prelude = tuple(typings[0].strategies[op.name].name for op in graph.prelude)
-    layouts = tuple(
+    layouts = [
         BlockLayout(
             block_hash=block.hash,
             typings=tuple(
@@ -105,19 +87,6 @@ def plan_of(
             ),
         )
         for block in graph.blocks
-    )
-    base = single_plan()
-    return replace(
-        base,
-        model=replace(base.model, fingerprint=graph.fingerprint),
-        mesh=mesh,
-        global_batch_size=graph.batch_size,
-        micro_batch_size=micro_batch_size,
-        prelude=prelude,
-        layouts=layouts,
-        blocks=tuple(BlockPlan(index=b.index, label=b.label, layout=b.index) for b in graph.blocks),
-        stages=tuple(
-            StagePlan(index=i, start=a, stop=b, pp_rank=i)
-            for i, (a, b) in enumerate(pairwise((0, *cuts, len(graph.blocks))))
-        ),
-    )
+    ]
+    sizes = {"global_batch_size": graph.batch_size, "micro_batch_size": micro_batch_size}
+    return unpriced(graph, mesh, layouts, cuts=cuts, pp=len(cuts) + 1, prelude=prelude, **sizes)

@@ -211,14 +211,17 @@ class Pairs(nn.Module):
         return (u - v).pow(2).sum() / len(u)
 
 
-def batch(size: int = 8) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return {
-        "x": torch.randn(size, 8, generator=generator),
-        "y": torch.randint(0, 4, (size,), generator=generator),
-    }
+def drawn(size: int, generator: torch.Generator) -> dict[str, Tensor]:
+    return {"x": torch.randn(size, 8, generator=generator), "y": torch.randint(0, 4, (size,), generator=generator)}
 
 
-def pairs(size: int = 8) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(1)
+def drawn_pairs(size: int, generator: torch.Generator) -> dict[str, Tensor]:
     return {name: torch.randn(size, 8, generator=generator) for name in ("x", "z")}
+
+
+def batch() -> dict[str, Tensor]:
+    return drawn(8, torch.Generator().manual_seed(1))
+
+
+def pairs() -> dict[str, Tensor]:
+    return drawn_pairs(8, torch.Generator().manual_seed(1))

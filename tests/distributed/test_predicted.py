@@ -1,12 +1,14 @@
-"""Predicted collectives are those that a step runs on every rank: kind, bytes, group and count, exactly.
+"""What is predicted of ranks is what they do, to the byte, and the first steps of a run are held against it.
 
-Not compared: experts that travel (routing decides how many rows) and attention round a ring, which the cost model lists
-as the collectives of equal volume.
+Of collectives are not compared: experts that travel (routing decides how many rows) and attention round a ring, which
+the cost model lists as the collectives of equal volume.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,16 +18,20 @@ from autopar import api
 from autopar.cost.model import CostModel, Step
 from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
+from autopar.hardware.describe import with_free_links
 from autopar.lower.program import lower
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import BF16, Plan
+from autopar.plan.run_log import CATEGORIES, DATA, OPTIMIZER, PIPELINE, TENSOR, read_log
+from autopar.runtime.monitor import MEASURED_STEPS
 from autopar.verification.rank_pool import WorkerPool
-from tests.support.distributed import recording
-from tests.support.distributed.layouts import LAYOUTS, on_batch, traced, traced_in_half
-from tests.support.distributed.plans import make_plan, micro_batch_size
+from tests.support.distributed import jobs, recording
+from tests.support.distributed.layouts import on_batch, planned, traced
+from tests.support.distributed.mixtures import Subject
+from tests.support.distributed.subjects import graph_of
 from tests.support.step_traffic import Collective, stages_of, traffic
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
 
 GLOBAL_BATCH = 16
 
@@ -118,17 +124,14 @@ def as_gathered(
 def test_a_step_runs_the_collectives_that_are_priced(
     pool: WorkerPool, kind: str, layout: str, options: dict[str, Any]
 ) -> None:
-    _, graph = traced(kind)
-    mesh, given = LAYOUTS[layout]
-    micro = micro_batch_size(mesh, GLOBAL_BATCH)
-    plan = make_plan(graph, mesh, global_batch_size=GLOBAL_BATCH, micro_batch_size=micro, **(given | options))
+    _, plan, graph = planned(layout, kind, **options)
     compare(pool, kind, plan, graph)
 
 
 @pytest.mark.parametrize("pins", ["tp=2 dp_shard=2 zero=3", "pp=2 dp_replicate=2 zero=0 num_micro_batches=2"])
 def test_a_step_in_float16_runs_the_collectives_that_are_priced(pool: WorkerPool, pins: str) -> None:
     """One of them asks all ranks for infinities."""
-    graph = traced_in_half("gpt2")
+    _, graph = traced("gpt2", precision="fp16")
     plan = api.estimate(graph, cluster="cpu:1x4", global_batch_size=GLOBAL_BATCH, pins=pins.split(), precision="fp16")
     compare(pool, "gpt2", plan, graph)
 
@@ -175,3 +178,120 @@ def count_sums(plan: Plan, graph: Graph) -> Counter[Collective]:
     model = CostModel(Cluster.parse(f"cpu:1x{plan.mesh.world_size}"), plan.precision, plan.optimizer)
     found = traffic(model, stages_of(model, plan, graph), step_of(plan, graph, clips=False))[0]
     return Counter({c: n for c, n in found.items() if c.kind == "all_reduce"})
+
+
+def check_states(pool: WorkerPool, subject: Any, graph: Graph, plan: Plan, *, shards: int = 1) -> None:
+    """``shards``: of whole gradients that every data rank holds until the last micro-batch, and a shard of them after the step."""
+    rows = on_batch(pool, jobs.held_bytes, subject, plan, graph)
+    for predicted in plan.predicted.memory:
+        ranks = [row for row in rows if row["pp_rank"] == predicted.pp_rank]
+        for key, times in (("parameters", 1), ("gradients", shards), ("optimizer", 1)):
+            assert times * max(row[key] for row in ranks) == getattr(predicted, key), key
+
+
+@pytest.mark.parametrize(
+    ("kind", "pins", "shards"),
+    [
+        ("gpt2", "dp_replicate=2 tp=2 zero=0 num_micro_batches=2", 1),
+        ("llama-untied", "tp=4 num_micro_batches=2", 1),
+        ("gpt2", "pp=2 tp=2 num_micro_batches=2", 1),
+        ("llama-untied", "dp_shard=4 zero=1 num_micro_batches=1", 1),
+        ("gpt2", "dp_shard=4 zero=2 num_micro_batches=2", 1),
+        ("gpt2", "dp_shard=2 tp=2 zero=3 num_micro_batches=2", 1),
+        ("llama-untied", "dp_shard=2 dp_replicate=2 zero=3 num_micro_batches=2", 1),
+        ("gpt2", "dp_shard=2 cp=2 zero=2 num_micro_batches=2", 1),
+        # whole gradients accumulate
+        ("gpt2", "pp=2 dp_shard=2 zero=3 num_micro_batches=4", 2),
+        ("llama-untied", "pp=2 dp_shard=2 zero=1 num_micro_batches=2", 2),
+        ("llama-untied", "dp_shard=2 tp=2 zero=1 num_micro_batches=2", 2),
+    ],
+)
+def test_states_are_those_predicted(pool: WorkerPool, kind: str, pins: str, shards: int) -> None:
+    subject, graph = traced(kind)
+    plan = api.estimate(graph, cluster="cpu:1x4", global_batch_size=GLOBAL_BATCH, pins=pins.split())
+    check_states(pool, subject, graph, plan, shards=shards)
+
+
+@pytest.mark.parametrize("pins", ["dp_shard=2 tp=2 zero=3 num_micro_batches=2", "pp=2 tp=2 num_micro_batches=2"])
+def test_states_in_float16(pool: WorkerPool, pins: str) -> None:
+    subject, graph = traced("gpt2", precision="fp16")
+    plan = api.estimate(graph, cluster="cpu:1x4", global_batch_size=GLOBAL_BATCH, pins=pins.split(), precision="fp16")
+    check_states(pool, subject, graph, plan)
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adafactor"])
+def test_states_of_other_optimizers(pool: WorkerPool, optimizer: str) -> None:
+    subject, graph = traced("gpt2")
+    pins = ["dp_replicate=2", "tp=2", "zero=0", "num_micro_batches=2"]
+    plan = api.estimate(graph, cluster="cpu:1x4", global_batch_size=GLOBAL_BATCH, pins=pins, optimizer=optimizer)
+    rows = on_batch(pool, jobs.held_bytes, subject, plan, graph, optimizer)
+    assert max(row["optimizer"] for row in rows) == plan.predicted.memory[0].optimizer
+
+
+@pytest.mark.parametrize(
+    "pins",
+    [
+        "ep=2 dp_replicate=4",
+        "ep=4 dp_shard=4 zero=3",
+        "ep=4 dp_replicate=2 dp_shard=2 zero=2",
+        "ep=4 ep_data=2 tp=2 num_micro_batches=1",
+    ],
+)
+def test_states_of_experts_over_data_ranks(pool: WorkerPool, pins: str) -> None:
+    subject, graph = Subject(), graph_of(Subject())
+    plan = api.estimate(graph, cluster="cpu:1x4", global_batch_size=8, pins=pins.split())
+    assert len(plan.predicted.memory) == 1
+    check_states(pool, subject, graph, plan)
+
+
+FREE = with_free_links(Cluster.parse("cpu:1x4"))
+"""So that ``tp`` splits something of so small a model."""
+
+
+@pytest.mark.parametrize(
+    ("pins", "called", "present"),
+    [
+        ("dp_replicate=2 tp=2 num_micro_batches=2", False, {TENSOR, DATA, OPTIMIZER}),
+        ("pp=2 dp_shard=2 zero=1 num_micro_batches=2", False, {PIPELINE, DATA, OPTIMIZER}),
+        ("tp=4 num_micro_batches=1", True, {TENSOR, OPTIMIZER}),
+    ],
+)
+def test_categories_and_warnings(pool: WorkerPool, tmp_path: Path, pins: str, called: bool, present: set[str]) -> None:
+    subject, graph = traced("gpt2")
+    plan = api.estimate(graph, cluster=FREE, global_batch_size=8, pins=pins.split())
+    wide = replace(plan.predicted, step_time_interval_s=(1e-9, 1e9))
+    quiet = replace(plan, predicted=wide)
+    batch = subject.make_batch(8, seed=0)
+    rows = pool.run(jobs.watched, subject, quiet, graph, batch, str(tmp_path), called, timeout_s=60.0)
+    assert len({row["measured_s"] for row in rows}) == 1  # ranks agree
+    assert not any(row["active"] for row in rows)
+    assert all(row["restored"] for row in rows)
+    assert all(row["warnings"] == [] for row in rows)  # inside of the interval
+    parts = rows[0]["parts"]
+    assert set(parts) == set(CATEGORIES)
+    assert {name for name in CATEGORIES if parts[name] > 0} == {"compute"} | present
+    record = read_log(tmp_path)
+    assert record.measured_s == rows[0]["measured_s"]
+    assert record.num_steps == MEASURED_STEPS and record.num_ranks == 4
+    assert record.predicted_s == plan.predicted.step_time_s
+
+
+def test_an_altered_prediction_is_warned_of_once(pool: WorkerPool, tmp_path: Path) -> None:
+    """The step is measured first; predictions that are ten times off it, and intervals around them."""
+    subject, graph = traced("gpt2")
+    plan = api.estimate(graph, cluster="cpu:1x4", global_batch_size=8, pins=["tp=2", "dp_replicate=2"])
+
+    def rows(plan: Plan) -> Any:
+        batch = subject.make_batch(8, seed=0)
+        return pool.run(jobs.watched, subject, plan, graph, batch, str(tmp_path), False, timeout_s=60.0)
+
+    measured = rows(plan)[0]["measured_s"]
+    for factor in (0.1, 10.0):
+        off = measured * factor
+        breakdown = replace(plan.predicted.breakdown, compute_s=off)
+        wrong = replace(plan.predicted, step_time_s=off, step_time_interval_s=(off / 2, off * 2), breakdown=breakdown)
+        said = [row["warnings"] for row in rows(replace(plan, predicted=wrong))]
+        assert [len(texts) for texts in said] == [1, 0, 0, 0], factor
+        text = said[0][0]
+        assert "predicted" in text and f"autopar validate --from-run {tmp_path}" in text and "autopar profile" in text
+    assert "most of it is compute" in text

@@ -1,8 +1,12 @@
-"""A step's loss with a backward: gradients are those of whatever is made of the loss."""
+"""What integrations do without ranks: a loss with a backward, checkpoints that a loop is pointed to, packages that are missing."""
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -10,7 +14,10 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import UsageError
+from autopar.integrations import hf
+from autopar.integrations.accelerate import Accelerator
 from autopar.integrations.loss import parts_are_explained, step_loss
+from tests.support.parallel import gradients
 
 
 class Model(nn.Module):
@@ -29,12 +36,6 @@ def pair(**options: Any) -> tuple[nn.Module, autopar.ParallelModel]:
     torch.manual_seed(0)
     model = Model()
     return model, autopar.parallelize(model, cluster="cpu:1x1", example_inputs=BATCHES[0], **options)
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    if isinstance(model, autopar.ParallelModel):
-        return model.full_gradients()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def accumulated(model: nn.Module) -> dict[str, Tensor]:
@@ -113,3 +114,47 @@ def test_gradients_that_would_not_be_those_of_all_ranks_are_refused(called: bool
     penalty = sum((p.abs().sum() for p in parameters), torch.zeros(()))
     with pytest.raises(UsageError, match="The loss was added to a DTensor, as a penalty"):
         (loss() + penalty).backward()
+
+
+def test_resuming_takes_the_last_numbered_checkpoint_that_is_complete(tmp_path: Path) -> None:
+    for name in ("checkpoint-9", "checkpoint-10", "checkpoint-best"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "trainer_state.json").touch()
+    (tmp_path / "checkpoint-11").mkdir()
+    assert hf._last_complete(tmp_path) == str(tmp_path / "checkpoint-10")
+
+
+@pytest.mark.parametrize(
+    ("extra", "problem"),
+    [
+        (None, "was not written by accelerator.save_state"),
+        ({"epoch": 1}, "was not written by accelerator.save_state"),
+        ({"step": 3, "custom": [{}, {}]}, "number of objects registered for checkpointing"),
+    ],
+)
+def test_a_checkpoint_of_another_loop_is_refused_by_name(extra: Any, problem: str) -> None:
+    model = SimpleNamespace(load=lambda *_, **__: extra)
+    loop = SimpleNamespace(parallel_model=model, _optimizer=lambda: None, _beside=dict, _custom_objects=[], step=0)
+    with pytest.raises(UsageError, match=problem):
+        Accelerator.load_state(cast("Accelerator", loop), "folder")
+    assert loop.step == 0
+
+
+NEEDS = {
+    "autopar.integrations.accelerate": ("accelerate", "autopar[hf]"),
+    "autopar.integrations.hf": ("transformers", "autopar[hf]"),
+    "autopar.integrations.lightning": ("lightning", "autopar[lightning]"),
+    "autopar.runtime.data": ("torchdata", "autopar[data]"),
+}
+
+
+@pytest.mark.parametrize("module", NEEDS)
+def test_a_missing_package_is_named(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    package, extra = NEEDS[module]
+    for name in [name for name in sys.modules if name == module or name.split(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)  # type: ignore[arg-type]
+    with pytest.raises(UsageError) as caught:
+        importlib.import_module(module)
+    assert package in str(caught.value)
+    assert f'Run: pip install "{extra}"' in str(caught.value)
