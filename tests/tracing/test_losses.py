@@ -71,6 +71,11 @@ APART: dict[str, Loss] = {
         y.transpose(1, 2), t.softmax(-1).transpose(1, 2), reduction="none"
     ).sum(),
     "weighted": lambda y, c, t: F.cross_entropy(y.flatten(0, 1), _ignoring(c).flatten(), WEIGHTS, label_smoothing=0.1),
+    "smoothed": lambda y, c, t: F.cross_entropy(y.flatten(0, 1), c.flatten(), label_smoothing=0.1),
+    "sum": lambda y, c, t: F.cross_entropy(y.transpose(1, 2), _ignoring(c), reduction="sum"),
+    "absolute": lambda y, c, t: F.l1_loss(y, t),
+    "smooth": lambda y, c, t: F.smooth_l1_loss(y, t, beta=0.5, reduction="sum") + F.huber_loss(y, t),
+    "binary": lambda y, c, t: F.binary_cross_entropy_with_logits(y, (t > 0).to(y.dtype)),
     "weighted sum": lambda y, c, t: F.cross_entropy(y.transpose(1, 2), c, WEIGHTS, reduction="sum"),
     "flattened": lambda y, c, t: F.nll_loss(y.log_softmax(-1).view(-1, 5), _ignoring(c).view(-1)),
     "weighted flattened": lambda y, c, t: F.nll_loss(y.log_softmax(-1).view(-1, 5), _ignoring(c).view(-1), WEIGHTS),
