@@ -16,6 +16,7 @@ from autopar.tracing.program_ends import Kept
 from autopar.tracing.trace import trace
 from tests.support import zoo
 from tests.support.distributed.returning import Returning
+from tests.support.small_models import model_of
 
 KINDS = ["gpt2", "llama_tied", "bert", "t5", "mlp", "encoder", "handwritten"]
 OWN: dict[str, Any] = {"pair": Returning("pair"), "metrics": Returning("metrics")}
@@ -143,17 +144,7 @@ def test_numbers_that_count_samples_follow_the_batch(odd: Outputs) -> None:
     assert divided == {2: [2], 5: [5], 8: [8]}
 
 
-class Alone(nn.Module):
-    """Returns its loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return functional.cross_entropy(self.inner(x), y)
-
-
 def test_a_loss_alone_has_no_outputs_beside_it() -> None:
-    found = outputs_of(Alone(), x=torch.randn(2, 4), y=torch.tensor([0, 1]))
+    model = model_of(lambda self, x, y: functional.cross_entropy(self.inner(x), y), inner=nn.Linear(4, 3))
+    found = outputs_of(model, x=torch.randn(2, 4), y=torch.tensor([0, 1]))
     assert (found.structure.kind, found.leaves, found.taps) == ("loss", (), ())

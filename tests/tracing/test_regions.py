@@ -1,4 +1,4 @@
-"""What a trace cannot follow in training programs: gradients taken in forward, checkpoints of the older kind, packed sequences."""
+"""Training programs that a trace has trouble with: gradients in forward, older checkpoints, packed sequences, modules in eval()."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from autopar.errors import TraceError
 from autopar.tracing.trace import trace
-from tests.support.distributed.oddities import Checkpointed, Force
+from tests.support.distributed.oddities import Checkpointed, Force, Resting
 from tests.support.lower import unusual as u
 from tests.support.small_models import model_of, same_as_the_model
 
@@ -51,3 +51,18 @@ def test_packed_sequences_of_a_module_run_as_written_though_no_length_may_be_0()
     model = model_of(lambda self, x, lengths: self.inner(x, lengths).square().mean(), inner=Packed())
     graph = same_as_the_model(model, {"x": torch.randn(4, 6, 8), "lengths": torch.tensor([3, 6, 1, 2])})
     assert "opaque" in graph.notes[0] and not graph.mixing
+
+
+def test_a_batch_norm_in_eval_reads_its_statistics_and_keeps_samples_apart() -> None:
+    graph = same_as_the_model(Resting(), u.batch())
+    assert "modules in eval() stay so while the others train: inner.1, inner.3" in graph.notes
+    targets = [op.target for op in graph.ops]
+    assert "aten.batch_norm.default" in targets
+    assert not graph.mixing and "autopar.dropout" not in targets
+
+
+def test_a_model_in_eval_itself_trains_whole() -> None:
+    graph = trace(Resting().eval(), (), u.batch())
+    targets = [op.target for op in graph.ops]
+    assert "autopar.batch_norm_running" in targets and "autopar.dropout" in targets
+    assert not any("eval()" in note for note in graph.notes)
