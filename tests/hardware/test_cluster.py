@@ -171,14 +171,6 @@ def test_a_file_can_mix_devices_links_and_tiers(tmp_path: Path) -> None:
     assert Cluster.from_dict(cluster.to_dict()) == cluster
 
 
-def test_a_message_feels_the_narrowest_link_on_its_way(tmp_path: Path) -> None:
-    cluster = Cluster.load(write(tmp_path, TWO_RACKS))
-    assert cluster.link_between(0, 1).name == "nvlink3"
-    assert cluster.link_between(0, 4).name == "hdr200"
-    assert cluster.link_between(8, 16).name == "slow"
-    assert cluster.link_between(0, 8).bandwidth_bytes_per_s == 5e8
-
-
 def test_the_topology_shows_every_device_card_and_switch(tmp_path: Path) -> None:
     cluster = Cluster.load(write(tmp_path, TWO_RACKS))
     graph = cluster.topology()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from autopar.hardware.places import Place, cluster_at
 from autopar.hardware.read import load_profile
 
 H100, A100, L40S, EPYC = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "NVIDIA L40S", "AMD EPYC 7713"
-BYTES = {H100: 84932978278, A100: 84986665369, L40S: 47_000_000_000, EPYC: 2**38}
+BYTES = {H100: 84932978278, A100: 84986665369, L40S: 47_000_000_000, "other L40S": 47_000_000_000, EPYC: 2**38}
 
 
 def job(*nodes: tuple[str, str, int]) -> list[Place]:
@@ -39,55 +39,58 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
-def shape(cluster: Cluster) -> list[tuple[str, int, int]]:
-    return [(group.device.name, group.num_nodes, group.devices_per_node) for group in cluster.groups]
-
-
 def test_two_nodes_of_eight_are_two_nodes() -> None:
     cluster = cluster_at(job(("a", H100, 8), ("b", H100, 8)))
-    assert shape(cluster) == [("h100-sxm5-80gb", 2, 8)]
     assert cluster.groups == Cluster.parse("h100-sxm5-80gb:2x8").groups
     assert cluster.library == Cluster.parse("h100-sxm5-80gb:2x8").library
-    assert cluster.tier_of([0, 7]) == "node"
-    assert cluster.tier_of([0, 8]) == "network"
+    assert (cluster.tier_of([0, 7]), cluster.tier_of([0, 8])) == ("node", "network")
+    assert cluster_at(job(("a", H100, 4))).name == "local"
 
 
-def test_one_node_is_as_it_is_detected() -> None:
-    cluster = cluster_at(job(("a", H100, 4)))
-    assert (cluster.name, shape(cluster)) == ("local", [("h100-sxm5-80gb", 1, 4)])
+@pytest.mark.parametrize(
+    ("ranks", "wanted"),
+    [
+        (job(("a", H100, 4)), [("h100-sxm5-80gb", 1, 4)]),
+        (
+            job(("a", A100, 8), ("b", A100, 8), ("c", H100, 8), ("d", H100, 4)),
+            [("a100-sxm4-80gb", 2, 8), ("h100-sxm5-80gb", 1, 8), ("h100-sxm5-80gb", 1, 4)],
+        ),
+        (job(("a", H100, 1), ("b", H100, 1)), [("h100-sxm5-80gb", 2, 1)]),
+        (
+            [Place(host=("node", boot), kind="cuda", device=H100, memory_bytes=BYTES[H100]) for boot in "xy"],
+            [("h100-sxm5-80gb", 2, 1)],
+        ),
+        (job(("a", EPYC, 2), ("b", EPYC, 2)), [("cpu", 2, 2)]),
+    ],
+    ids=["one node", "other devices and sizes", "containers of a machine", "machines of one name", "CPUs"],
+)
+def test_nodes_of_equal_devices_and_sizes_are_one_group(
+    monkeypatch: pytest.MonkeyPatch, ranks: list[Place], wanted: list[tuple[str, int, int]]
+) -> None:
+    monkeypatch.setattr(places, "machine_profile", lambda **_: load_profile("cpu"))
+    cluster = cluster_at(ranks)
+    assert [(group.device.name, group.num_nodes, group.devices_per_node) for group in cluster.groups] == wanted
+    assert cluster.library.name == ("gloo" if wanted[0][0] == "cpu" else "nccl")
 
 
-def test_nodes_of_other_devices_or_sizes_are_groups_of_their_own() -> None:
-    nodes = (("a", A100, 8), ("b", A100, 8), ("c", H100, 8), ("d", H100, 4))
-    cluster = cluster_at(job(*nodes))
-    assert shape(cluster) == [("a100-sxm4-80gb", 2, 8), ("h100-sxm5-80gb", 1, 8), ("h100-sxm5-80gb", 1, 4)]
-    assert [cluster.node_of(rank) for rank in (0, 15, 16, 24, 27)] == [0, 1, 2, 3, 3]
-
-
-def test_containers_of_one_machine_and_machines_of_one_name_are_told_apart() -> None:
-    ranks = job(("a", H100, 1), ("b", H100, 1))
-    same_name = [Place(host=("node", boot), kind="cuda", device=H100, memory_bytes=BYTES[H100]) for boot in "xy"]
-    for found in (ranks, same_name):
-        assert shape(cluster_at(found)) == [("h100-sxm5-80gb", 2, 1)]
-
-
-def refused(ranks: Sequence[Place]) -> str:
-    with pytest.raises(RuntimeMismatchError) as caught:
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [
+        (job(*(("a", H100, 1), ("b", H100, 1)) * 2), "host a: The ranks 0, 2 of one node are not numbered"),
+        (job(("a", H100, 2), ("a", L40S, 2)), "host a: The devices of this node differ"),
+        (job(("a", H100, 8), ("b", L40S, 8)), "host b.*autopar profile all"),
+        (job(("a", L40S, 8), ("b", "other L40S", 8)), "host b.*autopar profile all"),
+        (
+            [*job(("a", L40S, 1)), replace(*job(("b", L40S, 1)), memory_bytes=BYTES[L40S] // 2)],
+            "GiB, and rank 0, which is measured, is on NVIDIA L40S with",
+        ),
+    ],
+    ids=["not one after the other", "two devices", "unknown device", "another unknown device", "another size"],
+)
+def test_what_is_no_cluster_is_refused(measured: list[str], ranks: list[Place], said: str) -> None:
+    with pytest.raises(RuntimeMismatchError, match=said):
         cluster_at(ranks)
-    return str(caught.value)
-
-
-def test_ranks_of_a_node_that_are_not_numbered_one_after_the_other_are_refused() -> None:
-    text = refused(job(("a", H100, 1), ("b", H100, 1), ("a", H100, 1), ("b", H100, 1)))
-    assert "ranks 0, 2 of one node are not numbered" in text
-    assert "ranks 0, 2" in text
-    assert "host a" in text
-
-
-def test_different_devices_in_one_node_are_refused(measured: list[str]) -> None:
-    text = refused(job(("a", H100, 2), ("a", L40S, 2)))
-    assert "devices of this node differ" in text
-    assert not measured
+    assert not measured or ranks[0].device == L40S, "the first rank's device alone"
 
 
 def test_an_unknown_device_is_measured_on_the_first_rank_for_all_that_are_like_it(
@@ -100,29 +103,6 @@ def test_an_unknown_device_is_measured_on_the_first_rank_for_all_that_are_like_i
     caplog.clear()
     cluster_at(job(("a", L40S, 4)))
     assert not caplog.text
-
-
-@pytest.mark.parametrize("nodes", [(("a", H100, 8), ("b", L40S, 8)), (("a", L40S, 8), ("b", "other L40S", 8))])
-def test_an_unknown_device_on_another_node_is_refused(
-    nodes: tuple[tuple[str, str, int], ...], measured: list[str]
-) -> None:
-    BYTES.setdefault("other L40S", BYTES[L40S])
-    text = refused(job(*nodes))
-    assert "host b" in text
-    assert "autopar profile all" in text
-
-
-def test_an_unknown_device_of_another_size_is_refused(measured: list[str]) -> None:
-    ranks = job(("a", L40S, 1))
-    other = Place(host=("b", ""), kind="cuda", device=L40S, memory_bytes=BYTES[L40S] // 2)
-    assert "GiB, and rank 0, which is measured, is on NVIDIA L40S with" in refused([*ranks, other])
-
-
-def test_cpus_are_told_apart_by_their_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "machine_profile", lambda **_: load_profile("cpu"))
-    cluster = cluster_at(job(("a", EPYC, 2), ("b", EPYC, 2)))
-    assert shape(cluster) == [("cpu", 2, 2)]
-    assert cluster.library.name == "gloo"
 
 
 def test_this_rank_says_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
-"""Training programs that a trace has trouble with: gradients in forward, older checkpoints, packed sequences, modules in eval()."""
+"""What models besides transformers bring: gradients in forward, older checkpoints, packed sequences, batch norms, modules in eval()."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +10,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from autopar.errors import TraceError
+from autopar.models.resolve import resolve_model
+from autopar.models.specs import MeanSquareLoss
+from autopar.tracing import convert
 from autopar.tracing.trace import trace
 from tests.support.distributed.oddities import Checkpointed, Force, Resting
 from tests.support.lower import unusual as u
@@ -66,3 +71,74 @@ def test_a_model_in_eval_itself_trains_whole() -> None:
     targets = [op.target for op in graph.ops]
     assert "autopar.batch_norm_running" in targets and "autopar.dropout" in targets
     assert not any("eval()" in note for note in graph.notes)
+
+
+def test_batch_norm_is_one_operator_and_gives_its_running_statistics() -> None:
+    def forward(self: Any, x: Tensor) -> dict[str, Any]:
+        y = self.norm(self.linear(x))
+        return {"y": y, "loss": y.pow(3).mean()}
+
+    model = model_of(forward, linear=nn.Linear(4, 6), norm=nn.BatchNorm1d(6)).double()
+    graph = same_as_the_model(model, {"x": torch.randn(6, 4, dtype=torch.float64)})
+    assert [op.target for op in graph.ops if "norm" in op.target] == ["autopar.batch_norm_running"]
+    assert [m.buffer for m in graph.mutations] == [
+        "b_norm_running_mean",
+        "b_norm_running_var",
+        "b_norm_num_batches_tracked",
+    ]
+
+
+def picked() -> nn.Module:
+    """The row of each sample at a place of its own, counted from the front or from the end."""
+
+    def forward(self: Any, x: Tensor, place: Tensor) -> Tensor:
+        h = self.linear(x)
+        return h[torch.arange(x.shape[0]), place].square().sum()
+
+    return model_of(forward, linear=nn.Linear(4, 4))
+
+
+def test_a_row_of_each_sample_is_a_gather() -> None:
+    batch = {"x": torch.randn(3, 5, 4, dtype=torch.float64), "place": torch.tensor([0, -1, 3])}
+    graph = same_as_the_model(picked().double(), batch)
+    targets = [op.target for op in graph.ops]
+    assert "aten.gather.default" in targets
+    assert "aten.index.Tensor" not in targets
+
+
+@pytest.mark.slow
+def test_models_of_images_and_speech_get_their_inputs() -> None:
+    sizes = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
+    text = '"vocab_size":32,"max_position_embeddings":8,"eos_token_id":2'
+    inner = ",".join(f'"{key}":{value}' for key, value in sizes.items())
+    image = '"image_size":8,"patch_size":4'
+    spec = f"hf:clip?projection_dim=8&text_config={{{inner},{text}}}&vision_config={{{inner},{image}}}"
+    clip = resolve_model(spec, sequence_length=8)
+    assert isinstance(clip.model, MeanSquareLoss)
+    assert {name: tuple(x.shape) for name, x in clip.example_inputs.items()} == {
+        "input_ids": (2, 8),
+        "pixel_values": (2, 3, 8, 8),
+    }
+    assert len(clip.trace().ops) > 20
+    layers = "encoder_layers=1&decoder_layers=1&encoder_attention_heads=2&decoder_attention_heads=2&d_model=16"
+    whisper = resolve_model(
+        f"hf:whisper?{layers}&encoder_ffn_dim=16&decoder_ffn_dim=16&vocab_size=32&max_source_positions=8"
+        "&max_target_positions=8&num_mel_bins=4"
+    )
+    assert {name: tuple(x.shape) for name, x in whisper.example_inputs.items()} == {
+        "input_features": (2, 4, 16),
+        "labels": (2, 8),
+    }
+    assert any("decoder.layers.0.encoder_attn.q_proj" in p.fqn for p in whisper.trace().parameters)
+
+
+def test_a_call_that_no_form_fits_is_named_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(builder: object, call: object) -> None:
+        raise RuntimeError("no such form")
+
+    monkeypatch.setitem(convert._ALL_HANDLERS, "aten.index.Tensor", fails)
+    batch = {"x": torch.ones(3, 5, 4), "place": torch.tensor([0, 1, 3])}
+    with pytest.raises(TraceError, match="no such form") as caught:
+        trace(picked(), (), batch)
+    assert "test_regions.py" in caught.value.where
+    assert "aten.index.Tensor" in caught.value.problem
