@@ -93,19 +93,12 @@ def test_a_region_is_run_once_over_all_exports_and_taken_as_found_for_a_larger_b
 
 
 class Gated(nn.Module):
-    """Mixes samples where a parameter says so, a buffer, a tensor that is neither, a number, or a whole number."""
+    """Mixes samples where a parameter says so, a buffer, a tensor that is neither, or a number."""
 
     def __init__(self, kind: str, gate: float) -> None:
         super().__init__()
-        value = torch.tensor(gate)
-        if kind == "parameter":
-            self.value: Any = nn.Parameter(value)
-        elif kind == "buffer":
-            self.value = nn.Buffer(value)
-        elif kind == "tensor":
-            self.value = value
-        else:
-            self.value = float(gate) if kind == "number" else int(gate)
+        kinds = {"parameter": nn.Parameter, "buffer": nn.Buffer, "tensor": torch.Tensor.clone, "number": float}
+        self.value: Any = kinds[kind](torch.tensor(gate))
 
     def forward(self, x: Tensor) -> Tensor:
         if x.abs().max() > 50 and self.value > 0:  # far from all that the first layer's likeness is taken from

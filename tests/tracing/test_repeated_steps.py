@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from autopar.errors import TraceError
 from autopar.tracing.trace import trace
 from tests.support.lower import unusual as u
+from tests.support.small_models import model_of
 
 COUNT = {"steps": 0}
 
 
 class Counter(nn.Module):
-    """``state`` is counted up by each step, which multiplies by what ``read`` gives."""
+    """Multiplies by what ``count`` gives, which counts up by each step."""
 
     def __init__(self, state: Any, count: Callable[[Any], Any]) -> None:
         super().__init__()
@@ -136,89 +137,60 @@ def test_what_is_drawn_after_a_trace_is_what_the_passes_have_left() -> None:
     assert found in wanted
 
 
-class Average(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mean = torch.zeros(())
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean()
-        return x * (1.0 + self.mean)
+def _average(self: Any, x: Tensor) -> Tensor:
+    self.kept = 0.9 * self.kept + 0.1 * x.detach().mean()
+    return x * (1.0 + self.kept)
 
 
-class LastBatch(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.last: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        made = x if self.last is None else x + self.last.mean()
-        self.last = x
-        return made
+def _last_batch(self: Any, x: Tensor) -> Tensor:
+    made = x if self.kept is None else x + self.kept.mean()
+    self.kept = x
+    return made
 
 
-@pytest.mark.parametrize("inner", [Average, LastBatch])
-def test_a_tensor_of_an_earlier_step_is_refused(inner: type[nn.Module]) -> None:
+@pytest.mark.parametrize(("forward", "kept"), [(_average, torch.zeros(())), (_last_batch, None)])
+def test_a_tensor_of_an_earlier_step_is_refused(forward: Callable[..., Tensor], kept: Tensor | None) -> None:
     with pytest.raises(
         TraceError, match=r"test_repeated_steps.py:\d+: .*reads what an earlier step has computed.*self.*buffer"
     ):
-        trace(u.Around(inner), (), u.batch())
+        trace(u.Around(lambda: model_of(forward, kept=kept)), (), u.batch())
 
 
-class WarmUp(nn.Module):
+def _warm_up(self: Any, x: Tensor) -> Tensor:
     """Another branch, but only later."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.steps += 1
-        return 2.0 * x if self.steps > 1000 else x
+    self.steps += 1
+    return 2.0 * x if self.steps > 1000 else x
 
 
 def test_a_counter_that_has_no_effect_yet_is_noted() -> None:
-    model = u.Around(WarmUp)
+    model = u.Around(lambda: model_of(_warm_up, steps=0))
     (note,) = trace(model, (), u.batch()).notes
-    assert "inner.steps (WarmUp)" in note
+    assert "inner.steps (Model)" in note
     assert "register_buffer" in note
     assert model.inner.steps == 0
 
 
-class Cached(nn.Module):
+def _cached(self: Any, x: Tensor) -> Tensor:
     """A table made by the first step, and what is kept for whoever looks at it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table: Tensor | None = None
-        self.length, self.logged = 0, None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.table is None or self.length < x.shape[-1]:
-            self.length = x.shape[-1]
-            self.table = torch.arange(x.shape[-1], dtype=x.dtype).cos() + torch.zeros_like(x[0])
-        self.logged = x.detach()
-        return x * self.table
+    if self.table is None or self.length < x.shape[-1]:
+        self.length = x.shape[-1]
+        self.table = torch.arange(x.shape[-1], dtype=x.dtype).cos() + torch.zeros_like(x[0])
+    self.logged = x.detach()
+    return x * self.table
 
 
-class Buffered(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps: Tensor
-        self.register_buffer("steps", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.steps += 1
-        return x * self.steps
+def _buffered(self: Any, x: Tensor) -> Tensor:
+    self.steps += 1
+    return x * self.steps
 
 
-class Blank(nn.Module):
+def _blank(self: Any, x: Tensor) -> Tensor:
     """With a number that equals nothing, itself included."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.where(x > 0, x, float("nan")).nan_to_num()
+    return torch.where(x > 0, x, float("nan")).nan_to_num()
 
 
-@pytest.mark.parametrize("inner", [Cached, Buffered, Blank])
-def test_caches_and_buffers_are_no_fault(inner: type[nn.Module]) -> None:
+@pytest.mark.parametrize("forward", [_cached, _buffered, _blank])
+def test_caches_and_buffers_are_no_fault(forward: Callable[..., Tensor]) -> None:
+    parts: dict[str, Any] = {"table": None, "length": 0, "logged": None}
+    inner = lambda: model_of(forward, **parts, steps=nn.Buffer(torch.zeros(())))
     assert trace(u.Around(inner), (), u.batch()).notes == ()
