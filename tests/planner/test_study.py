@@ -33,9 +33,7 @@ from autopar.planner.studies import workers
 from autopar.planner.studies.study import Study
 from autopar.planner.studies.workers import Job, identity, study_name
 from autopar.util import files
-from tests.support.cli_runner import Run
 from tests.support.planner.graphs import mlp
-from tests.support.planner.interleaved import Turns
 from tests.support.planner.tasks import CLUSTER, task_of
 
 LIMIT_S = 250
@@ -180,29 +178,6 @@ def test_an_outcome_is_kept_where_the_trial_was_ended_without_one(planner: Plann
     assert one.results == {0: Result(time_s=0.5)}
 
 
-@pytest.mark.slow
-def test_a_search_goes_on_from_what_died_at_any_step(planner: Planner, alone: Plan, tmp_path: Path) -> None:
-    """Two searches of one process take turns; the first stops for ever with its claim, the second ends alone."""
-    url = f"sqlite:///{tmp_path / 'study.db'}"
-    ledger = study_of(planner, url)
-    doomed = Turns(planner.branch_and_bound(Limits(), ledger=ledger).work)
-    claim = ledger.claim
-
-    def claim_and_stop(index: int, bound_s: float) -> None:
-        claim(index, bound_s)
-        doomed.pause()
-
-    ledger.claim = claim_and_stop  # type: ignore[method-assign]
-    assert doomed.go_on()
-    assert doomed.go_on()
-    assert any(trial.state == TrialState.RUNNING for trial in trials_of(url))
-    doomed.kill()
-    outcome = planner.branch_and_bound(Limits(), ledger=study_of(planner, url)).run()
-    assert outcome.best is not None
-    assert outcome.best.prediction == alone.predicted
-    assert all(trial.state != TrialState.RUNNING for trial in trials_of(url))
-
-
 def test_the_name_of_a_study_says_all_that_its_times_depend_on(graph: Graph) -> None:
     base = task_of(graph)
     others = [
@@ -304,16 +279,6 @@ def test_without_a_storage_optuna_is_not_loaded(checkout: Path) -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=LIMIT_S, check=False,
                           cwd=checkout, env={**os.environ, "PYTHONPATH": str(checkout)})  # fmt: skip
     assert done.stdout.rstrip() == "False", done.stderr
-
-
-def test_the_command_names_a_study(run: Run, tmp_path: Path) -> None:
-    arguments = ["--cluster", CLUSTER, "--global-batch", 16, "--space", "quick", "--trials", 2, "--json"]
-    storage = ["--storage", f"sqlite:///{tmp_path / 'study.db'}", "--study-name", "mine"]
-    model = "gpt:layers=1,hidden=32,heads=2,vocab=64,seq=8"
-    assert run("search", model, *arguments, *storage).code == 0
-    done = run("search", model, *arguments, *storage, "--pin", "tp=1")
-    assert done.code == 2
-    assert "was made with other pins" in done.error
 
 
 # --- processes

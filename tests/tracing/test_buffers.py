@@ -35,10 +35,6 @@ def test_statistics_averages_power_iterations_and_counters(statistics: bool) -> 
     same_as_the_model(Remembering(statistics).double(), {"x": torch.randn(6, 8, dtype=torch.float64)}, steps=3)
 
 
-def _relu(module: nn.Module, y: Tensor) -> Tensor:
-    return y.relu_()
-
-
 def _filled(module: nn.Module, y: Tensor) -> Tensor:
     return y.masked_fill_(y > 0.3, 0.5).add_(1.0).mul_(y.new_tensor(2.0))
 
@@ -76,16 +72,6 @@ def _parts_of_parts(module: nn.Module, y: Tensor) -> Tensor:
     return made * before + made[2:4].sum()
 
 
-def _parts_read_later(module: nn.Module, y: Tensor) -> Tensor:
-    """Names of parts that a write changes too, before and after it."""
-    made = y * 2.0
-    part, other = made[:, :3], made[1:]
-    part.add_(1.0)
-    part[:, 0] = 3.0
-    other.mul_(0.5)
-    return made.sum() * part.sum() + other.sum() * y
-
-
 def _parts_of_what_is_kept(module: nn.Module, y: Tensor) -> Tensor:
     with torch.no_grad():
         module.kept[1:3].mul_(0.5)
@@ -111,13 +97,6 @@ def _one_of_two_results(module: nn.Module, y: Tensor) -> Tensor:
     weights, _ = torch.topk(torch.sigmoid(y), 3)
     weights /= weights.sum(dim=-1, keepdim=True)
     return weights
-
-
-def _seen_through_an_earlier_view(module: nn.Module, y: Tensor) -> Tensor:
-    made = y * 2.0
-    view = made[:, 1:4]
-    made.add_(1.0)
-    return made.sum() * view
 
 
 def _of_shared_memory(module: nn.Module, y: Tensor) -> Tensor:
@@ -195,12 +174,6 @@ def _read_through_data(module: nn.Module, y: Tensor) -> Tensor:
     return y - torch.sigmoid(y).data / module.linear.weight.data.norm()
 
 
-def _averaged(module: nn.Module, y: Tensor) -> Tensor:
-    with torch.no_grad():
-        module.kept.lerp_(y.mean(0), 0.1)
-    return y * module.kept
-
-
 def _replaced(module: nn.Module, y: Tensor) -> Tensor:
     used = y * module.kept
     module.kept = (module.kept * 0.5 + module.linear.bias).detach()
@@ -217,11 +190,11 @@ def _teacher(module: nn.Module, y: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "write",
     [
-        _relu, _filled, _written_through_a_view, _shifted, _parts_of_parts, _parts_read_later, _parts_of_what_is_kept,
-        _returned_by_the_write, _read_before_and_after, _one_of_two_results, _seen_through_an_earlier_view,
+        _filled, _written_through_a_view, _shifted, _parts_of_parts, _parts_of_what_is_kept,
+        _returned_by_the_write, _read_before_and_after, _one_of_two_results,
         _of_shared_memory, _of_parts, _of_a_view_made_without_gradient, _of_another_dtype, _without_gradient,
         _of_shared_memory_without_gradient, _itself_through_a_dropout_of_nothing, _target, _in_inference_mode,
-        _read_through_data, _averaged, _replaced, _teacher, _complex_parts,
+        _read_through_data, _replaced, _teacher, _complex_parts,
     ],
     ids=lambda write: write.__name__.strip("_"),
 )  # fmt: skip
