@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.cost.network.collectives import KINDS, CollectiveModel, volume_factor
-from autopar.cost.network.placement import GroupShape, group_shape
+from autopar.cost.network.placement import group_shape
 from autopar.errors import UsageError
-from autopar.hardware.cluster import Cluster, Tier
+from autopar.hardware.cluster import Cluster
 from autopar.hardware.link import Link
 from autopar.hardware.topology import Fabric
 from autopar.plan.mesh import Mesh
@@ -77,24 +77,6 @@ def test_shapes_of_groups() -> None:
     assert whole.egress_bytes_per_s == 8 * NIC
 
 
-def test_siblings_share_the_cards_of_a_node() -> None:
-    one_card = benchmarked("h100-sxm5-80gb:4x8?nics=1")
-    (across,) = group_shape(Mesh(dp_shard=4, tp=8), ("dp_shard",), Fabric(one_card))
-    assert across.egress_bytes_per_s == NIC / 8
-    (alone,) = group_shape(Mesh(dp_shard=32), ("dp_shard",), Fabric(one_card))
-    assert alone.egress_bytes_per_s == NIC
-
-
-def test_an_oversubscribed_tier_narrows_what_crosses_it() -> None:
-    uplink = Link(name="spine", bandwidth_bytes_per_s=NIC, latency_s=1e-6, provenance="test")
-    cluster = replace(H100, tiers=(Tier(name="rack", num_nodes=2, uplink=uplink),))
-    (shape,) = group_shape(Mesh(dp_shard=32), ("dp_shard",), Fabric(cluster))
-    assert shape.egress_bytes_per_s == NIC
-    assert shape.inter_latency_s == pytest.approx(H100.groups[0].nic.latency_s + 1e-6)
-    inside_racks = group_shape(Mesh(dp_replicate=2, dp_shard=16), ("dp_shard",), Fabric(cluster))
-    assert [s.egress_bytes_per_s for s in inside_racks] == [8 * NIC]
-
-
 def test_uneven_nodes_have_several_shapes() -> None:
     shapes = group_shape(Mesh(dp_shard=4, tp=3), ("tp",), Fabric(Cluster.parse("h100-sxm5-80gb:3x4")))
     assert {(s.num_nodes, s.ranks_per_node) for s in shapes} == {(1, 3), (2, 1)}
@@ -153,11 +135,6 @@ def test_one_card_for_each_rank_is_eight_times_slower_than_whole_nodes() -> None
     whole = bus_bandwidth(model, "all_gather", 2**33, Mesh(dp_shard=32), "dp_shard")
     assert strided / 1e9 == pytest.approx(47, rel=0.05)
     assert 7 <= whole / strided <= 8.5
-
-
-def test_a_group_shape_alone_can_be_priced() -> None:
-    shape = GroupShape(size=8, num_nodes=1, ranks_per_node=8, intra_node=H100.groups[0].intra_node)
-    assert CollectiveModel(H100).shape_time_s("all_gather", 2**30, shape) > 0
 
 
 DEVICES = {

@@ -87,13 +87,6 @@ STATISTICS_OF_NORMS = 2 * 2 * S * B * 4  # mean and deviation of each token in f
 STATISTICS_OF_ATTENTION = A * S * B * 4  # of fused attention: the log of the sum of each row, in fp32
 
 
-def test_the_terms_of_the_paper_add_up() -> None:
-    """Section 4.1: attention, feed-forward and norms by the tensors that they keep, in half precision."""
-    attention = 2 * SBH + 4 * SBH + 2 * SCORES + SCORES + 2 * SCORES + 2 * SBH + 2 * SBH + SBH
-    feed_forward = 2 * SBH + 8 * SBH + 8 * SBH + SBH
-    assert attention + feed_forward + 4 * SBH == paper("whole")
-
-
 PARTS = [("whole", 1, 1), ("tensor", 1, T), ("sequence", T, T)]
 """Into how many parts hidden values outside of products are split, and scores: of tensor parallel ranks each has the whole of norms."""
 

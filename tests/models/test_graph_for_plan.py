@@ -1,8 +1,10 @@
-"""Example inputs of any form, and models of any dtype, in the dtype and batch that a plan is for."""
+"""Graphs that plans are for: of inputs of any form, in the dtype and batch of the plan, and kept between commands."""
 
 from __future__ import annotations
 
+import os
 from collections import UserDict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +13,12 @@ from torch import Tensor, nn
 
 from autopar import api
 from autopar.errors import TraceError, UsageError
-from autopar.models.graph_for_plan import samples_of
+from autopar.models import graph_for_plan
+from autopar.models.graph_for_plan import samples_of, traced
 from autopar.planner.sharding import input_axes
 from autopar.planner.sharding.input_axes import samples_apart
 from autopar.tracing.batch import named_inputs
+from tests.support.cli_runner import Run
 
 X = torch.zeros(6, 4)
 
@@ -153,3 +157,95 @@ def test_a_plan_finds_the_graph_that_it_was_made_for(
     assert (found.prelude, found.ops, found.batch_size) == (graph.prelude, graph.ops, graph.batch_size)
     assert (found.mixing, found.exact, found.notes) == (graph.mixing, graph.exact, graph.notes)
     assert bool(asked) == (kind in (Attending, Centred))  # the plan itself says of the others that samples are apart
+
+
+# --- kept between commands
+
+MODEL = "gpt:layers=1,hidden=32,heads=2,vocab=64,seq=16"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("AUTOPAR_CACHE", os.fspath(tmp_path))
+    return tmp_path / "graphs"
+
+
+@pytest.fixture
+def count(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A line for each trace."""
+    made, trace = [], graph_for_plan.trace_model
+
+    def counted(*given: object, **named: object) -> object:
+        made.append(str(named["name"]))
+        return trace(*given, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(graph_for_plan, "trace_model", counted)
+    return made
+
+
+def fingerprint(model: str = MODEL, **changes: object) -> str:
+    given = {"sequence": 16, "precision": "fp32", "opaque": (), "global_batch_size": 8, **changes}
+    folder = Path(os.environ["AUTOPAR_CACHE"])
+    return traced(model, samples_apart=samples_apart, cache_dir=folder, **given).fingerprint  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_a_graph_is_traced_once_for_all_batches_of_a_command(folder: Path, count: list[str], run: Run) -> None:
+    search = ("search", MODEL, "--cluster", "cpu:1x2", "--space", "quick", "--json")
+    first = run(*search, "--global-batch", 8)
+    again = run(*search, "--global-batch", 16, "--pin", "tp=2")
+    assert (first.code, again.code, len(count)) == (0, 0, 1)
+    assert len(list(folder.iterdir())) == 1
+
+
+@pytest.mark.slow
+def test_whatever_a_graph_depends_on_makes_another(folder: Path, count: list[str]) -> None:
+    assert fingerprint() == fingerprint()
+    other = {"model": MODEL.replace("vocab=64", "vocab=128"), "sequence": 8, "precision": "bf16", "opaque": ("*.mlp",)}
+    for made, (name, value) in enumerate(other.items(), start=2):
+        fingerprint(**{name: value})  # type: ignore[arg-type]
+        assert len(count) == len(list(folder.iterdir())) == made, name
+
+
+def test_another_version_makes_another(folder: Path, count: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    fingerprint()
+    monkeypatch.setattr(graph_for_plan, "version", lambda package: "0.0")
+    fingerprint()
+    assert len(count) == 2
+
+
+@pytest.mark.slow
+def test_what_cannot_be_read_is_traced_again(folder: Path, count: list[str]) -> None:
+    graph = fingerprint()
+    (file,) = folder.iterdir()
+    for made, broken in enumerate((b"", b"no pickle", b"\x80\x04N."), start=2):
+        file.write_bytes(broken)
+        assert fingerprint() == graph
+        assert len(count) == made
+        assert file.read_bytes() != broken
+
+
+def test_what_may_have_changed_is_not_kept(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    local = tmp_path / "gpt2"
+    local.mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert [graph_for_plan._is_told(text) for text in ("my.models:net", "hf:gpt2", "hf:llama", MODEL)] == [
+        False, False, True, True,
+    ]  # fmt: skip
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("AUTOPAR_CACHE", os.fspath(tmp_path / "file" / "cache"))
+    assert fingerprint() == fingerprint()
+
+
+@pytest.mark.slow
+def test_those_used_last_are_kept(folder: Path, monkeypatch: pytest.MonkeyPatch, count: list[str]) -> None:
+    monkeypatch.setattr(graph_for_plan, "MAX_FILES", 2)
+    for hidden in (32, 64, 32, 96, 32):  # the first is used again before there are too many
+        fingerprint(MODEL.replace("hidden=32", f"hidden={hidden}"))
+        for place, file in enumerate(sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)):
+            os.utime(file, ns=(place, place))  # file systems tell apart no two moments
+    assert len(count) == 3
+    assert len(list(folder.iterdir())) == 2

@@ -1,6 +1,8 @@
-"""Alternatives to a plan: what is said of them, and that one which is faster becomes the plan."""
+"""After a search: one of the alternatives that is faster becomes the plan, and objects that were set aside from the collector come back."""
 
 from __future__ import annotations
+
+import gc
 
 import pytest
 
@@ -9,9 +11,10 @@ from autopar.plan.plan import Plan
 from autopar.planner.branch_and_bound.process_group import ProcessGroup, available
 from autopar.planner.explain.reasons import compare
 from autopar.planner.layouts.layout import layout_key_of
-from autopar.planner.planner import Planner
+from autopar.planner.planner import Planner, objects_set_aside
 from autopar.planner.search import Evaluation, Limits, Outcome
 from autopar.planner.space.pins import Pins
+from tests.support.planner.graphs import mlp
 from tests.support.planner.tasks import task_of
 
 
@@ -94,3 +97,24 @@ def test_several_processes_put_the_same_plan_in_its_place(graph: Graph, monkeypa
             plans.append(planner._improved(outcome.best, outcome, group))
     assert plans[0].predicted == plans[1].predicted
     assert plans[0].search.reasons == plans[1].search.reasons
+
+
+def test_objects_come_back_after_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, inside = gc.get_freeze_count(), []
+    planner = Planner(task_of(mlp(layers=2)))
+    monkeypatch.setattr(planner, "_outcome", lambda *a, **k: inside.append(gc.get_freeze_count()) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        planner.search(limits=Limits())
+    assert inside[0] > 10_000
+    assert gc.get_freeze_count() == before == 0
+
+
+def test_what_a_caller_has_set_aside_stays_so() -> None:
+    gc.freeze()
+    try:
+        count = gc.get_freeze_count()  # it falls where one of these is freed meanwhile, and is zero where all come back
+        with objects_set_aside():
+            assert 0 < gc.get_freeze_count() <= count
+        assert 0 < gc.get_freeze_count() <= count
+    finally:
+        gc.unfreeze()

@@ -1,9 +1,10 @@
-"""Candidates of the outer search, and why there are none."""
+"""Candidates of the outer search, and why there are none; spaces read from files."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autopar.errors import UsageError
 from autopar.plan.schedule import check_schedule
 from autopar.planner.space.candidates import Candidate, _open, candidates, conflict, num_micro_batches, remedies, strict
 from autopar.planner.space.constraints import Problem, practice
@@ -164,3 +166,38 @@ def test_a_conflict_is_one_of_all_combinations_and_a_smallest(
             if name not in left_out:
                 keep &= known[name]
         assert keep.any() == (bool(left_out) or not names), (names, left_out)
+
+
+def test_a_space_from_before_context_parallelism_has_its_usual_bounds(checkout: Path, tmp_path: Path) -> None:
+    shipped = (checkout / "search" / "quick.toml").read_text(encoding="utf-8")
+    path = tmp_path / "own.toml"
+    path.write_text("\n".join(line for line in shipped.splitlines() if not line.startswith(("max_cp", "cp_from"))))
+    own, usual = load_space(str(path)), load_space("default")
+    assert (own.max_cp, own.cp_from) == (usual.max_cp, usual.cp_from)
+    assert own.max_pp == load_space("quick").max_pp
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("hsdp = false", "hsdp = 3"), "true or false"),
+        (("zero_stages = [0, 1, 3]", "zero_stages = [-1]"), "list of numbers from zero"),
+        (
+            ("zero_stages = [0, 1, 3]", "zero_stages = [4]"),
+            "Wrong value of 'zero_stages'. Expected a list of whole numbers from 0 to 3, got [4.0]",
+        ),
+        (('schedules = ["1F1B"]', 'schedules = ["2F2B"]'), "list of none, GPipe"),
+        (("max_pp = 16", "max_ppp = 16"), "max_pp"),
+        (("trials = 60", "trials = 60\nmore = 1"), "more"),
+        (('sampler = "tpe"', 'sampler = "some"'), "Unknown sampler 'some'"),
+    ],
+)
+def test_malformed_spaces_name_file_and_key(tmp_path: Path, change: tuple[str, str], said: str) -> None:
+    text = (Path(__file__).parents[2] / "search" / "quick.toml").read_text()
+    assert change[0] in text
+    path = tmp_path / "mine.toml"
+    path.write_text(text.replace(*change))
+    with pytest.raises(UsageError) as caught:
+        load_space(str(path))
+    assert "mine.toml" in str(caught.value)
+    assert said in str(caught.value)

@@ -182,13 +182,6 @@ def test_a_sequence_that_does_not_divide_leaves_the_residual_whole() -> None:
     assert all(t != S(1) for t in types(found, "out1")[1])
 
 
-def test_a_pinned_parameter_is_respected() -> None:
-    graph = mlp(layers=1)
-    pinned = solver(graph, 2, {"up0": (S(1),), "down0": (I,)}).solve(Weights())
-    assert pinned.typing.parameters["up0"] == S(1)
-    assert pinned.typing.parameters["down0"] == I
-
-
 def test_a_value_is_offered_the_same_types_by_every_block_that_it_touches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a boundary has too many states, its values are narrowed; the block on their other side has to follow."""
     graph = mlp(layers=2)

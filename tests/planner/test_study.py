@@ -228,7 +228,6 @@ def test_a_named_study_of_something_else_is_refused(graph: Graph, tmp_path: Path
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"storage": "nonsense"}, "Write for example sqlite:///study.db"),
         ({"storage": "sqlite:////no/such/folder/study.db"}, "unable to open database file"),
         ({"storage": "postgresql://me:secret@localhost:1/x"}, "psycopg" if find_spec("psycopg") is None else "me:***@"),
         ({"study_name": "mine"}, "Say which with --storage"),

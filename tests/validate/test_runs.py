@@ -92,11 +92,6 @@ def test_a_table_of_another_form_is_named(tmp_path: Path, lines: list[str], said
         read_runs(path)
 
 
-def test_a_file_that_is_none(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="Cannot read"):
-        read_runs(tmp_path / "none.csv")
-
-
 @pytest.mark.parametrize(
     ("layers", "stages"),
     [

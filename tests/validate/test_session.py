@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from scipy import stats
 
 from autopar.errors import UsageError
 from autopar.hardware.read import load_profile, profile_to_dict
@@ -304,3 +305,17 @@ def test_published_rows_are_expressed() -> None:
     assert all(0.2 < p.step_time_s / (r.step_time_s or 1) < 5 for r, p in zip(runs, found, strict=True))
     widths = [session.profiles[run.device].device.memory_uncertainty for run in runs]
     assert [r.name for r, p, w in zip(runs, found, widths, strict=True) if not may_fit(p, w)] == []
+
+
+@NEEDS_PUBLISHED
+def test_nothing_is_off_by_a_factor_at_its_prior() -> None:
+    """MosaicML's MPT-7B under FSDP, 2048 tokens, 8 to 512 GPUs of three kinds; docs/evidence/accuracy.md has all rows."""
+    rows = read_runs(PUBLISHED)
+    runs = [run for run in rows if (run.family, run.hidden, run.seq, run.zero) == ("mpt", 4096, 2048, 3)]
+    session = Session(runs)
+    measured = [run.step_time_s or 0.0 for run in runs]
+    found = session.times_s(session.start, range(len(runs)))
+    ratios = [a / b for a, b in zip(found, measured, strict=True)]
+    assert len(runs) >= 10
+    assert sum(abs(ratio - 1) for ratio in ratios) / len(ratios) < 0.4, ratios
+    assert stats.spearmanr(found, measured).statistic > 0.85

@@ -147,21 +147,6 @@ def test_stops_are_the_best_of_all(data: st.DataObject) -> None:
     assert own is None if np.isinf(best) else own is not None and own[1] == pytest.approx(best)
 
 
-def test_a_pinned_stage_is_kept() -> None:
-    blocks = [block(0, np.random.default_rng(0))] * 8
-    own = found([blocks], 2, [2, 1], [1e9, 1e9], 4, pinned=dict.fromkeys(range(6), 0))
-    assert own is not None
-    assert own.stops == (6, 8)
-
-
-def test_heavy_ends_get_fewer_layers() -> None:
-    light = block(0, np.random.default_rng(0))
-    heavy = CutBlock(key=1, options=(option("none", 3 * light.options[0].time_s, 1.0),), static_bytes=0.0)
-    own = found([[*[light] * 13, heavy]], 4, [4, 3, 2, 1], [1e9] * 4, 16)
-    assert own is not None
-    assert own.stops == (4, 8, 12, 14)
-
-
 def test_a_stage_is_cut_only_where_it_is_allowed() -> None:
     blocks = [block(0, np.random.default_rng(0))] * 6
     size = np.arange(7)[None, :] - np.arange(7)[:, None]
