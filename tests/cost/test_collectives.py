@@ -14,7 +14,7 @@ from autopar.cost.network.collectives import KINDS, CollectiveModel, volume_fact
 from autopar.cost.network.placement import group_shape
 from autopar.errors import UsageError
 from autopar.hardware.cluster import Cluster
-from autopar.hardware.link import Link
+from autopar.hardware.describe import scaled
 from autopar.hardware.topology import Fabric
 from autopar.plan.mesh import Mesh
 
@@ -56,11 +56,7 @@ def test_more_bytes_never_take_less_time(kind: str, cluster: Cluster, mesh: Mesh
 
 @given(st.sampled_from(KINDS), clusters, meshes, st.integers(1, 2**34), st.floats(1.0, 10.0))
 def test_more_bandwidth_is_never_slower(kind: str, cluster: Cluster, mesh: Mesh, num_bytes: int, factor: float) -> None:
-    def faster(link: Link) -> Link:
-        return replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * factor)
-
-    groups = tuple(replace(g, intra_node=faster(g.intra_node), nic=faster(g.nic)) for g in cluster.groups)
-    better = replace(cluster, groups=groups)
+    better = scaled(cluster, {"link.bandwidth": factor})
     for axis in ("dp_shard", "tp"):
         before, after = (CollectiveModel(c).time_s(kind, num_bytes, mesh, (axis,)) for c in (cluster, better))
         assert after <= before * (1 + 1e-9)
@@ -75,11 +71,8 @@ def test_shapes_of_groups() -> None:
     assert across.egress_bytes_per_s == NIC
     (whole,) = group_shape(Mesh(dp_shard=32), ("dp_shard",), Fabric(H100))
     assert whole.egress_bytes_per_s == 8 * NIC
-
-
-def test_uneven_nodes_have_several_shapes() -> None:
-    shapes = group_shape(Mesh(dp_shard=4, tp=3), ("tp",), Fabric(Cluster.parse("h100-sxm5-80gb:3x4")))
-    assert {(s.num_nodes, s.ranks_per_node) for s in shapes} == {(1, 3), (2, 1)}
+    uneven = group_shape(Mesh(dp_shard=4, tp=3), ("tp",), Fabric(Cluster.parse("h100-sxm5-80gb:3x4")))
+    assert {(s.num_nodes, s.ranks_per_node) for s in uneven} == {(1, 3), (2, 1)}
 
 
 def test_groups_that_no_node_group_holds_are_of_those_with_ranks_there() -> None:

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from autopar.cost.operators.operator_times import op_time
 from autopar.cost.operators.work import operand_specs, work
-from autopar.errors import UsageError
 from autopar.graph.graph import Argument, Op, Ref, TensorSpec
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.device import KernelKind
@@ -143,12 +142,6 @@ def test_large_products_reach_the_ceiling_and_small_ones_pay_for_bytes() -> None
     found = op_time(row, (spec(1, size), spec(size, size)), device).forward_s
     bandwidth = device.memory_bandwidth_bytes_per_s * device.kernel_fraction
     assert found == pytest.approx(moved / bandwidth + device.launch_s, rel=0.01)
-
-
-def test_a_dtype_without_a_rate_is_named() -> None:
-    call = op("aten.linear.default", (X, W), spec(8, 8, dtype=torch.float64))
-    with pytest.raises(UsageError, match="float64"):
-        op_time(call, (spec(8, 8, dtype=torch.float64), spec(8, 8, dtype=torch.float64)), H100)
 
 
 @given(st.integers(1, 64), st.integers(1, 64), st.integers(1, 64), st.integers(2, 8))

@@ -45,10 +45,6 @@ def find(rows: int, measured: Measured) -> tuple[OpTime, str]:
     return measured.find(op, operands, op_time(op, operands, CPU))
 
 
-def test_a_measured_operator_takes_its_measured_time() -> None:
-    assert find(64, Measured(TABLE, CPU)) == (OpTime(1e-3, 3e-3), "measured")
-
-
 @given(st.lists(st.integers(65, 1023), min_size=2, max_size=8))
 def test_between_measured_sizes_time_rises_from_one_to_the_other(rows: list[int]) -> None:
     measured = Measured(TABLE, CPU)

@@ -13,6 +13,7 @@ from autopar.cost.blocks.block_cost import BlockCost, ParameterCost
 from autopar.cost.model import CostModel, StageCost
 from autopar.errors import UsageError
 from autopar.hardware.cluster import Cluster
+from autopar.hardware.describe import scaled
 from autopar.hardware.device import Overheads
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import BF16, FP32, Recompute
@@ -221,15 +222,6 @@ def test_actions_and_messages_take_their_time_of_the_cores() -> None:
     assert Overheads(action_s=1e-3).of_actions(2) == (1e-3, 0.0)  # a profile that knows one engine alone
 
 
-def test_replicas_sum_their_gradients_once() -> None:
-    one, many = (
-        predict([stage(*layers(3))], Mesh(dp_replicate=4), cluster=CPU, count=count).breakdown for count in (1, 9)
-    )
-    assert one.data_parallel_s > 0
-    assert many.data_parallel_s == pytest.approx(one.data_parallel_s)
-    assert predict([stage(*layers(3))], Mesh(), cluster=CPU).breakdown.data_parallel_s == 0
-
-
 def test_gradients_of_whole_parameters_are_summed_over_their_axes_once() -> None:
     blocks = layers(2)
     summed = [replace(b, parameters=tuple(replace(p, gradient_sum_axes=("tp",)) for p in b.parameters)) for b in blocks]
@@ -314,10 +306,7 @@ def test_impossible_stages_are_refused() -> None:
 )  # fmt: skip
 def test_faster_links_never_make_a_slower_step(mesh: Mesh, zero: int, factor: float, forward_s: float) -> None:
     zero = zero if mesh.dp_shard > 1 else 0
-    group = H100.groups[0]
-    intra = replace(group.intra_node, bandwidth_bytes_per_s=group.intra_node.bandwidth_bytes_per_s * factor)
-    nic = replace(group.nic, bandwidth_bytes_per_s=group.nic.bandwidth_bytes_per_s * factor)
-    better = replace(H100, groups=(replace(group, intra_node=intra, nic=nic),))
+    better = scaled(H100, {"link.bandwidth": factor})
     stages = [stage(*layers(2, forward_s=forward_s)) for _ in range(mesh.pp)]
     schedule = "1F1B" if mesh.pp > 1 else "none"
     slow, fast = (predict(stages, mesh, cluster=c, schedule=schedule, zero=zero).step_time_s for c in (H100, better))

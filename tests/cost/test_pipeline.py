@@ -44,11 +44,6 @@ def test_interleaving_divides_the_bubble(pp: int, v: int, m: int) -> None:
     assert max(found.finish_s) == pytest.approx(m * (F + B) + (pp - 1) * (F + B) / v)
 
 
-def test_one_stage_accumulates() -> None:
-    assert max(simulate("none", 1, 7, equal(1)).finish_s) == 7 * (F + B)
-    assert simulate("1F1B", 1, 7, equal(1)).exposed_send_s == (0.0,)
-
-
 def test_gpipe_messages_are_exposed_in_fill_and_drain_alone() -> None:
     pp, m, send = 4, 6, 0.25
     found = simulate("GPipe", pp, m, equal(pp, send_forward_s=send, send_backward_s=send))
@@ -170,6 +165,8 @@ def test_large_pipelines_take_milliseconds() -> None:
 
 
 def test_a_longer_first_forward_delays_everything_behind_it() -> None:
+    """One stage accumulates."""
     stages = [StageTimes(forward_s=F, backward_s=B, first_forward_s=0.5), *equal(3)]
     assert max(simulate("1F1B", 4, 8, stages).finish_s) == pytest.approx((8 + 3) * (F + B) + 0.5)
     assert max(simulate("none", 1, 3, stages[:1]).finish_s) == pytest.approx(3 * (F + B) + 0.5)
+    assert simulate("1F1B", 1, 7, equal(1)).exposed_send_s == (0.0,)

@@ -129,12 +129,9 @@ def test_memory_can_be_stated_on_the_command_line(text: str, num_bytes: int) -> 
     assert dict(device.provenance)["memory"] == "stated by the user"
 
 
-def test_network_cards_can_be_stated_on_the_command_line() -> None:
+def test_network_cards_and_host_memory_can_be_stated_on_the_command_line() -> None:
     group = Cluster.parse("h100-sxm5-80gb:2x8?nics=4&nic_bandwidth=25GB").groups[0]
     assert (group.nics_per_node, group.nic.bandwidth_bytes_per_s) == (4, 25e9)
-
-
-def test_host_memory_can_be_stated_where_there_is_a_link_to_the_host() -> None:
     known, stated = (Cluster.parse(f"h100-sxm5-80gb:1x8{more}").devices[0].host for more in ("", "?host_memory=64GiB"))
     assert known is not None
     assert stated is not None
@@ -212,13 +209,6 @@ def test_a_malformed_file_names_file_line_and_key(tmp_path: Path, old: str, new:
     with pytest.raises(UsageError) as caught:
         Cluster.parse(str(path))
     assert (caught.value.where, caught.value.problem) == (f"{path}, line {line}", problem)
-
-
-def test_a_file_that_is_not_toml_names_the_line(tmp_path: Path) -> None:
-    path = write(tmp_path, TWO_RACKS.replace("num_nodes = 2", "num_nodes = = 2", 1))
-    with pytest.raises(UsageError, match="num_nodes = = 2") as caught:
-        Cluster.parse(str(path))
-    assert caught.value.where == f"{path}, line 6"
 
 
 def test_a_group_without_nodes_or_a_library_is_refused(tmp_path: Path) -> None:

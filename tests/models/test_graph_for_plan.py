@@ -58,9 +58,6 @@ def test_inputs_that_are_missing_in_the_example_may_be_missing_in_a_batch() -> N
     batch = {"a": {"c": None}, "a_b": X}
     graph = api.trace(Pair(), example_inputs=batch)
     assert list(named_inputs(batch)) == [one.name for one in graph.inputs] == ["a_b"]
-
-
-def test_two_inputs_of_one_name_are_refused() -> None:
     with pytest.raises(TraceError, match="Two inputs are called 'a_b'"):
         api.trace(Pair(), example_inputs={"a": {"b": X}, "a_b": X})
 

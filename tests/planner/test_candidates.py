@@ -52,16 +52,6 @@ def test_practice_is_among_them() -> None:
     assert all(c.mesh.tp <= 8 for c in found)
 
 
-def test_pins_are_kept() -> None:
-    pins = Pins.parse(["tp=4", "pp=2", "zero=1", "micro_batch=4", "schedule=Interleaved1F1B", "virtual_stages=5"])
-    found = candidates(PROBLEM, pins)
-    assert found
-    for one in found:
-        assert (one.mesh.tp, one.mesh.pp, one.zero_stage) == (4, 2, 1)
-        assert (one.micro_batch_size, one.schedule, one.virtual_stages) == (4, "Interleaved1F1B", 5)
-    assert {c.num_micro_batches for c in candidates(PROBLEM, Pins.parse(["num_micro_batches=128"]))} == {128}
-
-
 @pytest.mark.parametrize(
     ("pins", "world", "expected"),
     [

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import replace
-from functools import cache
 
 import pytest
 
-from autopar import api
 from autopar.cost.model import BlockCost, CostModel
 from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
-from autopar.models.resolve import resolve_model
 from autopar.plan.plan import BF16
 from autopar.planner.layouts.catalogue import Layouts
 from autopar.planner.layouts.layout import LayoutKey, PricedLayout, TypedLayout, layout_key_of
@@ -21,6 +18,7 @@ from autopar.planner.search import Limits
 from autopar.planner.sharding.energy import Weights
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
+from tests.support.planner.graphs import family
 from tests.support.planner.tasks import planner_of
 
 ROUNDING = 1e-9
@@ -40,11 +38,8 @@ MODELS = {
 }
 
 
-@cache
 def graph_of(name: str) -> Graph:
-    text, length = MODELS[name]
-    source = resolve_model(text, sequence_length=length, batch_size=2)
-    return api.trace(source.model, example_inputs=source.example_inputs, precision="bf16", name=name)
+    return family(*MODELS[name], "bf16")
 
 
 @pytest.mark.slow
@@ -100,7 +95,7 @@ def test_no_block_of_a_layout_is_quicker_than_its_floors(name: str) -> None:
 @pytest.mark.slow
 def test_what_searches_keep_with_a_graph_changes_no_plan() -> None:
     """Searches of another space and batch before it, and a copy of the graph, which has nothing of them."""
-    graph = resolve_model("gpt:layers=5,hidden=64,heads=8,vocab=250", sequence_length=32).trace()
+    graph = family("gpt:layers=5,hidden=64,heads=8,vocab=250", 32)
 
     def planner(graph: Graph, batch: int, space: str) -> Planner:
         return planner_of(graph, cluster=CLUSTER, global_batch_size=batch, precision=BF16, space=space)

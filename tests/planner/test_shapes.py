@@ -7,18 +7,16 @@ from typing import Any
 
 import pytest
 
-from autopar import api
 from autopar.cost.operators.operator_times import Recorder, decode, key_of
 from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.link import OperatorTable, OperatorTime
-from autopar.models.resolve import resolve_model
 from autopar.plan.prediction import Memory
 from autopar.planner.planner import Planner, operator_calls
 from autopar.planner.search import Evaluation, Limits, Misfit
 from tests.support.clusters import two_kinds, with_device
 from tests.support.example_plans import llama_plan
-from tests.support.planner.graphs import mlp
+from tests.support.planner.graphs import family, mlp
 from tests.support.planner.tasks import planner_of
 
 CLUSTER = Cluster.parse("cpu:1x4")
@@ -26,8 +24,7 @@ CLUSTER = Cluster.parse("cpu:1x4")
 
 @pytest.fixture(scope="module")
 def graph() -> Graph:
-    source = resolve_model("gpt:layers=4,hidden=32,heads=4,vocab=64", sequence_length=16)
-    return api.trace(source.model, example_inputs=source.example_inputs, name=source.name)
+    return family("gpt:layers=4,hidden=32,heads=4,vocab=64", 16)
 
 
 def planner(graph: Graph, cluster: Cluster = CLUSTER, pins: tuple[str, ...] = ()) -> Planner:

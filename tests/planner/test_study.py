@@ -245,29 +245,6 @@ def test_what_cannot_be_shared_is_said(graph: Graph, options: dict[str, Any], sa
     assert "secret" not in str(caught.value)
 
 
-def test_an_interrupt_gives_the_best_so_far(graph: Graph, alone: Plan, tmp_path: Path) -> None:
-    """A real SIGINT, while the search goes on."""
-    url = f"sqlite:///{tmp_path / 'study.db'}"
-
-    def stop(what: str, done: int, total: int) -> None:
-        if "best" in what:
-            signal.raise_signal(signal.SIGINT)
-
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # processes of pytest-xdist ignore it
-    try:
-        plan = search(graph, storage=url, progress=stop)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert any("interrupted" in note for note in plan.notes)
-    assert plan.search.evaluated < alone.search.evaluated or alone.search.evaluated == 1
-    least_s = min(t.value for t in trials_of(url) if t.value is not None)
-    if any("took its place" in reason for reason in plan.search.reasons):  # an alternative to what the search came to
-        assert plan.predicted.step_time_s < least_s
-    else:
-        assert plan.predicted.step_time_s == least_s
-    assert same(search(graph, storage=url), alone)
-
-
 @pytest.mark.slow
 def test_without_a_storage_optuna_is_not_loaded(checkout: Path) -> None:
     script = (

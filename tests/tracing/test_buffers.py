@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from autopar.errors import TraceError
 from autopar.tracing.trace import trace
 from tests.support.distributed.remembering import Remembering
-from tests.support.small_models import model_of, same_as_the_model
+from tests.support.small_models import same_as_the_model
 
 Write = Callable[[nn.Module, Tensor], Tensor]
 
@@ -133,13 +132,6 @@ def _of_another_dtype(module: nn.Module, y: Tensor) -> Tensor:
     return y * (flags.gt_(0.1) + 0.5)
 
 
-def _without_gradient(module: nn.Module, y: Tensor) -> Tensor:
-    with torch.no_grad():
-        scale = y.abs().mean(dim=-1, keepdim=True)
-        scale.add_(1.0)
-    return y / scale
-
-
 def _of_shared_memory_without_gradient(module: nn.Module, y: Tensor) -> Tensor:
     with torch.no_grad():
         made = torch.ones_like(y)
@@ -155,13 +147,6 @@ def _itself_through_a_dropout_of_nothing(module: nn.Module, y: Tensor) -> Tensor
         same = nn.functional.dropout(y, training=False)
         twice = same * 2.0
     return y * same + twice
-
-
-def _target(module: nn.Module, y: Tensor) -> Tensor:
-    """Nothing is written in place: such a program needs no decomposition."""
-    with torch.no_grad():
-        wanted = torch.sigmoid(y * module.linear.bias)
-    return y - wanted
 
 
 def _in_inference_mode(module: nn.Module, y: Tensor) -> Tensor:
@@ -192,8 +177,8 @@ def _teacher(module: nn.Module, y: Tensor) -> Tensor:
     [
         _filled, _written_through_a_view, _shifted, _parts_of_parts, _parts_of_what_is_kept,
         _returned_by_the_write, _read_before_and_after, _one_of_two_results,
-        _of_shared_memory, _of_parts, _of_a_view_made_without_gradient, _of_another_dtype, _without_gradient,
-        _of_shared_memory_without_gradient, _itself_through_a_dropout_of_nothing, _target, _in_inference_mode,
+        _of_shared_memory, _of_parts, _of_a_view_made_without_gradient, _of_another_dtype,
+        _of_shared_memory_without_gradient, _itself_through_a_dropout_of_nothing, _in_inference_mode,
         _read_through_data, _replaced, _teacher, _complex_parts,
     ],
     ids=lambda write: write.__name__.strip("_"),
@@ -257,17 +242,6 @@ def test_what_the_program_itself_has_made_is_written_without_a_second_trace(
     monkeypatch.setattr(torch.export.ExportedProgram, "run_decompositions", lambda *_: pytest.fail("traced once more"))
     graph = trace(Writing(write), (torch.randn(2, 4),))
     assert not [op.target for op in graph.ops if op.target.split(".")[1].endswith("_")]
-
-
-def _on_its_input(self: Any, x: Tensor) -> Tensor:
-    x.mul_(2.0)
-    return (self.linear(x) + x).pow(2).mean()
-
-
-def test_an_input_written_in_place_counts_as_written() -> None:
-    same_as_the_model(
-        model_of(_on_its_input, linear=nn.Linear(4, 4)).double(), {"x": torch.randn(6, 4, dtype=torch.float64)}
-    )
 
 
 def _clamped(module: nn.Module, y: Tensor) -> Tensor:

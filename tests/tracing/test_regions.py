@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from autopar.errors import TraceError
-from autopar.models.resolve import resolve_model
-from autopar.models.specs import MeanSquareLoss
 from autopar.tracing import convert
 from autopar.tracing.trace import trace
 from tests.support.distributed.oddities import Checkpointed, Force, Resting
@@ -54,19 +52,16 @@ def test_packed_sequences_of_a_module_run_as_written_though_no_length_may_be_0()
     assert "opaque" in graph.notes[0] and not graph.mixing
 
 
-def test_a_batch_norm_in_eval_reads_its_statistics_and_keeps_samples_apart() -> None:
+def test_a_batch_norm_in_eval_reads_its_statistics_and_keeps_samples_apart_unless_the_model_is_in_eval_itself() -> None:
     graph = same_as_the_model(Resting(), u.batch())
     assert "modules in eval() stay so while the others train: inner.1, inner.3" in graph.notes
     targets = [op.target for op in graph.ops]
     assert "aten.batch_norm.default" in targets
     assert not graph.mixing and "autopar.dropout" not in targets
-
-
-def test_a_model_in_eval_itself_trains_whole() -> None:
-    graph = trace(Resting().eval(), (), u.batch())
-    targets = [op.target for op in graph.ops]
+    whole = trace(Resting().eval(), (), u.batch())  # the model itself in eval()
+    targets = [op.target for op in whole.ops]
     assert "autopar.batch_norm_running" in targets and "autopar.dropout" in targets
-    assert not any("eval()" in note for note in graph.notes)
+    assert not any("eval()" in note for note in whole.notes)
 
 
 def test_batch_norm_is_one_operator_and_gives_its_running_statistics() -> None:
@@ -100,32 +95,6 @@ def test_a_row_of_each_sample_is_a_gather() -> None:
     targets = [op.target for op in graph.ops]
     assert "aten.gather.default" in targets
     assert "aten.index.Tensor" not in targets
-
-
-@pytest.mark.slow
-def test_models_of_images_and_speech_get_their_inputs() -> None:
-    sizes = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
-    text = '"vocab_size":32,"max_position_embeddings":8,"eos_token_id":2'
-    inner = ",".join(f'"{key}":{value}' for key, value in sizes.items())
-    image = '"image_size":8,"patch_size":4'
-    spec = f"hf:clip?projection_dim=8&text_config={{{inner},{text}}}&vision_config={{{inner},{image}}}"
-    clip = resolve_model(spec, sequence_length=8)
-    assert isinstance(clip.model, MeanSquareLoss)
-    assert {name: tuple(x.shape) for name, x in clip.example_inputs.items()} == {
-        "input_ids": (2, 8),
-        "pixel_values": (2, 3, 8, 8),
-    }
-    assert len(clip.trace().ops) > 20
-    layers = "encoder_layers=1&decoder_layers=1&encoder_attention_heads=2&decoder_attention_heads=2&d_model=16"
-    whisper = resolve_model(
-        f"hf:whisper?{layers}&encoder_ffn_dim=16&decoder_ffn_dim=16&vocab_size=32&max_source_positions=8"
-        "&max_target_positions=8&num_mel_bins=4"
-    )
-    assert {name: tuple(x.shape) for name, x in whisper.example_inputs.items()} == {
-        "input_features": (2, 4, 16),
-        "labels": (2, 8),
-    }
-    assert any("decoder.layers.0.encoder_attn.q_proj" in p.fqn for p in whisper.trace().parameters)
 
 
 def test_a_call_that_no_form_fits_is_named_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -298,31 +298,26 @@ def test_control_flow_on_data_is_told_by_its_line() -> None:
     assert "torch.where" in caught.value.fix
 
 
-class Packed(nn.Module):
-    """Sequences behind one another, cut by their ends: torch.export takes the cuts; decomposing fails at the loss of the parts."""
-
-    def __init__(self, *, writes: bool) -> None:
-        super().__init__()
-        self.head = nn.Linear(8, 4)
-        self.writes = writes
-
-    def forward(self, x: Tensor, ends: Tensor, y: Tensor) -> Tensor:
-        if self.writes:
-            x = x.clone()
-            x.view(-1).add_(1)
-        parts = torch.cat([x[ends[i] : ends[i + 1]].softmax(0) for i in range(2)])
-        return F.cross_entropy(self.head(parts), y)
-
-
 @pytest.mark.parametrize(
     ("writes", "said"),
     [(True, r"`return F\.cross_entropy"), (False, r"aten\.item\.default depends on the values of tensors")],
 )
 def test_a_failure_of_the_exported_program_names_the_line_too(writes: bool, said: str) -> None:
-    """It named the model's class and a formula of torch's. Up to torch 2.11 the cuts fail already, at their own line."""
+    """It named the model's class and a formula of torch's. Up to torch 2.11 the cuts fail already, at their own line.
+
+    Sequences behind one another are cut by their ends: torch.export takes the cuts; decomposing fails at the loss of the parts.
+    """
+
+    def forward(self: Any, x: Tensor, ends: Tensor, y: Tensor) -> Tensor:
+        if writes:
+            x = x.clone()
+            x.view(-1).add_(1)
+        parts = torch.cat([x[ends[i] : ends[i + 1]].softmax(0) for i in range(2)])
+        return F.cross_entropy(self.head(parts), y)
+
     inputs = {"x": torch.randn(6, 8), "ends": torch.tensor([0, 2, 6]), "y": torch.zeros(6, dtype=torch.int64)}
     with pytest.raises(TraceError, match=rf"test_trace\.py:\d+: ({said}|`parts = torch\.cat)"):
-        trace(Packed(writes=writes), kwargs=inputs)
+        trace(model_of(forward, head=nn.Linear(8, 4)), kwargs=inputs)
 
 
 def test_a_failure_in_forward_names_the_line_and_the_reason() -> None:

@@ -11,7 +11,6 @@ import pytest
 
 from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
-from autopar.models.resolve import resolve_model
 from autopar.plan.plan import Recompute
 from autopar.planner.planner import Planner
 from autopar.planner.search import Evaluation, Misfit
@@ -22,7 +21,7 @@ from autopar.planner.stages.exchange import exchanged
 from autopar.planner.stages.recompute import Way
 from autopar.planner.stages.refinement import RankCovers, improved, refined
 from tests.support.clusters import two_kinds
-from tests.support.planner.graphs import mlp
+from tests.support.planner.graphs import family, mlp
 from tests.support.planner.tasks import planner_of
 
 PP = 4
@@ -36,7 +35,7 @@ BY_CASE = pytest.mark.parametrize(("modes", "batch", "memory"), CASES, ids=lambd
 
 @pytest.fixture(scope="module")
 def graph() -> Graph:
-    return resolve_model("gpt:layers=16,hidden=64,heads=4,vocab=512", sequence_length=64).trace()
+    return family("gpt:layers=16,hidden=64,heads=4,vocab=512", 64)
 
 
 def planner(graph: Graph, cluster: Cluster, modes: tuple[Recompute, ...], batch: int, pins: list[str]) -> Planner:
