@@ -184,12 +184,9 @@ def test_recurrent_networks_on_cpu_keep_what_is_predicted(
     literals = (True, net.num_layers, 0.0, True, net.bidirectional, True)
     name = "rnn_tanh" if kind == "RNN" else kind.lower()
     out = TensorSpec(shape=tuple(made.shape), dtype=dtype, requires_grad=True)
-    call = Op(
-        name="y",
-        target=f"aten.{name}.input",
-        args=(refs[0], states if len(states) > 1 else states[0], held, *literals),
-        outputs=(out, *operands[1 : 1 + len(ends)]),
-    )
+    args = (refs[0], states if len(states) > 1 else states[0], held, *literals)
+    outputs = (out, *operands[1 : 1 + len(ends)])
+    call = Op(name="y", target=f"aten.{name}.input", args=args, outputs=outputs)
     done = work(call, operands, "cpu")
     predicted = operands[0].num_bytes + done.saved_bytes + done.saves_output * call.spec.num_bytes
     found = kept_bytes(lambda: net(x), net.parameters())

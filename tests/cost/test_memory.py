@@ -25,18 +25,11 @@ N = 1024 * 1024
 
 
 def state(
-    precision: Precision,
-    zero: int,
-    shards: int,
-    *,
-    numel: int = N,
-    pp: int = 1,
-    count: int = 4,
-    optimizer: str = "adamw",
+    precision: Precision, zero: int, shards: int, *, pp: int = 1, count: int = 4, optimizer: str = "adamw"
 ) -> State:
     mesh = Mesh(pp=pp, dp_shard=shards)
     data = DataParallel(mesh, zero, precision, pp > 1)
-    parameter = ParameterCost(name="w", shape=(numel // 16, 16), num_bytes=numel * 4)
+    parameter = ParameterCost(name="w", shape=(N // 16, 16), num_bytes=N * 4)
     unit = Runtime().unit((parameter,), data, CollectiveModel(CLUSTER), CLUSTER.devices[0])
     return state_bytes(unit, data, optimizer_cost(optimizer), count)
 

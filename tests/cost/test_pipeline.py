@@ -129,15 +129,8 @@ pipelines = st.one_of(
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[str, int, int, list[StageTimes]]:
     name, pp, v, m = draw(pipelines)
-    times = [
-        StageTimes(
-            forward_s=draw(seconds),
-            backward_s=draw(seconds),
-            send_forward_s=draw(seconds),
-            send_backward_s=draw(seconds),
-        )
-        for _ in range(pp * v)
-    ]
+    names = ("forward_s", "backward_s", "send_forward_s", "send_backward_s")
+    times = [StageTimes(**{name: draw(seconds) for name in names}) for _ in range(pp * v)]
     return name, pp, m, times
 
 

@@ -122,11 +122,9 @@ def test_what_a_space_leaves_out_is_named_where_laws_and_pins_leave_something() 
 
 DRAWN = [
     "tp=3", "tp>=2", "tp<=2", "pp=2", "pp>=3", "dp=2", "dp_shard=4", "zero=2", "zero>=2", "zero=0", "micro_batch=3",
-]  # fmt: skip
-DRAWN += [
     "num_micro_batches=5", "num_micro_batches<=2", "virtual_stages=3", "ep=2", "ep_data=3", "cp=2", "schedule=1F1B",
+    "schedule=Interleaved1F1B", "schedule!=1F1B",
 ]  # fmt: skip
-DRAWN += ["schedule=Interleaved1F1B", "schedule!=1F1B"]
 
 
 @settings(max_examples=20, deadline=None)

@@ -48,11 +48,8 @@ def test_ep_borrows_the_ranks_of_tp(tp: int) -> None:
 def test_without_ep_experts_are_whole_or_split_inside() -> None:
     plan = planned("ep=1", "tp=2")
     assert plan.mesh.ep == 1
-    assert not any(name == "experts" or name.startswith("dispatch") for name in strategies(plan))
-
-
-def strategies(plan: Plan) -> set[str]:
-    return {s for layout in plan.layouts for typing in layout.typings for s in typing.strategies}
+    names = {s for layout in plan.layouts for typing in layout.typings for s in typing.strategies}
+    assert not any(name == "experts" or name.startswith("dispatch") for name in names)
 
 
 @pytest.mark.parametrize(

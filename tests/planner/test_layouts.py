@@ -38,21 +38,13 @@ MODELS = {
 }
 
 
-def graph_of(name: str) -> Graph:
-    return family(*MODELS[name], "bf16")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_no_priced_layout_is_quicker_than_its_typing_or_the_quickest_typing(name: str) -> None:
-    layouts = layouts_of(graph_of(name), "default")
+    layouts = layouts_of(family(*MODELS[name], "bf16"), "default")
     share = compared = 0.0
-    for size, tp, cp, ep in (
-        (1, 2, 1, 1),
-        (4, 4, 1, 1),
-        (4, 2, 2, 1),
-        *(((2, 2, 1, 4), (2, 2, 2, 2)) if name == "mixtral" else ()),
-    ):
+    experts = [(2, 2, 1, 4), (2, 2, 2, 2)] if name == "mixtral" else []
+    for size, tp, cp, ep in [(1, 2, 1, 1), (4, 4, 1, 1), (4, 2, 2, 1), *experts]:
         key = LayoutKey(micro_batch_size=size, tp=tp, cp=cp, ep_data=ep)
         quickest_s = min(layouts.solver(key, kind).quickest.value for kind in layouts.graphs.kinds(key))
         for typed in layouts.typed(key, num_micro_batches=8, in_flight=2):
@@ -76,7 +68,11 @@ def test_no_priced_layout_is_quicker_than_its_typing_or_the_quickest_typing(name
 def test_no_block_of_a_layout_is_quicker_than_its_floors(name: str) -> None:
     """Of all layouts of a candidate, and of each before it is priced; where experts are spread their tokens travel."""
     planner = planner_of(
-        graph_of(name), cluster="h100-sxm5-80gb:2x4", global_batch_size=32, precision=BF16, space="default"
+        family(*MODELS[name], "bf16"),
+        cluster="h100-sxm5-80gb:2x4",
+        global_batch_size=32,
+        precision=BF16,
+        space="default",
     )
     maker, context = planner.evaluator.cascade.maker, planner.evaluator.context
     different = {(layout_key_of(c), c.mesh, c.zero_stage): c for c in planner.pool if c.mesh.cp * c.mesh.tp > 1}
@@ -134,7 +130,10 @@ def unnamed(cost: BlockCost) -> BlockCost:
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("micro_batch_size", [1, 4])
 def test_costs_are_those_of_each_layout_alone(tp: int, micro_batch_size: int) -> None:
-    layouts, split = layouts_of(graph_of("padded"), "wide"), LayoutKey(micro_batch_size=micro_batch_size, tp=tp)
+    layouts, split = (
+        layouts_of(family(*MODELS["padded"], "bf16"), "wide"),
+        LayoutKey(micro_batch_size=micro_batch_size, tp=tp),
+    )
     options = options_of(layouts, split)
     assert len(options) > 1
     for option in options:

@@ -11,7 +11,6 @@ from torch import nn
 
 from autopar import api
 from autopar.errors import UsageError
-from autopar.graph.graph import Graph
 from autopar.graph.rewrites import vocabulary_sizes
 from autopar.hardware.cluster import Cluster
 from autopar.plan.file import plan_from_dict, plan_to_dict
@@ -29,10 +28,6 @@ A100 = "a100-sxm4-80gb:1x8"
 
 
 PLAIN = "gpt:layers=2,hidden=512,heads=8,vocab=20011"
-
-
-def graph_of(spec: str = PLAIN, seq: int = 64, precision: PrecisionName = "bf16") -> Graph:
-    return family(spec, seq, precision)
 
 
 MIXED = "a100 and v100"
@@ -62,7 +57,7 @@ def test_no_candidate_beats_the_plan_or_lies_below_a_bound(
     """All that a split or padding aligns: vocabularies, heads, widths, sequences, micro-batches."""
     precision: PrecisionName = "fp16" if cluster == MIXED else "bf16"
     where = mixed() if cluster == MIXED else Cluster.parse(cluster)
-    graph = graph_of(spec, seq, precision)
+    graph = family(spec, seq, precision)
     plan = api.search(
         graph, cluster=where, global_batch_size=batch, precision=precision, pins=pins, space="quick", workers=1
     )
@@ -81,7 +76,7 @@ def test_no_candidate_beats_the_plan_or_lies_below_a_bound(
 
 @pytest.mark.parametrize("pins", [("tp=1",), ("tp=4",), ("pp=2",), ("dp_shard=8", "zero=3")])
 def test_rows_are_aligned_where_the_device_loses_by_it(pins: tuple[str, ...]) -> None:
-    graph = graph_of()
+    graph = family(PLAIN, 64, "bf16")
     plan, plain = (
         api.search(graph, cluster=A100, global_batch_size=64, precision="bf16", pins=[*pins, *more], workers=1)
         for more in ((), ("vocab_multiple=1",))
@@ -96,7 +91,7 @@ def test_rows_are_aligned_where_the_device_loses_by_it(pins: tuple[str, ...]) ->
 
 def test_what_unaligned_rows_cost_is_said_with_its_source() -> None:
     notes = {}
-    graphs = {"bf16": graph_of(), "fp16": graph_of(PLAIN, 64, "fp16")}
+    graphs = {"bf16": family(PLAIN, 64, "bf16"), "fp16": family(PLAIN, 64, "fp16")}
     for device, precision in (("a100-sxm4-80gb", "bf16"), ("v100-sxm2-32gb", "fp16")):
         plan = api.estimate(
             graphs[precision], cluster=f"{device}:1x8", global_batch_size=64, precision=precision,
@@ -106,12 +101,12 @@ def test_what_unaligned_rows_cost_is_said_with_its_source() -> None:
     assert "0.45 of the rate" in notes["a100-sxm4-80gb"][0]
     assert "profile" in notes["a100-sxm4-80gb"][0]
     assert "assumed" in notes["v100-sxm2-32gb"][0]
-    aligned = api.estimate(graph_of(), cluster=A100, global_batch_size=64, precision="bf16")
+    aligned = api.estimate(family(PLAIN, 64, "bf16"), cluster=A100, global_batch_size=64, precision="bf16")
     assert not [note for note in aligned.notes if "16 bytes" in note]
 
 
 def test_spaces_without_practice_try_both() -> None:
-    graph = graph_of()
+    graph = family(PLAIN, 64, "bf16")
     task: dict[str, Any] = {"global_batch_size": 64, "precision": BF16}
     pools = {name: planner_of(graph, cluster=A100, space=name, **task).pool for name in ("default", "exhaustive")}
     assert {c.vocab_multiple for c in pools["default"]} == {64}
@@ -120,7 +115,7 @@ def test_spaces_without_practice_try_both() -> None:
 
 
 def test_a_pinned_multiple_is_kept() -> None:
-    graph = graph_of()
+    graph = family(PLAIN, 64, "bf16")
     plan = api.estimate(graph, cluster="cpu:1x2", global_batch_size=8, pins=["tp=2", "vocab_multiple=128"])
     assert plan.vocab_multiple == 128
     assert [entry.length for entry in plan.padding if "wte" in entry.parameter] == [20224]
@@ -145,4 +140,4 @@ def test_the_multiple_is_that_of_the_least_work() -> None:
 
 
 def test_vocabularies_are_counted_with_all_that_has_their_rows() -> None:
-    assert vocabulary_sizes(graph_of()) == ((20011, 512),)
+    assert vocabulary_sizes(family(PLAIN, 64, "bf16")) == ((20011, 512),)

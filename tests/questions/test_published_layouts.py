@@ -55,16 +55,10 @@ def test_the_published_layout_is_a_candidate(name: str) -> None:
     assert len(study.source) > 50
     layers, heads = (56, 48) if isinstance(study.model, str) else (study.model[1], study.model[0].heads)
     problem = Problem(
-        world_size=cluster.world_size,
-        devices_per_node=cluster.devices_per_node,
-        global_batch_size=study.global_batch_size,
-        num_blocks=layers + 2,
-        heads=(heads,),
-        key_heads=(8,),
-        sequences=(study.sequence,),
-        experts=(256,) if "deepseek" in name else (8,) if "mixtral" in name else (),
-        space=load_space("default"),
-    )
+        world_size=cluster.world_size, devices_per_node=cluster.devices_per_node, global_batch_size=study.global_batch_size,
+        num_blocks=layers + 2, heads=(heads,), key_heads=(8,), sequences=(study.sequence,),
+        experts=(256,) if "deepseek" in name else (8,) if "mixtral" in name else (), space=load_space("default"),
+    )  # fmt: skip
     assert candidates(problem, pins)
 
 

@@ -37,13 +37,10 @@ ASK = Ask(graph_at=graph_at, cluster=KIND, global_batch_size=96, space="quick")
 
 def alone(ask: Ask, cluster: Cluster | str) -> Plan | None:
     """The fastest plan by the ordinary search, without a limit on its time."""
+    graph = ask.graph_at(ask.global_batch_size, ask.sequence)
     try:
         return api.search(
-            ask.graph_at(ask.global_batch_size, ask.sequence),
-            cluster=cluster,
-            global_batch_size=ask.global_batch_size,
-            pins=ask.pins,
-            space=ask.space,
+            graph, cluster=cluster, global_batch_size=ask.global_batch_size, pins=ask.pins, space=ask.space
         )
     except InfeasibleError:
         return None
@@ -119,10 +116,7 @@ def test_the_longest_sequence_is_that_of_all(memory: str) -> None:
 def test_the_largest_batch_is_that_of_all() -> None:
     small = mlp(layers=2, batch=2, width=512, hidden=2048)
     ask = Ask(
-        graph_at=lambda _samples, _tokens: small,
-        cluster="cpu:1x2?memory=530MB",
-        global_batch_size=10**6,
-        space="quick",
+        graph_at=lambda _samples, _tokens: small, cluster="cpu:1x2?memory=530MB", global_batch_size=10**6, space="quick"
     )
     pinned = replace(ask, pins=("num_micro_batches=1",))
 

@@ -82,14 +82,6 @@ def test_a_literal_or_a_shape_makes_another_hash() -> None:
     assert hashes(source.trace())[1] != hashes(usual.trace())[1]
 
 
-def test_layers_unrolled_by_hand_under_random_names_are_found() -> None:
-    graph = traced("mlp")
-    sizes = [b.stop - b.start for b in graph.blocks]
-    assert len(set(hashes(graph)[1:4])) == 1
-    assert sizes[1:4] == [2, 2, 2]
-    assert graph.blocks[-1].stop == len(graph.ops)
-
-
 @pytest.mark.slow
 def test_encoder_and_decoder_are_both_found() -> None:
     found = hashes(traced("t5", layers=3))

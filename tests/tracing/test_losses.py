@@ -71,7 +71,6 @@ APART: dict[str, Loss] = {
         y.transpose(1, 2), t.softmax(-1).transpose(1, 2), reduction="none"
     ).sum(),
     "weighted": lambda y, c, t: F.cross_entropy(y.flatten(0, 1), _ignoring(c).flatten(), WEIGHTS, label_smoothing=0.1),
-    "smoothed": lambda y, c, t: F.cross_entropy(y.flatten(0, 1), c.flatten(), label_smoothing=0.1),
     "sum": lambda y, c, t: F.cross_entropy(y.transpose(1, 2), _ignoring(c), reduction="sum"),
     "absolute": lambda y, c, t: F.l1_loss(y, t),
     "smooth": lambda y, c, t: F.smooth_l1_loss(y, t, beta=0.5, reduction="sum") + F.huber_loss(y, t),
@@ -82,7 +81,6 @@ APART: dict[str, Loss] = {
     "weighted sum of logarithms": lambda y, c, t: F.nll_loss(
         y.transpose(1, 2).log_softmax(1), c, WEIGHTS, reduction="sum"
     ),
-    "one minus a mean": lambda y, c, t: 1 - (y.softmax(-1) * t).sum(-1).mean(),
     "a scaled mean and numbers": lambda y, c, t: 2.0 - 2 * ((y * t).mean() / 3 - 1) + F.mse_loss(y, t),
     "variances": lambda y, c, t: F.gaussian_nll_loss(y, t, F.softplus(y) + 0.1),
     "distributions": lambda y, c, t: kl_divergence(
@@ -99,7 +97,6 @@ APART: dict[str, Loss] = {
     "CTC of each": lambda y, c, t: nn.CTCLoss(reduction="none")(
         _frames(y), c.clamp(min=1), torch.full((len(c),), 12), torch.full((len(c),), 2)
     ).mean(),
-    "of selected classes": lambda y, c, t: _of_selected(y, c, c > 1),
     "of selected classes in a row": lambda y, c, t: _of_selected(y.flatten(0, 1), c.flatten(), (c > 1).flatten()),
     "the sum of selected classes": lambda y, c, t: _of_selected(y, c, c != 2, weight=WEIGHTS, reduction="sum"),
     "of selected reals": lambda y, c, t: _selected_pairs(F.smooth_l1_loss, y, t, t > 0, beta=0.5),

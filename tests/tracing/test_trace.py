@@ -166,32 +166,22 @@ def test_large_masks_are_told_without_holding_them(length: int, offset: int, win
         assert graph.spec(op.args[3]).shape == (2, 1, length, length)
 
 
-def test_gelu_written_out_is_one_operator() -> None:
+def test_gpt2_has_one_gelu_linears_over_parts_and_one_tied_parameter() -> None:
     graph = traced_on_meta("gpt2")
     gelus = [op for op in graph.ops if op.target == "aten.gelu.default"]
     assert len(gelus) == 2
     assert all(op.kwargs == (("approximate", "tanh"),) for op in gelus)
-    assert not any(op.target == "aten.tanh.default" for op in graph.ops)
-
-
-def test_fused_projections_become_linears_over_parts() -> None:
-    graph = traced_on_meta("gpt2")
     parts = [p for p in graph.parameters if p.fqn == "transformer.h.1.attn.c_attn.weight"]
     assert [(p.part.dim, p.part.start, p.part.stop) for p in parts if p.part] == [(1, 0, 32), (1, 32, 64), (1, 64, 96)]
     assert [p.key.rsplit(".", 1)[-1] for p in parts] == ["weight[0:32]", "weight[32:64]", "weight[64:96]"]
-    assert not any(op.target == "aten.slice.Tensor" for op in graph.ops)
-    encoder = traced("encoder")
-    assert sum(p.fqn.endswith("in_proj_weight") and p.part is not None for p in encoder.parameters) == 6
-    assert not any(op.target == "aten.select.int" for op in encoder.ops)
-
-
-def test_tied_weights_are_one_parameter_with_aliases() -> None:
-    graph = traced_on_meta("gpt2")
+    assert not any(op.target in ("aten.tanh.default", "aten.slice.Tensor") for op in graph.ops)
     (tied,) = [p for p in graph.parameters if p.fqn == "transformer.wte.weight"]
     assert tied.aliases == ("lm_head.weight",)
     assert len(graph.users(Ref(tied.name))) == 2
-    untied = traced_on_meta("llama")
-    assert not any(p.aliases for p in untied.parameters)
+    assert not any(p.aliases for p in traced_on_meta("llama").parameters)
+    encoder = traced("encoder")
+    assert sum(p.fqn.endswith("in_proj_weight") and p.part is not None for p in encoder.parameters) == 6
+    assert not any(op.target == "aten.select.int" for op in encoder.ops)
 
 
 def test_meta_and_real_models_give_the_same_graph() -> None:

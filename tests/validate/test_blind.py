@@ -14,7 +14,6 @@ from autopar.errors import UsageError
 from autopar.hardware.device_rates import MatmulRate
 from autopar.hardware.read import known_devices, load_profile
 from autopar.validate import parameters as free
-from autopar.validate.express import predict
 from autopar.validate.foreign_kernels import is_filled
 from autopar.validate.practice import PLAIN, Site, cluster_of, load_sites, site_of
 from autopar.validate.runs import Run
@@ -355,14 +354,6 @@ def test_every_kernel_of_transformer_engine_fills_what_it_makes_once(run: Run) -
     assert fills.num_bytes == 2 * made
     assert fills.launches == 9 == sum(is_filled(op) for op in before.ops)
     assert fills.flops == fills.backward_flops == 0
-
-
-def test_a_deterministic_run_is_slower_for_both_reasons(run: Run) -> None:
-    sessions = [Session([run], sites=[site]) for site in (MEGATRON, ORDERED)]
-    cluster = cluster_of(run, load_profile(run.device), MEGATRON)
-    filled = predict(run, sessions[1].structures[0], cluster, ORDERED).step_time_s
-    plain, both = (session.predictions()[0].step_time_s for session in sessions)
-    assert plain < filled < both
 
 
 def test_rings_alone_are_no_faster_than_the_best(run: Run) -> None:
