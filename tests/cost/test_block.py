@@ -36,7 +36,7 @@ def test_saved_bytes_are_autograds(kind: str) -> None:
     assert sum(cost.saved_bytes for cost in priced(graph)) == pytest.approx(kept, rel=0.01)
 
 
-def test_equal_blocks_cost_the_same_and_parameters_are_counted_once() -> None:
+def test_equal_blocks_cost_the_same_and_parameters_are_counted_once_tied_ones_with_a_mark() -> None:
     graph = traced("llama", layers=3)
     costs = priced(graph)
     classes: dict[str, set[tuple[float, int, int]]] = {}
@@ -52,9 +52,6 @@ def test_equal_blocks_cost_the_same_and_parameters_are_counted_once() -> None:
     assert layer.input_bytes == layer.send_bytes == tokens * hidden * 4
     assert layer.kept_bytes("full") < layer.kept_bytes("selective") < layer.kept_bytes("none")
     assert layer.passing_bytes("full") >= layer.saved_bytes
-
-
-def test_tied_weights_are_marked() -> None:
     shared = [p.name for cost in priced(traced("llama_tied")) for p in cost.parameters if p.shared]
     assert len(shared) == 2
     assert len(set(shared)) == 1

@@ -120,12 +120,9 @@ def test_a_profile_with_operators_survives_a_round_trip(tmp_path: Path) -> None:
         Cluster.parse(f"{tmp_path}/mine.toml:1x2")
 
 
-def test_a_table_of_nonsense_is_refused() -> None:
+def test_a_table_of_nonsense_is_refused_and_the_note_counts() -> None:
     bad = replace(TABLE, times=(OperatorTime(call="[1]", forward_s=1.0, backward_s=0.0),))
     with pytest.raises(UsageError, match="names no call"):
         Measured(bad, CPU)
-
-
-def test_the_note_counts() -> None:
     text = measurement_note(Counter({"measured": 5, "scaled": 2}))
     assert text.endswith("5 of 7 operators at their measured time, 2 scaled from the nearest measured size")

@@ -56,11 +56,15 @@ def test_bytes_of_a_parameter(
     assert (found.parameters / N, found.gradients / N, found.optimizer / N) == pytest.approx(expected)
 
 
-def test_adafactor_keeps_a_row_and_a_column() -> None:
+def test_adafactor_keeps_a_row_and_a_column_and_8_bit_states_are_declared() -> None:
     rows, columns = N // 16, 16
     assert state(FP32, 0, 1, optimizer="adafactor").optimizer == 4 * (rows + columns)
     assert state(FP32, 3, 8, optimizer="adafactor").optimizer == 4 * (rows // 8 + columns)
     assert optimizer_cost("adafactor").state_bytes((7,), 4) == 4 * 7
+    assert state(FP32, 0, 1, optimizer="adamw:bytes=2").optimizer == 2 * N
+    assert state(FP32, 3, 8, optimizer="AdamW:bytes=2.03125").optimizer == round(2.03125 * N / 8)
+    with pytest.raises(UsageError, match="no number of bytes of states"):
+        optimizer_cost("adamw:bytes=few")
 
 
 def test_states_of_torchs_optimizers_are_those_that_they_keep() -> None:
@@ -81,13 +85,6 @@ def test_states_of_torchs_optimizers_are_those_that_they_keep() -> None:
         ]
         predicted = sum(optimizer_cost(name).state_bytes(tuple(p.shape), 4) for p in parameters)
         assert sum(v.numel() * v.element_size() for v in kept) == predicted, name
-
-
-def test_8_bit_states_are_declared() -> None:
-    assert state(FP32, 0, 1, optimizer="adamw:bytes=2").optimizer == 2 * N
-    assert state(FP32, 3, 8, optimizer="AdamW:bytes=2.03125").optimizer == round(2.03125 * N / 8)
-    with pytest.raises(UsageError, match="no number of bytes of states"):
-        optimizer_cost("adamw:bytes=few")
 
 
 def test_uneven_shards_count_the_fullest_rank() -> None:

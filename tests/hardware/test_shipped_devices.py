@@ -70,15 +70,12 @@ def test_a_shipped_profile_is_of_the_whole_device_by_its_reported_name(reported:
     assert shipped_profile_name(reported, round(gib * GIB * 1.2)) is None
 
 
-def test_every_shipped_gpu_is_found_by_some_name() -> None:
-    of_gpus = {name for name in known_devices() if load_profile(name).device.kind == "cuda"}
-    assert {name for _, _, name in SHIPPED} == of_gpus
-
-
-def test_every_profile_is_listed_with_its_memory_and_a_peak() -> None:
+def test_every_profile_is_listed_with_its_memory_and_a_peak_and_every_gpu_found_by_some_name() -> None:
     found = shipped_devices()
     assert [device.name for device in found] == list(known_devices())
     assert all(device.memory_bytes > 2**30 and peaks(device) for device in found)
+    of_gpus = {name for name in known_devices() if load_profile(name).device.kind == "cuda"}
+    assert {name for _, _, name in SHIPPED} == of_gpus
 
 
 def test_the_table_in_the_shell(run: Run) -> None:
@@ -89,6 +86,8 @@ def test_the_table_in_the_shell(run: Run) -> None:
     found = json.loads(run("devices", "--json").out)
     assert found["h100-sxm5-80gb"]["peak_flops_per_s"]["bf16"] == 989e12
 
+
+# --- the cluster of a running job
 
 H100, A100, L40S, EPYC = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "NVIDIA L40S", "AMD EPYC 7713"
 BYTES = {H100: 84932978278, A100: 84986665369, L40S: 47_000_000_000, "other L40S": 47_000_000_000, EPYC: 2**38}

@@ -125,6 +125,9 @@ def test_what_a_caller_has_set_aside_stays_so() -> None:
         gc.unfreeze()
 
 
+# --- notes
+
+
 def _square(y: Tensor, batch: object) -> Tensor:
     return y.square().mean()
 

@@ -131,7 +131,7 @@ def test_a_long_sequence_is_split_without_being_asked() -> None:
     assert all(c.mesh.cp == 4 for c in candidates(replace(LONG, sequences=(4096,)), Pins.parse(["cp=4"])))
 
 
-def test_what_does_not_divide_is_refused_by_name() -> None:
+def test_what_cannot_be_split_is_refused_by_name() -> None:
     odd = replace(LONG, sequences=(36,))
     assert "cp divides the sequence of 36" in conflict(odd, Pins.parse(["cp=8"]))
     assert "2 * cp divides the sequence of 36 (ring)" in conflict(odd, Pins.parse(["cp=4", "cp_attention=ring"]))
@@ -139,6 +139,12 @@ def test_what_does_not_divide_is_refused_by_name() -> None:
     assert "cp divides 8 heads (Ulysses)" in conflict(LONG, Pins.parse(["cp=16", "cp_attention=ulysses"]))
     plain = replace(SMALL, sequences=())
     assert "cp=1 in a model without attention operators" in conflict(plain, Pins.parse(["cp=2"]))
+    with pytest.raises(InfeasibleError, match="heads \\(Ulysses\\)"):
+        split_sequence("ulysses", ranks=8)
+    written = replace(LONG, has_written_attention=True)
+    found = conflict(written, Pins.parse(["cp=2", "cp_attention=ring"]))
+    assert any("attention is written out" in name for name in found)
+    assert candidates(written, Pins.parse(["cp=2", "cp_attention=gather"]))
 
 
 @pytest.mark.parametrize(("kind", "name"), [("gather", "split s"), ("ulysses", "split h"), ("ring", "ring")])
@@ -153,11 +159,6 @@ def test_the_sequence_is_split_everywhere(kind: str, name: str) -> None:
         assert {str(t) for t in typing.parameters} == {"I"}
 
 
-def test_heads_that_ulysses_cannot_split() -> None:
-    with pytest.raises(InfeasibleError, match="heads \\(Ulysses\\)"):
-        split_sequence("ulysses", ranks=8)
-
-
 def test_the_time_of_cp_is_named_apart_from_that_of_tp() -> None:
     alone = split_sequence("ulysses").predicted
     assert alone.breakdown.context_parallel_s > 0
@@ -166,13 +167,6 @@ def test_the_time_of_cp_is_named_apart_from_that_of_tp() -> None:
     assert min(both.breakdown.context_parallel_s, both.breakdown.tensor_parallel_s) > 0
     for predicted in (alone, both):
         assert predicted.breakdown.total_s == pytest.approx(predicted.step_time_s)
-
-
-def test_attention_that_is_written_out_has_no_ring() -> None:
-    written = replace(LONG, has_written_attention=True)
-    found = conflict(written, Pins.parse(["cp=2", "cp_attention=ring"]))
-    assert any("attention is written out" in name for name in found)
-    assert candidates(written, Pins.parse(["cp=2", "cp_attention=gather"]))
 
 
 def test_a_gathered_causal_mask_is_priced_by_its_slowest_rank() -> None:

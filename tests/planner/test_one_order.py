@@ -148,6 +148,8 @@ def test_times_of_another_evaluator_are_refused() -> None:
         search(Known(bounds=[1.0], times=[2.0]), View(board)).run()
 
 
+# --- with a sampler
+
 NEEDS_CMAES = pytest.mark.skipif(find_spec("cmaes") is None, reason="needs cmaes: pip install 'autopar[cmaes]'")
 KINDS = ["tpe", "nsga2", pytest.param("cmaes", marks=NEEDS_CMAES)]
 TRIALS = 20

@@ -225,6 +225,8 @@ def test_what_no_process_can_send_is_an_error() -> None:
         send_what_cannot_be()
 
 
+# --- plan files
+
 MAX_DELAY_S = 0.02
 
 

@@ -103,14 +103,11 @@ def fitting(made: Planner) -> Evaluation:
     return found
 
 
-def test_the_interval_is_that_of_the_profile() -> None:
+def test_what_fits_by_its_middle_alone_does_not_fit() -> None:
     found = fitting(two_ranks(spread=SPREAD)).prediction
     peak = found.peak_memory_bytes
     assert found.peak_memory_interval_bytes == (round(peak / (1 + SPREAD)), round(peak * (1 + SPREAD)))
     assert found.fits
-
-
-def test_what_fits_by_its_middle_alone_does_not_fit() -> None:
     free = fitting(two_ranks()).prediction
     limit = round(free.peak_memory_bytes * 1.1)
     assert fitting(two_ranks(memory_bytes=limit)).prediction == replace(free, memory_limit_bytes=limit)

@@ -33,6 +33,7 @@ from autopar.planner.studies import workers
 from autopar.planner.studies.study import Study
 from autopar.planner.studies.workers import Job, identity, study_name
 from autopar.util import files
+from tests.support.cli_runner import Run
 from tests.support.planner.graphs import mlp
 from tests.support.planner.tasks import CLUSTER, task_of
 
@@ -250,6 +251,14 @@ def test_without_a_storage_optuna_is_not_loaded(checkout: Path) -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=LIMIT_S, check=False,
                           cwd=checkout, env={**os.environ, "PYTHONPATH": str(checkout)})  # fmt: skip
     assert done.stdout.rstrip() == "False", done.stderr
+
+
+def test_the_command_names_a_study(run: Run, tmp_path: Path) -> None:
+    model = ("gpt:layers=1,hidden=32,heads=2,vocab=64,seq=8", "--cluster", CLUSTER, "--global-batch", 16)
+    url = f"sqlite:///{tmp_path / 'study.db'}"
+    study = ("--space", "quick", "--trials", 2, "--storage", url, "--study-name", "mine")
+    assert run("search", *model, *study).code == 0
+    assert "The study 'mine' was made with other pins" in run("search", *model, *study, "--pin", "tp=1").error
 
 
 # --- processes

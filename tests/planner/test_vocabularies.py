@@ -121,7 +121,8 @@ def test_a_pinned_multiple_is_kept() -> None:
     assert [entry.length for entry in plan.padding if "wte" in entry.parameter] == [20224]
 
 
-def test_a_model_without_vocabularies_has_none_to_pad() -> None:
+def test_vocabularies_are_counted_with_all_that_has_their_rows_and_without_any_there_is_none_to_pad() -> None:
+    assert vocabulary_sizes(family(PLAIN, 64, "bf16")) == ((20011, 512),)
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
     graph = trace(model, (torch.randn(4, 8),), loss_fn=lambda y, _: y.square().mean())
     with pytest.raises(UsageError, match="no vocabulary that vocab_multiple could pad"):
@@ -137,7 +138,3 @@ def test_the_multiple_is_that_of_the_least_work() -> None:
     for fraction, sizes, wanted in ((0.5, 85, 64), (0.9, 85, 1), (0.5, 128, 1), (1.0, 85, 1)):
         one = replace(problem, vocabularies=((sizes, 512),), unaligned_fraction=fraction)
         assert {c.vocab_multiple for c in candidates(one, Pins.parse(["tp=1"]))} == {wanted}
-
-
-def test_vocabularies_are_counted_with_all_that_has_their_rows() -> None:
-    assert vocabulary_sizes(family(PLAIN, 64, "bf16")) == ((20011, 512),)

@@ -201,6 +201,9 @@ def test_caches_and_buffers_are_no_fault(forward: Callable[..., Tensor]) -> None
     assert trace(u.Around(inner), (), u.batch()).notes == ()
 
 
+# --- numbers that count samples
+
+
 def _loss(self: Any, ids: Tensor, **options: Any) -> Tensor:
     return F.cross_entropy(self.head(self.embed(ids)).flatten(0, 1), ids.flatten(), **options)
 

@@ -275,19 +275,6 @@ def test_tracing_leaves_the_model_alone() -> None:
 # --- errors -----------------------------------------------------------------------------------------
 
 
-def test_control_flow_on_data_is_told_by_its_line() -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        h = self.linear(x)
-        if h.sum() > 0:  # the line
-            h = h * 2
-        return h.sum()
-
-    with pytest.raises(TraceError, match=r"test_trace\.py:\d+") as caught:
-        trace(model_of(forward, linear=nn.Linear(4, 4)), (torch.ones(2, 4),))
-    assert "if h.sum() > 0:" in caught.value.problem
-    assert "torch.where" in caught.value.fix
-
-
 @pytest.mark.parametrize(
     ("writes", "said"),
     [(True, r"`return F\.cross_entropy"), (False, r"aten\.item\.default depends on the values of tensors")],

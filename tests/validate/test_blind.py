@@ -315,6 +315,8 @@ def test_unknown_tests_and_files_without_scores_are_refused(tmp_path: Path) -> N
         read_before(path)
 
 
+# --- runs that add up in one order
+
 MEGATRON = doing(fused_elementwise=True, fused_projections=True)
 ORDERED = doing(MEGATRON, deterministic=True)
 

@@ -203,6 +203,9 @@ def test_fitted_profiles_are_printed_unless_a_folder_is_named(
     assert "--out goes with --calibrate alone" in run("validate", OWN, "--out", folder).error
 
 
+# --- what repeated runs say
+
+
 def _made(spread: float, plans: int = 24, step: float = 0.03, seed: int = 1) -> tuple[list[Run], list[float]]:
     """Plans whose true times are ``step`` apart, each measured twice, and these true times."""
     base, generator = read_runs(OWN)[0], np.random.default_rng(seed)

@@ -305,6 +305,8 @@ def test_nothing_is_off_by_a_factor_at_its_prior() -> None:
     assert stats.spearmanr(found, measured).statistic > 0.85
 
 
+# --- the fit
+
 WORK = [(1.0, 0.2, 0.0), (0.5, 2.0, 0.0), (3.0, 1.0, 0.0), (0.1, 0.3, 0.0), (2.0, 4.0, 0.0), (5.0, 0.1, 0.0)]
 """Seconds of each run that scale with one over the first, with the second, and with the third parameter."""
 

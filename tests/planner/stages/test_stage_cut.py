@@ -167,13 +167,10 @@ def test_the_work_does_not_grow_with_the_product_of_counts() -> None:
     assert set(own.modes) > {"none"}
 
 
-def test_what_is_worse_in_everything_is_no_option() -> None:
+def test_what_is_worse_in_everything_is_no_option_and_the_hull_frees_most_for_a_second() -> None:
     plain, same, full = option("none", 4.0, 12.0), option("selective", 4.0, 12.0), option("full", 5.0, 12.0)
     assert useful([plain, same, full]) == (plain,)
     assert useful([plain, option("selective", 4.5, 8.0), full]) == (plain, option("selective", 4.5, 8.0))
-
-
-def test_the_hull_has_the_modes_that_free_most_for_a_second() -> None:
     plain, some, full = option("none", 4.0, 12.0), option("selective", 4.1, 8.0), option("full", 5.3, 2.0)
     assert lower_hull([plain, some, full]) == [0, 1, 2]
     assert lower_hull([plain, option("selective", 5.0, 11.0), full]) == [0, 2]
