@@ -21,6 +21,7 @@ from autopar.plan.plan import BF16, FP32, Precision
 from tests.support.blocks_by_hand import block, stage, step
 
 CLUSTER = Cluster.parse("h100-sxm5-80gb:4x8")
+MODEL = CostModel(CLUSTER, FP32, "sgd")
 N = 1024 * 1024
 
 
@@ -114,9 +115,8 @@ def test_activations_follow_the_schedule() -> None:
 
 
 def test_recompute_keeps_inputs_and_pays_in_passing() -> None:
-    model = CostModel(CLUSTER, FP32, "sgd")
     plain, again = (
-        model.memory([stage(*(block(f"l{i}") for i in range(8)), recompute=r)], step(Mesh()))[0]
+        MODEL.memory([stage(*(block(f"l{i}") for i in range(8)), recompute=r)], step(Mesh()))[0]
         for r in ("none", "full")
     )
     assert (plain.activations, plain.transient) == (8000, 50)
@@ -125,9 +125,8 @@ def test_recompute_keeps_inputs_and_pays_in_passing() -> None:
 
 
 def test_gathered_blocks_are_in_passing() -> None:
-    model = CostModel(CLUSTER, FP32, "sgd")
     layers = stage(*(block(f"l{i}") for i in range(4)))
-    found = model.memory([layers], step(Mesh(dp_shard=8), zero=3))[0]
+    found = MODEL.memory([layers], step(Mesh(dp_shard=8), zero=3))[0]
     # two gathered blocks, the gradients of one and the buffer that is reduced
     assert found.transient == pytest.approx(4 * N * 4 + 50, rel=0.01)
     assert found.parameters == 4 * N * 4 // 8
@@ -146,10 +145,9 @@ def test_whole_gradients_are_gone_when_parameters_are_stepped() -> None:
 def test_tied_weights_are_held_once_a_stage() -> None:
     tied = ParameterCost(name="embed", shape=(1024, 1024), num_bytes=4 * N, shared=True)
     first, last = block("embed", parameters=(tied,)), block("head", parameters=(tied,))
-    model = CostModel(CLUSTER, FP32, "sgd")
-    whole = model.memory([stage(first, block(), last)], step(Mesh()))[0]
+    whole = MODEL.memory([stage(first, block(), last)], step(Mesh()))[0]
     assert whole.parameters == 2 * 4 * N
-    apart = model.memory([stage(first, block()), stage(last)], step(Mesh(pp=2), schedule="1F1B"))
+    apart = MODEL.memory([stage(first, block()), stage(last)], step(Mesh(pp=2), schedule="1F1B"))
     assert [m.parameters for m in apart] == [2 * 4 * N, 4 * N]
 
 

@@ -131,10 +131,10 @@ def test_blocks_that_keep_on_the_host_hold_less_on_the_device() -> None:
     assert "what 2 of 8 blocks keep for backward lives there" in str(some)
 
 
-def planned(pins: str, *, memory: str = "16GB", **changes: Any) -> Plan:
+def planned(pins: str, **changes: Any) -> Plan:
     host = replace(HOST, **changes) if changes else HOST
     wish = [*pins.split(), "tp=1", "pp=1", "micro_batch=4"]
-    return api.estimate(graph(), cluster=cluster(memory, host), global_batch_size=64, pins=wish)
+    return api.estimate(graph(), cluster=cluster("16GB", host), global_batch_size=64, pins=wish)
 
 
 def test_pins_choose_and_plans_say_so() -> None:

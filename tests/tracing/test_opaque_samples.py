@@ -63,13 +63,9 @@ class Numbered(nn.Module):
         return self.router(x) if x.isfinite().all() else x
 
 
-def numbered(count: int) -> u.Around:
-    return layers(*(lambda n=n: Numbered(n) for n in range(count)))
-
-
 def test_layers_built_alike_are_tried_once(tried: list[str], examined: list[tuple[str, int]]) -> None:
     with torch.device("meta"):
-        model = numbered(4)
+        model = layers(*(lambda n=n: Numbered(n) for n in range(4)))
     found = regions_of(trace(model, (), u.batch(), opaque=["Numbered"]))
     assert [region.name for region in found] == [f"inner.{n}" for n in range(4)]
     assert all(region.splits == ((0,), (0,)) and region.flops for region in found)
