@@ -118,12 +118,8 @@ class Odd(nn.Module):
         }
 
 
-@pytest.fixture(scope="module")
-def odd() -> Outputs:
-    return outputs_of(Odd(), x=torch.randn(2, 4), y=torch.randn(2, 4))
-
-
-def test_what_is_kept_of_a_structure(odd: Outputs) -> None:
+def test_what_is_kept_of_a_structure() -> None:
+    odd = outputs_of(Odd(), x=torch.randn(2, 4), y=torch.randn(2, 4))
     places = dict(zip(odd.structure.names, odd.structure.items, strict=True))
     assert places["loss"].kind == "loss"
     assert places["same"].index == places["h"].index
@@ -137,9 +133,7 @@ def test_what_is_kept_of_a_structure(odd: Outputs) -> None:
     assert leaves["noise"].ref is None
     assert "draws random numbers" in leaves["noise"].reason
     assert {p.fqn for p in odd.parameters} == {"unused.weight", "unused.bias"}
-
-
-def test_numbers_that_count_samples_follow_the_batch(odd: Outputs) -> None:
+    # numbers that count samples follow the batch
     divided = {at: [op.args[1] for op in odd.ops_at(at) if op.target == "aten.div.Tensor"] for at in (2, 5, 8)}
     assert divided == {2: [2], 5: [5], 8: [8]}
 

@@ -251,16 +251,6 @@ def test_a_batch_of_one_is_doubled_and_inputs_keep_their_names() -> None:
     assert [(i.name, i.spec.shape, i.batch_dim) for i in graph.inputs] == [("x", (2, LENGTH), 0), ("y", (2, LENGTH), 0)]
 
 
-def test_a_loss_function_may_read_targets_that_forward_does_not_take() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
-    batch = {"input": torch.randn(5, 4), "target": torch.randn(5, 3)}
-    graph = trace(model, (), batch, loss_fn=lambda output, given: F.mse_loss(output, given["target"]))
-    loss = evaluate(graph, batch, dict(model.named_parameters()))
-    assert_close(loss, F.mse_loss(model(batch["input"]), batch["target"]))
-    assert {i.name for i in graph.inputs} == {"input", "target"}
-
-
 def test_tracing_leaves_the_model_alone() -> None:
     model, batch = subject("mlp")
     model.eval()
