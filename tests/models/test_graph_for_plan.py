@@ -43,24 +43,18 @@ def test_inputs_of_any_form_are_traced(inputs: Any) -> None:
     assert all(one.spec.shape == (2, 4) and one.batch_dim == 0 for one in graph.inputs)
 
 
-class Pair(nn.Module):
+def _pair(self: Any, a: dict[str, Tensor | None], a_b: Tensor) -> Tensor:
     """Of inputs in a dict, one of which may be missing, and one beside it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, a: dict[str, Tensor | None], a_b: Tensor) -> Tensor:
-        found: Tensor = self.linear(a_b if a.get("b") is None else a["b"] + a_b)
-        return found.square().mean()
+    found: Tensor = self.linear(a_b if a.get("b") is None else a["b"] + a_b)
+    return found.square().mean()
 
 
 def test_inputs_that_are_missing_in_the_example_may_be_missing_in_a_batch() -> None:
-    batch = {"a": {"c": None}, "a_b": X}
-    graph = api.trace(Pair(), example_inputs=batch)
+    model, batch = model_of(_pair, linear=nn.Linear(4, 4)), {"a": {"c": None}, "a_b": X}
+    graph = api.trace(model, example_inputs=batch)
     assert list(named_inputs(batch)) == [one.name for one in graph.inputs] == ["a_b"]
     with pytest.raises(TraceError, match="Two inputs are called 'a_b'"):
-        api.trace(Pair(), example_inputs={"a": {"b": X}, "a_b": X})
+        api.trace(model, example_inputs={"a": {"b": X}, "a_b": X})
 
 
 @pytest.mark.parametrize("own", [torch.float32, torch.float64, torch.bfloat16])
@@ -74,21 +68,12 @@ def test_a_model_is_traced_in_the_dtype_of_the_plan(own: torch.dtype) -> None:
     assert {one.spec.dtype for one in (*low.inputs, *low.parameters)} == {torch.bfloat16}
 
 
-class Normed(nn.Module):
-    """Its weight is no parameter, but made of two, and was made when it was built."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.utils.weight_norm(nn.Linear(4, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.linear(x).square().mean()
-        return made
-
-
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
 def test_a_normed_weight_does_not_keep_a_model_from_being_copied() -> None:
-    graph = api.trace(Normed(), example_inputs={"x": X}, precision="bf16")
+    """It is no parameter, but made of two, and was made when it was built."""
+    linear = nn.utils.weight_norm(nn.Linear(4, 4))
+    model = model_of(lambda self, x: self.linear(x).square().mean(), linear=linear)
+    graph = api.trace(model, example_inputs={"x": X}, precision="bf16")
     assert {p.fqn for p in graph.parameters} == {"linear.weight_g", "linear.weight_v", "linear.bias"}
     assert {p.spec.dtype for p in graph.parameters} == {torch.bfloat16}
 

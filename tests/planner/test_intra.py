@@ -277,22 +277,14 @@ def test_a_layer_called_again_with_many_parameters_has_one_layout(monkeypatch: p
     shard(graph, found.typing)
 
 
-class Meeting(nn.Module):
+def _meeting(self: Any, x: Tensor) -> Tensor:
     """Layers that each read what four others made, with one projection for all of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.towers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
-        self.shared = nn.Linear(8, 8)
-        self.layers = nn.ModuleList([nn.ModuleDict({"a": nn.Linear(8, 16), "b": nn.Linear(16, 8)}) for _ in range(3)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = [torch.tanh(tower(x)) for tower in self.towers]
-        y = parts[0]
-        for layer in self.layers:
-            for part in parts:
-                y = y + layer["b"](torch.relu(layer["a"](self.shared(part) * y)))
-        return y.square().sum()
+    parts = [torch.tanh(tower(x)) for tower in self.towers]
+    y = parts[0]
+    for layer in self.layers:
+        for part in parts:
+            y = y + layer["b"](torch.relu(layer["a"](self.shared(part) * y)))
+    return y.square().sum()
 
 
 @pytest.mark.parametrize("limit", [1 << 14, 400, 40, 1])
@@ -300,7 +292,10 @@ def test_tables_of_boundaries_stay_small_where_a_block_reads_many_values(
     monkeypatch: pytest.MonkeyPatch, limit: int
 ) -> None:
     """Without it a block of six values and six parameters has millions of entries, each an integer program."""
-    graph = trace(Meeting(), (torch.zeros(4, 6, 8),))
+    towers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+    layers = nn.ModuleList([nn.ModuleDict({"a": nn.Linear(8, 16), "b": nn.Linear(16, 8)}) for _ in range(3)])
+    model = model_of(_meeting, towers=towers, shared=nn.Linear(8, 8), layers=layers)
+    graph = trace(model, (torch.zeros(4, 6, 8),))
     free = solver(graph, 2).solve(Weights(state_byte=1e-3))
     monkeypatch.setattr(intra, "MAX_BOUNDARY_STATES", limit)
     narrow = solver(graph, 2)

@@ -224,24 +224,19 @@ def test_dots_in_an_equation_and_normed_weights_have_rules() -> None:
     solve_batch(compact(graph))
 
 
-class Noisy(nn.Module):
+def _noisy(self: Any, x: Tensor) -> Tensor:
     """Stochastic depth, noise of several kinds, and a sample of categories."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            keep = x.new_empty((x.shape[0], 1, 1)).bernoulli_(0.5)
-            x = x + layer(x) * keep
-        x = x + torch.rand(x.shape[0], 1, 1) + torch.rand(x.shape[0], 1, 1) + 0.1 * torch.randn_like(x)
-        x = F.dropout2d(x.unsqueeze(-1), 0.5).squeeze(-1) * torch.bernoulli(x.sigmoid())
-        return F.gumbel_softmax(x, dim=-1).square().sum()
+    for layer in self.layers:
+        keep = x.new_empty((x.shape[0], 1, 1)).bernoulli_(0.5)
+        x = x + layer(x) * keep
+    x = x + torch.rand(x.shape[0], 1, 1) + torch.rand(x.shape[0], 1, 1) + 0.1 * torch.randn_like(x)
+    x = F.dropout2d(x.unsqueeze(-1), 0.5).squeeze(-1) * torch.bernoulli(x.sigmoid())
+    return F.gumbel_softmax(x, dim=-1).square().sum()
 
 
 def test_equal_calls_stay_apart_without_gradients_and_none_runs_before_the_rest() -> None:
-    graph = trace(Noisy(), (torch.zeros(4, 3, 4),))
+    layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+    graph = trace(model_of(_noisy, layers=layers), (torch.zeros(4, 3, 4),))
     drawn = [op for op in graph.ops if draws_random(op.target)]
     targets = [op.target for op in drawn]
     assert not any(draws_random(op.target) for op in graph.prelude)

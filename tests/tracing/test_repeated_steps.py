@@ -84,15 +84,9 @@ def test_a_number_that_changes_from_step_to_step_is_refused(
         trace(model, (), u.batch())
 
 
-class Lucky(nn.Module):
+def lucky(draws: Callable[[], bool], decides: bool = True) -> u.Around:
     """A branch that a drawn number decides, if it ``decides``."""
-
-    def __init__(self, draws: Callable[[], bool], decides: bool) -> None:
-        super().__init__()
-        self.draws, self.decides = draws, decides
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.tanh() if self.draws() and self.decides else x
+    return u.Around(lambda: model_of(lambda self, x: x.tanh() if draws() and decides else x))
 
 
 @pytest.mark.parametrize(
@@ -114,15 +108,15 @@ def test_a_branch_that_is_seldom_taken_is_refused_where_it_is_drawn(draws: Calla
     random.seed(3)
     np.random.seed(3)
     with pytest.raises(TraceError, match=r"A second step does not run.*draw random numbers with torch"):
-        trace(u.Around(lambda: Lucky(draws, True)), (), u.batch())
-    trace(u.Around(lambda: Lucky(draws, False)), (), u.batch())
+        trace(lucky(draws), (), u.batch())
+    trace(lucky(draws, False), (), u.batch())
 
 
 @pytest.mark.parametrize(
     "draws", [lambda: random.random() <= 0.0, lambda: np.random.rand() >= 1.0, lambda: np.random.randint(4) > 3]
 )
 def test_a_branch_that_no_number_takes_is_not_refused(draws: Callable[[], bool]) -> None:
-    trace(u.Around(lambda: Lucky(draws, True)), (), u.batch())
+    trace(lucky(draws), (), u.batch())
 
 
 def test_what_is_drawn_after_a_trace_is_what_the_passes_have_left() -> None:
@@ -137,7 +131,7 @@ def test_what_is_drawn_after_a_trace_is_what_the_passes_have_left() -> None:
         make()
         return random.random(), float(np.random.rand())
 
-    found = after(lambda: trace(u.Around(lambda: Lucky(draws, True)), (), u.batch()))
+    found = after(lambda: trace(lucky(draws), (), u.batch()))
     wanted = {after(lambda n=n: [draws() for _ in range(n)]) for n in range(1, 12)}  # type: ignore[misc]
     assert found in wanted
 

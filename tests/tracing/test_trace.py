@@ -132,22 +132,15 @@ def test_only_the_exact_lower_triangle_is_causal(mask: Tensor, causal: bool, kep
     assert (op.args[5], op.args[3] is not None) == (causal, kept)
 
 
-class Positions(nn.Module):
+def _positions(self: Any, x: Tensor) -> Tensor:
     """A mask of comparisons of positions, far too large to hold."""
-
-    def __init__(self, length: int, offset: int, window: int | None) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
-        self.length, self.offset, self.window = length, offset, window
-
-    def forward(self, x: Tensor) -> Tensor:
-        places = torch.arange(self.length, device=x.device)
-        rows, columns = places[None, None, :, None], places[None, None, None, :]
-        mask = columns <= rows + self.offset
-        if self.window is not None:
-            mask = mask & (columns > rows - self.window)
-        mask = mask.expand(x.shape[0], 1, -1, -1)
-        return F.scaled_dot_product_attention(x * self.weight, x, x, attn_mask=mask).sum()
+    places = torch.arange(x.shape[2], device=x.device)
+    rows, columns = places[None, None, :, None], places[None, None, None, :]
+    mask = columns <= rows + self.offset
+    if self.window is not None:
+        mask = mask & (columns > rows - self.window)
+    mask = mask.expand(x.shape[0], 1, -1, -1)
+    return F.scaled_dot_product_attention(x * self.weight, x, x, attn_mask=mask).sum()
 
 
 @pytest.mark.parametrize("length", [3000, 40_000])
@@ -157,7 +150,7 @@ class Positions(nn.Module):
 )
 def test_large_masks_are_told_without_holding_them(length: int, offset: int, window: int | None, causal: bool) -> None:
     x = torch.ones(2, 1, length, 4, device="meta")
-    graph = trace(Positions(length, offset, window), (x,))
+    graph = trace(model_of(_positions, weight=nn.Parameter(torch.ones(4)), offset=offset, window=window), (x,))
     (op,) = attention(graph)
     assert op.args[5] is causal
     assert (op.args[3] is None) is causal
