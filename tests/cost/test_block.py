@@ -2,105 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional
 
-from autopar.cost.blocks.block_cost import Message, messages
+from autopar.cost.blocks.block_cost import BlockCost, Message, messages
 from autopar.cost.model import CostModel
 from autopar.cost.operators.operator_times import EXPERT_TARGETS, experts_as_run, experts_wait_s, op_time
 from autopar.cost.operators.work import work
 from autopar.graph.graph import Argument, Graph, Op, Parameter, Ref, TensorSpec
+from autopar.graph.interpreter import evaluate
 from autopar.hardware.cluster import Cluster
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import FP32
-from autopar.tracing.trace import trace
 from tests.support.graphs_by_hand import graph_of_ops
 from tests.support.kept import kept_bytes
+from tests.support.zoo import LENGTH, subject, traced
 
 MODEL = CostModel(Cluster.parse("cpu:1x4"), FP32, "adamw")
-B, S, H = 4, 64, 96
 
 
-class Layer(nn.Module):
-    def __init__(self, act: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.norm, self.norm2 = nn.LayerNorm(H), nn.LayerNorm(H)
-        self.qkv, self.out = nn.Linear(H, 3 * H), nn.Linear(H, H)
-        self.up, self.down = nn.Linear(H, 4 * H), nn.Linear(4 * H, H)
-        self.act = act
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (t.view(-1, S, 4, H // 4).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, dim=-1))
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(-1, S, H))
-        return x + self.down(self.act(self.up(self.norm2(x))))
-
-
-class Model(nn.Module):
-    def __init__(self, act: Callable[[torch.Tensor], torch.Tensor], layers: int = 2) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(100, H)
-        self.layers = nn.ModuleList(Layer(act) for _ in range(layers))
-        self.head = nn.Linear(H, 100)
-
-    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return functional.cross_entropy(self.head(x).view(-1, 100), labels.view(-1))
-
-
-def graph_of(model: nn.Module) -> Graph:
-    ids = torch.zeros(B, S, dtype=torch.long)
-    return trace(model, (ids, ids))
-
-
-def autograd_bytes(model: nn.Module) -> int:
-    """Bytes of distinct storages that autograd keeps, parameters aside."""
-    ids = torch.zeros(B, S, dtype=torch.long)
-    return kept_bytes(lambda: model(ids, ids), model.parameters())
+def priced(graph: Graph) -> list[BlockCost]:
+    return [MODEL.price(MODEL.block_work(graph, block), Mesh()) for block in graph.blocks]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("act", [functional.gelu, functional.silu, functional.relu, torch.tanh])
-def test_saved_bytes_are_autograds(act: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    model = Model(act)
-    graph = graph_of(model)
-    costs = [MODEL.price(MODEL.block_work(graph, b), Mesh()) for b in graph.blocks]
-    found = sum(cost.saved_bytes for cost in costs)
-    # the program computes q, k, v apart, the model cuts them from one tensor: the same bytes
-    assert found == pytest.approx(autograd_bytes(model), rel=0.01)
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "t5"])
+def test_saved_bytes_are_autograds(kind: str) -> None:
+    model, batch = subject(kind)
+    graph, whole = traced(kind), dict(model.named_parameters())
+    kept = kept_bytes(lambda: evaluate(graph, batch, whole, dict(model.named_buffers())), whole.values())
+    assert sum(cost.saved_bytes for cost in priced(graph)) == pytest.approx(kept, rel=0.01)
 
 
-def test_equal_blocks_cost_the_same_and_parameters_are_counted_once() -> None:
-    model = Model(functional.gelu)
-    graph = graph_of(model)
-    costs = [MODEL.price(MODEL.block_work(graph, b), Mesh()) for b in graph.blocks]
+def test_equal_blocks_cost_the_same_and_parameters_are_counted_once_tied_ones_with_a_mark() -> None:
+    graph = traced("llama", layers=3)
+    costs = priced(graph)
     classes: dict[str, set[tuple[float, int, int]]] = {}
     for cost in costs:
         kept = (cost.forward_s, cost.saved_bytes, cost.backward_transient_bytes)
         classes.setdefault(cost.key, set()).add(kept)
     assert max(map(len, classes.values())) == 1
     assert len(classes) < len(costs)
-    assert sum(p.num_bytes for c in costs for p in c.parameters) == 4 * sum(p.numel() for p in model.parameters())
+    assert sum(p.num_bytes for c in costs for p in c.parameters) == 4 * graph.num_parameters
     layer = max(costs, key=lambda cost: cost.flops)
-    assert layer.flops == pytest.approx(2 * B * S * 12 * H * H + 2 * 2 * B * S * (S + 1) / 2 * H)
-    assert layer.input_bytes == layer.send_bytes == B * S * H * 4
+    tokens, hidden, ffn = 2 * LENGTH, 32, 64  # and half as many keys and values
+    assert layer.flops == pytest.approx(2 * tokens * (3 * hidden**2 + 3 * hidden * ffn + (LENGTH + 1) * hidden))
+    assert layer.input_bytes == layer.send_bytes == tokens * hidden * 4
     assert layer.kept_bytes("full") < layer.kept_bytes("selective") < layer.kept_bytes("none")
     assert layer.passing_bytes("full") >= layer.saved_bytes
-
-
-def test_tied_weights_are_marked() -> None:
-    model = Model(functional.gelu)
-    model.head.weight = model.embed.weight
-    graph = graph_of(model)
-    costs = [MODEL.price(MODEL.block_work(graph, b), Mesh()) for b in graph.blocks]
-    shared = [p.name for cost in costs for p in cost.parameters if p.shared]
+    shared = [p.name for cost in priced(traced("llama_tied")) for p in cost.parameters if p.shared]
     assert len(shared) == 2
     assert len(set(shared)) == 1
 

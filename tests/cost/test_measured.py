@@ -45,10 +45,6 @@ def find(rows: int, measured: Measured) -> tuple[OpTime, str]:
     return measured.find(op, operands, op_time(op, operands, CPU))
 
 
-def test_a_measured_operator_takes_its_measured_time() -> None:
-    assert find(64, Measured(TABLE, CPU)) == (OpTime(1e-3, 3e-3), "measured")
-
-
 @given(st.lists(st.integers(65, 1023), min_size=2, max_size=8))
 def test_between_measured_sizes_time_rises_from_one_to_the_other(rows: list[int]) -> None:
     measured = Measured(TABLE, CPU)
@@ -124,12 +120,9 @@ def test_a_profile_with_operators_survives_a_round_trip(tmp_path: Path) -> None:
         Cluster.parse(f"{tmp_path}/mine.toml:1x2")
 
 
-def test_a_table_of_nonsense_is_refused() -> None:
+def test_a_table_of_nonsense_is_refused_and_the_note_counts() -> None:
     bad = replace(TABLE, times=(OperatorTime(call="[1]", forward_s=1.0, backward_s=0.0),))
     with pytest.raises(UsageError, match="names no call"):
         Measured(bad, CPU)
-
-
-def test_the_note_counts() -> None:
     text = measurement_note(Counter({"measured": 5, "scaled": 2}))
     assert text.endswith("5 of 7 operators at their measured time, 2 scaled from the nearest measured size")

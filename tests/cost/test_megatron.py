@@ -87,43 +87,26 @@ STATISTICS_OF_NORMS = 2 * 2 * S * B * 4  # mean and deviation of each token in f
 STATISTICS_OF_ATTENTION = A * S * B * 4  # of fused attention: the log of the sum of each row, in fp32
 
 
-def test_the_terms_of_the_paper_add_up() -> None:
-    """Section 4.1: attention, feed-forward and norms by the tensors that they keep, in half precision."""
-    attention = 2 * SBH + 4 * SBH + 2 * SCORES + SCORES + 2 * SCORES + 2 * SBH + 2 * SBH + SBH
-    feed_forward = 2 * SBH + 8 * SBH + 8 * SBH + SBH
-    assert attention + feed_forward + 4 * SBH == paper("whole")
-
-
 PARTS = [("whole", 1, 1), ("tensor", 1, T), ("sequence", T, T)]
 """Into how many parts hidden values outside of products are split, and scores: of tensor parallel ranks each has the whole of norms."""
 
 
 @pytest.mark.parametrize(("kind", "rows", "heads"), PARTS)
-def test_stored_scores(layers: dict[str, BlockCost], kind: str, rows: int, heads: int) -> None:
+def test_a_layer_keeps_what_the_paper_counts(layers: dict[str, BlockCost], kind: str, rows: int, heads: int) -> None:
+    """Fused attention keeps a number for each row of scores; its output is the input of the projection, kept once, as in the paper."""
     without_dropout = MASKS_OF_HIDDEN // rows + (MASK_OF_SCORES + SCORES_AFTER_DROPOUT) // heads
     assert layers[kind].saved_bytes == paper(kind) + without_dropout + STATISTICS_OF_NORMS // rows
+    selective = paper(f"{kind}, selective") + MASKS_OF_HIDDEN // rows + STATISTICS_OF_NORMS // rows
+    assert layers[f"{kind}, selective"].saved_bytes == selective
+    assert layers[f"{kind}, fused"].saved_bytes == selective + STATISTICS_OF_ATTENTION // heads
+    for name in (kind, f"{kind}, fused"):
+        assert layers[name].kept_bytes("full") == 2 * SBH // rows
 
 
 def test_sequence_parallel_of_the_runtime_keeps_gathered_inputs(layers: dict[str, BlockCost]) -> None:
     """Of queries, keys and values, and of the feed-forward: whole instead of a part."""
     gathered = 2 * (2 * SBH - 2 * SBH // T)
     assert layers["sequence, kept"].saved_bytes == layers["sequence"].saved_bytes + gathered
-
-
-@pytest.mark.parametrize(("kind", "rows", "heads"), PARTS)
-def test_selective_recompute_and_fused_attention(
-    layers: dict[str, BlockCost], kind: str, rows: int, heads: int
-) -> None:
-    """Fused attention keeps a number for each row of scores; its output is the input of the projection, kept once, as in the paper."""
-    expected = paper(f"{kind}, selective") + MASKS_OF_HIDDEN // rows + STATISTICS_OF_NORMS // rows
-    assert layers[f"{kind}, selective"].saved_bytes == expected
-    assert layers[f"{kind}, fused"].saved_bytes == expected + STATISTICS_OF_ATTENTION // heads
-
-
-@pytest.mark.parametrize(("kind", "rows", "heads"), PARTS)
-def test_full_recompute(layers: dict[str, BlockCost], kind: str, rows: int, heads: int) -> None:
-    for name in (kind, f"{kind}, fused"):
-        assert layers[name].kept_bytes("full") == 2 * SBH // rows
 
 
 # --- Llama-13B, by category

@@ -13,6 +13,7 @@ from autopar.cost.blocks.block_cost import BlockCost, ParameterCost
 from autopar.cost.model import CostModel, StageCost
 from autopar.errors import UsageError
 from autopar.hardware.cluster import Cluster
+from autopar.hardware.describe import scaled
 from autopar.hardware.device import Overheads
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import BF16, FP32, Recompute
@@ -23,6 +24,7 @@ from tests.support.practices import runtime
 from tests.support.step_traffic import traffic
 
 H100 = Cluster.parse("h100-sxm5-80gb:4x8")
+MODEL = CostModel(H100, FP32, "sgd")
 CPU = Cluster.parse("cpu:4x4")
 F, B = 1e-3, 2e-3
 SMALL = {"rows": 8, "width": 8}
@@ -91,23 +93,22 @@ def foreign(**does: bool) -> CostModel:
 def test_blocking_messages_are_part_of_the_step() -> None:
     stages = [stage(b) for b in layers(4, sends=(10**7,), send_gradients=(10**7,), **SMALL)]
     mesh, count = Mesh(pp=4, tp=8), 8
-    model, how = CostModel(H100, FP32, "sgd"), step(mesh, schedule="1F1B", count=count)
+    how = step(mesh, schedule="1F1B", count=count)
     whole, parts = (foreign(blocking_sends=True, partitioned_sends=p).predict(stages, how) for p in (False, True))
-    sent = model.collectives.send_time_s(10**7, mesh)
+    sent = MODEL.collectives.send_time_s(10**7, mesh)
     # a rank in the middle receives and sends in each of its forwards and backwards, the first one half of that
     assert 2 * count * sent <= whole.breakdown.pipeline_s <= 4 * count * sent
-    free = model.predict(stages, how)
+    free = MODEL.predict(stages, how)
     assert whole.step_time_s >= free.step_time_s + 2 * count * sent - free.breakdown.pipeline_s
-    gathered = model.collectives.time_s("all_gather", 10**7, mesh, ("tp",))
-    part = model.collectives.send_time_s(10**7 / 8, mesh)
+    gathered = MODEL.collectives.time_s("all_gather", 10**7, mesh, ("tp",))
+    part = MODEL.collectives.send_time_s(10**7 / 8, mesh)
     # who receives gathers: a rank in the middle two of its four messages
     assert parts.breakdown.pipeline_s == pytest.approx(whole.breakdown.pipeline_s * (part + gathered / 2) / sent)
 
 
 def test_gathers_hide_behind_long_blocks_and_show_behind_short_ones() -> None:
     mesh = Mesh(dp_shard=8)
-    model = CostModel(H100, FP32, "sgd")
-    gather = model.collectives.time_s("all_gather", 4 * 2**20, mesh, ("dp_shard",))
+    gather = MODEL.collectives.time_s("all_gather", 4 * 2**20, mesh, ("dp_shard",))
     slow = predict([stage(*layers(8, forward_s=1.0, backward_s=2.0))], mesh, zero=3).breakdown
     interference = H100.devices[0].interference
     assert slow.data_parallel_s < 4 * (2 + 24 * interference) * 4 * gather
@@ -142,16 +143,15 @@ def test_gathers_after_the_step_do_not_add_up_along_a_pipeline() -> None:
     """FSDP2 gathers in each stage's first forward, one stage after the other; DeepSpeed and Megatron on all at once."""
     pp, count = 4, 8
     stages = [stage(b) for b in layers(pp, sends=(), send_gradients=())]
-    model = CostModel(H100, FP32, "sgd")
     how = step(Mesh(pp=pp, dp_shard=8), schedule="1F1B", count=count, zero=1)
-    gather_s = model.of(how).unit(stages[0].blocks[0]).gather_s
-    first, late = model.predict(stages, how), foreign(gathers_after_step=True).predict(stages, how)
+    gather_s = MODEL.of(how).unit(stages[0].blocks[0]).gather_s
+    first, late = MODEL.predict(stages, how), foreign(gathers_after_step=True).predict(stages, how)
     assert first.step_time_s - late.step_time_s == pytest.approx((pp - 1) * gather_s)
     assert first.breakdown.data_parallel_s == pytest.approx(late.breakdown.data_parallel_s)
-    device = model.device
+    device = MODEL.device
     hidden = foreign(gathers_after_step=True, overlapped_reductions=True).predict(stages, how).breakdown
     unhidden = late.breakdown.data_parallel_s - hidden.data_parallel_s
-    unit = model.of(how).unit(stages[0].blocks[0])
+    unit = MODEL.of(how).unit(stages[0].blocks[0])
     assert unhidden == pytest.approx((1 - device.interference) * (unit.gather_s + unit.reduce_s))
 
 
@@ -181,23 +181,22 @@ def test_parameters_that_their_owners_broadcast_cost_a_ring_each() -> None:
 
 def test_adding_gradients_moves_them_for_all_micro_batches_but_the_first() -> None:
     blocks, count = layers(3), 5
-    model = CostModel(H100, FP32, "sgd")
     how = step(Mesh(), count=count)
-    plain, added = (model.predict([stage(*blocks)], replace(how, adds_gradients=a)) for a in (False, True))
+    plain, added = (MODEL.predict([stage(*blocks)], replace(how, adds_gradients=a)) for a in (False, True))
     numel = sum(p.numel for b in blocks for p in b.parameters)
     kernels = sum(len(b.parameters) for b in blocks)
-    once = 3 * 4 * numel / model.device.memory_bandwidth_bytes_per_s + kernels * model.device.launch_s
+    once = 3 * 4 * numel / MODEL.device.memory_bandwidth_bytes_per_s + kernels * MODEL.device.launch_s
     assert added.step_time_s - plain.step_time_s == pytest.approx((count - 1) * once)
 
 
 def test_gradients_of_a_parameter_that_two_blocks_use_are_summed_for_every_micro_batch() -> None:
     weight = ParameterCost(name="embedding", shape=(1024, 64), num_bytes=1024 * 64 * 4, shared=True)
-    model, count = CostModel(H100, FP32, "sgd"), 5
+    count = 5
     how = replace(step(Mesh(), count=count), adds_gradients=True)
     blocks = [block("first", parameters=(weight,)), *layers(2), block("last", parameters=(weight,))]
     without = [*blocks[:-1], block("last", parameters=())]
-    tied, once = (model.predict([stage(*some)], how) for some in (blocks, without))
-    each = 3 * 4 * weight.numel / model.device.memory_bandwidth_bytes_per_s + model.device.launch_s
+    tied, once = (MODEL.predict([stage(*some)], how) for some in (blocks, without))
+    each = 3 * 4 * weight.numel / MODEL.device.memory_bandwidth_bytes_per_s + MODEL.device.launch_s
     assert tied.step_time_s - once.step_time_s == pytest.approx(count * each)
 
 
@@ -221,24 +220,14 @@ def test_actions_and_messages_take_their_time_of_the_cores() -> None:
     assert Overheads(action_s=1e-3).of_actions(2) == (1e-3, 0.0)  # a profile that knows one engine alone
 
 
-def test_replicas_sum_their_gradients_once() -> None:
-    one, many = (
-        predict([stage(*layers(3))], Mesh(dp_replicate=4), cluster=CPU, count=count).breakdown for count in (1, 9)
-    )
-    assert one.data_parallel_s > 0
-    assert many.data_parallel_s == pytest.approx(one.data_parallel_s)
-    assert predict([stage(*layers(3))], Mesh(), cluster=CPU).breakdown.data_parallel_s == 0
-
-
 def test_gradients_of_whole_parameters_are_summed_over_their_axes_once() -> None:
     blocks = layers(2)
     summed = [replace(b, parameters=tuple(replace(p, gradient_sum_axes=("tp",)) for p in b.parameters)) for b in blocks]
     mesh = Mesh(tp=4)
     plain, more = (predict([stage(*bs)], mesh).breakdown.tensor_parallel_s for bs in (blocks, summed))
-    model = CostModel(H100, FP32, "sgd")
     size = 2 * 4 * 2**20  # one bucket, which leaves after the last backward, copied in and out
-    copies = 2 * size / model.device.memory_bandwidth_bytes_per_s
-    assert more - plain == pytest.approx(model.collectives.time_s("all_reduce", size, mesh, ("tp",)) + copies)
+    copies = 2 * size / MODEL.device.memory_bandwidth_bytes_per_s
+    assert more - plain == pytest.approx(MODEL.collectives.time_s("all_reduce", size, mesh, ("tp",)) + copies)
 
 
 def test_small_buckets_leave_early_and_large_ones_wait_for_fewer_messages() -> None:
@@ -296,8 +285,7 @@ def test_tied_weights_are_summed_between_the_ends_of_the_pipeline() -> None:
     stages = [stage(replace(first, parameters=(tied,))), stage(replace(last, parameters=(tied,)))]
     mesh = Mesh(pp=2)
     with_tie = predict(stages, mesh, schedule="1F1B").breakdown.data_parallel_s
-    model = CostModel(H100, FP32, "sgd")
-    tie, loss = (model.collectives.time_s("all_reduce", size, mesh, ("pp",)) for size in (4 * 2**20, 4))
+    tie, loss = (MODEL.collectives.time_s("all_reduce", size, mesh, ("pp",)) for size in (4 * 2**20, 4))
     assert with_tie == pytest.approx(tie + loss)
 
 
@@ -314,10 +302,7 @@ def test_impossible_stages_are_refused() -> None:
 )  # fmt: skip
 def test_faster_links_never_make_a_slower_step(mesh: Mesh, zero: int, factor: float, forward_s: float) -> None:
     zero = zero if mesh.dp_shard > 1 else 0
-    group = H100.groups[0]
-    intra = replace(group.intra_node, bandwidth_bytes_per_s=group.intra_node.bandwidth_bytes_per_s * factor)
-    nic = replace(group.nic, bandwidth_bytes_per_s=group.nic.bandwidth_bytes_per_s * factor)
-    better = replace(H100, groups=(replace(group, intra_node=intra, nic=nic),))
+    better = scaled(H100, {"link.bandwidth": factor})
     stages = [stage(*layers(2, forward_s=forward_s)) for _ in range(mesh.pp)]
     schedule = "1F1B" if mesh.pp > 1 else "none"
     slow, fast = (predict(stages, mesh, cluster=c, schedule=schedule, zero=zero).step_time_s for c in (H100, better))

@@ -44,11 +44,6 @@ def test_interleaving_divides_the_bubble(pp: int, v: int, m: int) -> None:
     assert max(found.finish_s) == pytest.approx(m * (F + B) + (pp - 1) * (F + B) / v)
 
 
-def test_one_stage_accumulates() -> None:
-    assert max(simulate("none", 1, 7, equal(1)).finish_s) == 7 * (F + B)
-    assert simulate("1F1B", 1, 7, equal(1)).exposed_send_s == (0.0,)
-
-
 def test_gpipe_messages_are_exposed_in_fill_and_drain_alone() -> None:
     pp, m, send = 4, 6, 0.25
     found = simulate("GPipe", pp, m, equal(pp, send_forward_s=send, send_backward_s=send))
@@ -134,15 +129,8 @@ pipelines = st.one_of(
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[str, int, int, list[StageTimes]]:
     name, pp, v, m = draw(pipelines)
-    times = [
-        StageTimes(
-            forward_s=draw(seconds),
-            backward_s=draw(seconds),
-            send_forward_s=draw(seconds),
-            send_backward_s=draw(seconds),
-        )
-        for _ in range(pp * v)
-    ]
+    names = ("forward_s", "backward_s", "send_forward_s", "send_backward_s")
+    times = [StageTimes(**{name: draw(seconds) for name in names}) for _ in range(pp * v)]
     return name, pp, m, times
 
 
@@ -158,23 +146,6 @@ def test_simulation_is_the_longest_path(case: tuple[str, int, int, list[StageTim
         assert found.busy_s[rank] + found.exposed_send_s[rank] <= found.finish_s[rank] + 1e-9
 
 
-@settings(max_examples=30, deadline=None)
-@given(cases(), st.integers(0, 3), seconds)
-def test_a_slower_stage_never_makes_a_faster_step(
-    case: tuple[str, int, int, list[StageTimes]], place: int, more: float
-) -> None:
-    name, pp, m, stages = case
-    at = place % len(stages)
-    slower = list(stages)
-    slower[at] = StageTimes(
-        forward_s=stages[at].forward_s + more,
-        backward_s=stages[at].backward_s,
-        send_forward_s=stages[at].send_forward_s,
-        send_backward_s=stages[at].send_backward_s,
-    )
-    assert max(simulate(name, pp, m, slower).finish_s) >= max(simulate(name, pp, m, stages).finish_s)
-
-
 def test_large_pipelines_take_milliseconds() -> None:
     stages = equal(16, send_forward_s=0.01, send_backward_s=0.01)
     simulate("1F1B", 16, 512, stages)  # the order is worked out once
@@ -187,6 +158,8 @@ def test_large_pipelines_take_milliseconds() -> None:
 
 
 def test_a_longer_first_forward_delays_everything_behind_it() -> None:
+    """One stage accumulates."""
     stages = [StageTimes(forward_s=F, backward_s=B, first_forward_s=0.5), *equal(3)]
     assert max(simulate("1F1B", 4, 8, stages).finish_s) == pytest.approx((8 + 3) * (F + B) + 0.5)
     assert max(simulate("none", 1, 3, stages[:1]).finish_s) == pytest.approx(3 * (F + B) + 0.5)
+    assert simulate("1F1B", 1, 7, equal(1)).exposed_send_s == (0.0,)

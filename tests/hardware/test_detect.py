@@ -91,29 +91,28 @@ def test_a_measured_link_to_the_host_is_read_back(monkeypatch: pytest.MonkeyPatc
         measure.host_link(torch.device("cpu"))
 
 
-@pytest.fixture
-def unknown_gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Makes this machine one of so many GPUs of a name that no profile has."""
+Gpus = Callable[..., None]
 
-    def pretend(count: int) -> None:
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
+    """Makes this machine one of so many GPUs, of a name that no profile has unless another is given."""
+
+    def pretend(count: int, name: str = "NVIDIA L40S", memory_bytes: int = 47_000_000_000) -> None:
+        properties = types.SimpleNamespace(name=name, total_memory=memory_bytes)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA L40S")
-        monkeypatch.setattr(
-            torch.cuda, "get_device_properties", lambda *_: types.SimpleNamespace(total_memory=47_000_000_000)
-        )
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: name)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: properties)
 
     return pretend
 
 
 def test_one_gpu_of_an_unknown_name_has_assumed_links_and_says_so(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    unknown_gpus: Callable[[int], None],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, gpus: Gpus
 ) -> None:
-    unknown_gpus(1)
+    gpus(1)
     assert detect.num_workers() == 1  # nobody to time a link with
     alone = {key: value for key, value in MEASURED.items() if key != "link"}
     monkeypatch.setattr(detect, "_measure", lambda: alone)
@@ -132,12 +131,9 @@ def test_one_gpu_of_an_unknown_name_has_assumed_links_and_says_so(
 
 
 def test_several_gpus_of_an_unknown_name_are_measured_by_nccl(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    unknown_gpus: Callable[[int], None],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, gpus: Gpus
 ) -> None:
-    unknown_gpus(4)
+    gpus(4)
     assert detect.num_workers() == 4
     monkeypatch.setattr(detect, "_measure", lambda: {**MEASURED, "link_ranks": 4})
     profile = detect.machine_profile(cache_dir=tmp_path)
@@ -147,20 +143,12 @@ def test_several_gpus_of_an_unknown_name_are_measured_by_nccl(
     assert profile.nic.provenance.startswith("assumed")
     assert not caplog.text
     kept = detect.profile_path(tmp_path)
-    unknown_gpus(1)
+    gpus(1)
     assert detect.profile_path(tmp_path) != kept  # what one GPU sees says nothing of links
 
 
-def test_a_gpu_with_a_shipped_profile_is_not_measured(
-    monkeypatch: pytest.MonkeyPatch, unknown_gpus: Callable[[int], None]
-) -> None:
-    unknown_gpus(1)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA A10G")
-    monkeypatch.setattr(
-        torch.cuda,
-        "get_device_properties",
-        lambda *_: types.SimpleNamespace(name="NVIDIA A10G", total_memory=23_686_744_637),
-    )
+def test_a_gpu_with_a_shipped_profile_is_not_measured(monkeypatch: pytest.MonkeyPatch, gpus: Gpus) -> None:
+    gpus(1, "NVIDIA A10G", 23_686_744_637)
     monkeypatch.setattr(detect, "_measure", lambda: pytest.fail("measured"))
     assert detect.profile_path() is None
     assert Cluster.detect(num_ranks=8).devices[0].name == "a10g-24gb"

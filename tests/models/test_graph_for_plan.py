@@ -1,8 +1,10 @@
-"""Example inputs of any form, and models of any dtype, in the dtype and batch that a plan is for."""
+"""Graphs that plans are for: of inputs of any form, in the dtype and batch of the plan, and kept between commands."""
 
 from __future__ import annotations
 
+import os
 from collections import UserDict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +13,13 @@ from torch import Tensor, nn
 
 from autopar import api
 from autopar.errors import TraceError, UsageError
-from autopar.models.graph_for_plan import samples_of
+from autopar.models import graph_for_plan
+from autopar.models.graph_for_plan import samples_of, traced
 from autopar.planner.sharding import input_axes
 from autopar.planner.sharding.input_axes import samples_apart
 from autopar.tracing.batch import named_inputs
+from tests.support.cli_runner import Run
+from tests.support.small_models import model_of
 
 X = torch.zeros(6, 4)
 
@@ -38,27 +43,18 @@ def test_inputs_of_any_form_are_traced(inputs: Any) -> None:
     assert all(one.spec.shape == (2, 4) and one.batch_dim == 0 for one in graph.inputs)
 
 
-class Pair(nn.Module):
+def _pair(self: Any, a: dict[str, Tensor | None], a_b: Tensor) -> Tensor:
     """Of inputs in a dict, one of which may be missing, and one beside it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, a: dict[str, Tensor | None], a_b: Tensor) -> Tensor:
-        found: Tensor = self.linear(a_b if a.get("b") is None else a["b"] + a_b)
-        return found.square().mean()
+    found: Tensor = self.linear(a_b if a.get("b") is None else a["b"] + a_b)
+    return found.square().mean()
 
 
 def test_inputs_that_are_missing_in_the_example_may_be_missing_in_a_batch() -> None:
-    batch = {"a": {"c": None}, "a_b": X}
-    graph = api.trace(Pair(), example_inputs=batch)
+    model, batch = model_of(_pair, linear=nn.Linear(4, 4)), {"a": {"c": None}, "a_b": X}
+    graph = api.trace(model, example_inputs=batch)
     assert list(named_inputs(batch)) == [one.name for one in graph.inputs] == ["a_b"]
-
-
-def test_two_inputs_of_one_name_are_refused() -> None:
     with pytest.raises(TraceError, match="Two inputs are called 'a_b'"):
-        api.trace(Pair(), example_inputs={"a": {"b": X}, "a_b": X})
+        api.trace(model, example_inputs={"a": {"b": X}, "a_b": X})
 
 
 @pytest.mark.parametrize("own", [torch.float32, torch.float64, torch.bfloat16])
@@ -72,21 +68,12 @@ def test_a_model_is_traced_in_the_dtype_of_the_plan(own: torch.dtype) -> None:
     assert {one.spec.dtype for one in (*low.inputs, *low.parameters)} == {torch.bfloat16}
 
 
-class Normed(nn.Module):
-    """Its weight is no parameter, but made of two, and was made when it was built."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.utils.weight_norm(nn.Linear(4, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.linear(x).square().mean()
-        return made
-
-
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
 def test_a_normed_weight_does_not_keep_a_model_from_being_copied() -> None:
-    graph = api.trace(Normed(), example_inputs={"x": X}, precision="bf16")
+    """It is no parameter, but made of two, and was made when it was built."""
+    linear = nn.utils.weight_norm(nn.Linear(4, 4))
+    model = model_of(lambda self, x: self.linear(x).square().mean(), linear=linear)
+    graph = api.trace(model, example_inputs={"x": X}, precision="bf16")
     assert {p.fqn for p in graph.parameters} == {"linear.weight_g", "linear.weight_v", "linear.bias"}
     assert {p.spec.dtype for p in graph.parameters} == {torch.bfloat16}
 
@@ -112,44 +99,128 @@ def test_complex_parameters_are_refused() -> None:
         api.trace(model, example_inputs={"x": X})
 
 
-class Attending(Net):
+def _attending(self: Any, x: Tensor) -> Tensor:
     """Each sample looks at all others."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        made = self.linear(x)
-        attended: Tensor = torch.softmax(made @ made.t(), -1) @ made
-        return attended.square().mean()
+    made = self.linear(x)
+    return (torch.softmax(made @ made.t(), -1) @ made).square().mean()
 
 
-class Centred(Net):
+def _centred(self: Any, x: Tensor) -> Tensor:
     """Samples meet, and no number or shape of the graph says so."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.linear(x)
-        return torch.softmax(made, 0).square().mean()
+    return torch.softmax(self.linear(x), 0).square().mean()
 
 
-class Statistics(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.norm(self.linear(x))
-        return made.square().mean()
+KINDS = {
+    "apart": Net(),
+    "attending": model_of(_attending, linear=nn.Linear(4, 4)),
+    "centred": model_of(_centred, linear=nn.Linear(4, 4)),
+    "statistics": model_of(
+        lambda self, x: self.norm(self.linear(x)).square().mean(), linear=nn.Linear(4, 4), norm=nn.BatchNorm1d(4)
+    ),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [Net, Attending, Centred, Statistics])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("batch", [2, 6])
-def test_a_plan_finds_the_graph_that_it_was_made_for(
-    monkeypatch: pytest.MonkeyPatch, kind: type[nn.Module], batch: int
-) -> None:
-    graph = api.trace(kind(), example_inputs={"x": X}, global_batch_size=batch)
+def test_a_plan_finds_the_graph_that_it_was_made_for(monkeypatch: pytest.MonkeyPatch, kind: str, batch: int) -> None:
+    graph = api.trace(KINDS[kind], example_inputs={"x": X}, global_batch_size=batch)
     plan = api.search(graph, cluster="cpu:1x2", global_batch_size=batch)
     asked = []
     monkeypatch.setattr(input_axes, "samples_apart", lambda graph: (asked.append(graph), samples_apart(graph)))
-    found = api._graph_of(plan, kind(), {"x": X}, None)
+    found = api._graph_of(plan, KINDS[kind], {"x": X}, None)
     assert (found.prelude, found.ops, found.batch_size) == (graph.prelude, graph.ops, graph.batch_size)
     assert (found.mixing, found.exact, found.notes) == (graph.mixing, graph.exact, graph.notes)
-    assert bool(asked) == (kind in (Attending, Centred))  # the plan itself says of the others that samples are apart
+    assert bool(asked) == (
+        kind in ("attending", "centred")
+    )  # the plan itself says of the others that samples are apart
+
+
+# --- kept between commands
+
+MODEL = "gpt:layers=1,hidden=32,heads=2,vocab=64,seq=16"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("AUTOPAR_CACHE", os.fspath(tmp_path))
+    return tmp_path / "graphs"
+
+
+@pytest.fixture
+def count(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A line for each trace."""
+    made, trace = [], graph_for_plan.trace_model
+
+    def counted(*given: object, **named: object) -> object:
+        made.append(str(named["name"]))
+        return trace(*given, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(graph_for_plan, "trace_model", counted)
+    return made
+
+
+def fingerprint(model: str = MODEL, **changes: object) -> str:
+    given = {"sequence": 16, "precision": "fp32", "opaque": (), "global_batch_size": 8, **changes}
+    folder = Path(os.environ["AUTOPAR_CACHE"])
+    return traced(model, samples_apart=samples_apart, cache_dir=folder, **given).fingerprint  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_a_graph_is_traced_once_for_all_batches_of_a_command(folder: Path, count: list[str], run: Run) -> None:
+    search = ("search", MODEL, "--cluster", "cpu:1x2", "--space", "quick", "--json")
+    first = run(*search, "--global-batch", 8)
+    again = run(*search, "--global-batch", 16, "--pin", "tp=2")
+    assert (first.code, again.code, len(count)) == (0, 0, 1)
+    assert len(list(folder.iterdir())) == 1
+
+
+@pytest.mark.slow
+def test_whatever_a_graph_depends_on_makes_another(
+    folder: Path, count: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert fingerprint() == fingerprint()
+    other = {"model": MODEL.replace("vocab=64", "vocab=128"), "sequence": 8, "precision": "bf16", "opaque": ("*.mlp",)}
+    for made, (name, value) in enumerate(other.items(), start=2):
+        fingerprint(**{name: value})  # type: ignore[arg-type]
+        assert len(count) == len(list(folder.iterdir())) == made, name
+    monkeypatch.setattr(graph_for_plan, "version", lambda package: "0.0")
+    fingerprint()
+    assert len(count) == made + 1
+
+
+@pytest.mark.slow
+def test_what_cannot_be_read_is_traced_again(folder: Path, count: list[str]) -> None:
+    graph = fingerprint()
+    (file,) = folder.iterdir()
+    for made, broken in enumerate((b"", b"no pickle", b"\x80\x04N."), start=2):
+        file.write_bytes(broken)
+        assert fingerprint() == graph
+        assert len(count) == made
+        assert file.read_bytes() != broken
+
+
+def test_what_may_have_changed_is_not_kept(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    local = tmp_path / "gpt2"
+    local.mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert [graph_for_plan._is_told(text) for text in ("my.models:net", "hf:gpt2", "hf:llama", MODEL)] == [
+        False, False, True, True,
+    ]  # fmt: skip
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("AUTOPAR_CACHE", os.fspath(tmp_path / "file" / "cache"))
+    assert fingerprint() == fingerprint()
+
+
+@pytest.mark.slow
+def test_those_used_last_are_kept(folder: Path, monkeypatch: pytest.MonkeyPatch, count: list[str]) -> None:
+    monkeypatch.setattr(graph_for_plan, "MAX_FILES", 2)
+    for hidden in (32, 64, 32, 96, 32):  # the first is used again before there are too many
+        fingerprint(MODEL.replace("hidden=32", f"hidden={hidden}"))
+        for place, file in enumerate(sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)):
+            os.utime(file, ns=(place, place))  # file systems tell apart no two moments
+    assert len(count) == 3
+    assert len(list(folder.iterdir())) == 2

@@ -1,23 +1,30 @@
-"""Alternatives to a plan: what is said of them, and that one which is faster becomes the plan."""
+"""What a plan says of its alternatives, one of which becomes the plan where it is faster, of work that ranks repeat, of what its space leaves out."""
 
 from __future__ import annotations
 
-import pytest
+import gc
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
 from autopar.graph.graph import Graph
-from autopar.plan.plan import Plan
+from autopar.hardware.cluster import Cluster
+from autopar.hardware.describe import with_free_links
 from autopar.planner.branch_and_bound.process_group import ProcessGroup, available
 from autopar.planner.explain.reasons import compare
 from autopar.planner.layouts.layout import layout_key_of
-from autopar.planner.planner import Planner
+from autopar.planner.planner import Planner, objects_set_aside
 from autopar.planner.search import Evaluation, Limits, Outcome
 from autopar.planner.space.pins import Pins
+from autopar.planner.space.space import load_space
+from tests.support.planner.graphs import mlp
 from tests.support.planner.tasks import task_of
-
-
-@pytest.fixture(scope="module")
-def whole(graph: Graph) -> Plan:
-    return Planner(task_of(graph)).search(limits=Limits())
 
 
 def evaluations(planner: Planner) -> list[Evaluation]:
@@ -67,7 +74,8 @@ def test_a_plan_below_the_bound_says_that_its_certificate_is_false(
     assert len(notes[1.01]) == 1
 
 
-def test_one_that_is_not_faster_leaves_the_plan(whole: Plan) -> None:
+def test_one_that_is_not_faster_leaves_the_plan(graph: Graph) -> None:
+    whole = Planner(task_of(graph)).search(limits=Limits())
     assert not any("took its place" in reason for reason in whole.search.reasons)
     assert whole.search.reasons
     assert all("slower" in reason or "no plan" in reason or "0 s (0.0%)" in reason for reason in whole.search.reasons)
@@ -94,3 +102,92 @@ def test_several_processes_put_the_same_plan_in_its_place(graph: Graph, monkeypa
             plans.append(planner._improved(outcome.best, outcome, group))
     assert plans[0].predicted == plans[1].predicted
     assert plans[0].search.reasons == plans[1].search.reasons
+
+
+def test_objects_come_back_after_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, inside = gc.get_freeze_count(), []
+    planner = Planner(task_of(mlp(layers=2)))
+    monkeypatch.setattr(planner, "_outcome", lambda *a, **k: inside.append(gc.get_freeze_count()) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        planner.search(limits=Limits())
+    assert inside[0] > 10_000
+    assert gc.get_freeze_count() == before == 0
+
+
+def test_what_a_caller_has_set_aside_stays_so() -> None:
+    gc.freeze()
+    try:
+        count = gc.get_freeze_count()  # it falls where one of these is freed meanwhile, and is zero where all come back
+        with objects_set_aside():
+            assert 0 < gc.get_freeze_count() <= count
+        assert 0 < gc.get_freeze_count() <= count
+    finally:
+        gc.unfreeze()
+
+
+# --- notes
+
+
+def _square(y: Tensor, batch: object) -> Tensor:
+    return y.square().mean()
+
+
+def _power(y: Tensor, batch: object) -> Tensor:
+    return y.pow(2).mean()
+
+
+@cache
+def graph_of(loss_fn: Any, precision: Any) -> Graph:
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
+    return autopar.trace(model, example_inputs=[torch.randn(4, 8)], loss_fn=loss_fn, precision=precision)
+
+
+def notes(
+    cluster: Cluster,
+    *,
+    about: str = "repeated on each",
+    pins: Sequence[str] = ("tp=2",),
+    space: str = "default",
+    precision: Any = "fp32",
+    loss_fn: Any = _square,
+) -> tuple[str, ...]:
+    graph = graph_of(loss_fn, precision)
+    plan = autopar.search(graph, cluster=cluster, global_batch_size=4, pins=pins, space=space, precision=precision)
+    return tuple(note for note in plan.notes if about in note)
+
+
+def test_a_plan_says_what_all_ranks_repeat() -> None:
+    cluster = Cluster.parse("cpu:1x2")
+    (note,) = notes(cluster)
+    assert note.startswith("100% of the FLOPs are repeated on each of the 2 ranks of tp (0, 2)")
+    assert notes(with_free_links(cluster)) == ()
+
+
+@pytest.mark.slow
+def test_a_plan_with_full_recompute_says_that_the_space_has_no_selective_one(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "search/default.toml").read_text().replace('name = "default"', 'name = "mine"')
+    full, both = tmp_path / "full.toml", tmp_path / "both.toml"
+    full.write_text(text.replace('recompute = ["none", "selective", "full"]', 'recompute = ["full"]'))
+    both.write_text(text.replace('recompute = ["none", "selective", "full"]', 'recompute = ["selective", "full"]'))
+    cluster, about = Cluster.parse("cpu:1x2"), "no selective recompute"
+    (note,) = notes(cluster, about=about, space=str(full))
+    assert note.startswith(
+        "blocks recompute fully, as the space mine has no selective recompute: the space default has"
+    )
+    assert "selective" in load_space("default").recompute
+    assert notes(cluster, about=about, space=str(both)) == ()
+    assert notes(cluster, about=about, pins=("tp=2", "recompute=full"), space=str(full)) == ()
+    assert notes(cluster, about=about) == ()  # nothing is made again
+
+
+def test_what_may_leave_the_range_of_float16_is_named() -> None:
+    cluster = Cluster.parse("cpu:1x2")
+    (note,) = notes(cluster, about="autocast", precision="fp16", loss_fn=_power)
+    assert note.startswith("computed in float16, where autocast would in float32: aten.pow.Tensor_Scalar of ")
+    assert not notes(cluster, about="autocast", precision="bf16", loss_fn=_power)
+
+
+def test_the_precision_that_is_proposed_is_one_that_the_device_has() -> None:
+    for cluster, name in (("v100-sxm2-32gb:1x2", "fp16"), ("h100-sxm5-80gb:1x2", "bf16")):
+        (note,) = notes(Cluster.parse(cluster), about="computed in float32")
+        assert f"precision {name} " in note

@@ -7,19 +7,8 @@ from dataclasses import replace
 import pytest
 
 from autopar.models.transformer import Sizes
-from tools.benchmarks import samplers
-from tools.benchmarks.baselines import (
-    PROBLEMS,
-    Problem,
-    Row,
-    autopar,
-    expert,
-    page,
-    plain_tpe,
-    random_search,
-    rules,
-    worse,
-)
+from tools.benchmarks import baselines, samplers
+from tools.benchmarks.baselines import Problem, Row, autopar, worse
 
 SMALL = Problem(
     cluster="h100-sxm5-80gb:1x4",
@@ -36,9 +25,9 @@ SMALL = Problem(
 def test_nothing_beats_the_search_and_all_are_priced_alike() -> None:
     graph = SMALL.graph("small")
     ours = autopar(SMALL, graph)
-    experts = [expert(SMALL, graph, method, tries) for method, tries in rules(SMALL)]
-    everything = random_search(SMALL, graph, 10**6)
-    sampled = plain_tpe(SMALL, graph, 20)
+    experts = [baselines.expert(SMALL, graph, method, tries) for method, tries in baselines.rules(SMALL)]
+    everything = baselines.random_search(SMALL, graph, 10**6)
+    sampled = baselines.plain_tpe(SMALL, graph, 20)
     assert ours.step_time_s
     assert everything.step_time_s == ours.step_time_s  # all candidates, none left out by a bound
     assert sampled.step_time_s
@@ -52,9 +41,9 @@ def test_a_search_that_loses_is_told() -> None:
     ours = Row(method="autopar", step_time_s=1.0, evaluations=3, cpu_s=0.5, plan="tp=1")
     rows = {"Llama 7B, 8 H100": [ours, replace(ours, method="rule", step_time_s=0.9), replace(ours, step_time_s=None)]}
     assert len(worse(rows)) == 1
-    assert "| rule | 0.9 s | 0.900 | 3 | 0.5 | tp=1 |" in page(rows)
-    assert "does not fit" in page(rows)
-    assert len(PROBLEMS) == 6
+    assert "| rule | 0.9 s | 0.900 | 3 | 0.5 | tp=1 |" in baselines.page(rows)
+    assert "does not fit" in baselines.page(rows)
+    assert len(baselines.PROBLEMS) == 6
 
 
 @pytest.mark.slow

@@ -1,9 +1,10 @@
-"""Candidates of the outer search, and why there are none."""
+"""Candidates of the outer search, and why there are none; spaces read from files."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autopar.errors import UsageError
 from autopar.plan.schedule import check_schedule
 from autopar.planner.space.candidates import Candidate, _open, candidates, conflict, num_micro_batches, remedies, strict
 from autopar.planner.space.constraints import Problem, practice
@@ -50,16 +52,6 @@ def test_practice_is_among_them() -> None:
     assert all(c.mesh.tp <= 8 for c in found)
 
 
-def test_pins_are_kept() -> None:
-    pins = Pins.parse(["tp=4", "pp=2", "zero=1", "micro_batch=4", "schedule=Interleaved1F1B", "virtual_stages=5"])
-    found = candidates(PROBLEM, pins)
-    assert found
-    for one in found:
-        assert (one.mesh.tp, one.mesh.pp, one.zero_stage) == (4, 2, 1)
-        assert (one.micro_batch_size, one.schedule, one.virtual_stages) == (4, "Interleaved1F1B", 5)
-    assert {c.num_micro_batches for c in candidates(PROBLEM, Pins.parse(["num_micro_batches=128"]))} == {128}
-
-
 @pytest.mark.parametrize(
     ("pins", "world", "expected"),
     [
@@ -67,6 +59,7 @@ def test_pins_are_kept() -> None:
         (["tp=4", "pp=4"], 8, {"tp=4", "pp=4", "8 devices = pp * dp_replicate * dp_shard * cp * tp"}),
         (["zero=2", "pp=2"], 8, {"zero=2", "pp=2", "zero=2 has pp=1"}),
         (["tp<=2", "tp>=4", "pp=1"], 8, {"tp<=2", "tp>=4"}),
+        (["zero=7"], 8, {"zero=7", "zero is 0, 1, 2 or 3"}),
         (
             ["schedule=1F1B", "pp=1"],
             8,
@@ -115,13 +108,6 @@ def test_groups_of_tp_may_span_nodes_where_the_space_says_so() -> None:
     assert max(c.mesh.tp for c in candidates(PROBLEM, Pins())) == 8
 
 
-def test_what_pins_exclude_altogether_has_no_candidate() -> None:
-    assert candidates(PROBLEM, Pins.parse(["tp=3"])) == []
-    assert candidates(PROBLEM, Pins.parse(["zero=7"])) == []
-    assert {c.zero_stage for c in candidates(PROBLEM, Pins.parse(["zero>=2"]))} == {2, 3}
-    assert set(conflict(PROBLEM, Pins.parse(["zero=7"]))) == {"zero=7", "zero is 0, 1, 2 or 3"}
-
-
 def test_what_a_space_leaves_out_is_named_where_laws_and_pins_leave_something() -> None:
     """It said that there was no candidate in the space."""
     small, pins = replace(PROBLEM, world_size=2, num_blocks=4, num_layers=2), Pins.parse(["schedule=Interleaved1F1B"])
@@ -136,11 +122,9 @@ def test_what_a_space_leaves_out_is_named_where_laws_and_pins_leave_something() 
 
 DRAWN = [
     "tp=3", "tp>=2", "tp<=2", "pp=2", "pp>=3", "dp=2", "dp_shard=4", "zero=2", "zero>=2", "zero=0", "micro_batch=3",
-]  # fmt: skip
-DRAWN += [
     "num_micro_batches=5", "num_micro_batches<=2", "virtual_stages=3", "ep=2", "ep_data=3", "cp=2", "schedule=1F1B",
+    "schedule=Interleaved1F1B", "schedule!=1F1B",
 ]  # fmt: skip
-DRAWN += ["schedule=Interleaved1F1B", "schedule!=1F1B"]
 
 
 @settings(max_examples=20, deadline=None)
@@ -170,3 +154,38 @@ def test_a_conflict_is_one_of_all_combinations_and_a_smallest(
             if name not in left_out:
                 keep &= known[name]
         assert keep.any() == (bool(left_out) or not names), (names, left_out)
+
+
+def test_a_space_from_before_context_parallelism_has_its_usual_bounds(checkout: Path, tmp_path: Path) -> None:
+    shipped = (checkout / "search" / "quick.toml").read_text(encoding="utf-8")
+    path = tmp_path / "own.toml"
+    path.write_text("\n".join(line for line in shipped.splitlines() if not line.startswith(("max_cp", "cp_from"))))
+    own, usual = load_space(str(path)), load_space("default")
+    assert (own.max_cp, own.cp_from) == (usual.max_cp, usual.cp_from)
+    assert own.max_pp == load_space("quick").max_pp
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("hsdp = false", "hsdp = 3"), "true or false"),
+        (("zero_stages = [0, 1, 3]", "zero_stages = [-1]"), "list of numbers from zero"),
+        (
+            ("zero_stages = [0, 1, 3]", "zero_stages = [4]"),
+            "Wrong value of 'zero_stages'. Expected a list of whole numbers from 0 to 3, got [4.0]",
+        ),
+        (('schedules = ["1F1B"]', 'schedules = ["2F2B"]'), "list of none, GPipe"),
+        (("max_pp = 16", "max_ppp = 16"), "max_pp"),
+        (("trials = 60", "trials = 60\nmore = 1"), "more"),
+        (('sampler = "tpe"', 'sampler = "some"'), "Unknown sampler 'some'"),
+    ],
+)
+def test_malformed_spaces_name_file_and_key(tmp_path: Path, change: tuple[str, str], said: str) -> None:
+    text = (Path(__file__).parents[2] / "search" / "quick.toml").read_text()
+    assert change[0] in text
+    path = tmp_path / "mine.toml"
+    path.write_text(text.replace(*change))
+    with pytest.raises(UsageError) as caught:
+        load_space(str(path))
+    assert "mine.toml" in str(caught.value)
+    assert said in str(caught.value)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
-from functools import lru_cache
+from functools import cache, lru_cache
+from typing import Any
 
 import pytest
 import torch
@@ -26,19 +27,13 @@ from autopar.rules.strategy import Strategy
 from autopar.tracing.trace import trace
 from tests.support.planner.graphs import attention, llama_block, mlp
 from tests.support.planner.toy import ToyPricing
+from tests.support.small_models import model_of
 
 
-def solver(graph: Graph, size: int, pricing: ToyPricing | None = None) -> AxisSolver:
-    return pinned_solver(graph, size, {}, pricing)
-
-
-def pinned_solver(
-    graph: Graph, size: int, rests: Mapping[str, Sequence[Type]], pricing: ToyPricing | None = None
-) -> AxisSolver:
+def solver(graph: Graph, size: int, rests: Mapping[str, Sequence[Type]] | None = None) -> AxisSolver:
     small = compact(graph)
     costs = AxisCosts(
-        graph=small.graph, axis="tp", size=size, pricing=pricing or ToyPricing(size=size), owners=owners_of(small),
-        rests=rests,
+        graph=small.graph, axis="tp", size=size, pricing=ToyPricing(size=size), owners=owners_of(small), rests=rests or {},
     )  # fmt: skip
     return AxisSolver(small, costs)
 
@@ -201,13 +196,6 @@ def test_a_sequence_that_does_not_divide_leaves_the_residual_whole() -> None:
     assert all(t != S(1) for t in types(found, "out1")[1])
 
 
-def test_a_pinned_parameter_is_respected() -> None:
-    graph = mlp(layers=1)
-    pinned = pinned_solver(graph, 2, {"up0": (S(1),), "down0": (I,)}).solve(Weights())
-    assert pinned.typing.parameters["up0"] == S(1)
-    assert pinned.typing.parameters["down0"] == I
-
-
 def test_a_value_is_offered_the_same_types_by_every_block_that_it_touches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a boundary has too many states, its values are narrowed; the block on their other side has to follow."""
     graph = mlp(layers=2)
@@ -229,19 +217,18 @@ def test_a_block_that_is_too_wide_changes_a_value_to_fewer_types(monkeypatch: py
     assert found.solve(Weights()).value >= free.value
 
 
-class Scan(nn.Module):
+def _scan(self: Any, x: Tensor) -> Tensor:
     """A recurrence over time."""
+    drive, state, states = self.inside(x), torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        state = torch.tanh(0.5 * state + drive[:, t])
+        states.append(state)
+    return self.outside(torch.stack(states, 1)).square().sum()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.inside, self.outside = nn.Linear(8, 8), nn.Linear(8, 8)
 
-    def forward(self, x: Tensor) -> Tensor:
-        drive, state, states = self.inside(x), torch.zeros_like(x[:, 0]), []
-        for t in range(x.shape[1]):
-            state = torch.tanh(0.5 * state + drive[:, t])
-            states.append(state)
-        return self.outside(torch.stack(states, 1)).square().sum()
+@cache
+def scan() -> Graph:
+    return trace(model_of(_scan, inside=nn.Linear(8, 8), outside=nn.Linear(8, 8)), (torch.zeros(4, 6, 8),))
 
 
 @pytest.mark.parametrize("model", ["attention", "loop"])
@@ -252,7 +239,7 @@ def test_where_tables_are_still_too_large_values_stay_as_they_are_made(
 
     Nothing is cut inside a block, and what has several readers is read by all of them as it is made.
     """
-    graph = attention(seq=4, heads=2) if model == "attention" else trace(Scan(), (torch.zeros(4, 6, 8),))
+    graph = attention(seq=4, heads=2) if model == "attention" else scan()
     free = solver(graph, 2).solve(Weights())
     monkeypatch.setattr(Problem, "is_wide", lambda self, keep: True)
     monkeypatch.setattr(Problem, "is_eliminated", lambda self, keep: self.max_extras == 0)
@@ -273,7 +260,7 @@ def test_where_tables_are_still_too_large_values_stay_as_they_are_made(
 
 
 def test_the_steps_of_a_loop_in_a_wide_block_have_one_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph = trace(Scan(), (torch.zeros(4, 6, 8),))
+    graph = scan()
     free = solver(graph, 2).solve(Weights())
     monkeypatch.setattr(Problem, "is_wide", lambda self, keep: not self.alike)
     found = solver(graph, 2).solve(Weights())
@@ -287,23 +274,18 @@ def test_the_steps_of_a_loop_in_a_wide_block_have_one_strategy(monkeypatch: pyte
     shard(graph, found.typing)
 
 
-class Again(nn.Module):
+def _again(self: Any, x: Tensor) -> Tensor:
     """One layer, called three times."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
-        self.before, self.after = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.before(x)
-        for _ in range(3):
-            x = x + self.layer(x)
-        return self.after(x).square().sum()
+    x = self.before(x)
+    for _ in range(3):
+        x = x + self.layer(x)
+    return self.after(x).square().sum()
 
 
 def test_a_layer_called_again_with_many_parameters_has_one_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph = trace(Again(), (torch.zeros(4, 8),))
+    layer = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+    model = model_of(_again, layer=layer, before=nn.Linear(8, 8), after=nn.Linear(8, 8))
+    graph = trace(model, (torch.zeros(4, 8),))
     dear = Weights(state_byte=1e-3)
     free = solver(graph, 2)
     assert not free.twins
@@ -321,22 +303,14 @@ def test_a_layer_called_again_with_many_parameters_has_one_layout(monkeypatch: p
     shard(graph, found.typing)
 
 
-class Meeting(nn.Module):
+def _meeting(self: Any, x: Tensor) -> Tensor:
     """Layers that each read what four others made, with one projection for all of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.towers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
-        self.shared = nn.Linear(8, 8)
-        self.layers = nn.ModuleList([nn.ModuleDict({"a": nn.Linear(8, 16), "b": nn.Linear(16, 8)}) for _ in range(3)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = [torch.tanh(tower(x)) for tower in self.towers]
-        y = parts[0]
-        for layer in self.layers:
-            for part in parts:
-                y = y + layer["b"](torch.relu(layer["a"](self.shared(part) * y)))
-        return y.square().sum()
+    parts = [torch.tanh(tower(x)) for tower in self.towers]
+    y = parts[0]
+    for layer in self.layers:
+        for part in parts:
+            y = y + layer["b"](torch.relu(layer["a"](self.shared(part) * y)))
+    return y.square().sum()
 
 
 @pytest.mark.parametrize("limit", [1 << 14, 400, 40, 1])
@@ -344,7 +318,10 @@ def test_tables_of_boundaries_stay_small_where_a_block_reads_many_values(
     monkeypatch: pytest.MonkeyPatch, limit: int
 ) -> None:
     """Without it a block of six values and six parameters has millions of entries, each an integer program."""
-    graph = trace(Meeting(), (torch.zeros(4, 6, 8),))
+    towers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+    layers = nn.ModuleList([nn.ModuleDict({"a": nn.Linear(8, 16), "b": nn.Linear(16, 8)}) for _ in range(3)])
+    model = model_of(_meeting, towers=towers, shared=nn.Linear(8, 8), layers=layers)
+    graph = trace(model, (torch.zeros(4, 6, 8),))
     free = solver(graph, 2).solve(Weights(state_byte=1e-3))
     monkeypatch.setattr(intra, "MAX_BOUNDARY_STATES", limit)
     narrow = solver(graph, 2)

@@ -1,29 +1,28 @@
-"""Layouts of one micro-batch: bounds of typed layouts beside the costs of priced ones, and what searches keep with a graph."""
+"""Layouts of one micro-batch: bounds of typed ones beside costs of priced ones, costs of several at once, what searches keep with a graph."""
 
 from __future__ import annotations
 
 import pickle
 from dataclasses import replace
-from functools import cache
 
 import pytest
 
-from autopar import api
-from autopar.cost.model import CostModel
+from autopar.cost.model import BlockCost, CostModel
 from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
-from autopar.models.resolve import resolve_model
 from autopar.plan.plan import BF16
 from autopar.planner.layouts.catalogue import Layouts
-from autopar.planner.layouts.layout import LayoutKey, layout_key_of
+from autopar.planner.layouts.layout import LayoutKey, PricedLayout, TypedLayout, layout_key_of
 from autopar.planner.planner import Planner
 from autopar.planner.search import Limits
+from autopar.planner.sharding.energy import Weights
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
+from tests.support.planner.graphs import family
 from tests.support.planner.tasks import planner_of
 
 ROUNDING = 1e-9
-CLUSTER = "h100-sxm5-80gb:1x8"
+CLUSTER = Cluster.parse("h100-sxm5-80gb:1x8")
 MODELS = {
     "gpt": ("gpt:layers=2,hidden=256,heads=4,vocab=1024", 64),
     "llama": (
@@ -31,29 +30,21 @@ MODELS = {
         128,
     ),
     "gpt2": ("hf:gpt2?n_embd=128&n_layer=2&n_head=4&vocab_size=512&n_positions=64", 64),
+    "padded": (
+        "gpt:layers=4,hidden=32,heads=4,vocab=66",
+        16,
+    ),  # 66 words do not divide by 4: they are padded where they are split
     "mixtral": ("mixtral:layers=2,hidden=256,heads=8,kv_heads=4,ffn=512,vocab=512,experts=8,top_k=2", 128),
 }
-
-
-@cache
-def graph_of(name: str) -> Graph:
-    text, length = MODELS[name]
-    source = resolve_model(text, sequence_length=length, batch_size=2)
-    return api.trace(source.model, example_inputs=source.example_inputs, precision="bf16", name=name)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_no_priced_layout_is_quicker_than_its_typing_or_the_quickest_typing(name: str) -> None:
-    model = CostModel(Cluster.parse(CLUSTER), BF16, "adamw")
-    layouts = Layouts(graph_of(name), model, global_batch_size=64, pins=Pins.parse(()), space=load_space("default"))
+    layouts = layouts_of(family(*MODELS[name], "bf16"), "default")
     share = compared = 0.0
-    for size, tp, cp, ep in (
-        (1, 2, 1, 1),
-        (4, 4, 1, 1),
-        (4, 2, 2, 1),
-        *(((2, 2, 1, 4), (2, 2, 2, 2)) if name == "mixtral" else ()),
-    ):
+    experts = [(2, 2, 1, 4), (2, 2, 2, 2)] if name == "mixtral" else []
+    for size, tp, cp, ep in [(1, 2, 1, 1), (4, 4, 1, 1), (4, 2, 2, 1), *experts]:
         key = LayoutKey(micro_batch_size=size, tp=tp, cp=cp, ep_data=ep)
         quickest_s = min(layouts.solver(key, kind).quickest.value for kind in layouts.graphs.kinds(key))
         for typed in layouts.typed(key, num_micro_batches=8, in_flight=2):
@@ -77,7 +68,11 @@ def test_no_priced_layout_is_quicker_than_its_typing_or_the_quickest_typing(name
 def test_no_block_of_a_layout_is_quicker_than_its_floors(name: str) -> None:
     """Of all layouts of a candidate, and of each before it is priced; where experts are spread their tokens travel."""
     planner = planner_of(
-        graph_of(name), cluster="h100-sxm5-80gb:2x4", global_batch_size=32, precision=BF16, space="default"
+        family(*MODELS[name], "bf16"),
+        cluster="h100-sxm5-80gb:2x4",
+        global_batch_size=32,
+        precision=BF16,
+        space="default",
     )
     maker, context = planner.evaluator.cascade.maker, planner.evaluator.context
     different = {(layout_key_of(c), c.mesh, c.zero_stage): c for c in planner.pool if c.mesh.cp * c.mesh.tp > 1}
@@ -96,7 +91,7 @@ def test_no_block_of_a_layout_is_quicker_than_its_floors(name: str) -> None:
 @pytest.mark.slow
 def test_what_searches_keep_with_a_graph_changes_no_plan() -> None:
     """Searches of another space and batch before it, and a copy of the graph, which has nothing of them."""
-    graph = resolve_model("gpt:layers=5,hidden=64,heads=8,vocab=250", sequence_length=32).trace()
+    graph = family("gpt:layers=5,hidden=64,heads=8,vocab=250", 32)
 
     def planner(graph: Graph, batch: int, space: str) -> Planner:
         return planner_of(graph, cluster=CLUSTER, global_batch_size=batch, precision=BF16, space=space)
@@ -109,3 +104,44 @@ def test_what_searches_keep_with_a_graph_changes_no_plan() -> None:
     plans = [planner(traced, 48, "quick").search(limits=Limits()) for traced in (graph, graph, new)]
     timeless = [replace(plan, search=replace(plan.search, wall_time_s=0.0)) for plan in plans]
     assert timeless[0] == timeless[1] == timeless[2]
+
+
+def layouts_of(graph: Graph, space: str) -> Layouts:
+    model = CostModel(CLUSTER, BF16, "adamw")
+    return Layouts(graph, model, global_batch_size=64, pins=Pins.parse(()), space=load_space(space))
+
+
+def options_of(layouts: Layouts, split: LayoutKey) -> list[PricedLayout]:
+    """Layouts that prices of memory and of sums far apart make best."""
+    weights = [
+        Weights(per_step_s=step, saved_byte=price, state_byte=price)
+        for step in (0.01, 10.0)
+        for price in (0.0, 1e-9, 1e-7, 1e-5, 1e-3)
+    ]
+    solutions = {solution.signature: solution for solution in layouts.solver(split, "").solve_all(weights)}
+    return [layouts.price(TypedLayout(key=split, kind="", solution=solution)) for solution in solutions.values()]
+
+
+def unnamed(cost: BlockCost) -> BlockCost:
+    """Equal blocks differ in the names of the parameters that they alone read."""
+    return replace(cost, parameters=tuple(p if p.shared else replace(p, name="") for p in cost.parameters))
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("micro_batch_size", [1, 4])
+def test_costs_are_those_of_each_layout_alone(tp: int, micro_batch_size: int) -> None:
+    layouts, split = (
+        layouts_of(family(*MODELS["padded"], "bf16"), "wide"),
+        LayoutKey(micro_batch_size=micro_batch_size, tp=tp),
+    )
+    options = options_of(layouts, split)
+    assert len(options) > 1
+    for option in options:
+        local = layouts.local_graph(option)
+        alone = [
+            layouts.model.price(layouts.model.block_work(local, block), layouts.graphs.mesh(split))
+            for block in local.blocks
+        ]
+        first = [alone[option.keys.index(key)] for key in option.keys]
+        assert [unnamed(cost) for cost in option.costs] == [unnamed(cost) for cost in first]
+        assert option.prelude_s == layouts.model.prelude_time_s(local)

@@ -1,20 +1,37 @@
-"""Searches that share a ledger choose what one search alone chooses, however they interleave and whichever die."""
+"""Searches that share a ledger choose what one search alone chooses, however they interleave and whichever die; with a sampler as well."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any, cast
 
+import numpy as np
+import optuna
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from optuna.trial import TrialState
 
 from autopar.errors import UsageError
+from autopar.graph.graph import Graph
+from autopar.plan.mesh import Mesh
+from autopar.plan.plan import ScheduleName
 from autopar.planner.branch_and_bound.branch_and_bound import PATIENCE, BranchAndBound
 from autopar.planner.branch_and_bound.frontier import Result
+from autopar.planner.branch_and_bound.optuna_sampler import Encoding, Sampler
+from autopar.planner.branch_and_bound.sampling import Sampling
 from autopar.planner.evaluate.evaluator import Evaluator
+from autopar.planner.planner import Planner
 from autopar.planner.search import SLOW, Evaluation, Limits, Misfit
 from autopar.planner.space.candidates import Candidate
+from autopar.planner.space.preferences import rules, seeds
+from autopar.planner.space.space import SamplerName, load_space
+from tests.support.cli_runner import Run
 from tests.support.planner.interleaved import Board, Known, View, candidate, in_turns, interleave
+from tests.support.planner.tasks import task_of
 
 
 def search(known: Known, ledger: View | None = None, **limits: Any) -> BranchAndBound:
@@ -129,3 +146,247 @@ def test_times_of_another_evaluator_are_refused() -> None:
     board = Board(results=[(0, Result(time_s=1.5))])
     with pytest.raises(UsageError, match=r"holds 1\.5 s .* takes 2\.0 s here\. Take another study name"):
         search(Known(bounds=[1.0], times=[2.0]), View(board)).run()
+
+
+# --- with a sampler
+
+NEEDS_CMAES = pytest.mark.skipif(find_spec("cmaes") is None, reason="needs cmaes: pip install 'autopar[cmaes]'")
+KINDS = ["tpe", "nsga2", pytest.param("cmaes", marks=NEEDS_CMAES)]
+TRIALS = 20
+
+
+def distinct(index: int) -> Candidate:
+    """No two have equal choices; ``dp_shard`` says which it is."""
+    pp, schedule = 1 + index % 4, cast("ScheduleName", "1F1B" if index % 4 else "none")
+    mesh = Mesh(tp=1 + index % 3, pp=pp, dp_shard=1 + index)
+    return Candidate(
+        mesh=mesh, micro_batch_size=1 + index % 2, num_micro_batches=1, zero_stage=index % 4, schedule=schedule,
+        virtual_stages=1,
+    )  # fmt: skip
+
+
+class Seeded(Sampling):
+    """With two candidates that are asked first."""
+
+    __slots__ = ()
+
+    def seeds(self, pool: Sequence[Candidate], may_fit: Any) -> dict[int, str]:
+        return {i: "rule" for i in (len(pool) // 2, len(pool) - 1) if may_fit(i)}
+
+
+def sampled(
+    known: Known, ledger: View | None, kind: SamplerName, *, seed: int = 0, trials: int = TRIALS
+) -> BranchAndBound:
+    return BranchAndBound(
+        cast("Evaluator", known), [distinct(i) for i in range(len(known.bounds))], limits=Limits(trials=trials), ledger=ledger, sampling=Seeded(kind=kind, seed=seed),
+    )  # fmt: skip
+
+
+def loose(seed: int, size: int = 60) -> Known:
+    """Bounds that say little: far below the times, and in another order."""
+    rng = np.random.default_rng(seed)
+    times = rng.uniform(1.0, 3.0, size)
+    times[rng.random(size) < 0.2] = np.inf
+    bounds = np.where(np.isinf(times), 0.5, times) * rng.uniform(0.2, 0.9, size)
+    return Known(bounds=bounds.tolist(), times=times.tolist())
+
+
+def fresh(known: Known) -> Known:
+    return Known(known.bounds, known.times)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@given(
+    problem=st.integers(0, 10),
+    workers=st.integers(1, 4),
+    turns=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 60)), max_size=150),
+)
+@settings(max_examples=15, deadline=None)
+def test_any_interleaving_with_deaths_gives_the_plan_and_the_rounds_of_one(
+    kind: SamplerName, problem: int, workers: int, turns: list[tuple[int, int]]
+) -> None:
+    """A turn is a worker's next step; one in sixty kills it, wherever it stands, with its claim left behind."""
+    known = loose(problem)
+    alone = sampled(fresh(known), None, kind)
+    alone.work()
+    board = Board()
+
+    def make(known: Known) -> BranchAndBound:
+        return sampled(known, View(board), kind)
+
+    running = {w: in_turns(known, make)[1] for w in range(1, workers)}
+    last, last_turns = in_turns(known, make)
+    interleave(turns, running, last_turns, deadly=60)
+    assert last.order == alone.order
+    assert last._best_index() == alone._best_index()
+    assert last.finished == alone.finished
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_search_is_the_same_for_a_seed_and_goes_on_from_what_died(kind: SamplerName) -> None:
+    """A search stopped after each of its steps leaves a ledger from which another asks the same."""
+    known = loose(3)
+    alone = sampled(fresh(known), None, kind)
+    alone.work()
+    assert [search_order(known, kind, seed) for seed in (0, 1)] == [alone.order, search_order(known, kind, 1)]
+    assert search_order(known, kind, 1) != alone.order
+    for stop in range(0, 60, 7):
+        board = Board()
+        _, dying = in_turns(known, lambda own, board=board: sampled(own, View(board), kind))  # type: ignore[misc]
+        for _ in range(stop):
+            dying.go_on()
+        dying.kill()
+        known_before = {index for index, _ in board.results}
+        again = fresh(known)
+        last = sampled(again, View(board), kind)
+        last.work()
+        assert last.order == alone.order
+        assert not known_before & set(again.asked)
+
+
+def search_order(known: Known, kind: SamplerName, seed: int) -> list[int]:
+    made = sampled(fresh(known), None, kind, seed=seed)
+    made.work()
+    return made.order
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("problem", range(6))
+def test_nothing_is_asked_twice_or_evaluated_that_a_bound_excludes(kind: SamplerName, problem: int) -> None:
+    known = loose(problem)
+    known.bounds = [min(b * 1.5, t) for b, t in zip(known.bounds, known.times, strict=True)]
+    board = Board()
+    made = sampled(known, View(board), kind, trials=40)
+    made.work()
+    assert len(set(made.order)) == len(made.order)
+    assert len(set(known.asked)) == len(known.asked)
+    assert made.order[:2] == [30, 59][: len(made.order)] or np.isinf(known.times[30]) or np.isinf(known.times[59])
+    first = [known.times[i] for i in (30, 59) if i in known.asked]
+    for i in known.asked[2:]:
+        assert known.bounds[i] * 0.5 < min(first) * (1 + 1e-6)
+    pruned = {i: result for i, result in board.results if i not in known.asked}
+    for i, result in pruned.items():  # recorded, with a bound that holds
+        assert result.at_least_s is not None
+        assert result.at_least_s <= known.times[i]
+    if made.finished:
+        assert min(known.times) == min(known.times[i] for i in known.asked)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_where_bounds_are_tight_the_search_ends_with_the_best(kind: SamplerName) -> None:
+    known = loose(5)
+    known.bounds = [0.95 * t if np.isfinite(t) else np.inf for t in known.times]
+    made = sampled(known, None, kind, trials=1000)
+    outcome = made.run()
+    assert outcome.finished
+    assert outcome.best is not None
+    assert outcome.best.prediction.step_time_s == min(known.times)
+    assert outcome.lower_bound_s <= min(known.times)
+    assert len(made.order) < 30
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sampler_alone_asks_for_everything_once(kind: SamplerName) -> None:
+    pool = [distinct(i) for i in range(40)]
+    sampler = Sampler(kind, pool, seed=0)
+    sampler.enqueue(7, "rule")
+    sampler.enqueue(9, "rule")
+    bounds = np.zeros(40)
+    bounds[9] = 5.0
+    asked = []
+    while (index := sampler.ask(bounds, 4.0)) is not None:
+        asked.append(index)
+        sampler.tell(index, [1.0 + index] if index % 3 else None, 4.0 if index % 2 else np.inf)
+    assert asked[0] == 7
+    assert sorted(asked) == [i for i in range(40) if i != 9]
+    trials = sampler.study.get_trials(deepcopy=False)
+    (pruned,) = [t for t in trials if t.intermediate_values == {0: 5.0}]
+    assert pruned.state == TrialState.PRUNED
+    assert pruned.params == sampler.encoding.params(9)
+    outside = [t for t in trials if "reason" in t.user_attrs]
+    assert outside
+    assert all(t.state == TrialState.FAIL and t.value is None for t in outside)
+    assert {t.state for t in trials} <= {TrialState.PRUNED, TrialState.FAIL, TrialState.COMPLETE}
+
+
+@pytest.mark.parametrize("is_numeric", [False, True])
+def test_the_nearest_candidate_to_its_own_values_is_itself(is_numeric: bool) -> None:
+    pool = [distinct(i) for i in range(40)]
+    encoding = Encoding(pool, is_numeric=is_numeric)
+    for i in range(40):
+        own = encoding.params(i)
+        distances = encoding.distances(own)
+        assert int(distances.argmin()) == i
+        assert distances[i] < 1e-9
+        assert np.delete(distances, i).min() > 0.01
+        trial = optuna.trial.create_trial(params=own, distributions=encoding.distributions, value=1.0)
+        assert trial.params == own
+    is_float = {k: isinstance(d, optuna.distributions.FloatDistribution) for k, d in encoding.distributions.items()}
+    assert is_float["tp"] == is_float["zero"] == is_numeric
+    assert not is_float["schedule"]
+
+
+@pytest.mark.skipif(find_spec("cmaes") is not None, reason="cmaes is installed")
+def test_a_sampler_whose_package_is_missing_is_named_with_the_remedy(graph: Graph) -> None:
+    space = replace(load_space("quick"), sampler="cmaes", exhaustive=1)
+    with pytest.raises(UsageError, match=r"Missing package cmaes.* pip install 'autopar\[cmaes\]'"):
+        Planner(task_of(graph, space=space)).search(limits=Limits())
+
+
+def planner_of(graph: Graph, sampler: SamplerName, trials: int = 12) -> Planner:
+    space = replace(load_space("default"), sampler=sampler, exhaustive=1, trials=trials)
+    return Planner(task_of(graph, space=space))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_of_a_real_pool_the_plan_is_no_worse_than_by_bounds_alone(graph: Graph, kind: SamplerName) -> None:
+    plain, tuned = planner_of(graph, "none"), planner_of(graph, kind)
+    before, after = plain.branch_and_bound(Limits()).run(), tuned.branch_and_bound(Limits()).run()
+    assert len(plain.pool) > 4 * TRIALS - 10
+    assert before.best is not None
+    assert after.best is not None
+    assert after.best.prediction.step_time_s <= before.best.prediction.step_time_s
+    every = [e for c in plain.pool if isinstance(e := plain.evaluator.evaluate(c), Evaluation)]
+    least_s = min(e.prediction.step_time_s for e in every)
+    assert after.lower_bound_s <= least_s * (1 + 1e-9)
+    assert least_s <= after.best.prediction.step_time_s
+
+
+def test_seeds_are_what_the_rules_say_of_the_pool(graph: Graph) -> None:
+    planner = planner_of(graph, "tpe")
+    found = seeds(planner.pool, 4, lambda i: True)
+    texts = [str(planner.pool[i]) for i in found]
+    assert texts[0] == "dp_shard=4, zero=1, micro_batch=1"
+    assert set(found.values()) <= {rule.name for rule in rules(4)}
+    assert len(found) >= 3
+    none = seeds(planner.pool, 4, lambda i: False)
+    assert none == {}
+    fsdp = next(i for i in found if "torchtitan" in found[i])
+    assert planner.pool[fsdp].zero_stage == 3
+    smaller = seeds(planner.pool, 4, lambda i: planner.pool[i].micro_batch_size < planner.pool[fsdp].micro_batch_size)
+    (least,) = [i for i in smaller if "torchtitan" in smaller[i]]
+    assert planner.pool[least].micro_batch_size < planner.pool[fsdp].micro_batch_size
+
+
+def test_a_share_of_nothing_for_bounds_ends_when_all_is_asked() -> None:
+    known = loose(2, 20)
+    made = BranchAndBound(
+        cast("Evaluator", known), [distinct(i) for i in range(20)], limits=Limits(trials=1000),
+        sampling=Sampling(kind="tpe", by_bounds=0, by_sampler=8),
+    )  # fmt: skip
+    outcome = made.run()
+    assert outcome.finished
+    assert outcome.best is not None
+    assert outcome.best.prediction.step_time_s == min(known.times)
+
+
+@pytest.mark.slow
+def test_the_command_takes_a_sampler_and_a_seed(run: Run) -> None:
+    model, sampler = "gpt:layers=2,hidden=32,heads=2,vocab=64,seq=8", ("--sampler", "nsga2", "--sampler-seed", 2)
+    asked = ("search", model, "--cluster", "cpu:1x4", "--global-batch", 16, *sampler, "--trials", 6, "--json")
+    plans = [json.loads(run(*asked).out) for _ in range(2)]
+    for plan in plans:
+        del plan["search"]["wall_time_s"]
+    assert plans[0] == plans[1]

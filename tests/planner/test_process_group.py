@@ -1,10 +1,13 @@
-"""One search by several processes gives the plan of one, with the same certificate, whichever of them die."""
+"""One search by several processes gives the plan of one, with the same certificate and byte for byte, whichever of them die or are slow."""
 
 from __future__ import annotations
 
 import logging
 import os
+import random
 import signal
+import time
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,14 +18,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError
+from autopar.hardware.cluster import Cluster
+from autopar.plan.file import save_plan
 from autopar.plan.plan import Plan
 from autopar.planner import planner as planning
+from autopar.planner.bounds.cascade import LEVELS
 from autopar.planner.branch_and_bound.branch_and_bound import BranchAndBound
 from autopar.planner.branch_and_bound.process_group import LostProcessError, ProcessGroup, available
 from autopar.planner.evaluate.evaluator import Evaluator
+from autopar.planner.explain.reasons import compare
 from autopar.planner.planner import Planner
-from autopar.planner.search import Limits
+from autopar.planner.search import Evaluation, Limits
 from autopar.planner.space.space import load_space
+from tests.support.clusters import two_kinds
 from tests.support.planner.graphs import mlp
 from tests.support.planner.interleaved import Known, candidate
 from tests.support.planner.tasks import task_of
@@ -42,10 +50,18 @@ def same(one: Plan, other: Plan) -> bool:
     )
 
 
-def by(size: int, monkeypatch: pytest.MonkeyPatch, made: Planner | None = None, **limits: Any) -> Plan:
-    """A search by several processes, however few candidates it has."""
+By = Callable[..., Plan]
+
+
+@pytest.fixture
+def by(monkeypatch: pytest.MonkeyPatch) -> By:
+    """A search by so many processes, however few candidates it has."""
     monkeypatch.setattr(planning, "ProcessGroup", lambda size=1: ProcessGroup(size, min_candidates=0))
-    return (planner() if made is None else made).search(limits=Limits(**limits), processes=size)
+
+    def search(size: int, made: Planner | None = None, progress: Any = None, **limits: Any) -> Plan:
+        return (made or planner()).search(limits=Limits(**limits), processes=size, progress=progress)
+
+    return search
 
 
 def no_process_is_left() -> bool:
@@ -61,15 +77,12 @@ def alone() -> Plan:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_several_processes_give_the_plan_and_the_bound_of_one(
-    size: int, alone: Plan, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert same(by(size, monkeypatch), alone)
+def test_several_processes_give_the_plan_and_the_bound_of_one(size: int, alone: Plan, by: By) -> None:
+    assert same(by(size), alone)
     assert no_process_is_left()
 
 
-def test_other_questions_ask_several_processes_too(alone: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "ProcessGroup", lambda size=1: ProcessGroup(size, min_candidates=0))
+def test_other_questions_ask_several_processes_too(alone: Plan, by: By) -> None:
     made = planner()
     plan = made.fastest(Limits(), processes=2)
     assert plan is not None
@@ -78,16 +91,16 @@ def test_other_questions_ask_several_processes_too(alone: Plan, monkeypatch: pyt
     assert no_process_is_left()
 
 
-def test_pins_that_leave_no_plan_are_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = by(2, monkeypatch)
+def test_pins_that_leave_no_plan_are_told_of_once(by: By) -> None:
+    plan = by(2)
     with pytest.raises(InfeasibleError, match="at most"):
-        by(2, monkeypatch, max_step_time_s=plan.search.lower_bound_s / 2)
+        by(2, max_step_time_s=plan.search.lower_bound_s / 2)
     assert no_process_is_left()
 
 
 @pytest.mark.parametrize("dies", ["killed", "fails"])
 def test_a_search_survives_its_processes(
-    dies: str, alone: Plan, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    dies: str, alone: Plan, by: By, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     first, bounds_s = os.getpid(), Evaluator.bounds_s
 
@@ -100,27 +113,24 @@ def test_a_search_survives_its_processes(
 
     monkeypatch.setattr(Evaluator, "bounds_s", dying)
     with caplog.at_level(logging.WARNING, "autopar"):
-        assert same(by(3, monkeypatch), alone)
+        assert same(by(3), alone)
     said = "it was ended from outside" if dies == "killed" else "KeyError: 'a fault'"
     assert caplog.messages == [f"a process of the search ended early, one alone searches again: {said}"]
     assert no_process_is_left()
 
 
-def test_an_interrupt_gives_the_best_so_far_and_leaves_no_process(monkeypatch: pytest.MonkeyPatch, alone: Plan) -> None:
-    made = planner()
-
+def test_an_interrupt_gives_the_best_so_far_and_leaves_no_process(alone: Plan, by: By) -> None:
     def stop(what: str, done: int, total: int) -> None:
         if "best" in what:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(planning, "ProcessGroup", lambda size=1: ProcessGroup(size, min_candidates=0))
-    plan = made.search(limits=Limits(), processes=2, progress=stop)
+    plan = by(2, progress=stop)
     assert plan.predicted.step_time_s >= alone.predicted.step_time_s
     assert any("interrupted" in note for note in plan.notes)
     assert no_process_is_left()
 
 
-def test_an_interrupt_before_there_are_bounds_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_before_there_are_bounds_is_one(by: By, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other processes stand at another meeting than the last one."""
     first, allgather, calls = os.getpid(), ProcessGroup.allgather, []
 
@@ -132,22 +142,20 @@ def test_an_interrupt_before_there_are_bounds_is_one(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(ProcessGroup, "allgather", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        by(2, monkeypatch)
+        by(2)
     assert no_process_is_left()
 
 
-def test_one_process_reports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(planning, "ProcessGroup", lambda size=1: ProcessGroup(size, min_candidates=0))
-
+def test_one_process_reports(by: By, tmp_path: Path) -> None:
     def note(what: str, done: int, total: int) -> None:
         with (tmp_path / "who").open("a") as who:
             print(os.getpid(), file=who)
 
-    planner().search(limits=Limits(), processes=3, progress=note)
+    by(3, progress=note)
     assert {*(tmp_path / "who").read_text().split()} == {str(os.getpid())}
 
 
-def test_a_limit_of_trials_is_for_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_of_trials_is_for_one_process(by: By, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which candidates are the first is known to no process of several."""
     first, evaluate = os.getpid(), Evaluator.evaluate
     others = []
@@ -155,7 +163,7 @@ def test_a_limit_of_trials_is_for_one_process(monkeypatch: pytest.MonkeyPatch) -
         Evaluator, "evaluate", lambda self, *a, **k: (others.append(os.getpid() != first), evaluate(self, *a, **k))[1]
     )
     made = planner(space=replace(load_space("default"), exhaustive=0))
-    by(2, monkeypatch, made, trials=2)
+    by(2, made, trials=2)
     assert not any(others)
 
 
@@ -215,3 +223,72 @@ def send_what_cannot_be() -> None:
 def test_what_no_process_can_send_is_an_error() -> None:
     with pytest.raises(LostProcessError, match="pickle"):
         send_what_cannot_be()
+
+
+# --- plan files
+
+MAX_DELAY_S = 0.02
+
+
+def of_space(cluster: str, space: str) -> Planner:
+    kinds: dict[str, Callable[[], Cluster]] = {
+        "alike": lambda: Cluster.parse("cpu:1x8"),
+        "mixed": lambda: two_kinds(4, 4, factor=3.0),
+    }
+    made = replace(load_space(space), recompute=("none", "selective", "full"))
+    graph = mlp(layers=9, width=64, hidden=256)
+    return Planner(task_of(graph, cluster=kinds[cluster](), global_batch_size=32, space=made))
+
+
+def written(plan: Plan, folder: Path) -> bytes:
+    """But for how long the search took, and how many candidates it came to in that time."""
+    path = folder / "plan.json"
+    save_plan(replace(plan, search=replace(plan.search, wall_time_s=0.0, evaluated=0)), path)
+    return path.read_bytes()
+
+
+CASES = [("alike", "default"), ("alike", "quick"), ("mixed", "default")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("cluster", "space"), CASES)
+def test_neither_processes_nor_their_timing_leave_a_trace(
+    cluster: str, space: str, tmp_path: Path, by: By, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = written(of_space(cluster, space).search(limits=Limits()), tmp_path)
+    claim = ProcessGroup.claim
+    for size, seed in ((2, 1), (3, 2)):
+
+        def late(group: ProcessGroup, part: Hashable, seed: int = seed) -> bool:
+            """Each process is slow at other times: others take its parts, and know of its times later."""
+            if group.is_forked:
+                own = random.Random(f"{seed} {group.rank} {time.monotonic_ns()}")
+                time.sleep(own.choice([0.0, 0.0, MAX_DELAY_S]) * own.random())
+            return claim(group, part)
+
+        monkeypatch.setattr(ProcessGroup, "claim", late)
+        assert written(by(size, of_space(cluster, space)), tmp_path) == alone
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("cluster", "space"), CASES)
+def test_what_was_looked_at_before_is_not_seen_in_the_certificate_and_the_reasons(cluster: str, space: str) -> None:
+    """Of an evaluator that has searched, and of one that has not been asked for anything."""
+    warm = of_space(cluster, space)
+    best = warm.branch_and_bound(Limits()).run().best
+    assert isinstance(best, Evaluation)
+    best_s = best.prediction.step_time_s
+    goals = [best_s, best_s / 1.02]
+    fresh_evaluator = of_space(cluster, space).evaluator
+    reasons = [list(map(str, compare(one, warm.pool, best))) for one in (warm.evaluator, fresh_evaluator)]
+    assert reasons[0] == reasons[1]
+    first = warm.evaluator.bounds_s(0, warm.pool)
+    few = sorted(range(len(warm.pool)), key=first.__getitem__)[:12]
+    every = [(i, goal_s) for goal_s in goals for i in few]
+    fresh = of_space(cluster, space)
+    for i, goal_s in reversed(every):
+        candidate = warm.pool[i]
+        for level in range(LEVELS):
+            found = [made.evaluator.bounds_s(level, [candidate], goal_s) for made in (warm, fresh)]
+            assert [min(bound_s, goal_s) for bound_s in found[0]] == [min(bound_s, goal_s) for bound_s in found[1]]
+        assert warm.evaluator.closest_s(candidate, goal_s) == fresh.evaluator.closest_s(candidate, goal_s)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,22 +12,14 @@ import autopar
 from autopar import api
 from autopar.errors import InfeasibleError, UsageError
 from autopar.graph.graph import Graph
-from autopar.models.resolve import resolve_model
 from autopar.plan.mesh import S
-from autopar.plan.plan import FP64, Plan, SearchRecord
+from autopar.plan.plan import FP64, Plan
 from autopar.planner.layouts.layout import LayoutKey
 from autopar.planner.search import Evaluation, Limits, Misfit
 from autopar.planner.space.space import load_space
 from autopar.verification.against_one_device import in_dtype
-from tests.support.planner.graphs import llama_block, mlp
+from tests.support.planner.graphs import family, llama_block, mlp
 from tests.support.planner.tasks import CLUSTER, ROUNDING, check_search, planner_of, plans_of
-
-RECORD = SearchRecord(wall_time_s=0.0, candidates=0, evaluated=0, lower_bound_s=0.0, gap=0.0)
-
-
-@cache
-def family(spec: str, length: int) -> Graph:
-    return resolve_model(spec, sequence_length=length).trace()
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +53,6 @@ def test_a_stage_is_longer_than_an_even_share_only_where_the_rest_takes_a_block(
     )
     assert (most == 2) == is_even
     assert most >= 2
-
-
-def test_branch_and_bound_finds_the_best_of_all_and_bounds_hold(graph: Graph) -> None:
-    check_search(lambda: planner_of(graph))
 
 
 def test_branch_and_bound_finds_the_best_of_all_where_layers_follow_in_turn() -> None:
@@ -169,22 +155,6 @@ def test_of_a_large_space_those_with_the_least_bounds_are_evaluated(graph: Graph
     assert found.finished == (len(whole.order) <= 12)
 
 
-@pytest.mark.slow
-def test_a_storage_records_every_trial_and_its_reason(graph: Graph, tmp_path: Path) -> None:
-    import optuna
-
-    url = f"sqlite:///{tmp_path / 'study.db'}"
-    pins = ["tp=1", "micro_batch=4"]
-    plan = api.search(graph, cluster=f"{CLUSTER}?memory=500MB", global_batch_size=16, pins=pins, trials=4, storage=url)
-    (summary,) = optuna.get_all_study_summaries(url)
-    trials = optuna.load_study(study_name=summary.study_name, storage=url).trials
-    trials = [trial for trial in trials if trial.state != optuna.trial.TrialState.WAITING]  # experts' choices
-    assert len(trials) == plan.search.evaluated
-    values = [t.value for t in trials if t.value is not None]
-    assert plan.predicted.step_time_s <= min(values) * ROUNDING  # the best one's stages are cut better still at the end
-    assert all(t.user_attrs.get("reason") for t in trials if t.value is None)
-
-
 def test_the_package_is_the_verb_and_tells_its_progress(
     graph: Graph, plan: Plan, told: list[tuple[str, int, int]]
 ) -> None:
@@ -197,12 +167,6 @@ def test_the_package_is_the_verb_and_tells_its_progress(
     assert plan.search.gap == pytest.approx(plan.predicted.step_time_s / plan.search.lower_bound_s - 1)
     assert plan.search.reasons
     assert [s.start for s in plan.stages] + [len(graph.blocks)] == [0, *(s.stop for s in plan.stages)]
-
-
-def test_equal_arguments_give_equal_plans(graph: Graph, plan: Plan) -> None:
-    again = api.search(graph, cluster=CLUSTER, global_batch_size=16, space="quick")
-    assert replace(plan, search=RECORD) == replace(again, search=RECORD)
-    assert plan.search.reasons == again.search.reasons
 
 
 @pytest.mark.parametrize(
@@ -249,7 +213,7 @@ def test_memory_is_respected_and_recompute_bought_where_it_must_be() -> None:
     ("cluster", "pins", "said", "unsaid"),
     [
         ("cpu:1x4", ["tp=2", "pp=4", "zero!=2"], ["tp=2", "pp=4", "4 devices"], ["zero"]),
-        ("cpu:1x1?memory=1e6", ["micro_batch<=2"], ["memory", "1 device"], ["micro_batch"]),
+        ("cpu:1x1?memory=1e6", ["micro_batch<=2"], ["memory", "1 device"], ["micro_batch", "global batch"]),
         ("cpu:1x2", ["stage@layers.0=1", "stage@layers.1=0", "pp=2"], ["stage@layers.0=1", "stage@layers.1=0"], []),
         (
             "cpu:1x2",
@@ -277,16 +241,14 @@ def test_what_cannot_be_names_the_conflict(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"pins": ["layer.0.up=tp:S(0)"]}, "No parameter of the model matches 'layer.0.up'"),
-        ({"pins": ["layer.0.up=tp:S(0)"]}, "layers.0.up"),
+        ({"pins": ["layer.0.up=tp:S(0)"]}, "No parameter of the model matches 'layer.0.up'.*layers.0.up"),
         ({"global_batch_size": 0}, "The global batch is 0"),
         ({"global_batch_size": 4.5}, "The global batch is 4.5"),
     ],
 )
 def test_malformed_wishes_are_refused(graph: Graph, options: dict[str, object], said: str) -> None:
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(UsageError, match=said):
         api.search(graph, **{"cluster": CLUSTER, "global_batch_size": 16, **options})  # type: ignore[arg-type]
-    assert said in str(caught.value)
 
 
 def test_limits_stop_a_search(graph: Graph) -> None:
@@ -307,15 +269,6 @@ def test_a_70b_model_on_64_devices_is_planned_in_seconds() -> None:
     assert plan.predicted.peak_memory_bytes <= plan.predicted.memory_limit_bytes
     assert plan.mesh.pp * plan.mesh.tp * plan.mesh.dp_shard >= 16  # its states alone take 16 devices
     assert 0.3 < plan.predicted.mfu < 0.8
-
-
-def test_too_little_memory_names_the_batch_only_where_it_matters() -> None:
-    big = llama_block(layers=80, batch=2)
-    with pytest.raises(InfeasibleError) as caught:
-        api.search(big, cluster="h100-sxm5-80gb:1x8", global_batch_size=64, precision="bf16", pins=["tp<=8"])
-    assert "8 devices" in str(caught.value)
-    assert "tp<=8" not in str(caught.value)
-    assert "global batch" not in str(caught.value)
 
 
 def test_float64_is_planned_where_the_profile_has_its_rate(graph: Graph) -> None:

@@ -1,18 +1,22 @@
-"""Operators are collected for measuring exactly where the planner prices them."""
+"""What profiles tell a search: operators are measured exactly where it prices them, a plan fits when its memory interval does."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
-from autopar import api
 from autopar.cost.operators.operator_times import Recorder, decode, key_of
 from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.link import OperatorTable, OperatorTime
-from autopar.models.resolve import resolve_model
+from autopar.plan.prediction import Memory
 from autopar.planner.planner import Planner, operator_calls
-from autopar.planner.search import Evaluation, Limits
+from autopar.planner.search import Evaluation, Limits, Misfit
 from tests.support.clusters import two_kinds, with_device
+from tests.support.example_plans import llama_plan
+from tests.support.planner.graphs import family, mlp
 from tests.support.planner.tasks import planner_of
 
 CLUSTER = Cluster.parse("cpu:1x4")
@@ -20,8 +24,7 @@ CLUSTER = Cluster.parse("cpu:1x4")
 
 @pytest.fixture(scope="module")
 def graph() -> Graph:
-    source = resolve_model("gpt:layers=4,hidden=32,heads=4,vocab=64", sequence_length=16)
-    return api.trace(source.model, example_inputs=source.example_inputs, name=source.name)
+    return family("gpt:layers=4,hidden=32,heads=4,vocab=64", 16)
 
 
 def planner(graph: Graph, cluster: Cluster = CLUSTER, pins: tuple[str, ...] = ()) -> Planner:
@@ -79,3 +82,54 @@ def test_the_best_of_a_search_is_the_best_of_all_when_parts_are_quicker_than_the
     every = planner(graph, cluster)
     found = [every.evaluator.evaluate(candidate) for candidate in every.pool]
     assert best == pytest.approx(min(f.prediction.step_time_s for f in found if isinstance(f, Evaluation)))
+
+
+SPREAD = 0.2
+GRAPH = mlp(layers=4, batch=2, width=64, hidden=256)
+
+
+def two_ranks(*, spread: float = 0.0, **device: Any) -> Planner:
+    cluster = with_device(Cluster.parse("cpu:1x2"), memory_uncertainty=spread, **device)
+    return planner_of(GRAPH, cluster=cluster, global_batch_size=8)
+
+
+def replicated(made: Planner) -> Evaluation | Misfit:
+    return made.evaluator.evaluate(next(c for c in made.pool if c.mesh.dp_replicate == 2))
+
+
+def fitting(made: Planner) -> Evaluation:
+    found = replicated(made)
+    assert isinstance(found, Evaluation)
+    return found
+
+
+def test_what_fits_by_its_middle_alone_does_not_fit() -> None:
+    found = fitting(two_ranks(spread=SPREAD)).prediction
+    peak = found.peak_memory_bytes
+    assert found.peak_memory_interval_bytes == (round(peak / (1 + SPREAD)), round(peak * (1 + SPREAD)))
+    assert found.fits
+    free = fitting(two_ranks()).prediction
+    limit = round(free.peak_memory_bytes * 1.1)
+    assert fitting(two_ranks(memory_bytes=limit)).prediction == replace(free, memory_limit_bytes=limit)
+    unsure = replicated(two_ranks(memory_bytes=limit, spread=SPREAD))
+    if isinstance(unsure, Misfit):
+        assert unsure.needs_bytes * (1 + SPREAD) > limit
+    else:  # a leaner plan
+        assert unsure.prediction.peak_memory_bytes * (1 + SPREAD) <= limit + 1
+        assert unsure.prediction.step_time_s > free.step_time_s
+
+
+def test_a_bound_of_what_is_sure_to_fit_stays_below_its_price() -> None:
+    peak = fitting(two_ranks()).prediction.peak_memory_bytes
+    tight = two_ranks(memory_bytes=round(peak * 1.25), spread=SPREAD)
+    found = fitting(tight)
+    assert tight.evaluator.closest_s(found.candidate, float("inf"))[0] <= found.prediction.step_time_s
+
+
+def test_a_plan_of_an_older_version_is_judged_by_its_middle() -> None:
+    memory = Memory(pp_rank=0, parameters=1, gradients=1, optimizer=1, activations=1, transient=1, reserved=1)
+    old = replace(
+        llama_plan().predicted, peak_memory_interval_bytes=(), peak_memory_bytes=memory.total, memory_limit_bytes=6
+    )
+    assert old.fits
+    assert not replace(old, peak_memory_interval_bytes=(5, 7)).fits

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
@@ -12,10 +11,8 @@ from torch import nn
 
 from autopar import api
 from autopar.errors import UsageError
-from autopar.graph.graph import Graph
 from autopar.graph.rewrites import vocabulary_sizes
 from autopar.hardware.cluster import Cluster
-from autopar.models.resolve import resolve_model
 from autopar.plan.file import plan_from_dict, plan_to_dict
 from autopar.plan.plan import BF16, PRECISIONS, PrecisionName
 from autopar.planner.search import Evaluation
@@ -24,15 +21,13 @@ from autopar.planner.space.constraints import Problem
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
 from autopar.tracing.trace import trace
+from tests.support.planner.graphs import family
 from tests.support.planner.tasks import planner_of
 
 A100 = "a100-sxm4-80gb:1x8"
 
 
-@cache
-def graph_of(spec: str, seq: int = 64, precision: PrecisionName = "bf16") -> Graph:
-    source = resolve_model(spec, sequence_length=seq)
-    return api.trace(source.model, example_inputs=source.example_inputs, precision=precision, name=source.name)
+PLAIN = "gpt:layers=2,hidden=512,heads=8,vocab=20011"
 
 
 MIXED = "a100 and v100"
@@ -49,8 +44,8 @@ ODD = [
     ("gpt:layers=3,hidden=516,heads=6,vocab=20011", 60, A100, 48, ()),  # heads of 86, rows of 516
     ("llama:layers=2,hidden=512,heads=8,ffn=1370,vocab=20011", 50, "a100-sxm4-80gb:2x2", 24, ()),
     ("llama:layers=2,hidden=256,heads=4,vocab=20011", 252, A100, 8, ("cp>=2", "cp_attention=ring")),
-    ("gpt:layers=2,hidden=512,heads=8,vocab=20011", 63, "h100-sxm5-80gb:1x4", 12, ("micro_batch<=3",)),
-    ("gpt:layers=2,hidden=512,heads=8,vocab=20011", 64, MIXED, 16, ()),
+    (PLAIN, 63, "h100-sxm5-80gb:1x4", 12, ("micro_batch<=3",)),
+    (PLAIN, 64, MIXED, 16, ()),
 ]
 
 
@@ -62,7 +57,7 @@ def test_no_candidate_beats_the_plan_or_lies_below_a_bound(
     """All that a split or padding aligns: vocabularies, heads, widths, sequences, micro-batches."""
     precision: PrecisionName = "fp16" if cluster == MIXED else "bf16"
     where = mixed() if cluster == MIXED else Cluster.parse(cluster)
-    graph = graph_of(spec, seq, precision)
+    graph = family(spec, seq, precision)
     plan = api.search(
         graph, cluster=where, global_batch_size=batch, precision=precision, pins=pins, space="quick", workers=1
     )
@@ -81,7 +76,7 @@ def test_no_candidate_beats_the_plan_or_lies_below_a_bound(
 
 @pytest.mark.parametrize("pins", [("tp=1",), ("tp=4",), ("pp=2",), ("dp_shard=8", "zero=3")])
 def test_rows_are_aligned_where_the_device_loses_by_it(pins: tuple[str, ...]) -> None:
-    graph = graph_of("gpt:layers=2,hidden=512,heads=8,vocab=20011")
+    graph = family(PLAIN, 64, "bf16")
     plan, plain = (
         api.search(graph, cluster=A100, global_batch_size=64, precision="bf16", pins=[*pins, *more], workers=1)
         for more in ((), ("vocab_multiple=1",))
@@ -95,9 +90,8 @@ def test_rows_are_aligned_where_the_device_loses_by_it(pins: tuple[str, ...]) ->
 
 
 def test_what_unaligned_rows_cost_is_said_with_its_source() -> None:
-    spec = "gpt:layers=2,hidden=512,heads=8,vocab=20011"
     notes = {}
-    graphs = {"bf16": graph_of(spec), "fp16": graph_of(spec, 64, "fp16")}
+    graphs = {"bf16": family(PLAIN, 64, "bf16"), "fp16": family(PLAIN, 64, "fp16")}
     for device, precision in (("a100-sxm4-80gb", "bf16"), ("v100-sxm2-32gb", "fp16")):
         plan = api.estimate(
             graphs[precision], cluster=f"{device}:1x8", global_batch_size=64, precision=precision,
@@ -107,12 +101,12 @@ def test_what_unaligned_rows_cost_is_said_with_its_source() -> None:
     assert "0.45 of the rate" in notes["a100-sxm4-80gb"][0]
     assert "profile" in notes["a100-sxm4-80gb"][0]
     assert "assumed" in notes["v100-sxm2-32gb"][0]
-    aligned = api.estimate(graph_of(spec), cluster=A100, global_batch_size=64, precision="bf16")
+    aligned = api.estimate(family(PLAIN, 64, "bf16"), cluster=A100, global_batch_size=64, precision="bf16")
     assert not [note for note in aligned.notes if "16 bytes" in note]
 
 
 def test_spaces_without_practice_try_both() -> None:
-    graph = graph_of("gpt:layers=2,hidden=512,heads=8,vocab=20011")
+    graph = family(PLAIN, 64, "bf16")
     task: dict[str, Any] = {"global_batch_size": 64, "precision": BF16}
     pools = {name: planner_of(graph, cluster=A100, space=name, **task).pool for name in ("default", "exhaustive")}
     assert {c.vocab_multiple for c in pools["default"]} == {64}
@@ -121,13 +115,14 @@ def test_spaces_without_practice_try_both() -> None:
 
 
 def test_a_pinned_multiple_is_kept() -> None:
-    graph = graph_of("gpt:layers=2,hidden=512,heads=8,vocab=20011")
+    graph = family(PLAIN, 64, "bf16")
     plan = api.estimate(graph, cluster="cpu:1x2", global_batch_size=8, pins=["tp=2", "vocab_multiple=128"])
     assert plan.vocab_multiple == 128
     assert [entry.length for entry in plan.padding if "wte" in entry.parameter] == [20224]
 
 
-def test_a_model_without_vocabularies_has_none_to_pad() -> None:
+def test_vocabularies_are_counted_with_all_that_has_their_rows_and_without_any_there_is_none_to_pad() -> None:
+    assert vocabulary_sizes(family(PLAIN, 64, "bf16")) == ((20011, 512),)
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
     graph = trace(model, (torch.randn(4, 8),), loss_fn=lambda y, _: y.square().mean())
     with pytest.raises(UsageError, match="no vocabulary that vocab_multiple could pad"):
@@ -143,7 +138,3 @@ def test_the_multiple_is_that_of_the_least_work() -> None:
     for fraction, sizes, wanted in ((0.5, 85, 64), (0.9, 85, 1), (0.5, 128, 1), (1.0, 85, 1)):
         one = replace(problem, vocabularies=((sizes, 512),), unaligned_fraction=fraction)
         assert {c.vocab_multiple for c in candidates(one, Pins.parse(["tp=1"]))} == {wanted}
-
-
-def test_vocabularies_are_counted_with_all_that_has_their_rows() -> None:
-    assert vocabulary_sizes(graph_of("gpt:layers=2,hidden=512,heads=8,vocab=20011")) == ((20011, 512),)

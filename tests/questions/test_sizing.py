@@ -1,11 +1,15 @@
-"""Other questions than the fastest plan, against all sizes searched one by one."""
+"""Other questions than the fastest plan, and fronts of plans, against all sizes and limits of memory searched one by one."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from autopar import api
 from autopar.errors import InfeasibleError, UsageError
@@ -13,9 +17,11 @@ from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.describe import scaled
 from autopar.plan.plan import Plan
-from autopar.questions.comparisons import parse_sweep, sweep
+from autopar.planner.search import Evaluation, peak_bytes
+from autopar.questions.comparisons import MEMORY_STEP, Point, front, parse_objectives, parse_sweep, sweep, undominated
 from autopar.questions.sizing import Ask, cheapest_cluster, largest_batch, longest_sequence, sizes_of, smallest_cluster
 from tests.support.cli_runner import Run
+from tests.support.example_plans import llama_plan
 from tests.support.planner.graphs import llama_block, mlp
 
 KIND = "h100-sxm5-80gb:3x4"
@@ -31,13 +37,10 @@ ASK = Ask(graph_at=graph_at, cluster=KIND, global_batch_size=96, space="quick")
 
 def alone(ask: Ask, cluster: Cluster | str) -> Plan | None:
     """The fastest plan by the ordinary search, without a limit on its time."""
+    graph = ask.graph_at(ask.global_batch_size, ask.sequence)
     try:
         return api.search(
-            ask.graph_at(ask.global_batch_size, ask.sequence),
-            cluster=cluster,
-            global_batch_size=ask.global_batch_size,
-            pins=ask.pins,
-            space=ask.space,
+            graph, cluster=cluster, global_batch_size=ask.global_batch_size, pins=ask.pins, space=ask.space
         )
     except InfeasibleError:
         return None
@@ -113,10 +116,7 @@ def test_the_longest_sequence_is_that_of_all(memory: str) -> None:
 def test_the_largest_batch_is_that_of_all() -> None:
     small = mlp(layers=2, batch=2, width=512, hidden=2048)
     ask = Ask(
-        graph_at=lambda _samples, _tokens: small,
-        cluster="cpu:1x2?memory=530MB",
-        global_batch_size=10**6,
-        space="quick",
+        graph_at=lambda _samples, _tokens: small, cluster="cpu:1x2?memory=530MB", global_batch_size=10**6, space="quick"
     )
     pinned = replace(ask, pins=("num_micro_batches=1",))
 
@@ -160,6 +160,8 @@ def test_nothing_fits_is_said() -> None:
     for asked in (lambda: longest_sequence(ask, step=64), lambda: largest_batch(ask), lambda: smallest_cluster(ask)):
         with pytest.raises(InfeasibleError):
             asked()
+    with pytest.raises(InfeasibleError, match="No plan fits"):
+        front(ask, ("time", "memory"))
 
 
 @pytest.mark.parametrize("text", ["link.bandwidth", "link.bandwidth=", "link.bandwidth=a,2"])
@@ -217,11 +219,9 @@ def test_a_sweep_in_the_shell(run: Run) -> None:
         ("cheapest-cluster", ("--price", "cp=1"), "Unknown device with a price 'cp'. Did you mean 'cpu'?"),
         ("cheapest-cluster", ("--price", "cpu=1,cpu=2"), "The device in 'cpu=2' has two prices"),
         ("cheapest-cluster", ("--price", "cpu"), "'cpu' is not of the form DEVICE=NUMBER"),
-        ("sweep", ("--scale", "nic.bandwidth=2"), "Unknown number of a cluster 'nic.bandwidth'"),
         ("search", ("--max-step-time", "1e-9"), "1e-09 s a step"),
         ("pareto", ("--objectives", "time,price", "--price", "cpu=1,h100=2"), "Unknown device with a price 'h100'. Known: cpu"),
         ("pareto", ("--price", "cpu=1"), "--price does not go with --objectives time,memory"),
-        ("smallest-cluster", ("--output", "no/plan.json"), "no/plan.json: no such file"),
     ],
 )  # fmt: skip
 def test_questions_that_make_no_sense(run: Run, verb: str, options: tuple[str, ...], message: str) -> None:
@@ -247,3 +247,123 @@ def test_a_factory_decides_the_length_of_its_sequences(run: Run) -> None:
     done = run("longest-sequence", "my.models:net", *MODEL[1:])
     assert done.code == 2
     assert "a factory, which decides the length" in done.error
+
+
+# --- fronts
+
+
+def point(time_s: float, head_room: float, num_devices: int) -> Point:
+    plan = llama_plan()
+    plan = replace(plan, predicted=replace(plan.predicted, step_time_s=time_s))
+    return Point(cluster="c", num_devices=num_devices, plan=plan, head_room=head_room)
+
+
+SMALL = st.integers(1, 4)
+
+
+@given(st.lists(st.tuples(SMALL, SMALL, SMALL), min_size=1, max_size=12))
+def test_what_is_left_is_what_nothing_beats(values: list[tuple[int, int, int]]) -> None:
+    points = [point(float(t), -float(m), d) for t, m, d in values]
+    objectives = ("time", "memory", "devices")
+    kept = [p.values(objectives) for p in undominated(points, objectives)]
+    every = {p.values(objectives) for p in points}
+    best = {v for v in every if not any(o != v and all(a <= b for a, b in zip(o, v, strict=True)) for o in every)}
+    assert len(kept) == len(set(kept))
+    assert set(kept) == best
+
+
+def test_time_against_devices_is_that_of_every_size() -> None:
+    found = front(ASK, ("time", "devices"))
+    plans = {size: alone(ASK, size) for size in sizes_of(KIND)}
+    times = {size: plan.predicted.step_time_s for size, plan in plans.items() if plan}
+    expected = [
+        size for size, time_s in times.items()
+        if not any(times[other] <= time_s for other in list(times)[: list(times).index(size)])
+    ]  # fmt: skip
+    assert sorted(p.cluster for p in found) == sorted(expected)
+    assert [p.plan.predicted.step_time_s for p in found] == sorted(times[size] for size in expected)
+
+
+def test_less_memory_costs_time_and_every_point_is_the_fastest_under_its_limit() -> None:
+    ask = replace(ASK, cluster="h100-sxm5-80gb:1x2", global_batch_size=2**17, pins=("pp=1",))
+    found, cluster = front(ask, ("time", "memory")), Cluster.parse(ask.cluster)
+    assert len(found) > 1
+    assert found[0].plan.predicted.step_time_s == _time_s(ask, cluster)
+    for before, after in pairwise(found):
+        assert after.plan.predicted.step_time_s > before.plan.predicted.step_time_s
+        assert 1 - after.head_room <= MEMORY_STEP * (1 - before.head_room)
+        own = scaled(cluster, {"device.memory": (1 - after.head_room) * (1 + 1e-9)})
+        assert _time_s(ask, own) == after.plan.predicted.step_time_s
+    least = scaled(cluster, {"device.memory": MEMORY_STEP * (1 - found[-1].head_room)})
+    assert alone(ask, least) is None
+
+
+def _time_s(ask: Ask, cluster: Cluster) -> float:
+    plan = alone(ask, cluster)
+    assert plan is not None
+    return plan.predicted.step_time_s
+
+
+def sampled(tmp_path: Path, trials: int) -> Ask:
+    shipped = (Path(__file__).parents[2] / "search" / "default.toml").read_text(encoding="utf-8")
+    own = shipped.replace("exhaustive = 20000", "exhaustive = 1").replace("trials = 300", f"trials = {trials}")
+    own = own.replace('sampler = "tpe"', 'sampler = "nsga2"')
+    path = tmp_path / "own.toml"
+    path.write_text(own, encoding="utf-8")
+    return replace(ASK, cluster="h100-sxm5-80gb:1x2", global_batch_size=2**17, space=str(path))
+
+
+def test_a_sampled_front_is_that_of_all_candidates_once_all_are_asked(tmp_path: Path) -> None:
+    ask = sampled(tmp_path, 10_000)
+    cluster = Cluster.parse(ask.cluster)
+    found = front(ask, ("time", "memory"))
+    planner = ask.planner(cluster)
+    every = [e.prediction for c in planner.pool if isinstance(e := planner.evaluator.evaluate(c), Evaluation)]
+    values = {(p.step_time_s, peak_bytes(p)) for p in every}
+    best = {v for v in values if not any(o != v and o[0] <= v[0] and o[1] <= v[1] for o in values)}
+    assert len(best) > 1
+    assert {(p.plan.predicted.step_time_s, peak_bytes(p.plan.predicted)) for p in found} == best
+
+
+def test_a_sampled_front_is_on_the_exact_one_or_behind_it(tmp_path: Path) -> None:
+    ask = sampled(tmp_path, 10)
+    exact, cluster = replace(ask, space="default"), Cluster.parse(ask.cluster)
+    found = front(ask, ("time", "memory"))
+    again = front(ask, ("time", "memory"))
+    assert [p.plan.predicted for p in found] == [p.plan.predicted for p in again]
+    assert found[0].plan.predicted.step_time_s >= _time_s(exact, cluster)
+    for one in found:
+        own = scaled(cluster, {"device.memory": (1 - one.head_room) * (1 + 1e-9)})
+        assert _time_s(exact, own) <= one.plan.predicted.step_time_s * (1 + 1e-9)
+
+
+def test_a_price_joins_time_and_devices() -> None:
+    found = front(ASK, ("time", "price"), {"h100-sxm5-80gb": 3.6e3})
+    for one in found:
+        assert one.cost == pytest.approx(one.num_devices * one.plan.predicted.step_time_s)
+    costs = [one.cost for one in found]
+    assert costs == sorted(costs, key=lambda cost: -(cost or 0.0))  # what is slower is cheaper
+    with pytest.raises(UsageError, match="--price: Missing price"):
+        front(ASK, ("time", "price"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("time", "two different"), ("time,time", "two different"), ("time,memroy", "memory")],
+)
+def test_objectives_that_are_none(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        parse_objectives(text)
+
+
+@pytest.mark.slow
+def test_the_command_prints_a_row_for_each(run: Run) -> None:
+    model = "gpt:layers=2,hidden=64,heads=4,vocab=96,seq=32"
+    arguments = ["pareto", model, "--cluster", "cpu:1x4", "--global-batch", "8"]
+    data = json.loads(run(*arguments, "--objectives", "time,devices", "--json").out)
+    assert data["front"][0]["plan"]
+    counts = [row["num_devices"] for row in data["front"]]
+    assert counts == sorted(counts, reverse=True)
+    text = run(*arguments, "--objectives", "time,devices").out
+    assert "memory left" in text
+    assert run(*arguments, "--objectives", "time").code == 2

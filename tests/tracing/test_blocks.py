@@ -84,14 +84,6 @@ def test_a_literal_or_a_shape_makes_another_hash() -> None:
     assert hashes(source.trace())[1] != hashes(usual.trace())[1]
 
 
-def test_layers_unrolled_by_hand_under_random_names_are_found() -> None:
-    graph = traced("mlp")
-    sizes = [b.stop - b.start for b in graph.blocks]
-    assert len(set(hashes(graph)[1:4])) == 1
-    assert sizes[1:4] == [2, 2, 2]
-    assert graph.blocks[-1].stop == len(graph.ops)
-
-
 class _Layer(nn.Module):
     def __init__(self, width: int, kept: float = 1.0) -> None:
         super().__init__()

@@ -23,21 +23,14 @@ FORMS = {
 }
 
 
+ASKED = {"alpha": 1.702, "limit": 7.0, "mlp_hidden_act": "relu2", "act": "silu", "impl": "eager", "experts": 4}
+
+
 class Config(SimpleNamespace):
     """What any of them asks its configuration."""
 
     def __getattr__(self, key: str) -> Any:
-        for part, value in (
-            ("alpha", 1.702),
-            ("limit", 7.0),
-            ("mlp_hidden_act", "relu2"),
-            ("act", "silu"),
-            ("impl", "eager"),
-            ("experts", 4),
-        ):
-            if part in key:
-                return value
-        return 8
+        return next((value for part, value in ASKED.items() if part in key), 8)
 
 
 def made(name: str) -> torch.nn.Module:

@@ -63,13 +63,9 @@ class Numbered(nn.Module):
         return self.router(x) if x.isfinite().all() else x
 
 
-def numbered(count: int) -> u.Around:
-    return layers(*(lambda n=n: Numbered(n) for n in range(count)))
-
-
 def test_layers_built_alike_are_tried_once(tried: list[str], examined: list[tuple[str, int]]) -> None:
     with torch.device("meta"):
-        model = numbered(4)
+        model = layers(*(lambda n=n: Numbered(n) for n in range(4)))
     found = regions_of(trace(model, (), u.batch(), opaque=["Numbered"]))
     assert [region.name for region in found] == [f"inner.{n}" for n in range(4)]
     assert all(region.splits == ((0,), (0,)) and region.flops for region in found)
@@ -93,19 +89,12 @@ def test_a_region_is_run_once_over_all_exports_and_taken_as_found_for_a_larger_b
 
 
 class Gated(nn.Module):
-    """Mixes samples where a parameter says so, a buffer, a tensor that is neither, a number, or a whole number."""
+    """Mixes samples where a parameter says so, a buffer, a tensor that is neither, or a number."""
 
     def __init__(self, kind: str, gate: float) -> None:
         super().__init__()
-        value = torch.tensor(gate)
-        if kind == "parameter":
-            self.value: Any = nn.Parameter(value)
-        elif kind == "buffer":
-            self.value = nn.Buffer(value)
-        elif kind == "tensor":
-            self.value = value
-        else:
-            self.value = float(gate) if kind == "number" else int(gate)
+        kinds = {"parameter": nn.Parameter, "buffer": nn.Buffer, "tensor": torch.Tensor.clone, "number": float}
+        self.value: Any = kinds[kind](torch.tensor(gate))
 
     def forward(self, x: Tensor) -> Tensor:
         if x.abs().max() > 50 and self.value > 0:  # far from all that the first layer's likeness is taken from

@@ -16,6 +16,7 @@ from autopar.tracing.program_ends import Kept
 from autopar.tracing.trace import trace
 from tests.support import zoo
 from tests.support.distributed.returning import Returning
+from tests.support.small_models import model_of
 
 KINDS = ["gpt2", "llama_tied", "bert", "t5", "mlp", "encoder", "handwritten"]
 OWN: dict[str, Any] = {"pair": Returning("pair"), "metrics": Returning("metrics")}
@@ -117,12 +118,8 @@ class Odd(nn.Module):
         }
 
 
-@pytest.fixture(scope="module")
-def odd() -> Outputs:
-    return outputs_of(Odd(), x=torch.randn(2, 4), y=torch.randn(2, 4))
-
-
-def test_what_is_kept_of_a_structure(odd: Outputs) -> None:
+def test_what_is_kept_of_a_structure() -> None:
+    odd = outputs_of(Odd(), x=torch.randn(2, 4), y=torch.randn(2, 4))
     places = dict(zip(odd.structure.names, odd.structure.items, strict=True))
     assert places["loss"].kind == "loss"
     assert places["same"].index == places["h"].index
@@ -136,24 +133,12 @@ def test_what_is_kept_of_a_structure(odd: Outputs) -> None:
     assert leaves["noise"].ref is None
     assert "draws random numbers" in leaves["noise"].reason
     assert {p.fqn for p in odd.parameters} == {"unused.weight", "unused.bias"}
-
-
-def test_numbers_that_count_samples_follow_the_batch(odd: Outputs) -> None:
+    # numbers that count samples follow the batch
     divided = {at: [op.args[1] for op in odd.ops_at(at) if op.target == "aten.div.Tensor"] for at in (2, 5, 8)}
     assert divided == {2: [2], 5: [5], 8: [8]}
 
 
-class Alone(nn.Module):
-    """Returns its loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return functional.cross_entropy(self.inner(x), y)
-
-
 def test_a_loss_alone_has_no_outputs_beside_it() -> None:
-    found = outputs_of(Alone(), x=torch.randn(2, 4), y=torch.tensor([0, 1]))
+    model = model_of(lambda self, x, y: functional.cross_entropy(self.inner(x), y), inner=nn.Linear(4, 3))
+    found = outputs_of(model, x=torch.randn(2, 4), y=torch.tensor([0, 1]))
     assert (found.structure.kind, found.leaves, found.taps) == ("loss", (), ())

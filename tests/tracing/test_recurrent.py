@@ -1,16 +1,22 @@
-"""Recurrent networks are taken apart at their dropout, bags of embeddings of one length are rows: both compute the same."""
+"""Recurrent networks and bags of embeddings compute the same; random operators are operators of the graph, split with the samples."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from autopar.graph.graph import Graph, Op, Ref, TensorSpec
+from autopar.graph.interpreter import evaluate, leaves, run
+from autopar.graph.operator_kinds import draws_random
 from autopar.graph.rewrites import compact
-from autopar.plan.mesh import S
+from autopar.plan.mesh import R, S
 from autopar.planner.sharding.input_axes import solve_batch
+from autopar.rules import table as rules
 from autopar.rules.apply import shard
 from autopar.tracing.trace import trace
 from autopar.verification.against_one_device import _without_dropout
@@ -120,3 +126,156 @@ def test_gradients_of_sparse_embeddings_are_dense_and_a_note_says_so() -> None:
     assert [note for note in graph.notes if "sparse=True" in note]
     assert not any("sparse=True" in note for note in trace(dense, (_IDS,)).notes)
     same_as_the_model(dense, {"ids": _IDS}, graph)
+
+
+class _Model(nn.Module):
+    """A linear whose output a function changes."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.change(self.first(x))).square().mean()
+
+
+def _traced(change: Callable[[Tensor], Tensor], batch: int = 4) -> Graph:
+    return trace(_Model(change), (torch.zeros(batch, 6),))
+
+
+def _stochastic_depth(x: Tensor) -> Tensor:
+    return x.div(0.5) * torch.floor(torch.rand((x.shape[0], 1), dtype=x.dtype) + 0.5)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _stochastic_depth,
+        lambda x: x + torch.randn_like(x),
+        lambda x: x * torch.empty_like(x).uniform_(0.5, 1.5),
+        lambda x: F.dropout1d(x[:, None], 0.5)[:, 0],
+        lambda x: x * torch.bernoulli(torch.full_like(x, 0.5)),
+    ],
+)
+def test_noise_is_split_with_the_samples_and_drawn_by_salt(change: Callable[[Tensor], Tensor]) -> None:
+    graph = _traced(change)
+    drawn = [op for op in graph.ops if draws_random(op.target)]
+    assert len(drawn) == 1
+    assert not any(draws_random(op.target) for op in graph.prelude)
+    typing = solve_batch(compact(graph))
+    assert typing.strategies[drawn[0].name].outputs == (S(0),)
+    assert typing.strategies[drawn[0].name].random
+    local = shard(graph, typing, global_batch_size=4, micro_batch_size=1)
+    part = next(op for op in local.ops if draws_random(op.target))
+    assert part.spec.shape == (1, *drawn[0].spec.shape[1:])
+    assert all(arg == part.spec.shape for arg in part.args if isinstance(arg, tuple))
+
+    whole = {p.fqn: torch.randn(p.spec.shape) for p in graph.parameters}
+    batch = {"x": torch.randn(4, 6)}
+    assert evaluate(graph, batch, whole) == evaluate(graph, batch, whole)
+
+
+def test_two_draws_differ() -> None:
+    graph = _traced(lambda x: x * torch.rand_like(x) + torch.rand_like(x))
+    drawn = [Ref(op.name) for op in graph.ops if draws_random(op.target)]
+    env = leaves(graph, {"x": torch.zeros(4, 6)}, {p.fqn: torch.zeros(p.spec.shape) for p in graph.parameters}, {})
+    run((*graph.prelude, *graph.ops), env)
+    assert len(drawn) == 2
+    assert not torch.equal(*(env[ref] for ref in drawn))
+
+
+def test_a_mask_of_windows_is_split_with_the_samples_that_it_is_repeated_for() -> None:
+    """As in a Swin: windows are samples to attention, and the mask of one image is repeated for each."""
+    mask = torch.where(torch.eye(2, dtype=torch.bool), 0.0, -1.0).repeat(3, 1, 1) * torch.arange(3.0).view(3, 1, 1)
+
+    def windows(repeat: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor], Tensor]:
+        def change(x: Tensor) -> Tensor:
+            inner = x.view(-1, 2, 1)
+            return (inner + repeat(mask, x.shape[0]).sum(-1, keepdim=True)).view(x.shape)
+
+        return change
+
+    def expanded(mask: Tensor, times: int) -> Tensor:
+        return mask[None].expand(times, -1, -1, -1).reshape(-1, 2, 2)
+
+    def repeated(mask: Tensor, times: int) -> Tensor:
+        return mask.repeat(times, 1, 1)
+
+    for repeat in (expanded, repeated):
+        model = _Model(windows(repeat))
+        graph = trace(model, (torch.zeros(4, 6),))
+        typing = solve_batch(compact(graph))
+        local = shard(graph, typing, global_batch_size=4, micro_batch_size=1)
+        assert any(op.spec.shape[0] == 3 for op in (*local.prelude, *local.ops) if op.spec.shape)
+        same_as_the_model(model, {"x": torch.randn(4, 6)}, graph)
+
+
+def test_dots_in_an_equation_and_normed_weights_have_rules() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = self.first(x)
+        scores = torch.einsum("...qd,...kd->...qk", y, y)
+        return torch.einsum("...d,de", scores @ y, self.weight).square().mean()
+
+    first = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
+    model = model_of(forward, first=first, weight=nn.Parameter(torch.randn(6, 3)))
+    graph = same_as_the_model(model, {"x": torch.randn(4, 2, 5, 6)})
+    assert not any("..." in op.args[0] for op in graph.ops if op.target == "aten.einsum.default")
+    solve_batch(compact(graph))
+
+
+def _noisy(self: Any, x: Tensor) -> Tensor:
+    """Stochastic depth, noise of several kinds, and a sample of categories."""
+    for layer in self.layers:
+        keep = x.new_empty((x.shape[0], 1, 1)).bernoulli_(0.5)
+        x = x + layer(x) * keep
+    x = x + torch.rand(x.shape[0], 1, 1) + torch.rand(x.shape[0], 1, 1) + 0.1 * torch.randn_like(x)
+    x = F.dropout2d(x.unsqueeze(-1), 0.5).squeeze(-1) * torch.bernoulli(x.sigmoid())
+    return F.gumbel_softmax(x, dim=-1).square().sum()
+
+
+def test_equal_calls_stay_apart_without_gradients_and_none_runs_before_the_rest() -> None:
+    layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+    graph = trace(model_of(_noisy, layers=layers), (torch.zeros(4, 3, 4),))
+    drawn = [op for op in graph.ops if draws_random(op.target)]
+    targets = [op.target for op in drawn]
+    assert not any(draws_random(op.target) for op in graph.prelude)
+    assert targets.count("aten.rand.default") == 2
+    assert len(targets) == 8, targets
+    for op in drawn:
+        assert not op.spec.requires_grad
+        assert not any(graph.spec(ref).requires_grad for ref in op.operands)
+
+
+def offered(target: str, args: tuple[object, ...], *operands: TensorSpec, out: tuple[int, ...]) -> dict[str, bool]:
+    spec = TensorSpec(shape=out, dtype=torch.float32)
+    op = Op(name="y", target=target, args=args, outputs=(spec,))  # type: ignore[arg-type]
+    found = rules.default_table().strategies(op, operands, axis="tp", size=2)  # type: ignore[arg-type]
+    assert all(R in (*s.inputs, *s.outputs) or s.random for s in found)
+    return {s.name: s.random for s in found}
+
+
+def test_parts_are_drawn_by_themselves_where_no_number_depends_on_another() -> None:
+    assert offered("aten.rand.default", ((4, 6),), out=(4, 6)) == {
+        "split d0": True,
+        "split d1": True,
+        "replicate": False,
+    }
+    assert offered("aten.randperm.default", (4,), out=(4,)) == {"replicate": False}
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_recurrent_networks_pass_gradients_on_and_their_samples_are_apart(kind: str) -> None:
+    """They count as random for the dropout between their layers; there is none here."""
+    net = getattr(nn, kind)(8, 8, num_layers=2, batch_first=True)
+    model = model_of(lambda self, x: self.net(self.first(x))[0].square().mean(), first=nn.Linear(6, 8), net=net)
+    graph = same_as_the_model(model, {"x": torch.randn(4, 3, 6)})
+    (op,) = [op for op in graph.ops if kind.lower() in op.target]
+    assert {spec.shape for spec in op.outputs[1:]} == {(2, 4, 8)}  # torch 2.11 exports (2, 1, 4, 8) of an LSTM
+    assert solve_batch(compact(graph)).strategies[op.name].outputs[0] == S(0)
+
+
+def test_what_is_random_and_differentiable_keeps_its_gradient() -> None:
+    graph = _traced(lambda x: F.rrelu(x, training=True))
+    (op,) = [op for op in graph.ops if "rrelu" in op.target]
+    assert op.spec.requires_grad

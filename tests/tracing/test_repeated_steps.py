@@ -1,4 +1,4 @@
-"""What steps leave to later ones is seen in a trace: refused where numbers depend on it, noted where it only counts."""
+"""What a trace of one step cannot know is seen in more of them: what steps leave to later ones, and numbers that count samples."""
 
 from __future__ import annotations
 
@@ -11,16 +11,22 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from autopar.errors import TraceError
+from autopar.models.graph_for_plan import trace_model
+from autopar.plan.plan import FP32
+from autopar.planner.sharding.input_axes import samples_apart
+from autopar.tracing.repeated_steps import CountError
 from autopar.tracing.trace import trace
 from tests.support.lower import unusual as u
+from tests.support.small_models import model_of
 
 COUNT = {"steps": 0}
 
 
 class Counter(nn.Module):
-    """``state`` is counted up by each step, which multiplies by what ``read`` gives."""
+    """Multiplies by what ``count`` gives, which counts up by each step."""
 
     def __init__(self, state: Any, count: Callable[[Any], Any]) -> None:
         super().__init__()
@@ -78,15 +84,9 @@ def test_a_number_that_changes_from_step_to_step_is_refused(
         trace(model, (), u.batch())
 
 
-class Lucky(nn.Module):
+def lucky(draws: Callable[[], bool], decides: bool = True) -> u.Around:
     """A branch that a drawn number decides, if it ``decides``."""
-
-    def __init__(self, draws: Callable[[], bool], decides: bool) -> None:
-        super().__init__()
-        self.draws, self.decides = draws, decides
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.tanh() if self.draws() and self.decides else x
+    return u.Around(lambda: model_of(lambda self, x: x.tanh() if draws() and decides else x))
 
 
 @pytest.mark.parametrize(
@@ -108,15 +108,15 @@ def test_a_branch_that_is_seldom_taken_is_refused_where_it_is_drawn(draws: Calla
     random.seed(3)
     np.random.seed(3)
     with pytest.raises(TraceError, match=r"A second step does not run.*draw random numbers with torch"):
-        trace(u.Around(lambda: Lucky(draws, True)), (), u.batch())
-    trace(u.Around(lambda: Lucky(draws, False)), (), u.batch())
+        trace(lucky(draws), (), u.batch())
+    trace(lucky(draws, False), (), u.batch())
 
 
 @pytest.mark.parametrize(
     "draws", [lambda: random.random() <= 0.0, lambda: np.random.rand() >= 1.0, lambda: np.random.randint(4) > 3]
 )
 def test_a_branch_that_no_number_takes_is_not_refused(draws: Callable[[], bool]) -> None:
-    trace(u.Around(lambda: Lucky(draws, True)), (), u.batch())
+    trace(lucky(draws), (), u.batch())
 
 
 def test_what_is_drawn_after_a_trace_is_what_the_passes_have_left() -> None:
@@ -131,94 +131,198 @@ def test_what_is_drawn_after_a_trace_is_what_the_passes_have_left() -> None:
         make()
         return random.random(), float(np.random.rand())
 
-    found = after(lambda: trace(u.Around(lambda: Lucky(draws, True)), (), u.batch()))
+    found = after(lambda: trace(lucky(draws), (), u.batch()))
     wanted = {after(lambda n=n: [draws() for _ in range(n)]) for n in range(1, 12)}  # type: ignore[misc]
     assert found in wanted
 
 
-class Average(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mean = torch.zeros(())
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean()
-        return x * (1.0 + self.mean)
+def _average(self: Any, x: Tensor) -> Tensor:
+    self.kept = 0.9 * self.kept + 0.1 * x.detach().mean()
+    return x * (1.0 + self.kept)
 
 
-class LastBatch(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.last: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        made = x if self.last is None else x + self.last.mean()
-        self.last = x
-        return made
+def _last_batch(self: Any, x: Tensor) -> Tensor:
+    made = x if self.kept is None else x + self.kept.mean()
+    self.kept = x
+    return made
 
 
-@pytest.mark.parametrize("inner", [Average, LastBatch])
-def test_a_tensor_of_an_earlier_step_is_refused(inner: type[nn.Module]) -> None:
+@pytest.mark.parametrize(("forward", "kept"), [(_average, torch.zeros(())), (_last_batch, None)])
+def test_a_tensor_of_an_earlier_step_is_refused(forward: Callable[..., Tensor], kept: Tensor | None) -> None:
     with pytest.raises(
         TraceError, match=r"test_repeated_steps.py:\d+: .*reads what an earlier step has computed.*self.*buffer"
     ):
-        trace(u.Around(inner), (), u.batch())
+        trace(u.Around(lambda: model_of(forward, kept=kept)), (), u.batch())
 
 
-class WarmUp(nn.Module):
+def _warm_up(self: Any, x: Tensor) -> Tensor:
     """Another branch, but only later."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.steps += 1
-        return 2.0 * x if self.steps > 1000 else x
+    self.steps += 1
+    return 2.0 * x if self.steps > 1000 else x
 
 
 def test_a_counter_that_has_no_effect_yet_is_noted() -> None:
-    model = u.Around(WarmUp)
+    model = u.Around(lambda: model_of(_warm_up, steps=0))
     (note,) = trace(model, (), u.batch()).notes
-    assert "inner.steps (WarmUp)" in note
+    assert "inner.steps (Model)" in note
     assert "register_buffer" in note
     assert model.inner.steps == 0
 
 
-class Cached(nn.Module):
+def _cached(self: Any, x: Tensor) -> Tensor:
     """A table made by the first step, and what is kept for whoever looks at it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table: Tensor | None = None
-        self.length, self.logged = 0, None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.table is None or self.length < x.shape[-1]:
-            self.length = x.shape[-1]
-            self.table = torch.arange(x.shape[-1], dtype=x.dtype).cos() + torch.zeros_like(x[0])
-        self.logged = x.detach()
-        return x * self.table
+    if self.table is None or self.length < x.shape[-1]:
+        self.length = x.shape[-1]
+        self.table = torch.arange(x.shape[-1], dtype=x.dtype).cos() + torch.zeros_like(x[0])
+    self.logged = x.detach()
+    return x * self.table
 
 
-class Buffered(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps: Tensor
-        self.register_buffer("steps", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.steps += 1
-        return x * self.steps
+def _buffered(self: Any, x: Tensor) -> Tensor:
+    self.steps += 1
+    return x * self.steps
 
 
-class Blank(nn.Module):
+def _blank(self: Any, x: Tensor) -> Tensor:
     """With a number that equals nothing, itself included."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.where(x > 0, x, float("nan")).nan_to_num()
+    return torch.where(x > 0, x, float("nan")).nan_to_num()
 
 
-@pytest.mark.parametrize("inner", [Cached, Buffered, Blank])
-def test_caches_and_buffers_are_no_fault(inner: type[nn.Module]) -> None:
+@pytest.mark.parametrize("forward", [_cached, _buffered, _blank])
+def test_caches_and_buffers_are_no_fault(forward: Callable[..., Tensor]) -> None:
+    parts: dict[str, Any] = {"table": None, "length": 0, "logged": None}
+    inner = lambda: model_of(forward, **parts, steps=nn.Buffer(torch.zeros(())))
     assert trace(u.Around(inner), (), u.batch()).notes == ()
+
+
+# --- numbers that count samples
+
+
+def _loss(self: Any, ids: Tensor, **options: Any) -> Tensor:
+    return F.cross_entropy(self.head(self.embed(ids)).flatten(0, 1), ids.flatten(), **options)
+
+
+def _shares(self: Any, ids: Tensor) -> Tensor:
+    logits = self.head(self.embed(ids)).flatten(0, 1)
+    shares = logits.softmax(-1).sum(0) / logits.shape[0]
+    return (shares * shares.detach()).sum()
+
+
+SCALED: dict[str, tuple[Callable[[Any, Tensor], Tensor], int]] = {
+    "mean": (lambda self, ids: 0.5 * _loss(self, ids), 1),
+    "tensor": (lambda self, ids: _loss(self, ids, reduction="sum") / (ids != -100).sum(), 1),
+    "by sequence": (lambda self, ids: _loss(self, ids, reduction="sum") / ids.shape[1], 1),
+    "numel": (lambda self, ids: _loss(self, ids, reduction="sum") / ids.numel(), 2),
+    "ones": (lambda self, ids: _loss(self, ids, reduction="sum") * (1.0 / torch.ones_like(ids).sum()), 2),
+    "by expert": (_shares, 2),
+    "passes differ": (lambda self, ids: _loss(self, ids) / (2.0 if len(ids) == 4 else 3.0), 2),
+}
+"""Losses, with how often they are exported: once where no number counts samples."""
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_a_count_of_the_example_is_refused_and_other_numbers_cost_no_second_export(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    loss, exports = SCALED[kind]
+
+    def forward(self: Any, ids: Tensor) -> Tensor:
+        return loss(self, ids)
+
+    exported: list[object] = []
+    export = torch.export.export
+    monkeypatch.setattr(
+        torch.export, "export", lambda *args, **kwargs: exported.append(args) or export(*args, **kwargs)
+    )
+    model, batch = model_of(forward, embed=nn.Embedding(16, 8), head=nn.Linear(8, 16)), torch.zeros(4, 8).long()
+    if exports == 1:
+        assert trace(model, (batch,)).batch_size == 4
+    else:
+        with pytest.raises(TraceError, match=r"test_repeated_steps\.py.*depends on the batch size"):
+            trace(model, (batch,))
+    assert len(exported) == exports
+
+
+Statistic = Callable[[Tensor, int], Tensor]
+
+COUNTING: dict[str, Statistic] = {
+    "by sum": lambda x, n: ((x - x.sum(0) / n) ** 2).sum(0) / (n - 1),  # which is 1 in a trace of two samples
+    "by power": lambda x, n: x.square().sum(0) * n**-1,
+    "by exponent": lambda x, n: x.square().mean(0) ** (1 / n),
+    "by limit": lambda x, n: x.square().sum(0).clamp(max=n / 2),
+    "shifted": lambda x, n: x.square().mean(0) + 0.01 * n,
+    "by constant": lambda x, n: x.square().sum(0) / torch.tensor(float(n)),
+    "by filled row": lambda x, n: (torch.full((1, n), 1 / n) @ x).square().squeeze(0),
+    "by constant sum": lambda x, n: x.square().mean(0) + torch.arange(n).sum(),
+    "by soft weights": lambda x, n: x.square().sum(0) * torch.zeros(n).softmax(0)[0],
+    "by last place": lambda x, n: x.square().mean(0) + torch.arange(n)[-1],
+    "turned": lambda x, n: x.square().mean(0).roll(n // 2),
+}
+
+
+class Deep(nn.Module):
+    """Statistics of the batch in each of three layers, far from the loss."""
+
+    def __init__(self, statistic: Statistic) -> None:
+        super().__init__()
+        self.statistic = statistic
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        for layer in self.layers:
+            y = layer(x)
+            x = x + (y * (self.statistic(y, len(y)) + 1e-3).rsqrt()).relu()
+        return F.cross_entropy(self.head(x), target)
+
+
+@pytest.mark.parametrize("samples", [2, 3])
+@pytest.mark.parametrize("statistic", COUNTING)
+def test_numbers_in_layers_are_seen_as_well(statistic: str, samples: int) -> None:
+    with pytest.raises(CountError, match="depends on the batch size"):
+        trace(Deep(COUNTING[statistic]), (torch.randn(samples, 8), torch.zeros(samples, dtype=torch.int64)))
+
+
+def test_a_model_of_one_batch_size_is_told_so() -> None:
+    with pytest.raises(CountError, match="runs with 2 samples, but not with 4"):
+        trace(Deep(lambda x, n: x.view(2, 8).mean(0)), (torch.randn(2, 8), torch.zeros(2, dtype=torch.int64)))
+
+
+@pytest.mark.parametrize(
+    "statistic",
+    [
+        lambda x, n: (torch.ones(1, n) @ x).square().squeeze(0),
+        lambda x, n: x[torch.arange(n), 0].square().mean(0, keepdim=True).expand(8),
+    ],
+    ids=["ones", "own rows"],
+)
+def test_constants_with_a_place_for_each_sample_pass(statistic: Statistic) -> None:
+    assert trace(Deep(statistic), (torch.randn(2, 8), torch.zeros(2, dtype=torch.int64))).batch_size == 2
+
+
+def test_where_numbers_count_samples_the_trace_is_of_the_global_batch() -> None:
+    model, batch = Deep(COUNTING["by sum"]), [torch.randn(4, 8), torch.zeros(4, dtype=torch.int64)]
+    graph = trace_model(model, batch, FP32, global_batch_size=8, samples_apart=samples_apart)
+    divisors = [op.args[1] for op in graph.ops if op.target == "aten.div.Tensor" and op.spec.shape == (8,)]
+    assert (graph.exact, graph.batch_size, divisors) == (True, 8, [8, 7] * 3)
+
+
+def _counting_in_place(self: Any, x: Tensor) -> Tensor:
+    """Scales by a number that is the example's batch size by chance, too."""
+    self.seen.add_(x.shape[0])
+    return (self.head(x) / (1.0 + self.seen)).square().sum() * 4.0
+
+
+def test_numbers_in_place_are_compared_too() -> None:
+    with pytest.raises(TraceError, match="depends on the batch size"):
+        trace(model_of(_counting_in_place, head=nn.Linear(8, 8), seen=nn.Buffer(torch.zeros(()))), (torch.randn(4, 8),))
+
+
+def _unrolled(self: Any, x: Tensor) -> Tensor:
+    return sum((self.head(x[i]).tanh().sum() for i in range(len(x))), start=torch.zeros(()))
+
+
+def test_a_loop_over_samples_is_of_one_batch_size() -> None:
+    """Its steps are alike but for their number."""
+    with pytest.raises(CountError, match=r"depends on the batch size: .* for a batch of 2"):
+        trace(model_of(_unrolled, head=nn.Linear(8, 8)), (torch.randn(2, 8),))

@@ -132,22 +132,15 @@ def test_only_the_exact_lower_triangle_is_causal(mask: Tensor, causal: bool, kep
     assert (op.args[5], op.args[3] is not None) == (causal, kept)
 
 
-class Positions(nn.Module):
+def _positions(self: Any, x: Tensor) -> Tensor:
     """A mask of comparisons of positions, far too large to hold."""
-
-    def __init__(self, length: int, offset: int, window: int | None) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
-        self.length, self.offset, self.window = length, offset, window
-
-    def forward(self, x: Tensor) -> Tensor:
-        places = torch.arange(self.length, device=x.device)
-        rows, columns = places[None, None, :, None], places[None, None, None, :]
-        mask = columns <= rows + self.offset
-        if self.window is not None:
-            mask = mask & (columns > rows - self.window)
-        mask = mask.expand(x.shape[0], 1, -1, -1)
-        return F.scaled_dot_product_attention(x * self.weight, x, x, attn_mask=mask).sum()
+    places = torch.arange(x.shape[2], device=x.device)
+    rows, columns = places[None, None, :, None], places[None, None, None, :]
+    mask = columns <= rows + self.offset
+    if self.window is not None:
+        mask = mask & (columns > rows - self.window)
+    mask = mask.expand(x.shape[0], 1, -1, -1)
+    return F.scaled_dot_product_attention(x * self.weight, x, x, attn_mask=mask).sum()
 
 
 @pytest.mark.parametrize("length", [3000, 40_000])
@@ -157,7 +150,7 @@ class Positions(nn.Module):
 )
 def test_large_masks_are_told_without_holding_them(length: int, offset: int, window: int | None, causal: bool) -> None:
     x = torch.ones(2, 1, length, 4, device="meta")
-    graph = trace(Positions(length, offset, window), (x,))
+    graph = trace(model_of(_positions, weight=nn.Parameter(torch.ones(4)), offset=offset, window=window), (x,))
     (op,) = attention(graph)
     assert op.args[5] is causal
     assert (op.args[3] is None) is causal
@@ -166,32 +159,22 @@ def test_large_masks_are_told_without_holding_them(length: int, offset: int, win
         assert graph.spec(op.args[3]).shape == (2, 1, length, length)
 
 
-def test_gelu_written_out_is_one_operator() -> None:
+def test_gpt2_has_one_gelu_linears_over_parts_and_one_tied_parameter() -> None:
     graph = traced_on_meta("gpt2")
     gelus = [op for op in graph.ops if op.target == "aten.gelu.default"]
     assert len(gelus) == 2
     assert all(op.kwargs == (("approximate", "tanh"),) for op in gelus)
-    assert not any(op.target == "aten.tanh.default" for op in graph.ops)
-
-
-def test_fused_projections_become_linears_over_parts() -> None:
-    graph = traced_on_meta("gpt2")
     parts = [p for p in graph.parameters if p.fqn == "transformer.h.1.attn.c_attn.weight"]
     assert [(p.part.dim, p.part.start, p.part.stop) for p in parts if p.part] == [(1, 0, 32), (1, 32, 64), (1, 64, 96)]
     assert [p.key.rsplit(".", 1)[-1] for p in parts] == ["weight[0:32]", "weight[32:64]", "weight[64:96]"]
-    assert not any(op.target == "aten.slice.Tensor" for op in graph.ops)
-    encoder = traced("encoder")
-    assert sum(p.fqn.endswith("in_proj_weight") and p.part is not None for p in encoder.parameters) == 6
-    assert not any(op.target == "aten.select.int" for op in encoder.ops)
-
-
-def test_tied_weights_are_one_parameter_with_aliases() -> None:
-    graph = traced_on_meta("gpt2")
+    assert not any(op.target in ("aten.tanh.default", "aten.slice.Tensor") for op in graph.ops)
     (tied,) = [p for p in graph.parameters if p.fqn == "transformer.wte.weight"]
     assert tied.aliases == ("lm_head.weight",)
     assert len(graph.users(Ref(tied.name))) == 2
-    untied = traced_on_meta("llama")
-    assert not any(p.aliases for p in untied.parameters)
+    assert not any(p.aliases for p in traced_on_meta("llama").parameters)
+    encoder = traced("encoder")
+    assert sum(p.fqn.endswith("in_proj_weight") and p.part is not None for p in encoder.parameters) == 6
+    assert not any(op.target == "aten.select.int" for op in encoder.ops)
 
 
 def test_meta_and_real_models_give_the_same_graph() -> None:
@@ -261,16 +244,6 @@ def test_a_batch_of_one_is_doubled_and_inputs_keep_their_names() -> None:
     assert [(i.name, i.spec.shape, i.batch_dim) for i in graph.inputs] == [("x", (2, LENGTH), 0), ("y", (2, LENGTH), 0)]
 
 
-def test_a_loss_function_may_read_targets_that_forward_does_not_take() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
-    batch = {"input": torch.randn(5, 4), "target": torch.randn(5, 3)}
-    graph = trace(model, (), batch, loss_fn=lambda output, given: F.mse_loss(output, given["target"]))
-    loss = evaluate(graph, batch, dict(model.named_parameters()))
-    assert_close(loss, F.mse_loss(model(batch["input"]), batch["target"]))
-    assert {i.name for i in graph.inputs} == {"input", "target"}
-
-
 def test_tracing_leaves_the_model_alone() -> None:
     model, batch = subject("mlp")
     model.eval()
@@ -282,59 +255,7 @@ def test_tracing_leaves_the_model_alone() -> None:
         assert torch.equal(parameter, before[name][1])
 
 
-@pytest.mark.parametrize(
-    "loss",
-    [
-        lambda o, t: F.nll_loss(F.log_softmax(o, dim=-1), t),
-        lambda o, t: F.cross_entropy(o, t, label_smoothing=0.1),
-        lambda o, t: F.cross_entropy(o, t, ignore_index=2, reduction="sum"),
-        lambda o, t: F.cross_entropy(o, t, weight=torch.tensor([1.0, 2.0, 3.0])),
-        lambda o, t: F.cross_entropy(o.view(-1, 3, 3).transpose(1, 2), t.view(-1, 3)),
-        lambda o, t: F.l1_loss(o[:, 0], t.float()),
-        lambda o, t: F.smooth_l1_loss(o[:, 0], t.float(), beta=0.5, reduction="sum"),
-        lambda o, t: F.binary_cross_entropy_with_logits(o[:, 0], (t > 0).float()),
-        lambda o, t: F.huber_loss(o[:, 1], t.float()),
-    ],
-)
-def test_losses_are_what_torch_computes(loss) -> None:  # type: ignore[no-untyped-def]
-    torch.manual_seed(0)
-    model = nn.Linear(4, 3)
-    batch = {"input": torch.randn(6, 4), "target": torch.tensor([0, 1, 2, 2, 1, 0])}
-    graph = trace(model, (), batch, loss_fn=lambda output, given: loss(output, given["target"]))
-    expected = loss(model(batch["input"]), batch["target"])
-    assert_close(evaluate(graph, batch, dict(model.named_parameters())), expected)
-
-
 # --- errors -----------------------------------------------------------------------------------------
-
-
-def test_control_flow_on_data_is_told_by_its_line() -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        h = self.linear(x)
-        if h.sum() > 0:  # the line
-            h = h * 2
-        return h.sum()
-
-    with pytest.raises(TraceError, match=r"test_trace\.py:\d+") as caught:
-        trace(model_of(forward, linear=nn.Linear(4, 4)), (torch.ones(2, 4),))
-    assert "if h.sum() > 0:" in caught.value.problem
-    assert "torch.where" in caught.value.fix
-
-
-class Packed(nn.Module):
-    """Sequences behind one another, cut by their ends: torch.export takes the cuts; decomposing fails at the loss of the parts."""
-
-    def __init__(self, *, writes: bool) -> None:
-        super().__init__()
-        self.head = nn.Linear(8, 4)
-        self.writes = writes
-
-    def forward(self, x: Tensor, ends: Tensor, y: Tensor) -> Tensor:
-        if self.writes:
-            x = x.clone()
-            x.view(-1).add_(1)
-        parts = torch.cat([x[ends[i] : ends[i + 1]].softmax(0) for i in range(2)])
-        return F.cross_entropy(self.head(parts), y)
 
 
 @pytest.mark.parametrize(
@@ -342,10 +263,21 @@ class Packed(nn.Module):
     [(True, r"`return F\.cross_entropy"), (False, r"aten\.item\.default depends on the values of tensors")],
 )
 def test_a_failure_of_the_exported_program_names_the_line_too(writes: bool, said: str) -> None:
-    """It named the model's class and a formula of torch's. Up to torch 2.11 the cuts fail already, at their own line."""
+    """It named the model's class and a formula of torch's. Up to torch 2.11 the cuts fail already, at their own line.
+
+    Sequences behind one another are cut by their ends: torch.export takes the cuts; decomposing fails at the loss of the parts.
+    """
+
+    def forward(self: Any, x: Tensor, ends: Tensor, y: Tensor) -> Tensor:
+        if writes:
+            x = x.clone()
+            x.view(-1).add_(1)
+        parts = torch.cat([x[ends[i] : ends[i + 1]].softmax(0) for i in range(2)])
+        return F.cross_entropy(self.head(parts), y)
+
     inputs = {"x": torch.randn(6, 8), "ends": torch.tensor([0, 2, 6]), "y": torch.zeros(6, dtype=torch.int64)}
     with pytest.raises(TraceError, match=rf"test_trace\.py:\d+: ({said}|`parts = torch\.cat)"):
-        trace(Packed(writes=writes), kwargs=inputs)
+        trace(model_of(forward, head=nn.Linear(8, 4)), kwargs=inputs)
 
 
 def test_a_failure_in_forward_names_the_line_and_the_reason() -> None:
@@ -357,53 +289,61 @@ def test_a_failure_in_forward_names_the_line_and_the_reason() -> None:
     assert "test_trace.py" in caught.value.where
 
 
-@pytest.mark.parametrize(
-    ("run_it", "problem"),
-    [
-        (lambda: trace(nn.Linear(4, 4), (torch.ones(2, 4),)), "returns no scalar loss"),
-        (
-            lambda: trace(nn.Linear(4, 4), (torch.ones(2, 4),), loss_fn=lambda y, _: y.argmax(1).sum()),
-            r"no scalar loss: outputs of shape \(\) in int64",
-        ),
-        (
-            lambda: trace(
-                nn.Linear(4, 4),
-                (torch.ones(2, 4),),
-                loss_fn=lambda y, _: {"a": y.sum(), "b": y.mean(), "n": y.detach().sum()},
-            ),
-            r"several losses \(a, b\), and none is called loss\..* output\['a'\] \+ output\['b'\]",
-        ),
-        (lambda: trace(nn.Linear(4, 4), ()), "No example input is a tensor"),
-        (lambda: trace(nn.Linear(4, 4), (torch.ones(2, 4), torch.ones(2))), "Too many positional example inputs"),
-        (
-            lambda: trace(nn.Linear(4, 4), (torch.ones(2, 4),), {"why": torch.ones(2)}),
-            "Forward does not take the example input why",
-        ),
-        (
-            lambda: trace(nn.Bilinear(4, 4, 1), (torch.ones(2, 4),)),
-            "do not fit the model's forward.*input2.*give a factory",
-        ),
-        (
-            lambda: trace(nn.Bilinear(4, 4, 1), ({"input1": torch.ones(2, 4), "input2": torch.ones(2, 4)},)),
-            r"a list of one dict.*\(input1, input2\).*Give the dict itself",
-        ),
-        (
-            lambda: trace(nn.Linear(4, 4), (torch.ones(2, 4),), loss_fn=lambda o, b: torch.ones(()) * 3),
-            "The loss is a constant",
-        ),
-        (lambda: trace(_held(threading.Lock()), (torch.ones(2, 4),)), "copied"),
-    ],
-)
-def test_bad_models_and_inputs_have_one_clear_message(run_it, problem: str) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(TraceError, match=problem) as caught:
-        run_it()
-    assert caught.value.fix
+X = torch.ones(2, 4)
 
 
 def _held(thing: object) -> nn.Module:
     model = nn.Linear(4, 4)
     model.held = thing  # type: ignore[assignment]
     return model
+
+
+def _masked(self: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    if mask is None:
+        raise ValueError("a mask, please")
+    return (x * mask).sum()
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "loss_fn", "problem"),
+    [
+        (nn.Linear(4, 4), (X,), None, "returns no scalar loss"),
+        (nn.Linear(4, 4), (X,), lambda y, _: y.argmax(1).sum(), r"no scalar loss: outputs of shape \(\) in int64"),
+        (
+            nn.Linear(4, 4), (X,), lambda y, _: {"a": y.sum(), "b": y.mean(), "n": y.detach().sum()},
+            r"several losses \(a, b\), and none is called loss\..* output\['a'\] \+ output\['b'\]",
+        ),
+        (nn.Linear(4, 4), (), None, "No example input is a tensor"),
+        (nn.Linear(4, 4), (X, torch.ones(2)), None, "Too many positional example inputs"),
+        (nn.Linear(4, 4), {"input": X, "why": X}, None, "Forward does not take the example input why"),
+        (nn.Bilinear(4, 4, 1), (X,), None, "do not fit the model's forward.*input2.*give a factory"),
+        (
+            nn.Bilinear(4, 4, 1), ({"input1": X, "input2": X},), None,
+            r"a list of one dict.*\(input1, input2\).*Give the dict itself",
+        ),
+        (nn.Linear(4, 4), (X,), lambda y, _: torch.ones(()) * 3, "The loss is a constant"),
+        (_held(threading.Lock()), (X,), None, "copied"),
+        (model_of(_masked), (X,), None, r"fails on its example inputs.*a mask, please.*package\.module:factory"),
+        (model_of(lambda self, x: x.sum()), (X,), None, "depends on no parameter"),
+        (
+            nn.Linear(4, 4).requires_grad_(False), (X,), lambda y, _: y.mean(),
+            "depends on no parameter that is trained.*leave requires_grad on",
+        ),
+        (
+            nn.Linear(4, 4), (X,), lambda y, _: y.detach().mean(),
+            "depends on no parameter that is trained.*leave requires_grad on",
+        ),
+        (nn.Linear(4, 4), (X.numpy(),), lambda y, _: y.mean(), r"The example input input is a numpy\.ndarray"),
+        (nn.Linear(4, 4), (X,), lambda y: y.mean(), r"The loss_fn does not take \(output, batch\)"),
+    ],
+)  # fmt: skip
+def test_bad_models_and_inputs_have_one_clear_message(
+    model: nn.Module, inputs: Any, loss_fn: Any, problem: str
+) -> None:
+    given = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
+    with pytest.raises(TraceError, match=problem) as caught:
+        trace(model, *given, loss_fn=loss_fn)
+    assert caught.value.fix
 
 
 def test_a_cast_to_the_dtype_that_a_module_has_is_nothing() -> None:
@@ -469,36 +409,10 @@ def test_masks_are_known_by_one_copy_of_what_they_repeat(chosen: Callable[[Tenso
     assert_close(evaluate(graph, {"x": x}, dict(model.named_parameters())), wanted)
 
 
-def test_an_error_of_the_model_itself_asks_for_other_inputs() -> None:
-    def forward(self: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        if mask is None:
-            raise ValueError("a mask, please")
-        return (x * mask).sum()
-
-    with pytest.raises(TraceError, match=r"fails on its example inputs.*a mask, please.*package\.module:factory"):
-        trace(model_of(forward), (torch.zeros(2, 4),))
-
-
 def test_a_constant_of_one_number_without_a_stride_is_kept() -> None:
     ids = nn.Buffer(torch.ones((), dtype=torch.int64).expand(1, 1))
     model = model_of(lambda self, x: (x * self.table(self.ids)).sum(), table=nn.Embedding(3, 4), ids=ids)
     same_as_the_model(model, {"x": torch.randn(2, 4)})
-
-
-def test_a_loss_without_parameters_is_refused() -> None:
-    with pytest.raises(TraceError, match="depends on no parameter"):
-        trace(model_of(lambda self, x: x.sum()), (torch.zeros(2, 4),))
-
-
-@pytest.mark.parametrize("cut", ["frozen", "detached"])
-def test_a_loss_that_trains_nothing_is_refused(cut: str) -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        made = self.linear(x)
-        return (made.detach() if cut == "detached" else made).mean()
-
-    model = model_of(forward, linear=nn.Linear(4, 4).requires_grad_(cut != "frozen"))
-    with pytest.raises(TraceError, match=r"depends on no parameter that is trained.*leave requires_grad on"):
-        trace(model, (torch.zeros(2, 4),))
 
 
 def test_repeated_slices_are_as_many_as_a_rank_has() -> None:
@@ -526,50 +440,28 @@ def test_an_error_in_a_class_of_no_file_is_told() -> None:
 OUTSIDE = nn.Linear(4, 3)
 
 
-class ReadsOutside(nn.Module):
+def _reads_outside(self: Any, x: Tensor) -> Tensor:
     """A layer in a plain list, which PyTorch does not see either."""
-
-    def __init__(self, *, learns: bool) -> None:
-        super().__init__()
-        self.first, self.hidden, self.learns = nn.Linear(6, 4), [OUTSIDE], learns
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.learns:
-            return self.hidden[0](self.first(x)).square().mean()
-        with torch.no_grad():
-            target = self.hidden[0](x[:, :4])
-        return (self.first(x)[:, :3] - target).square().mean() + (self.first(x)[:, :3] @ OUTSIDE.weight.detach()).mean()
-
-
-class Criterion(nn.Module):
-    """A loss with a parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.centre = nn.Parameter(torch.zeros(4))
-
-    def forward(self, output: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        return (output - self.centre).square().mean()
+    if self.learns:
+        return self.hidden[0](self.first(x)).square().mean()
+    with torch.no_grad():
+        target = self.hidden[0](x[:, :4])
+    return (self.first(x)[:, :3] - target).square().mean() + (self.first(x)[:, :3] @ OUTSIDE.weight.detach()).mean()
 
 
 def test_parameters_outside_of_the_model_that_would_learn_are_refused() -> None:
-    x = torch.randn(2, 6)
+    x, parts = torch.randn(2, 6), {"first": nn.Linear(6, 4), "hidden": [OUTSIDE]}
     with pytest.raises(
         TraceError, match=r"test_trace.py:\d+: Forward reads a parameter outside of the model.*shape \(3, 4\)"
     ):
-        trace(ReadsOutside(learns=True), (x,))
-    assert trace(ReadsOutside(learns=False), (x,)).loss
-    criterion = Criterion()
+        trace(model_of(_reads_outside, **parts, learns=True), (x,))
+    assert trace(model_of(_reads_outside, **parts, learns=False), (x,)).loss
+    criterion = model_of(
+        lambda self, output, batch: (output - self.centre).square().mean(), centre=nn.Parameter(torch.zeros(4))
+    )
     with pytest.raises(TraceError, match=r"The loss_fn has parameters \(centre\), which no plan trains"):
         trace(nn.Linear(6, 4), (x,), loss_fn=criterion)
     with pytest.raises(TraceError, match="Forward reads a parameter outside of the model"):
         trace(nn.Linear(6, 4), (x,), loss_fn=lambda output, batch: 2.0 * criterion(output, batch))
     criterion.requires_grad_(False)
     assert trace(nn.Linear(6, 4), (x,), loss_fn=criterion).loss
-
-
-def test_inputs_and_losses_of_other_kinds_are_named() -> None:
-    with pytest.raises(TraceError, match=r"The example input input is a numpy\.ndarray"):
-        trace(nn.Linear(6, 4), (torch.randn(2, 6).numpy(),), loss_fn=lambda output, batch: output.mean())
-    with pytest.raises(TraceError, match=r"The loss_fn does not take \(output, batch\)"):
-        trace(nn.Linear(6, 4), (torch.randn(2, 6),), loss_fn=lambda output: output.mean())

@@ -1,4 +1,4 @@
-"""Runs that no fit has seen: their file, what is assumed of sources that nobody described, and the page about them."""
+"""Runs that no fit has seen: their file, what is assumed of sources that nobody described, runs that add up in one order, and the page."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import pytest
 
 from autopar.cost.operators.work_record import Work
 from autopar.errors import UsageError
+from autopar.hardware.device_rates import MatmulRate
 from autopar.hardware.read import known_devices, load_profile
 from autopar.validate import parameters as free
-from autopar.validate.practice import PLAIN, cluster_of, load_sites, site_of
+from autopar.validate.foreign_kernels import is_filled
+from autopar.validate.practice import PLAIN, Site, cluster_of, load_sites, site_of
 from autopar.validate.runs import Run
 from autopar.validate.scores import evaluate
 from autopar.validate.session import Session
@@ -30,6 +32,10 @@ DATA = ROOT / "tests" / "data"
 def table(test: str) -> tuple[Run, ...]:
     """The runs of a blind test."""
     return read_runs(DATA / TESTS[test].replace("before", "runs").replace(".json", ".csv"))
+
+
+def named(test: str, name: str) -> Run:
+    return next(run for run in table(test) if run.name == name)
 
 
 @pytest.mark.parametrize("test", TESTS)
@@ -84,16 +90,21 @@ def test_a_site_states_the_bandwidth_of_links_and_of_cards() -> None:
     assert own.intra_node.latency_s == stated.intra_node.latency_s
 
 
-def test_sums_of_gradients_over_the_tensor_axis_beside_products_cost_less() -> None:
+def test_what_is_hidden_costs_less_and_what_is_late_more() -> None:
+    """Sums of gradients over the tensor axis beside products; sums after the last backward, and gathers in fp8."""
     run = replace(read_runs(OWN)[0], source="x")
     ways = (doing(), doing(overlapped_gradients=True), doing(overlapped_tensor_parallel=True))
     spent = [found.breakdown.tensor_parallel_s for found in at_sites(run, *ways)]
     assert spent[0] > spent[1] > spent[2]
+    run = replace(read_runs(OWN)[3], recompute="none", precision="fp8", device="h100-sxm5-80gb", zero=3, source="x")
+    ways = (doing(late_reductions=True), doing(), doing(quantized_gathers=True))
+    times = [found.step_time_s for found in at_sites(run, *ways)]
+    assert times[0] > times[1] > times[2]
 
 
 def test_shards_over_context_let_long_sequences_fit() -> None:
     """torchtitan's 262 thousand tokens on eight devices took 84 GiB; whole states on each would be 192."""
-    (run,) = (run for run in table("fifth") if run.name == "Llama-3.1-8B#39")
+    run = named("fifth", "Llama-3.1-8B#39")
     site = site_of(run, load_sites())
     assert (run.cp, run.dp, run.zero, "shards_over_context" in site.practices) == (8, 1, 3, True)
     held = [
@@ -105,8 +116,7 @@ def test_shards_over_context_let_long_sequences_fit() -> None:
 
 def test_what_a_site_keeps_in_half_precision_whole_or_to_the_last_micro_batch() -> None:
     """A small KempnerForge: by hand, bytes of an element of the states, and products of the head."""
-    run = next(run for run in table("fifth") if run.name == "Llama-7B#7")
-    run = replace(run, layers=2, source="x")
+    run = replace(named("fifth", "Llama-7B#7"), layers=2, source="x")
     found = at_sites(run, doing(), doing(plain_storage=True), doing(reduces_last=True))
     full, half, last = (one.memory[0] for one in found)
     shard = full.parameters / 4
@@ -117,8 +127,7 @@ def test_what_a_site_keeps_in_half_precision_whole_or_to_the_last_micro_batch() 
 
 
 def test_a_whole_vocabulary_has_whole_logits_and_in_pipelines_a_whole_head() -> None:
-    run = next(run for run in table("fifth") if run.name == "Llama-7B#7")
-    run = replace(run, layers=2, source="x")
+    run = replace(named("fifth", "Llama-7B#7"), layers=2, source="x")
     plain, whole = doing(), doing(whole_vocabulary=True)
     for sequence_parallel, factor in ((True, 1), (False, run.tp)):
         row = replace(run, sequence_parallel=sequence_parallel)
@@ -201,13 +210,6 @@ def test_megatrons_selective_recompute_makes_fused_attention_again() -> None:
     assert kept[2] < kept[1] <= kept[0]
 
 
-def test_late_sums_cost_time_and_gathers_in_fp8_save_it() -> None:
-    run = replace(read_runs(OWN)[3], recompute="none", precision="fp8", device="h100-sxm5-80gb", zero=3, source="x")
-    ways = (doing(), doing(late_reductions=True), doing(quantized_gathers=True))
-    times = [found.step_time_s for found in at_sites(run, *ways)]
-    assert times[1] > times[0] > times[2]
-
-
 def works_of(run: Run, **facts: bool) -> dict[str, list[Work]]:
     """The works of an inner layer of a run at a source with these facts, by operator."""
     (structure,) = Session([run], sites=[doing(**facts)]).structures[0]
@@ -256,7 +258,7 @@ def test_chains_of_operators_move_what_each_of_them_reads_and_writes() -> None:
 
 def test_no_rank_has_a_part_of_the_rows_or_weights_of_a_norms_chain() -> None:
     """With ``tp`` 2 all ranks have whole norms, as where a norm is one operator; blocks keep no part of their inputs."""
-    run = replace(next(run for run in table("third") if run.name == "Llama-2-7B#33"), source="x", pp=1)
+    run = replace(named("third", "Llama-2-7B#33"), source="x", pp=1)
     assert (run.tp, run.sequence_parallel, run.recompute) == (2, False, "full")
     whole, chain = (
         Session([run], sites=[doing(operator_chains=chained)]).predictions()[0].memory[0] for chained in (False, True)
@@ -304,13 +306,69 @@ def test_a_test_that_is_run_again_takes_the_place_of_its_figures(tmp_path: Path)
     assert read_figures(DATA)["fourth"].worst[0] in text
 
 
-def test_an_unknown_blind_test_is_refused() -> None:
+def test_unknown_tests_and_files_without_scores_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="Unknown blind test 'seventh'"):
         blind_page.main(["seventh"])
-
-
-def test_a_file_without_scores_is_named(tmp_path: Path) -> None:
     path = tmp_path / "before.json"
     path.write_text('{"runs": []}')
     with pytest.raises(UsageError, match=r"before\.json"):
         read_before(path)
+
+
+# --- runs that add up in one order
+
+MEGATRON = doing(fused_elementwise=True, fused_projections=True)
+ORDERED = doing(MEGATRON, deterministic=True)
+
+
+@pytest.fixture(scope="module")
+def run() -> Run:
+    found = read_runs(OWN)[1]
+    return replace(found, source="x", seq=4096)
+
+
+def rate(run: Run, site: Site) -> MatmulRate:
+    return cluster_of(run, load_profile(run.device), site).groups[0].device.rate("bfloat16")
+
+
+def test_backward_of_attention_alone_is_slower_in_one_order(run: Run) -> None:
+    plain, ordered = rate(run, MEGATRON), rate(run, ORDERED)
+    assert ordered.attention_backward_fraction == plain.attention_backward_fraction * plain.ordered_fraction
+    assert 0 < plain.ordered_fraction < 1
+    assert ordered.attention_fraction == plain.attention_fraction
+    older = rate(run, doing(ORDERED, flash2_attention=True))
+    assert older.attention_fraction == plain.flash2_fraction
+    assert older.attention_backward_fraction == plain.flash2_backward_fraction * plain.ordered_fraction
+
+
+def test_every_kernel_of_transformer_engine_fills_what_it_makes_once(run: Run) -> None:
+    plain, ordered = (Session([run], sites=[site]).structures[0][0] for site in (MEGATRON, ORDERED))
+    assert plain.members == ordered.members
+    inner = plain.members.index(max(plain.members))
+    before, after = plain.works[inner], ordered.works[inner]
+    assert after.works[:-1] == before.works
+    fills = after.works[-1]
+    rows, hidden, ffn = run.micro_batch * run.seq, run.hidden // run.tp, run.ffn // run.tp
+    keys = hidden * run.kv_heads // run.heads
+    whole = rows * run.hidden
+    # two norms; query, key, value; attention; its projection; up, down
+    made = 2 * whole + rows * (hidden + 2 * keys) + rows * hidden + whole + rows * ffn + whole
+    assert fills.num_bytes == 2 * made
+    assert fills.launches == 9 == sum(is_filled(op) for op in before.ops)
+    assert fills.flops == fills.backward_flops == 0
+
+
+def test_rings_alone_are_no_faster_than_the_best(run: Run) -> None:
+    profile = load_profile(run.device)
+    free, rings = (cluster_of(run, profile, doing(ring_collectives=r)).library for r in (False, True))
+    assert {a.name for a in rings.algorithms} == {"ring"} < {a.name for a in free.algorithms}
+    assert rings.name != free.name
+
+
+def test_megatrons_tests_ran_so_and_on_gb200_by_flash_attention_2(run: Run) -> None:
+    sites = load_sites()
+    ci = replace(run, source="Megatron-LM CI golden values; x")
+    names = ("gpt/gpt3_7b_tp4_pp1_memory_speed#898", "gpt/gpt3_7b_tp4_pp1_memory_speed#899")
+    found = [site_of(replace(ci, name=name), sites) for name in names]
+    assert [{"deterministic", "ring_collectives"} <= site.practices for site in found] == [True, True]
+    assert ["flash2_attention" in site.practices for site in found] == [True, False]

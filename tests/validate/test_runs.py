@@ -1,15 +1,23 @@
-"""Rows of measured runs: what is read, and that each bad cell is named with file, row, column and a remedy."""
+"""Rows of measured runs: what is read, bad cells by file, row, column and remedy, and what repeated runs say of the order that true times reach."""
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from autopar.errors import UsageError
 from autopar.validate.express import stage_stops
-from autopar.validate.runs import COLUMNS
-from tests.support.published import OWN, read_runs, with_cells
+from autopar.validate.runs import COLUMNS, FailedRow, Run, read_rows
+from tests.support.cli_runner import Run as Shell
+from tests.support.published import NEEDS_PUBLISHED, OWN, PUBLISHED, read_runs, with_cells
+from tools.evidence.noise import bound, bounds_table
 
 
 def _with(folder: Path, column: str, text: str, row: int = 2) -> Path:
@@ -90,11 +98,6 @@ def test_a_table_of_another_form_is_named(tmp_path: Path, lines: list[str], said
         read_runs(path)
 
 
-def test_a_file_that_is_none(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="Cannot read"):
-        read_runs(tmp_path / "none.csv")
-
-
 @pytest.mark.parametrize(
     ("layers", "stages"),
     [
@@ -121,3 +124,154 @@ def test_embedding_and_head_may_be_stages_of_their_own(tmp_path: Path, layers: i
 def test_an_uneven_model_leaves_the_last_stage_what_is_left() -> None:
     stops = stage_stops(78, 12, 80)
     assert stops[-1] - stops[-2] == 2  # one layer and the head: BigScience, chronicles-prequel.md
+
+
+FAULTS = {
+    2: {"device": "h100-sxm5-88gb"},
+    3: {"layers": "four"},
+    4: {"precision": "fp8", "device": "a100-sxm4-80gb"},
+    5: {"precision": "bf16", "device": "v100-sxm2-16gb"},
+}
+"""Cells by row: a device without a profile, one without sense, products of layers and of fp8 that a device has no rate for."""
+
+
+def test_one_bad_cell_leaves_the_other_rows(tmp_path: Path) -> None:
+    path = with_cells(tmp_path, {3: {"layers": "four"}})
+    rows = read_rows(path)
+    assert [row.line for row in rows if isinstance(row, FailedRow)] == [3]
+    assert len(rows) == len(read_runs(OWN))
+    with pytest.raises(UsageError, match="row 3, column layers"):
+        read_runs(path)
+
+
+@pytest.mark.slow
+def test_rows_that_fail_are_reported_beside_the_others(run: Shell, tmp_path: Path) -> None:
+    path = with_cells(tmp_path, FAULTS)
+    page, html = tmp_path / "page.md", tmp_path / "page.html"
+    done = run("validate", path, "--json", "--markdown", page, "--html", html)
+    found = json.loads(done.out)
+    assert done.code == 1
+    assert found["failed_rows"] == len(FAULTS)
+    assert [row["row"] for row in found["rows"]] == [2, 3, 4, 5, 6, 7]
+    errors = {row["row"]: row["error"] for row in found["rows"] if "error" in row}
+    assert set(errors) == set(FAULTS)
+    told = {2: "Did you mean 'h100-sxm5-80gb'", 3: "column layers", 4: "float8_e4m3fn", 5: "bfloat16"}
+    for row, said in told.items():
+        assert said in errors[row]
+        assert f"row {row}" in errors[row]
+    whole = {row["row"]: row for row in json.loads(run("validate", OWN, "--json").out)["rows"]}
+    assert [row for row in found["rows"] if "error" not in row] == [whole[row] for row in (6, 7)]
+    for text in (page.read_text(), html.read_text()):
+        assert "4 of 6 rows failed" in text
+        assert "column layers" in text
+
+
+@pytest.mark.slow
+def test_the_summary_counts_rows_that_failed(run: Shell, tmp_path: Path) -> None:
+    done = run("validate", with_cells(tmp_path, {2: FAULTS[2]}), OWN)
+    assert done.code == 1
+    assert "1 of 12 rows failed:\n- own a: " in done.out
+    done = run("validate", OWN)
+    assert done.code == 0
+    assert "failed" not in done.out
+
+
+def test_a_table_of_which_nothing_can_be_predicted_has_no_scores(run: Shell, tmp_path: Path) -> None:
+    path = with_cells(tmp_path, {row: {"device": "h100-sxm5-88gb"} for row in range(2, 8)})
+    done = run("validate", path)
+    assert done.code == 1
+    assert "6 of 6 rows failed" in done.out
+    done = run("validate", path, "--calibrate", "all", "-o", tmp_path)
+    assert done.code == 2
+    assert "4 timed runs" in done.error
+
+
+def test_fitted_profiles_are_printed_unless_a_folder_is_named(
+    run: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkout: Path
+) -> None:
+    shipped = {path.name: path.read_bytes() for path in (checkout / "profiles").glob("*.toml")}
+    done = run("validate", "--calibrate", "all", OWN)
+    assert done.code == 0, done.err
+    assert "# h100-sxm5-80gb.toml\n" in done.out
+    assert "autopar validate --calibrate" in done.out
+    assert {path.name: path.read_bytes() for path in (checkout / "profiles").glob("*.toml")} == shipped
+    folder = tmp_path / "fitted"
+    done = run("validate", "--calibrate", "all", OWN, "--out", folder, "--json")
+    assert "profiles" not in json.loads(done.out)
+    assert (folder / "h100-sxm5-80gb.toml").exists()
+    assert list(tmp_path.iterdir()) == [folder]
+    assert "--out goes with --calibrate alone" in run("validate", OWN, "--out", folder).error
+
+
+# --- what repeated runs say
+
+
+def _made(spread: float, plans: int = 24, step: float = 0.03, seed: int = 1) -> tuple[list[Run], list[float]]:
+    """Plans whose true times are ``step`` apart, each measured twice, and these true times."""
+    base, generator = read_runs(OWN)[0], np.random.default_rng(seed)
+    runs, truth = [], []
+    for i in range(plans):
+        plan = replace(base, tp=2**i, virtual_stages=1 + i, name=f"plan {i}")
+        for _ in range(2):
+            truth.append(step * i)
+            runs.append(
+                replace(plan, step_time_s=math.exp(step * i + spread * generator.standard_normal()), line=len(truth))
+            )
+    return runs, truth
+
+
+def _in_order(runs: Sequence[Run], truth: Sequence[float]) -> float:
+    times = [math.log(run.step_time_s or 1.0) for run in runs]
+    told = [(i, j) for i, j in combinations(range(len(runs)), 2) if abs(times[i] - times[j]) > math.log(1.02)]
+    return sum((times[i] - times[j]) * (truth[i] - truth[j]) > 0 for i, j in told) / len(told)
+
+
+@pytest.mark.parametrize("spread", [0.02, 0.1, 0.3])
+def test_the_bound_is_what_the_true_times_that_made_the_runs_reach(spread: float) -> None:
+    made = [_made(spread, seed=seed) for seed in range(6)]
+    found = [bound(runs, draws=40) for runs, _ in made]
+    real = [b for b in found if b is not None]
+    assert [b.repeats for b in real] == [24] * len(made)
+    assert np.mean([b.spread for b in real]) == pytest.approx(spread, rel=0.15)
+    reached = np.mean([_in_order(runs, truth) for runs, truth in made])
+    assert np.mean([b.ordered[0] for b in real]) == pytest.approx(reached, abs=0.03)
+    assert all(b.ordered[1] < b.ordered[0] < b.ordered[2] for b in real)
+
+
+def test_runs_without_repeats_that_differ_say_nothing() -> None:
+    runs, truth = _made(0.02)
+    assert bound([replace(run, step_time_s=math.exp(t)) for run, t in zip(runs, truth, strict=True)]) is None
+    assert bound(runs[:6]) is None
+
+
+def test_equal_times_releases_and_the_worst_are_what_they_are_said_to_be() -> None:
+    runs, _ = _made(0.02)
+    printed_twice = [replace(run, line=run.line + 100) for run in runs]
+    assert bound([*runs, *printed_twice], draws=2).repeats == bound(runs, draws=2).repeats  # type: ignore[union-attr]
+    releases = [replace(run, source=f"runs ({'ab'[i % 2]}); address") for i, run in enumerate(runs)]
+    assert bound(releases, draws=2) is not None
+    assert bound(releases, releases=True, draws=2) is None
+    far = [replace(runs[0], step_time_s=2.0 * (runs[0].step_time_s or 0.0)), *runs[1:]]
+    wide, narrow = bound(far, draws=2), bound(far, without_worst=True, draws=2)
+    assert wide is not None and narrow is not None
+    assert narrow.spread < 0.5 * wide.spread
+    assert narrow.repeats == wide.repeats - 1
+
+
+def test_the_table_names_sources_with_repeats_alone() -> None:
+    runs, _ = _made(0.02, plans=6)
+    other = [replace(run, source="once; address", name=str(i), tp=2**i) for i, run in enumerate(runs)]
+    text = bounds_table([*runs, *other])
+    assert "once" not in text
+    assert "repeats of a configuration" in text
+    assert bounds_table(other) == ""
+
+
+@NEEDS_PUBLISHED
+def test_noise_explains_pairs_of_bigscience_but_not_its_rank_correlation() -> None:
+    runs = [run for run in read_runs(PUBLISHED) if run.source.startswith("BigScience")]
+    found = bound(runs, draws=200)
+    assert found is not None
+    assert found.pairs == 379
+    assert found.ordered[2] * found.pairs < 342
+    assert found.rho[1] > 0.92

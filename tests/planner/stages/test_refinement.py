@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import accumulate, product
+from itertools import product
 
 import numpy as np
 import pytest
 
 from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
-from autopar.models.resolve import resolve_model
 from autopar.plan.plan import Recompute
 from autopar.planner.planner import Planner
-from autopar.planner.search import Evaluation
+from autopar.planner.search import Evaluation, Misfit
+from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.space import load_space
 from autopar.planner.stages.cut_problem import CutProblem, Fitting, allows, evenly, fitted
 from autopar.planner.stages.exchange import exchanged
 from autopar.planner.stages.recompute import Way
 from autopar.planner.stages.refinement import RankCovers, improved, refined
 from tests.support.clusters import two_kinds
-from tests.support.planner.graphs import mlp
+from tests.support.planner.graphs import family, mlp
 from tests.support.planner.tasks import planner_of
 
 PP = 4
@@ -35,7 +35,7 @@ BY_CASE = pytest.mark.parametrize(("modes", "batch", "memory"), CASES, ids=lambd
 
 @pytest.fixture(scope="module")
 def graph() -> Graph:
-    return resolve_model("gpt:layers=16,hidden=64,heads=4,vocab=512", sequence_length=64).trace()
+    return family("gpt:layers=16,hidden=64,heads=4,vocab=512", 64)
 
 
 def planner(graph: Graph, cluster: Cluster, modes: tuple[Recompute, ...], batch: int, pins: list[str]) -> Planner:
@@ -71,99 +71,87 @@ def cuts(made: Planner) -> Iterator[tuple[CutProblem, Fitting]]:
                 yield problem, found
 
 
-def check_refined(made: Planner) -> int:
+def by_exchanges(problem: CutProblem, found: Fitting) -> Fitting:
+    return exchanged(problem, found, problem.time_s(found))
+
+
+def check_never_slower(made: Planner, better: Callable[[CutProblem, Fitting], Fitting]) -> None:
+    """What ``better`` makes of a cut fits and is never slower, of some cuts quicker."""
     quicker = 0
     for problem, found in cuts(made):
         assert problem.fits(found)
-        other = refined(problem, found)
+        other = better(problem, found)
         assert other.stops == found.stops
         assert problem.fits(other)
         before_s, after_s = problem.time_s(found), problem.time_s(other)
         assert after_s <= before_s
         quicker += after_s < before_s
-    return quicker
-
-
-@BY_CASE
-def test_refined_recompute_fits_and_is_never_slower(
-    graph: Graph, modes: tuple[Recompute, ...], batch: int, memory: str
-) -> None:
-    assert check_refined(of_equal_ranks(graph, modes, batch, memory))  # some are quicker
-
-
-def test_refined_recompute_fits_and_is_never_slower_where_devices_differ() -> None:
-    assert check_refined(of_two_kinds())
-
-
-def with_room(graph: Graph, pins: list[str], share: float) -> Cluster:
-    """Two devices with memory for so much of what blocks keep that do not recompute."""
-    free, cut = next(cuts(planner(graph, Cluster.parse("cpu:1x2?memory=2GB"), TWO, 16, pins)))
-    lean = free.fitting(cut.stops, ["full"] * free.num_blocks)
-    most, least = (max(memory.total for memory in own.memory) for own in (cut, lean))
-    memory = (least + share * (most - least)) * free.model.memory_spread
-    return Cluster.parse(f"cpu:1x2?memory={memory / 1e6:.3f}MB")
-
-
-def test_no_other_choice_of_two_modes_takes_less_of_its_rank(graph: Graph) -> None:
-    """Of two stages a rank, every number of blocks that recompute on each: the least total of those that fit is found."""
-    pins = ["pp=2", "schedule=Interleaved1F1B", "tp=1", "micro_batch=2", "virtual_stages=2"]
-    compared = 0
-    for share in (0.2, 0.5, 0.8):
-        for problem, found in cuts(planner(graph, with_room(graph, pins, share), TWO, 16, pins)):
-            sizes = [stop - start for _, start, stop in problem.spans(found.stops)]
-            quickest = problem.quickest_modes(found.stops)
-            edges = list(accumulate(sizes, initial=0))
-            fewest = [float("inf")] * problem.pp
-            for counts in product(*(range(size + 1) for size in sizes)):
-                modes: list[Way] = [*quickest]
-                for start, count in zip(edges, counts, strict=False):
-                    modes[start : start + count] = ["full"] * count
-                spare = problem.spare_bytes(problem.fitting(found.stops, modes))
-                for rank in range(problem.pp):
-                    if spare[rank] >= 0:
-                        fewest[rank] = min(fewest[rank], sum(counts[rank :: problem.pp]))
-            other = refined(problem, found)
-            for rank in range(problem.pp):
-                stages = range(rank, problem.num_stages, problem.pp)
-                own = sum(other.modes[edges[s] : edges[s + 1]].count("full") for s in stages)
-                assert own <= fewest[rank] + 1  # at most the last step of a cover more
-            compared += "full" in found.modes
-    assert compared
-
-
-@BY_CASE
-def test_exchanged_recompute_fits_and_is_never_slower(
-    graph: Graph, modes: tuple[Recompute, ...], batch: int, memory: str
-) -> None:
-    quicker = 0
-    for problem, found in cuts(of_equal_ranks(graph, modes, batch, memory)):
-        before_s = problem.time_s(found)
-        other = exchanged(problem, found, before_s)
-        assert other.stops == found.stops
-        assert problem.fits(other)
-        after_s = problem.time_s(other)
-        assert after_s <= before_s
-        quicker += after_s < before_s
     assert quicker
 
 
-def test_exchanges_regain_what_the_worst_choice_loses(graph: Graph) -> None:
-    """Of two stages a rank, every number of blocks that recompute on each: from the slowest one that fits to near the quickest one."""
+@pytest.mark.parametrize("better", [refined, by_exchanges])
+@BY_CASE
+def test_recompute_that_is_chosen_again_fits_and_is_never_slower(
+    graph: Graph,
+    modes: tuple[Recompute, ...],
+    batch: int,
+    memory: str,
+    better: Callable[[CutProblem, Fitting], Fitting],
+) -> None:
+    check_never_slower(of_equal_ranks(graph, modes, batch, memory), better)
+
+
+def test_refined_recompute_fits_and_is_never_slower_where_devices_differ() -> None:
+    check_never_slower(of_two_kinds(), refined)
+
+
+def tight_cuts(graph: Graph) -> Iterator[tuple[CutProblem, Fitting]]:
+    """Two stages a rank, on two devices with memory for some of what blocks keep that do not recompute."""
     pins = ["pp=2", "schedule=Interleaved1F1B", "tp=1", "micro_batch=2", "virtual_stages=2"]
+    free, cut = next(cuts(planner(graph, Cluster.parse("cpu:1x2?memory=2GB"), TWO, 16, pins)))
+    lean = free.fitting(cut.stops, ["full"] * free.num_blocks)
+    most, least = (max(memory.total for memory in own.memory) for own in (cut, lean))
     for share in (0.2, 0.5, 0.8):
-        for problem, found in cuts(planner(graph, with_room(graph, pins, share), TWO, 16, pins)):
-            edges = [0, *found.stops]
-            every = []
-            for counts in product(*(range(size + 1) for size in np.diff(edges))):
-                modes: list[Way] = [*problem.quickest_modes(found.stops)]
-                for start, count in zip(edges, counts, strict=False):
-                    modes[start : start + count] = ["full"] * count
-                made = problem.fitting(found.stops, modes)
-                if problem.fits(made):
-                    every.append((problem.time_s(made), made))
-            (best_s, _), (worst_s, worst) = (choose(every, key=lambda one: one[0]) for choose in (min, max))
-            assert worst_s > 1.05 * best_s
-            assert problem.time_s(exchanged(problem, worst, worst_s)) - best_s < 0.2 * (worst_s - best_s)
+        memory = (least + share * (most - least)) * free.model.memory_spread
+        yield from cuts(planner(graph, Cluster.parse(f"cpu:1x2?memory={memory / 1e6:.3f}MB"), TWO, 16, pins))
+
+
+def choices(problem: CutProblem, found: Fitting) -> Iterator[tuple[tuple[int, ...], Fitting]]:
+    """Every number of blocks that recompute on each stage of a cut, and the cut with them."""
+    edges = [0, *found.stops]
+    for counts in product(*(range(size + 1) for size in np.diff(edges))):
+        modes: list[Way] = [*problem.quickest_modes(found.stops)]
+        for start, count in zip(edges, counts, strict=False):
+            modes[start : start + count] = ["full"] * count
+        yield counts, problem.fitting(found.stops, modes)
+
+
+def test_no_other_choice_of_two_modes_takes_less_of_its_rank(graph: Graph) -> None:
+    """The least total of those that fit is found."""
+    compared = 0
+    for problem, found in tight_cuts(graph):
+        fewest = [float("inf")] * problem.pp
+        for counts, made in choices(problem, found):
+            spare = problem.spare_bytes(made)
+            for rank in range(problem.pp):
+                if spare[rank] >= 0:
+                    fewest[rank] = min(fewest[rank], sum(counts[rank :: problem.pp]))
+        edges, modes = [0, *found.stops], refined(problem, found).modes
+        for rank in range(problem.pp):
+            stages = range(rank, problem.num_stages, problem.pp)
+            own = sum(modes[edges[s] : edges[s + 1]].count("full") for s in stages)
+            assert own <= fewest[rank] + 1  # at most the last step of a cover more
+        compared += "full" in found.modes
+    assert compared
+
+
+def test_exchanges_regain_what_the_worst_choice_loses(graph: Graph) -> None:
+    """From the slowest one that fits to near the quickest one."""
+    for problem, found in tight_cuts(graph):
+        every = [(problem.time_s(made), made) for _, made in choices(problem, found) if problem.fits(made)]
+        (best_s, _), (worst_s, worst) = (choose(every, key=lambda one: one[0]) for choose in (min, max))
+        assert worst_s > 1.05 * best_s
+        assert problem.time_s(by_exchanges(problem, worst)) - best_s < 0.2 * (worst_s - best_s)
 
 
 @BY_CASE
@@ -172,20 +160,19 @@ def test_a_plan_is_the_same_whatever_time_is_known(
 ) -> None:
     """Searches that share their work know other times at the same candidate, whatever the number of their processes."""
 
-    def evaluated(at_most_s: float = float("inf")) -> Evaluation:
-        found = of_equal_ranks(graph, modes, batch, memory).evaluator.evaluate(candidate, at_most_s=at_most_s)
-        assert isinstance(found, Evaluation)
-        return found
+    def evaluated(candidate: Candidate, at_most_s: float = float("inf")) -> Evaluation | Misfit:
+        return of_equal_ranks(graph, modes, batch, memory).evaluator.evaluate(candidate, at_most_s=at_most_s)
 
     for candidate in of_equal_ranks(graph, modes, batch, memory).pool:
-        found = evaluated()
+        found = evaluated(candidate)
+        assert isinstance(found, Evaluation)
         for factor in (1.5, 1.02, 1.001, 1 + 1e-8):
-            again = evaluated(found.time_s * factor)
+            again = evaluated(candidate, found.time_s * factor)
+            assert isinstance(again, Evaluation)
             assert again.prediction == found.prediction
             assert (again.stops, again.modes, again.bucket_bytes) == (found.stops, found.modes, found.bucket_bytes)
         for factor in (1.0, 0.999, 0.9):
-            evaluator = of_equal_ranks(graph, modes, batch, memory).evaluator
-            slow = evaluator.evaluate(candidate, at_most_s=factor * found.time_s)
+            slow = evaluated(candidate, factor * found.time_s)
             assert not isinstance(slow, Evaluation) or slow.time_s >= factor * found.time_s
 
 

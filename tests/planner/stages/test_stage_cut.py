@@ -147,21 +147,6 @@ def test_stops_are_the_best_of_all(data: st.DataObject) -> None:
     assert own is None if np.isinf(best) else own is not None and own[1] == pytest.approx(best)
 
 
-def test_a_pinned_stage_is_kept() -> None:
-    blocks = [block(0, np.random.default_rng(0))] * 8
-    own = found([blocks], 2, [2, 1], [1e9, 1e9], 4, pinned=dict.fromkeys(range(6), 0))
-    assert own is not None
-    assert own.stops == (6, 8)
-
-
-def test_heavy_ends_get_fewer_layers() -> None:
-    light = block(0, np.random.default_rng(0))
-    heavy = CutBlock(key=1, options=(option("none", 3 * light.options[0].time_s, 1.0),), static_bytes=0.0)
-    own = found([[*[light] * 13, heavy]], 4, [4, 3, 2, 1], [1e9] * 4, 16)
-    assert own is not None
-    assert own.stops == (4, 8, 12, 14)
-
-
 def test_a_stage_is_cut_only_where_it_is_allowed() -> None:
     blocks = [block(0, np.random.default_rng(0))] * 6
     size = np.arange(7)[None, :] - np.arange(7)[:, None]
@@ -182,13 +167,10 @@ def test_the_work_does_not_grow_with_the_product_of_counts() -> None:
     assert set(own.modes) > {"none"}
 
 
-def test_what_is_worse_in_everything_is_no_option() -> None:
+def test_what_is_worse_in_everything_is_no_option_and_the_hull_frees_most_for_a_second() -> None:
     plain, same, full = option("none", 4.0, 12.0), option("selective", 4.0, 12.0), option("full", 5.0, 12.0)
     assert useful([plain, same, full]) == (plain,)
     assert useful([plain, option("selective", 4.5, 8.0), full]) == (plain, option("selective", 4.5, 8.0))
-
-
-def test_the_hull_has_the_modes_that_free_most_for_a_second() -> None:
     plain, some, full = option("none", 4.0, 12.0), option("selective", 4.1, 8.0), option("full", 5.3, 2.0)
     assert lower_hull([plain, some, full]) == [0, 1, 2]
     assert lower_hull([plain, option("selective", 5.0, 11.0), full]) == [0, 2]

@@ -1,10 +1,15 @@
-"""Small graphs made by hand, so that the search is tested without tracing."""
+"""Small graphs for searches: made by hand, or traced of a MODEL."""
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
+from autopar import api
 from autopar.graph.graph import Block, Graph, Op, Parameter, Ref, TensorSpec
+from autopar.models.resolve import resolve_model
+from autopar.plan.plan import PrecisionName
 from tests.support.graphs_by_hand import graph_of_ops
 
 
@@ -109,3 +114,10 @@ def llama_block(
     blocks.append(Block(index=layers + 1, start=len(ops) - 1, stop=len(ops), hash="loss", label="loss"))
     ids = TensorSpec(shape=(batch, seq), dtype=torch.int64)
     return graph_of_ops("llama", ops, {"ids": ids}, parameters, blocks=tuple(blocks))
+
+
+@cache
+def family(text: str, tokens: int, precision: PrecisionName = "fp32") -> Graph:
+    """Of a MODEL without weights, traced once in a process."""
+    source = resolve_model(text, sequence_length=tokens)
+    return api.trace(source.model, example_inputs=source.example_inputs, precision=precision, name=source.name)

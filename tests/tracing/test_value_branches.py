@@ -1,4 +1,4 @@
-"""Clamps of what is not finite are traced, each sample by itself; whatever else code may do is none of them."""
+"""Branches on values: clamps of what is not finite are traced, each sample by itself, and those that only raise are no obstacle."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from autopar import api
+from autopar.errors import TraceError
 from autopar.graph.interpreter import evaluate
 from autopar.lower.program import lower
 from autopar.tracing.trace import trace
+from tests.support import checked as c
 from tests.support.close import assert_close
 from tests.support.lower import unusual as u
 from tests.support.lower.against_model import check
+from tests.support.small_models import model_of
 
+Code = Callable[[Tensor], Tensor]
 INF = float("inf")
 
 
@@ -56,26 +60,28 @@ def of_t5(x: Tensor) -> Tensor:
     return torch.clamp(x, min=-clamp_value, max=clamp_value)
 
 
-def chosen(x: Tensor) -> Tensor:
-    limit = torch.where(x.isfinite().all(), 7.0, 2.0)
-    return 3.0 * x.clamp(-limit, limit)
-
-
-def chosen_negated(x: Tensor) -> Tensor:
-    limit = -torch.where(~torch.all(torch.isfinite(x)), 2.0, 7.0)
-    return torch.clamp(torch.clamp(x, min=limit), max=4.0)
-
-
 def chosen_twice(x: Tensor) -> Tensor:
     is_infinite = torch.where(torch.any(torch.isinf(x)), True, False)
     return torch.clamp(x, min=torch.where(is_infinite, -2, -4), max=torch.where(is_infinite, 3.0, 7.0))
 
 
-TAKEN = [of_transformers, nested, infinite, twice, of_t5, chosen, chosen_negated, chosen_twice]
+def within(x: Tensor, limit: Tensor) -> Tensor:
+    return torch.clamp(x, min=-limit, max=limit)
+
+
+CHOSEN: dict[str, Code] = {
+    "of T5": of_t5,
+    "all": lambda x: 3.0 * within(x, torch.where(x.isfinite().all(), 7.0, 2.0)),
+    "negated": lambda x: torch.clamp(
+        torch.clamp(x, min=-torch.where(~torch.all(torch.isfinite(x)), 2.0, 7.0)), max=4.0
+    ),
+    "twice": chosen_twice,
+}
+TAKEN: dict[str, Code] = {"of transformers": of_transformers, "nested": nested, "infinite": infinite, "in a row": twice}
 
 
 class Clamping(nn.Module):
-    def __init__(self, code: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, code: Code) -> None:
         super().__init__()
         self.code = code
 
@@ -86,7 +92,7 @@ class Clamping(nn.Module):
 class Summed(nn.Module):
     """A sum over samples, so that each sample stands for itself."""
 
-    def __init__(self, code: Callable[[Tensor], Tensor], shape: tuple[int, ...] = (3,)) -> None:
+    def __init__(self, code: Code, shape: tuple[int, ...] = (3,)) -> None:
         super().__init__()
         self.inner, self.scale = Clamping(code), nn.Parameter(torch.ones(shape))
 
@@ -95,15 +101,15 @@ class Summed(nn.Module):
         return (y / (1.0 + y.abs())).sum()
 
 
-@pytest.mark.parametrize("code", TAKEN)
-def test_each_sample_is_clamped_as_a_batch_of_one(code: Callable[[Tensor], Tensor]) -> None:
-    model = Summed(code)
+@pytest.mark.parametrize("kind", [*TAKEN, *CHOSEN])
+def test_each_sample_is_clamped_as_a_batch_of_one(kind: str) -> None:
+    model = Summed((TAKEN | CHOSEN)[kind])
     batch = torch.tensor([[1.0, 9.0, -9.0], [INF, 9.0, -9.0], [5.0, -INF, 1.0], [3.0, 3.0, 3.0]])
     graph = trace(model, (batch,))
     assert not graph.mixing
     (note,) = graph.notes
     assert note.startswith("values that are not finite are clamped for each sample by itself")
-    assert "test_guarded_clamps.py:" in note
+    assert "test_value_branches.py:" in note
     found = evaluate(graph, {"x": batch}, {"scale": model.scale}, {}, model)
     wanted = torch.stack([model(sample[None]) for sample in batch]).sum()
     assert found.isfinite()
@@ -112,21 +118,17 @@ def test_each_sample_is_clamped_as_a_batch_of_one(code: Callable[[Tensor], Tenso
     assert_close(mine, theirs)
 
 
-@pytest.mark.parametrize("code", [nested, chosen])
-def test_samples_may_lie_in_the_second_dim(code: Callable[[Tensor], Tensor]) -> None:
+@pytest.mark.parametrize("code", [nested, CHOSEN["all"]])
+def test_samples_may_lie_in_the_second_dim(code: Code) -> None:
     batch = torch.ones(3, 4, 2)
     batch[1, 2, 0] = INF
     batch[0] = 9.0
     model = Summed(code, (2,))
-    graph = trace(nn.Sequential(Turned(), model), (batch.transpose(0, 1),))
+    turned = model_of(lambda self, x: x.transpose(0, 1))
+    graph = trace(nn.Sequential(turned, model), (batch.transpose(0, 1),))
     assert not graph.mixing
     found = evaluate(graph, {"input": batch.transpose(0, 1)}, {"1.scale": model.scale}, {}, model)
     assert_close(found, sum(model(batch[:, n : n + 1]) for n in range(4)))
-
-
-class Turned(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.transpose(0, 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -148,7 +150,7 @@ def test_chosen_limits_are_to_the_last_bit_those_of_the_model(dtype: torch.dtype
 
 @pytest.mark.parametrize("code", [of_transformers, of_t5])
 @pytest.mark.parametrize("pins", [["tp=2", "dp_replicate=2", "num_micro_batches=2"], ["dp_shard=2"]])
-def test_ranks_and_micro_batches_clamp_their_samples(code: Callable[[Tensor], Tensor], pins: list[str]) -> None:
+def test_ranks_and_micro_batches_clamp_their_samples(code: Code, pins: list[str]) -> None:
     plan = check(u.Around(partial(Clamping, code)), u.batch(), pins)
     assert not any(note.startswith(("opaque", "samples meet")) for note in plan.notes)
 
@@ -256,58 +258,36 @@ class other:  # noqa: N801  stands for a module
         largest, as_value,
     ],
 )  # fmt: skip
-def test_a_branch_that_does_anything_else_runs_as_it_is_written(code: Callable[[Tensor], Tensor]) -> None:
+def test_a_branch_that_does_anything_else_runs_as_it_is_written(code: Code) -> None:
     (note,) = trace(Summed(code), (torch.ones(4, 3),)).notes
     assert note.startswith("opaque") and "inner" in note
 
 
-def chosen_by_values(x: Tensor) -> Tensor:
-    limit = torch.where((x > 2.0).any(), 2.0, 7.0)
-    return torch.clamp(x, min=-limit, max=limit)
-
-
-def chosen_by_another(x: Tensor) -> Tensor:
-    limit = torch.where(torch.isinf(x + 1.0).any(), 2.0, 7.0)
-    return torch.clamp(x, min=-limit, max=limit)
-
-
 def read_beside(x: Tensor) -> Tensor:
     is_infinite = torch.isinf(x).any()
-    limit = torch.where(is_infinite, 2.0, 7.0)
-    return torch.clamp(x, min=-limit, max=limit) * is_infinite
+    return within(x, torch.where(is_infinite, 2.0, 7.0)) * is_infinite
 
 
 def limit_read_beside(x: Tensor) -> Tensor:
     limit = torch.where(torch.isinf(x).any(), 2.0, 7.0)
-    return torch.clamp(x, min=-limit, max=limit) + limit
+    return within(x, limit) + limit
 
 
-def clamps_the_limit(x: Tensor) -> Tensor:
-    return torch.clamp(torch.where(torch.isinf(x).any(), 2.0, 7.0), max=x)
+CHOSEN_OTHERWISE: dict[str, Code] = {
+    "by values": lambda x: within(x, torch.where((x > 2.0).any(), 2.0, 7.0)),
+    "by another": lambda x: within(x, torch.where(torch.isinf(x + 1.0).any(), 2.0, 7.0)),
+    "read beside": read_beside,
+    "limit read beside": limit_read_beside,
+    "clamps the limit": lambda x: torch.clamp(torch.where(torch.isinf(x).any(), 2.0, 7.0), max=x),
+    "among tensors": lambda x: within(x, torch.where(torch.isinf(x).any(), x.mean(), 7.0)),
+    "of a part": lambda x: within(x, torch.where(torch.isinf(x).any(0, keepdim=True), 2.0, 7.0)),
+    "masked": lambda x: torch.where(torch.isinf(x).any(), 0.0, x),
+}
 
 
-def chosen_among_tensors(x: Tensor) -> Tensor:
-    limit = torch.where(torch.isinf(x).any(), x.mean(), 7.0)
-    return torch.clamp(x, min=-limit, max=limit)
-
-
-def of_a_part(x: Tensor) -> Tensor:
-    limit = torch.where(torch.isinf(x).any(0, keepdim=True), 2.0, 7.0)
-    return torch.clamp(x, min=-limit, max=limit)
-
-
-def masked(x: Tensor) -> Tensor:
-    return torch.where(torch.isinf(x).any(), 0.0, x)
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        chosen_by_values, chosen_by_another, read_beside, limit_read_beside, clamps_the_limit, chosen_among_tensors,
-        of_a_part, masked,
-    ],
-)  # fmt: skip
-def test_a_choice_that_is_for_anything_else_stays_one_of_all_samples(code: Callable[[Tensor], Tensor]) -> None:
+@pytest.mark.parametrize("kind", CHOSEN_OTHERWISE)
+def test_a_choice_that_is_for_anything_else_stays_one_of_all_samples(kind: str) -> None:
+    code = CHOSEN_OTHERWISE[kind]
     graph = trace(Summed(code), (torch.ones(4, 3),))
     assert not graph.notes
     assert [op.target for op in graph.ops if ".any." in op.target]
@@ -315,3 +295,22 @@ def test_a_choice_that_is_for_anything_else_stays_one_of_all_samples(code: Calla
     model = Summed(code)
     found = evaluate(graph, {"x": batch}, {"scale": model.scale}, {}, model)
     assert_close(found.nan_to_num(3.0), model(batch).nan_to_num(3.0))
+
+
+# --- branches that only raise
+
+
+@pytest.mark.parametrize("check", [c.asserted, c.asserted_tensors, c.raised, c.raised_otherwise, c.cleaned_up])
+def test_a_check_that_only_raises_is_left_out_and_said_to_be(check: Callable[[Tensor], None]) -> None:
+    graph = trace(c.Checked(check), (torch.ones(2, 4),))
+    (note,) = graph.notes
+    assert "are not made in the program" in note
+    assert "checked.py:" in note
+    targets = [op.target for op in (*graph.prelude, *graph.ops)]
+    assert targets == ["aten.linear.default", "aten.sum.default", "aten.mul.Tensor"]
+
+
+@pytest.mark.parametrize("check", [c.caught, c.caught_here, c.branched, c.numbered, c.numbered_or_not, c.either])
+def test_a_branch_that_does_more_than_raise_is_refused(check: Callable[[Tensor], object]) -> None:
+    with pytest.raises(TraceError, match="depends on the values of tensors"):
+        trace(c.Checked(check), (torch.ones(2, 4),))
