@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 from autopar.graph.elements import (
@@ -218,7 +217,7 @@ class Graph:
 
     @property
     def num_parameters(self) -> int:
-        return sum([prod(p.spec.shape) for p in self.parameters])
+        return sum([p.spec.numel for p in self.parameters])
 
     @cached_property
     def _index(self) -> Index:

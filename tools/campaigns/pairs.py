@@ -171,7 +171,7 @@ def draw_typing(choose: Choose, graph: Graph, axis: str, size: int) -> Typing:
     chosen: dict[str, Strategy] = {}
     for op in graph.ops:
         specs = tuple(graph.spec(ref) for ref in op.operands)
-        offered = rules.strategies(op, specs, axis=axis, size=Fraction(size), fallback=True)
+        offered = rules.default_table().strategies(op, specs, axis=axis, size=Fraction(size), fallback=True)
         fitting = [s for s in offered if _fits(graph, op, s, types, rests)]
         if not fitting:
             raise UnfitError(f"{op.target} takes none of {[types.get(r) for r in op.operands]}")
