@@ -27,7 +27,10 @@ _SCALING = frozenset({_SALTED, *(f"aten.{name}.Tensor" for name in ("add", "sub"
 """Operators with a number that differs from layer to layer of stochastic depth: the share of samples that is kept."""
 
 _CANDIDATES = 48
-"""Periods tried in each stretch."""
+"""Periods tried in each stretch, of gaps between neighbours; fewer of wider ones."""
+
+_LAYERS = 8
+"""Layers that a turn may have (Jamba's), where no call tells one turn from the next."""
 
 _NUMBERED = re.compile(r"^(.*?\b\d+)(\.|$)")
 
@@ -163,13 +166,15 @@ def _best_repeat(context: _Context, low: int, high: int) -> tuple[int, int, int]
 
 
 def _periods(tokens: npt.NDArray[np.int64]) -> list[int]:
-    """Gaps between equal neighbours of one kind, those that span most first."""
+    """Gaps between calls of one kind, neighbours first and then those with others of the kind between them; those that span most first."""
     order = np.argsort(tokens, kind="stable")
-    same = tokens[order][1:] == tokens[order][:-1]
-    gaps = np.diff(order)[same]
-    values, counts = np.unique(gaps, return_counts=True)
-    rank = np.argsort(-(values * counts), kind="stable")
-    return [int(values[i]) for i in rank[:_CANDIDATES]]
+    found: dict[int, None] = {}
+    for apart in range(1, _LAYERS + 1):
+        same = tokens[order][apart:] == tokens[order][:-apart]
+        values, counts = np.unique((order[apart:] - order[:-apart])[same], return_counts=True)
+        rank = np.argsort(-(values * counts), kind="stable")
+        found |= dict.fromkeys(values[rank[: _CANDIDATES // apart]].tolist())
+    return list(found)
 
 
 def _runs(tokens: npt.NDArray[np.int64], period: int) -> list[tuple[int, int]]:
@@ -182,11 +187,9 @@ def _runs(tokens: npt.NDArray[np.int64], period: int) -> list[tuple[int, int]]:
 
 def _verified(context: _Context, begin: int, period: int, length: int) -> tuple[int, int, int] | None:
     """The repeat at its best phase: windows of equal hash, each reading the one before, with parameters."""
-    count = length // period
-    slack = length - count * period
-    phases = sorted(range(min(slack, period - 1) + 1), key=lambda s: _cut_cost(context, begin + s, period, count))
-    for shift in phases[:3]:
-        first = begin + shift
+    count, slack = divmod(length, period)
+    phases = sorted(range(begin, begin + slack + 1), key=lambda first: _cut_cost(context, first, period))
+    for first in phases[:3]:
         hashes = [_hash(context, first + k * period, first + (k + 1) * period) for k in range(count)]
         at, equal = _longest_equal(hashes)
         first += at * period
@@ -202,7 +205,7 @@ def _longest_equal(hashes: Sequence[str]) -> tuple[int, int]:
     return sum(lengths[: lengths.index(longest)]), longest
 
 
-def _cut_cost(context: _Context, first: int, period: int, count: int) -> tuple[int, int, int]:
+def _cut_cost(context: _Context, first: int, period: int) -> tuple[int, bool, int]:
     """Bytes that cross the cut between the first two windows; then cuts between modules; then the earliest."""
     cut = first + period
     crossing = sum(
@@ -211,8 +214,12 @@ def _cut_cost(context: _Context, first: int, period: int, count: int) -> tuple[i
         for k, spec in enumerate(op.outputs)
         if context.last_use.get(Ref(op.name, k), -1) >= cut
     )
-    inside = cut >= len(context.ops) or _layer(context.ops[cut - 1]) == _layer(context.ops[cut])
-    return crossing, int(inside), first
+    return crossing, _is_inside(context, first, period), first
+
+
+def _is_inside(context: _Context, first: int, period: int) -> bool:
+    """Whether windows would begin in the midst of a layer."""
+    return first > 0 and bool(owner := _owner(context, first, period)) and owner == _owner(context, first - 1, period)
 
 
 def _is_chain(context: _Context, first: int, period: int) -> bool:
@@ -226,22 +233,23 @@ def _is_chain(context: _Context, first: int, period: int) -> bool:
 # --- names, for people and for what does not repeat ---------------------------------------------------
 
 
-def _layers(context: _Context, first: int, period: int) -> list[int]:
-    """Where in a window every layer but the first begins: modules whose number tells a window from the next.
+def _owner(context: _Context, place: int, period: int) -> str:
+    """The module of an operator whose number tells a window from the next: a layer; empty where none does."""
+    if place + period >= len(context.ops):
+        return ""
+    one, two = (context.ops[i].module.split(".") for i in (place, place + period))
+    differing = next((depth for depth, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), None)
+    return "" if differing is None else ".".join(one[: differing + 1])
 
-    None where operators of two layers lie mixed.
-    """
-    owners = []
-    for one, two in zip(context.ops[first : first + period], context.ops[first + period :], strict=False):
-        paths = list(zip(one.module.split("."), two.module.split("."), strict=False))
-        differing = next((depth for depth, (a, b) in enumerate(paths) if a != b), None)
-        owners.append("" if differing is None else ".".join(a for a, _ in paths[: differing + 1]))
+
+def _layers(context: _Context, first: int, period: int) -> list[int]:
+    """Where in a window every layer but the first begins; none where operators of two layers lie mixed, or layers are cut."""
     begins, ends = dict[str, int](), dict[str, int]()
-    for place, owner in enumerate(owners):
-        if owner:
+    for place in range(period):
+        if owner := _owner(context, first + place, period):
             begins.setdefault(owner, place)
             ends[owner] = place
-    if any(ends[a] > begins[b] for a, b in pairwise(begins)):
+    if _is_inside(context, first, period) or any(ends[a] > begins[b] for a, b in pairwise(begins)):
         return []
     return list(begins.values())[1:]
 

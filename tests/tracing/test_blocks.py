@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 
 import pytest
 import torch
@@ -97,13 +98,24 @@ class _Layer(nn.Module):
         return x + y
 
 
-class _InTurn(nn.Module):
-    """Layers of two kinds: every third one is wide."""
+class _Plain(nn.Module):
+    """Calls nothing that a :class:`_Layer` does not call as well."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x))
+
+
+class _InTurn(nn.Module):
+    """Layers of two kinds: every third one is ``other``."""
+
+    def __init__(self, count: int, other: Callable[[], nn.Module]) -> None:
         super().__init__()
         self.first = nn.Linear(4, 4)
-        self.layers = nn.ModuleList([_Layer(16 if i % 3 == 2 else 8) for i in range(count)])
+        self.layers = nn.ModuleList([other() if i % 3 == 2 else _Layer(8) for i in range(count)])
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -112,15 +124,35 @@ class _InTurn(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.parametrize("other", [partial(_Layer, 16), _Plain])
 @pytest.mark.parametrize("count", [3, 6, 8, 12])
-def test_layers_of_several_kinds_in_turn_are_blocks_of_their_own(count: int) -> None:
-    graph = trace(_InTurn(count), (torch.randn(2, 4),))
+def test_layers_of_several_kinds_in_turn_are_blocks_of_their_own(count: int, other: Callable[[], nn.Module]) -> None:
+    graph = trace(_InTurn(count, other), (torch.randn(2, 4),))
     first, *layers, last = graph.blocks
     assert [b.label for b in layers] == [f"layers.{i}" for i in range(count)]
-    thin, wide = layers[0].hash, layers[2].hash
-    assert [b.hash for b in layers] == [wide if i % 3 == 2 else thin for i in range(count)]
-    assert len({first.hash, thin, wide, last.hash}) == 4
+    one, third = layers[0].hash, layers[2].hash
+    assert [b.hash for b in layers] == [third if i % 3 == 2 else one for i in range(count)]
+    assert len({first.hash, one, third, last.hash}) == 4
     assert all([graph.spec(ref).shape for ref in graph.block_inputs(b)] == [(2, 4)] for b in (*layers, last))
+
+
+def test_blocks_begin_with_layers_below_modules_with_a_number_of_their_own() -> None:
+    """As much crosses a cut in the midst of a layer, and the second half of the first layer is that of the others."""
+
+    class Stage(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layers = [nn.Sequential(nn.Linear(6 if i == 0 else 4, 4), nn.Tanh(), nn.Linear(4, 4)) for i in range(6)]
+            self.stages = nn.ModuleList([nn.ModuleList(layers)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.stages[0]:  # type: ignore[union-attr]
+                x = layer(x)
+            return x.square().mean()
+
+    graph = trace(Stage(), (torch.randn(2, 6),))
+    assert [b.label for b in graph.blocks[:6]] == [f"stages.0.{i}" for i in range(6)]
+    assert len(set(hashes(graph)[1:6])) == 1
 
 
 def test_layers_of_stochastic_depth_are_equal_blocks_under_the_names_of_their_own_modules() -> None:
