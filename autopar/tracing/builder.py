@@ -216,4 +216,5 @@ def compact(value: torch.Tensor) -> torch.Tensor:
 
 def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equal after broadcasting, NaN equal to NaN."""
+    a, b = torch.broadcast_tensors(a, b)  # type: ignore[no-untyped-call]  # isclose of torch 2.11 takes equal shapes alone
     return bool(torch.isclose(a, b, rtol=0.0, atol=0.0, equal_nan=True).all())
