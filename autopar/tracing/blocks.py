@@ -30,7 +30,7 @@ _CANDIDATES = 48
 """Periods tried in each stretch, of gaps between neighbours; fewer of wider ones."""
 
 _LAYERS = 8
-"""Layers that a turn may have (Jamba's), where no call tells one turn from the next."""
+"""Layers that a turn may have where no call tells one turn from the next: as many as Jamba's (ADR 0023 says what it buys)."""
 
 _NUMBERED = re.compile(r"^(.*?\b\d+)(\.|$)")
 

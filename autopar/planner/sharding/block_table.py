@@ -327,7 +327,7 @@ class BlockProblem:
             self.problem, self.keep = self._problem(types, 1, alike)
             if not self.problem.is_eliminated(self.keep):
                 kept = self._reachable(types)
-                self.costs = replace(costs, narrow=lambda op, offered: kept[op.name] or offered)
+                self.costs = replace(costs, narrow=lambda op, _: kept[op.name])
                 self.problem, self.keep = self._problem(types, 1, alike)
                 if self.problem.is_wide(self.keep):
                     self.problem, self.keep = self._problem(types, 0, alike)
@@ -352,11 +352,13 @@ class BlockProblem:
         graph, made = self.costs.graph, {ref: {*types[ref]} for ref in self.boundary.inputs}
         kept: dict[str, tuple[Strategy, ...]] = {}
         for op in graph.block_ops(self.block):
-            kept[op.name] = tuple([
-                strategy for strategy in self.costs.offered(op)
+            offered = self.costs.offered(op)
+            uncut = [
+                strategy for strategy in offered
                 if all(not kind.is_split or kind in made.get(ref, (kind,))
                        for ref, kind in zip(op.operands, strategy.inputs, strict=True))
-            ])  # fmt: skip
+            ]  # fmt: skip
+            kept[op.name] = tuple(uncut) or offered  # pins may leave others alone
             for index in range(len(op.outputs)):
                 made[Ref(op.name, index)] = {strategy.outputs[index] for strategy in kept[op.name]}
         return kept
