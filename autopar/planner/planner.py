@@ -263,7 +263,7 @@ class Planner:
             faster = _fastest(alternatives, best.prediction.step_time_s * (1 - ROUNDING))
             if faster is None:
                 return self._written(best, outcome, (*steps, *map(str, alternatives)))
-            before, best = best, group.broadcast(partial(self.evaluator.improved, faster))
+            before, best = best, faster
             less = 1 - best.prediction.step_time_s / before.prediction.step_time_s
             steps.append(
                 f"compared with the best plan of the search ({before.candidate}) this one was {less:.1%} faster and took its place"

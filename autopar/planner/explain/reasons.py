@@ -33,6 +33,7 @@ _CHOICES: tuple[tuple[str, Callable[[Candidate], object]], ...] = (
     ("tp", lambda c: c.mesh.tp),
     ("cp", lambda c: c.mesh.cp),
     ("pp", lambda c: c.mesh.pp),
+    ("virtual_stages", lambda c: c.virtual_stages),
     ("ep_data", lambda c: c.mesh.ep_data),
     ("zero", lambda c: c.zero_stage),
     ("dp_shard", lambda c: c.mesh.dp_shard),
@@ -41,7 +42,7 @@ _CHOICES: tuple[tuple[str, Callable[[Candidate], object]], ...] = (
     ("data_shares", lambda c: "unequal" if c.shares else "equal"),
     ("order of node groups", lambda c: "-".join(map(str, c.order)) or "as given"),
     ("offload", lambda c: ", ".join(c.on_host) or "none"),
-    ("schedule", lambda c: f"{c.schedule} v={c.virtual_stages}" if c.virtual_stages > 1 else c.schedule),
+    ("schedule", lambda c: c.schedule),
 )
 _PARTS = (
     ("compute", "compute_s"),
@@ -153,6 +154,7 @@ def _compare(evaluator: Evaluator, best: Evaluation, other: Candidate, bound_s: 
     found = (evaluator.hopeless(other) if bound_s == float("inf") else None) or evaluator.evaluate(other)
     if not isinstance(found, Evaluation):
         return f"no plan ({other}); {found.reason}", None
+    found = evaluator.improved(found)  # as the plan is that it is compared with
     more_s = found.prediction.step_time_s - best_s
     word = "slower" if more_s >= 0 else "faster"
     share = 100 * abs(more_s) / best_s
