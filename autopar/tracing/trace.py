@@ -29,7 +29,7 @@ from autopar.tracing import value_branches as checks
 from autopar.tracing.batch import arguments, fake_batch, inputs_of, named_batch
 from autopar.tracing.builder import Builder
 from autopar.tracing.convert import Converter, needs_decomposition, source_of
-from autopar.tracing.failures import EXPORTS, FAILURES, NO_VALUES, explained, module_of_failure, not_copied
+from autopar.tracing.failures import EXPORTS, FAILURES, NO_VALUES, explained, module_of_failure, not_copied, user_line
 from autopar.tracing.finish import finish
 from autopar.tracing.forms.layers import swap_experts, swap_norms
 from autopar.tracing.forms.losses import over_samples
@@ -421,8 +421,10 @@ def _export(
             calls = calls_of(program)
             cut(program)
             return program, calls
-        except TraceError:
-            raise
+        except TraceError as error:
+            if error.where or type(error) is not TraceError:
+                raise
+            raise error.becoming(TraceError, where=user_line(error, model)[0]) from error
         except FAILURES as error:
             raise _within(explained(error, model), module_of_failure(error, wrapper.model)) from error
 
