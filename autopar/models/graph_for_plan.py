@@ -8,7 +8,6 @@ folder may have changed in any way and is traced each time.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import os
 import pickle
@@ -33,6 +32,7 @@ from autopar.tracing.batch import size_of
 from autopar.tracing.failures import EXPORTS, FAILURES, not_copied
 from autopar.tracing.repeated_steps import CountError
 from autopar.tracing.trace import LossFunction, trace
+from autopar.util.copies import deep_copy
 from autopar.util.files import sources
 
 Inputs = Mapping[str, Any] | Sequence[Any] | torch.Tensor
@@ -234,7 +234,7 @@ def on_meta(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
             if isinstance(value, torch.Tensor) and not value.is_leaf:  # made of parameters: a normed weight
                 memo[id(value)] = value.detach().to(dtype if value.dtype in own else value.dtype)
     try:
-        return copy.deepcopy(model, memo)
+        return deep_copy(model, memo)
     except FAILURES as error:
         raise not_copied(error, model) from error
 
