@@ -87,12 +87,32 @@ def check_model(model: torch.nn.Module) -> None:
                 where=kind,
                 instead="Plan for the float model in Python, and quantize or script what was trained",
             )
+    check_memory(model)
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise TraceError.unsupported(
                 "A hook on a parameter",
                 where=name,
                 instead="Remove it, and change gradients between train_step and optimizer.step",
+            )
+
+
+def check_memory(model: torch.nn.Module) -> None:
+    """Refuses what one device would train through another name.
+
+    Raises:
+        TraceError: a parameter that learns begins where another one or a buffer does, and is not the same.
+    """
+    seen: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if type(tensor) not in (torch.nn.Parameter, Tensor) or tensor.is_meta or tensor.layout is not torch.strided:
+            continue
+        first, other = seen.setdefault(tensor.data_ptr(), (name, tensor)) if tensor.data_ptr() else (name, tensor)
+        if other is not tensor and (other.requires_grad or tensor.requires_grad):
+            raise TraceError(
+                f"{first} and {name} lie in the same memory, and are two tensors",
+                where=type(model).__name__,
+                fix="Tie them by b.weight = a.weight, without .data, or take a clone()",
             )
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from autopar import api
 from autopar.errors import TraceError
 from autopar.graph.graph import Graph, Op, Ref
 from autopar.graph.interpreter import evaluate, leaves, run
@@ -488,3 +489,22 @@ def test_functions_that_remember_the_model_read_its_copy() -> None:
     trace(model, (torch.randn(6, 4),))
     assert not model.kept
     same_as_the_model(model, {"x": torch.randn(6, 4)})
+
+
+def _tied_by_memory(kept: Callable[[Tensor], object]) -> nn.Module:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    if isinstance(made := kept(layers[0].weight.data), nn.Parameter):
+        layers[1].weight = made
+    else:
+        layers.register_buffer("kept", made)  # type: ignore[arg-type]
+    return layers
+
+
+@pytest.mark.parametrize("kept", [nn.Parameter, lambda weight: weight])
+def test_parameters_that_one_device_trains_by_another_name_are_refused(kept: Callable[[Tensor], object]) -> None:
+    with pytest.raises(
+        TraceError, match=r"0\.weight and (1\.weight|kept) lie in the same memory.*b\.weight = a\.weight"
+    ):
+        api.trace(_tied_by_memory(kept), example_inputs=[X], loss_fn=lambda y, _: y.mean())
+    cloned = _tied_by_memory(lambda weight: kept(weight.clone()))
+    assert api.trace(cloned, example_inputs=[X], loss_fn=lambda y, _: y.mean()).ops
