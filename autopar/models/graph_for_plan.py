@@ -8,7 +8,6 @@ folder may have changed in any way and is traced each time.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import os
 import pickle
@@ -32,7 +31,9 @@ from autopar.rules.missing import complete
 from autopar.tracing.batch import size_of
 from autopar.tracing.failures import EXPORTS, FAILURES, not_copied
 from autopar.tracing.repeated_steps import CountError
+from autopar.tracing.side_effects import check_memory
 from autopar.tracing.trace import LossFunction, trace
+from autopar.util.copies import deep_copy
 from autopar.util.files import sources
 
 Inputs = Mapping[str, Any] | Sequence[Any] | torch.Tensor
@@ -219,7 +220,11 @@ def on_meta(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
     """A copy on meta whose floating parameters have ``dtype``, and the buffers that had theirs; no memory is taken for parameters.
 
     Buffers in single precision stay so whatever parameters had: statistics and positions are kept in it on purpose.
+
+    Raises:
+        TraceError: parameters share memory, or the model cannot be copied.
     """
+    check_memory(model)
     memo: dict[int, Any] = {}
     own = {p.dtype for p in model.parameters() if p.is_floating_point()} - {torch.float32}
     for parameter in model.parameters():
@@ -234,7 +239,7 @@ def on_meta(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
             if isinstance(value, torch.Tensor) and not value.is_leaf:  # made of parameters: a normed weight
                 memo[id(value)] = value.detach().to(dtype if value.dtype in own else value.dtype)
     try:
-        return copy.deepcopy(model, memo)
+        return deep_copy(model, memo)
     except FAILURES as error:
         raise not_copied(error, model) from error
 

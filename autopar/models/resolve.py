@@ -109,6 +109,11 @@ def resolve_model(
         maker, head = family_model(family, rest, sequence_length)
     elif colon and "=" not in rest and rest:
         return _from_factory(spec, sequence_length, batch_size, dtype)
+    elif spec in ("hf", *FAMILIES):
+        raise UsageError(
+            f"'{spec}' is a kind of model, and no model yet",
+            fix="Write hf:TYPE or its sizes, for example gpt:layers=4,hidden=256,heads=4",
+        )
     else:
         fix = "or write package.module:factory or hf:TYPE"
         raise UsageError.unknown("kind of model", family, ("hf", *FAMILIES), fix=fix)
@@ -233,11 +238,17 @@ USER_FAILURES = (*FAILURES, OSError, SyntaxError)
 
 def _import(spec: str) -> Callable[[], Any]:
     path, _, attribute = spec.partition(":")
+    if "/" in path or (path.endswith(".py") and Path(path).is_file()):
+        raise UsageError(
+            f"'{path}' is the path of a file, and no module",
+            where=spec,
+            fix=f"Start in the folder that holds it, and write {Path(path).name.removesuffix('.py')}:{attribute}",
+        )
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
         module = importlib.import_module(path)
-    except USER_FAILURES as error:
+    except (*USER_FAILURES, SystemExit) as error:
         missing = isinstance(error, ModuleNotFoundError)
         raise UsageError(
             f"Cannot import module '{path}'",
@@ -263,7 +274,7 @@ def _call(factory: Callable[[], Any], spec: str) -> tuple[torch.nn.Module, Any]:
     try:
         with quiet_transformers():
             made = factory()
-    except USER_FAILURES as error:
+    except (*USER_FAILURES, SystemExit) as error:
         raise UsageError(
             "The factory failed",
             where=f"{spec}, {_last_line(error)}",

@@ -10,7 +10,6 @@ that is in ``eval()`` itself, as ``from_pretrained`` returns it, trains whole.
 
 from __future__ import annotations
 
-import copy
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from torch.utils import _pytree as pytree
 from autopar.errors import AutoparError, InternalError, RuntimeMismatchError
 from autopar.ops.kernels import MODULE, Region, region_of
 from autopar.ops.seeded import Salt, seeded
+from autopar.util.copies import deep_copy
 from autopar.util.formatting import some
 
 
@@ -154,7 +154,7 @@ def stateless(module: nn.Module, model: nn.Module, device: torch.device | None =
         for value in vars(inner).values():
             if isinstance(value, Tensor) and id(value) not in memo:
                 memo[id(value)] = value.detach().to(device or value.device)
-    copied = as_trained(copy.deepcopy(module, memo), model)
+    copied = as_trained(deep_copy(module, memo), model)
     return Stateless(copied, modes(copied))
 
 

@@ -272,7 +272,8 @@ class _Assembler:
         value = self.weights.parameter(ir, index)
         if ir.padding is not None:
             value = lengthened(value, ir.padding.dim, ir.spec.shape[ir.padding.dim])
-        return value.to(device=self.world.device, dtype=self.storage, copy=True).contiguous()
+        dtype = self.storage if value.is_floating_point() else value.dtype  # indices and masks stay what they are
+        return value.to(device=self.world.device, dtype=dtype, copy=True).contiguous()
 
     def fill_buffers(self, program: PreludeProgram) -> None:
         """Loads the model's buffers, and moves them and constants of the graph to the device.
@@ -316,8 +317,8 @@ class _Assembler:
         return found
 
     def _is_fsdps(self, ir: Parameter) -> bool:
-        """Whether FSDP shards it: no experts over data ranks, and no scalars, which it does not take."""
-        return self.is_fsdp and not _is_spread(ir) and bool(ir.spec.shape)
+        """Whether FSDP shards it: no experts over data ranks, and neither scalars nor what is empty, which it does not take."""
+        return self.is_fsdp and not _is_spread(ir) and bool(ir.spec.shape) and ir.spec.numel > 0
 
     def _replicated(self, ir: Parameter) -> tuple[str, ...]:
         """Axes along which ranks hold the same elements."""

@@ -33,6 +33,13 @@ def named_batch(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[s
             where=type(model).__name__,
             fix="Give the dict itself, not in a list: example_inputs={...}",
         )
+    unnamed = next((str(p) for p in _parameters(model) if p.kind is inspect.Parameter.VAR_POSITIONAL), None)
+    if len(args) > len(names) and unnamed:
+        raise TraceError(
+            f"Forward takes {unnamed}, and no plan has inputs without a name",
+            where=type(model).__name__,
+            fix="Write its parameters by name, as in def forward(self, x, y), or wrap the model in a module that has them",
+        )
     if len(args) > len(names):
         raise TraceError(
             f"Too many positional example inputs: {len(args)} for the {len(names)} parameters of forward ({', '.join(names)})",
@@ -53,8 +60,12 @@ def named_batch(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[s
 def positional(model: torch.nn.Module) -> tuple[str, ...]:
     """Names of the inputs that ``forward`` takes by position, in order; of a compiled model those of the model in it."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(p.name for p in _parameters(model) if p.kind in kinds)
+
+
+def _parameters(model: torch.nn.Module) -> tuple[inspect.Parameter, ...]:
     plain = getattr(model, "_orig_mod", model)
-    return tuple(p.name for p in inspect.signature(plain.forward).parameters.values() if p.kind in kinds)
+    return tuple(inspect.signature(plain.forward).parameters.values())
 
 
 def with_names(given: tuple[Any, ...], batch: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
@@ -100,6 +111,8 @@ def size_of(batch: Any) -> int | None:
 def fake_batch(batch: dict[str, Any], mode: FakeTensorMode, times: int) -> tuple[dict[str, Any], int]:
     """The batch as fake tensors, and its size; a batch of one doubled."""
     size = size_of(batch)
+    if size == 0:
+        raise TraceError("The example inputs hold no sample", fix="Give two or more")
     if size is None:
         raise TraceError(
             "No example input is a tensor with a batch dim",

@@ -269,9 +269,9 @@ def module_of(node: fx.Node) -> str:
 
 
 def source_of(node: fx.Node) -> str:
-    """``file.py:12``, the innermost line outside torch."""
+    """``file.py:12``, the innermost line outside torch, of a file."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     for path, line in reversed(frames):
-        if "/torch/" not in path:
+        if "/torch/" not in path and not path.startswith("<"):  # a program that was decomposed
             return f"{path.rsplit('/', 1)[-1]}:{line}"
     return ""

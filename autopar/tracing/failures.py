@@ -54,7 +54,7 @@ def explained(error: BaseException, model: torch.nn.Module) -> TraceError:
     """The failure by the user's line, reason and remedy."""
     text = str(error)
     place, line = user_line(error, model)
-    reason = f"{type(error).__name__}: {first_line(error)}"
+    reason = f"{type(error).__name__}: {first_line(error).removesuffix('.')}"
     if line:
         reason += f" at `{line}`"
     if "DataDependent" in type(error).__name__ or any(word in text for word in _DEPENDENT):

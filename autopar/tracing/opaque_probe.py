@@ -156,6 +156,7 @@ def _measured(subject: Subject) -> tuple[Subject, Any]:
     inputs = subject.draw(0)
     before = [x.detach().clone() for x in inputs]
     buffers = [b.clone() for b in subject.buffers]
+    parameters = [p.detach().clone() for p in subject.parameters]
     saved: dict[int, int] = {}
     own = {p.data_ptr() for p in subject.parameters}
 
@@ -178,7 +179,8 @@ def _measured(subject: Subject) -> tuple[Subject, Any]:
     if any(x.grad is not None for x in (*inputs, *subject.parameters)):
         raise Unclear("its backward adds to gradients by itself")
     after = [assigned.get(name, b) for name, b in zip(subject.region.buffers, buffers, strict=True)]
-    _check_buffers(subject.region, subject.buffers, after)
+    _check_kept("buffers", subject.region.buffers, subject.buffers, after, "only modules that are traced may")
+    _check_kept("parameters", subject.region.parameters, parameters, subject.parameters, "only an optimizer may")
     _check_numbers(subject, output)
     region = replace(
         subject.region,
@@ -217,11 +219,11 @@ def _assigned_buffers(call: Call) -> Iterator[dict[str, Tensor]]:
         handle.remove()
 
 
-def _check_buffers(region: Region, before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
-    """Buffers that it writes to would stay as they are: only traced code changes them."""
-    changed = [name for name, a, b in zip(region.buffers, before, after, strict=True) if not torch.equal(a, b)]
+def _check_kept(what: str, names: Sequence[str], before: Sequence[Tensor], after: Sequence[Tensor], who: str) -> None:
+    """What it writes to would stay as it is: a call is given tensors that ranks have put together."""
+    changed = [name for name, a, b in zip(names, before, after, strict=True) if not torch.equal(a, b)]
     if changed:
-        raise Unclear(f"it changes buffers ({some(changed)}), which only modules that are traced may")
+        raise Unclear(f"it changes {what} ({some(changed)}), which {who}")
 
 
 def _check_numbers(subject: Subject, output: Any) -> None:

@@ -65,17 +65,26 @@ class _Watch(TorchDispatchMode):
     Attributes:
         calls: operators with their numbers, in order.
         made: tensors that depend on ``sources``, by identity; held, so that identities stay theirs.
+        tables: all other tensors that the pass made, likewise: of constants.
         earlier: ``made`` of the pass before.
+        filled: ``tables`` of the pass before; a second pass may read what the first has kept, a third makes no more of it.
+        reads_tables: whether one of ``filled`` was read.
         expected: ``calls`` of the pass before, where they must be the same.
     """
 
     def __init__(
-        self, sources: Mapping[int, Tensor], earlier: Mapping[int, Tensor], expected: list[_Numbers] | None
+        self,
+        sources: Mapping[int, Tensor],
+        earlier: Mapping[int, Tensor],
+        filled: Mapping[int, Tensor],
+        expected: list[_Numbers] | None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.sources, self.earlier, self.expected = sources, earlier, expected
+        self.sources, self.earlier, self.filled, self.expected = sources, earlier, filled, expected
         self.calls: list[_Numbers] = []
         self.made: dict[int, Tensor] = {}
+        self.tables: dict[int, Tensor] = {}
+        self.reads_tables = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -85,7 +94,9 @@ class _Watch(TorchDispatchMode):
         given = pytree.tree_leaves((args, kwargs))
         tensors = [leaf for leaf in given if isinstance(leaf, Tensor)]
         name = str(func)
-        if any(id(tensor) in self.earlier for tensor in tensors):
+        read = any(id(tensor) in self.filled for tensor in tensors)
+        self.reads_tables = self.reads_tables or read
+        if any(id(tensor) in self.earlier for tensor in tensors) or (read and self.expected is not None):
             raise _StepError(f"{name} reads what an earlier step has computed")
         call = (name, *map(_number, given))
         if self.expected is not None:
@@ -94,12 +105,11 @@ class _Watch(TorchDispatchMode):
                 raise _StepError(_difference(before, call))
         self.calls.append(call)
         result = func(*args, **(kwargs or {}))
-        if not any(word in name for word in _LIKE) and any(
+        depends = not any(word in name for word in _LIKE) and any(
             id(tensor) in self.sources or id(tensor) in self.made for tensor in tensors
-        ):
-            for leaf in pytree.tree_leaves(result):
-                if isinstance(leaf, Tensor) and id(leaf) not in self.sources:
-                    self.made[id(leaf)] = leaf
+        )
+        made = self.made if depends else self.tables
+        made.update((id(leaf), leaf) for leaf in _tensors(result) if id(leaf) not in self.sources)
         return result
 
 
@@ -139,7 +149,7 @@ def check(
     """
     state = {id(t): t for t in (*model.parameters(), *model.buffers())}
     seen: list[memory.State] = [memory.state_of(model)]
-    watch, at_first = _Watch({}, {}, None), _random_state()
+    watch, at_first = _Watch({}, {}, {}, None), _random_state()
     values = _Values(state)
     drawn = at_first
     try:
@@ -151,7 +161,7 @@ def check(
                 given = {id(leaf): leaf for leaf in pytree.tree_leaves(fresh) if isinstance(leaf, Tensor)}
                 past = {key: tensor for key, tensor in {**watch.made, **watch.sources}.items() if key not in state}
                 before = watch.calls
-                watch = _Watch(state | given, past, before if number >= 2 else None)
+                watch = _Watch(state | given, past, watch.tables, before if number >= 2 else None)
                 values.made.update(given)
                 with watch, values if number == 0 else nullcontext():
                     forward(**fresh)
@@ -160,7 +170,8 @@ def check(
                     raise _StepError(_difference(None, watch.expected[len(watch.calls)]))
                 if number < _DRAWING_PASSES:
                     drawn = _random_state()
-                if drawn == at_first and (number == _PASSES - 1 or (number == 1 and watch.calls == before)):
+                settled = number == 1 and watch.calls == before and not watch.reads_tables
+                if drawn == at_first and (number == _PASSES - 1 or settled):
                     break
     except _OutsideError as error:
         place, line = user_line(error, model)

@@ -87,12 +87,32 @@ def check_model(model: torch.nn.Module) -> None:
                 where=kind,
                 instead="Plan for the float model in Python, and quantize or script what was trained",
             )
+    check_memory(model)
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise TraceError.unsupported(
                 "A hook on a parameter",
                 where=name,
                 instead="Remove it, and change gradients between train_step and optimizer.step",
+            )
+
+
+def check_memory(model: torch.nn.Module) -> None:
+    """Refuses what one device would train through another name.
+
+    Raises:
+        TraceError: a parameter that learns begins where another one or a buffer does, and is not the same.
+    """
+    seen: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if type(tensor) not in (torch.nn.Parameter, Tensor) or tensor.is_meta or tensor.layout is not torch.strided:
+            continue
+        first, other = seen.setdefault(tensor.data_ptr(), (name, tensor)) if tensor.data_ptr() else (name, tensor)
+        if other is not tensor and (other.requires_grad or tensor.requires_grad):
+            raise TraceError(
+                f"{first} and {name} lie in the same memory, and are two tensors",
+                where=type(model).__name__,
+                fix="Tie them by b.weight = a.weight, without .data, or take a clone()",
             )
 
 
@@ -166,7 +186,7 @@ def inference_as_no_grad() -> Iterator[None]:
 
 
 class ParametersKept(TorchFunctionMode):
-    """While tracing, a parameter that a forward pass changes through ``.data`` is an error: torch's export dies of it.
+    """While tracing, what is done to a parameter through ``.data`` or ``requires_grad`` is an error: an export dies of it, or loses it.
 
     What is read through ``.data`` is detached: export would take it for a constant.
     """
@@ -178,13 +198,25 @@ class ParametersKept(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        name = getattr(func, "__name__", "")
+        name, attribute = getattr(func, "__name__", ""), getattr(func, "__self__", None)
         if name.endswith("_") and not name.endswith("__") and any(args[0] is x for x in self._data if args):
             raise TraceError(
                 f"Forward changes a parameter by .data.{name}",
                 fix="Use what the call returns where the parameter is read, or call it after optimizer.step()",
             )
-        if getattr(func, "__self__", None) is not torch.Tensor.data or name != "__get__":
+        if name == "__set__" and attribute is torch.Tensor.data:
+            raise TraceError(
+                "Forward assigns to .data of a tensor, which a trace would lose",
+                fix="Write to a buffer by copy_(...) under torch.no_grad(), and to a parameter after optimizer.step()",
+            )
+        if name == "requires_grad_" or (name == "__set__" and attribute is torch.Tensor.requires_grad):
+            wanted = (*args[1:], *(kwargs or {}).values(), True)[0]
+            if isinstance(args[0], torch.nn.Parameter) and args[0].requires_grad != wanted:
+                raise TraceError(
+                    "Forward changes requires_grad of a parameter, which a trace would lose",
+                    fix="Set it before training, or call that part by torch.func.functional_call with detached parameters",
+                )
+        if attribute is not torch.Tensor.data or name != "__get__":
             return func(*args, **dict(kwargs or {}))
         found = args[0].detach()
         if isinstance(args[0], torch.nn.Parameter):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import io
 import logging
@@ -29,7 +28,7 @@ from autopar.tracing import value_branches as checks
 from autopar.tracing.batch import arguments, fake_batch, inputs_of, named_batch
 from autopar.tracing.builder import Builder
 from autopar.tracing.convert import Converter, needs_decomposition, source_of
-from autopar.tracing.failures import EXPORTS, FAILURES, NO_VALUES, explained, module_of_failure, not_copied
+from autopar.tracing.failures import EXPORTS, FAILURES, NO_VALUES, explained, module_of_failure, not_copied, user_line
 from autopar.tracing.finish import finish
 from autopar.tracing.forms.layers import swap_experts, swap_norms
 from autopar.tracing.forms.losses import over_samples
@@ -38,6 +37,7 @@ from autopar.tracing.opaque_regions import Found, RegionError, Regions, around, 
 from autopar.tracing.outputs import Calls, calls_of, counts_samples, cut, kept, needed_nodes, with_counts
 from autopar.tracing.program_ends import Kept, declare, loss_output, mutations_of, with_twice, written_back
 from autopar.tracing.value_branches import GuardedClamps, limit_each_sample
+from autopar.util.copies import deep_copy
 
 LossFunction = Callable[[Any, dict[str, Any]], torch.Tensor]
 
@@ -389,7 +389,7 @@ def _fake_model(model: torch.nn.Module, mode: FakeTensorMode) -> torch.nn.Module
             if isinstance(value, torch.Tensor) and id(value) not in memo:
                 memo[id(value)] = fake(value) if value.device.type == "meta" else value.detach().cpu()
     try:
-        copied = as_trained(copy.deepcopy(model, memo), model)
+        copied = as_trained(deep_copy(model, memo), model)
     except FAILURES as error:
         raise not_copied(error, model) from error
     swap_experts(copied)
@@ -421,8 +421,10 @@ def _export(
             calls = calls_of(program)
             cut(program)
             return program, calls
-        except TraceError:
-            raise
+        except TraceError as error:
+            if error.where or type(error) is not TraceError:
+                raise
+            raise error.becoming(TraceError, where=user_line(error, model)[0]) from error
         except FAILURES as error:
             raise _within(explained(error, model), module_of_failure(error, wrapper.model)) from error
 

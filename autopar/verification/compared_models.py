@@ -24,6 +24,7 @@ from autopar.plan.check import check_model
 from autopar.plan.plan import Plan
 from autopar.request import Request
 from autopar.tracing.batch import named_batch
+from autopar.util.copies import deep_copy
 
 if TYPE_CHECKING:
     from autopar.models.resolve import ModelSource
@@ -130,7 +131,7 @@ class OwnModel:
 
     def as_traced(self) -> nn.Module:
         """The model on CPU in float32, with what it drops."""
-        return copy.deepcopy(made(self.source)).float().cpu().train()
+        return deep_copy(made(self.source)).float().cpu().train()
 
     def make_batch(self, batch_size: int, *, seed: int, padded: bool = False) -> dict[str, Any]:
         """Samples of the examples: each as often as any other, in an order that depends on the seed alone."""

@@ -42,13 +42,24 @@ def made(model, columns=8):
     return lambda: (model(), {"x": torch.zeros(4, columns)})
 
 
+class Unnamed(Net):
+    def forward(self, *inputs):
+        return self.inner(inputs[0]).mean()
+
+
 net, no_loss, branch, misspelt = map(made, (Net, NoLoss, Branch, Misspelt))
+no_names = lambda: (Unnamed(), [torch.zeros(4, 8)])
+no_samples = lambda: (Net(), {"x": torch.zeros(0, 8)})
 wide = made(Net, 9)
 nothing, alone, listed = (lambda: None), Net, (lambda: (Net(), {"x": [torch.zeros(4, 8)]}))
 
 
 def fails():
     return 1 / 0
+
+
+def leaves():
+    raise SystemExit(3)
 """
 FILES = {
     "misspelt.toml": 'name = "mine"\n[[group]]\ndevise = "cpu"\nnum_nodes = 1\ndevices_per_node = 4\n',
@@ -68,11 +79,16 @@ MISTAKES = (
     (2, f"search {GPT} --cluster torn.toml --global-batch 8", "torn.toml, line 1: This is not TOML"),
     (2, f"search {GPT} --cluster misspelt.toml --global-batch 8", "misspelt.toml, line 3: Unknown key 'devise'. Did you mean 'device'?"),
     (2, f"search gtp:layers=2 {ON}", "Unknown kind of model 'gtp'. Did you mean 'gpt'?"),
+    (2, f"search gpt {ON}", "'gpt' is a kind of model, and no model yet. Write hf:TYPE or its sizes, for example gpt:layers=4"),
+    (2, f"search ./folder/my.py:net {ON}", "'./folder/my.py' is the path of a file, and no module. Start in the folder that holds it, and write my:net"),
     (2, f"search gpt:layer=2 {ON}", "Unknown gpt setting 'layer'. Did you mean 'layers'?"),
     (2, f"search hf:gpt22 {ON}", "Did you mean gpt2"),
     (2, f"search nowhere.module:make {ON}", "Cannot import module 'nowhere.module'"),
     (2, f"search MODELS:nett {ON}", "No function 'nett' in module MODELS. Did you mean net?"),
-    (2, f"search MODELS:fails {ON}", "MODELS.py:39: The factory failed: ZeroDivisionError: division by zero"),
+    (2, f"search MODELS:fails {ON}", "The factory failed: ZeroDivisionError: division by zero"),
+    (2, f"search MODELS:leaves {ON}", "The factory failed: SystemExit: 3"),
+    (1, f"search MODELS:no_names {ON}", "Forward takes *inputs, and no plan has inputs without a name. Write its parameters by name"),
+    (1, f"search MODELS:no_samples {ON}", "The example inputs hold no sample. Give two or more"),
     (2, f"search MODELS:listed {ON}", "The example input 'x' is a list, not a tensor"),
     (2, f"search MODELS:nothing {ON}", "got NoneType. Return (model, {'input_ids': ...})"),
     (2, f"search MODELS:alone {ON}", "Cannot make example inputs for Net"),

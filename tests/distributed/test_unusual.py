@@ -49,6 +49,7 @@ def planned(subject: OwnSubject, pins: str, ranks: int = 4) -> tuple[Plan, Graph
         ("routers", "pp=2 dp_replicate=2"),
         ("resting", "tp=2 dp_replicate=2"),
         ("resting", "dp_shard=4 zero=3 recompute=full"),
+        ("indexed", "tp=2 dp_shard=2 zero=3"),
         ("checkpointed", "pp=2 tp=2"),
         # as of GPT-OSS: refused once for a sequence that is one longer than the model's
         ("sinks", "cp=2 tp=2 cp_attention=gather"),

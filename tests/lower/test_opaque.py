@@ -213,6 +213,20 @@ def test_a_region_that_sets_a_buffer_is_refused() -> None:
         trace(u.Around(Averaging), (), u.batch())
 
 
+class Normed(nn.Linear):
+    """Keeps its rows at length 1, as prototypes of a contrastive loss are kept."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.abs().sum() > 0:
+            self.weight.data = nn.functional.normalize(self.weight.data)
+        return super().forward(x)
+
+
+def test_a_region_that_changes_its_parameters_is_refused() -> None:
+    with pytest.raises(TraceError, match=r"test_opaque.py:\d+: .*it changes parameters \(weight\)"):
+        trace(u.Around(lambda: Normed(8, 8)), (), u.batch())
+
+
 def test_a_region_that_changes_its_buffers_is_refused() -> None:
     with pytest.raises(TraceError, match=r"test_opaque.py:\d+: .*torch.where.*it changes buffers \(steps\)") as caught:
         trace(u.Around(Counting), (), u.batch())

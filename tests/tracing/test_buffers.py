@@ -250,6 +250,23 @@ def _clamped(module: nn.Module, y: Tensor) -> Tensor:
     return y
 
 
+def _normed(module: nn.Module, y: Tensor) -> Tensor:
+    module.linear.weight.data = nn.functional.normalize(module.linear.weight.data)
+    return y + module.linear(y[:, :4])  # type: ignore[no-any-return]
+
+
+def _follows(module: nn.Module, y: Tensor) -> Tensor:
+    module.kept.data = 0.9 * module.kept.data + 0.1 * y.detach().mean(0)
+    return y * module.kept
+
+
+def _frozen_for_a_while(module: nn.Module, y: Tensor) -> Tensor:
+    module.linear.requires_grad_(requires_grad=False)
+    frozen = module.linear(y[:, :4])
+    module.linear.requires_grad_()
+    return y + frozen  # type: ignore[no-any-return]
+
+
 def _silently(module: nn.Module, y: Tensor) -> Tensor:
     y = y * 1.0
     with torch.no_grad():
@@ -296,6 +313,9 @@ def _seen(module: nn.Module, y: Tensor) -> Tensor:
     ("write", "message"),
     [
         (_clamped, "p_model_linear_weight is written to in forward"),
+        (_normed, r"test_buffers.py:\d+: Forward assigns to .data of a tensor"),
+        (_follows, r"test_buffers.py:\d+: Forward assigns to .data of a tensor.*copy_"),
+        (_frozen_for_a_while, r"test_buffers.py:\d+: Forward changes requires_grad of a parameter"),
         (_silently, "writes in place to mul, which has a gradient"),
         (_through_detach, "writes in place to mul, which has a gradient"),
         (
@@ -310,7 +330,19 @@ def _seen(module: nn.Module, y: Tensor) -> Tensor:
         (_list_of_one, "aten.meshgrid.indexing returns a list of one tensor"),
         (_seen, "A number in the model depends on the batch size"),
     ],
-    ids=["parameter", "no_grad", "detach", "einsum", "buffer", "einsum no_grad", "list of one", "samples"],
+    ids=[
+        "parameter",
+        "normed",
+        "average",
+        "frozen",
+        "no_grad",
+        "detach",
+        "einsum",
+        "buffer",
+        "einsum no_grad",
+        "list of one",
+        "samples",
+    ],
 )
 def test_what_would_train_otherwise_than_on_one_device_is_refused(write: Write, message: str) -> None:
     with pytest.raises(TraceError, match=message) as caught:

@@ -79,6 +79,15 @@ def test_batch_norm_is_one_operator_and_gives_its_running_statistics() -> None:
     ]
 
 
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_instance_norms_give_their_running_statistics(momentum: float | None) -> None:
+    norm = nn.InstanceNorm1d(4, affine=True, track_running_stats=True, momentum=momentum)
+    model = model_of(lambda self, x: self.norm(x).pow(3).mean(), norm=norm).double()
+    graph = same_as_the_model(model, {"x": torch.randn(6, 4, 5, dtype=torch.float64)}, steps=2)
+    assert [m.buffer for m in graph.mutations] == ["b_norm_running_mean", "b_norm_running_var"]
+    assert not graph.mixing
+
+
 def picked() -> nn.Module:
     """The row of each sample at a place of its own, counted from the front or from the end."""
 

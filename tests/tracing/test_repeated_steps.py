@@ -147,7 +147,16 @@ def _last_batch(self: Any, x: Tensor) -> Tensor:
     return made
 
 
-@pytest.mark.parametrize(("forward", "kept"), [(_average, torch.zeros(())), (_last_batch, None)])
+def _warmer(self: Any, x: Tensor) -> Tensor:
+    """Of no batch and no parameter: constants make each next one."""
+    self.kept = 0.5 * self.kept + 0.5
+    return x * self.kept.mean()
+
+
+@pytest.mark.parametrize(
+    ("forward", "kept"),
+    [(_average, torch.zeros(())), (_last_batch, None), (_warmer, torch.zeros(8)), (_warmer, torch.zeros(100))],
+)
 def test_a_tensor_of_an_earlier_step_is_refused(forward: Callable[..., Tensor], kept: Tensor | None) -> None:
     with pytest.raises(
         TraceError, match=r"test_repeated_steps.py:\d+: .*reads what an earlier step has computed.*self.*buffer"

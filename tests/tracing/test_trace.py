@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from autopar import api
 from autopar.errors import TraceError
 from autopar.graph.graph import Graph, Op, Ref
 from autopar.graph.interpreter import evaluate, leaves, run
@@ -465,3 +466,45 @@ def test_parameters_outside_of_the_model_that_would_learn_are_refused() -> None:
         trace(nn.Linear(6, 4), (x,), loss_fn=lambda output, batch: 2.0 * criterion(output, batch))
     criterion.requires_grad_(False)
     assert trace(nn.Linear(6, 4), (x,), loss_fn=criterion).loss
+
+
+class Remembers(nn.Module):
+    """Functions that remember the model: a hook that keeps what a layer made, an activation, a layer's own forward in another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[str, Tensor] = {}
+        self.scale, self.first, self.last = nn.Parameter(torch.tensor(2.0)), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.first.register_forward_hook(lambda module, given, made: self.kept.update(first=made))
+        self.activations = [lambda x: torch.tanh(self.scale * x)]
+        usual = self.last.forward
+        self.last.forward = lambda x: usual(x) + self.scale  # type: ignore[method-assign]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.last(self.activations[0](self.first(x))) ** 2).mean() + sum(self.kept.values()).abs().mean()
+
+
+def test_functions_that_remember_the_model_read_its_copy() -> None:
+    model = Remembers()
+    trace(model, (torch.randn(6, 4),))
+    assert not model.kept
+    same_as_the_model(model, {"x": torch.randn(6, 4)})
+
+
+def _tied_by_memory(kept: Callable[[Tensor], object]) -> nn.Module:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    if isinstance(made := kept(layers[0].weight.data), nn.Parameter):
+        layers[1].weight = made
+    else:
+        layers.register_buffer("kept", made)  # type: ignore[arg-type]
+    return layers
+
+
+@pytest.mark.parametrize("kept", [nn.Parameter, lambda weight: weight])
+def test_parameters_that_one_device_trains_by_another_name_are_refused(kept: Callable[[Tensor], object]) -> None:
+    with pytest.raises(
+        TraceError, match=r"0\.weight and (1\.weight|kept) lie in the same memory.*b\.weight = a\.weight"
+    ):
+        api.trace(_tied_by_memory(kept), example_inputs=[X], loss_fn=lambda y, _: y.mean())
+    cloned = _tied_by_memory(lambda weight: kept(weight.clone()))
+    assert api.trace(cloned, example_inputs=[X], loss_fn=lambda y, _: y.mean()).ops

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from autopar import nn
 from autopar.graph.graph import Argument, Ref
@@ -164,15 +165,17 @@ def random_call(builder: Builder, call: Call) -> Value:
 
 
 def swap_norms(model: torch.nn.Module) -> None:
-    """Gives batch norms of ``model``, a copy made for tracing, a forward that says what theirs does.
+    """Gives norms of ``model``, a copy made for tracing, a forward that says what theirs does.
 
-    ``momentum=None`` divides by a number of batches that lies in a tensor. ``SyncBatchNorm`` asks for a GPU, and takes the statistics
+    Instance norms write running statistics that no schema tells of. ``momentum=None`` divides by a number of batches that lies in a tensor. ``SyncBatchNorm`` asks for a GPU, and takes the statistics
     that every batch norm of a plan takes.
     """
     for module in model.modules():
+        changed: Any = module
+        if isinstance(module, _InstanceNorm) and module.training and module.track_running_stats:
+            changed.forward = partial(_instance_norm, module)
         if not isinstance(module, _BatchNorm):
             continue
-        changed: Any = module
         if type(module).forward is SyncBatchNorm.forward:
             changed.forward = partial(_BatchNorm.forward, module)
         is_usual = type(module).forward in (_BatchNorm.forward, SyncBatchNorm.forward)
@@ -193,6 +196,17 @@ def _cumulative(norm: _BatchNorm, x: torch.Tensor) -> torch.Tensor:
         if value is not None:
             value.copy_(old + (value - old) / norm.num_batches_tracked)
     return y
+
+
+def _instance_norm(norm: _InstanceNorm, x: torch.Tensor) -> torch.Tensor:
+    """Normalized by its own statistics; the running ones move to their mean over samples."""
+    norm._check_input_dim(x)  # type: ignore[no-untyped-call]
+    places, factor = tuple(range(2, x.dim())), norm.momentum or 0.0
+    with torch.no_grad():
+        for running, found in ((norm.running_mean, x.mean(places)), (norm.running_var, x.var(places))):
+            if running is not None:
+                running.copy_((1.0 - factor) * running + factor * found.mean(0))
+    return F.instance_norm(x, None, None, norm.weight, norm.bias, use_input_stats=True, momentum=factor, eps=norm.eps)
 
 
 def _batch_norm(builder: Builder, call: Call) -> Value:

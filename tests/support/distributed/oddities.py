@@ -169,6 +169,20 @@ class Frozen(u.Around):
             part.requires_grad_(requires_grad=False)
 
 
+class Indexed(u.Around):
+    """Parameters that never learn: places, a mask, and nothing at all."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: nn.Linear(8, 8))
+        kept = torch.arange(8).flip(0), torch.arange(8) < 6
+        self.places, self.mask = (nn.Parameter(part, requires_grad=False) for part in kept)
+        self.nothing = nn.Parameter(torch.zeros(0, 8))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        inner = self.inner(self.first(x))[:, self.places] * self.mask + self.nothing.sum()
+        return F.cross_entropy(self.last(inner), y)
+
+
 class Sinks(nn.Module):
     """Attention written out, whose softmax has a column more than there are keys."""
 
@@ -335,7 +349,8 @@ UNUSUAL = {
     "sinks": OwnSubject(Sinks, rows),
 } | {
     kind.__name__.lower(): OwnSubject(kind, u.drawn)
-    for kind in (Routers, Rolling, Shared, Resting, Checkpointed, Spectral, Passing, Unread, Frozen)
+    for kind in (Routers, Rolling, Shared, Resting, Checkpointed, Spectral, Passing, Unread, Frozen, Indexed)
 }
 """By name: a contrastive loss with a scalar parameter; attention with a column more than keys; branches on values; numbers read from the batch; weights of two layers; parts in
-``eval()``; recompute; complex numbers; all kinds of values between layers; no gradient back to the first layers; frozen ones."""
+``eval()``; recompute; complex numbers; all kinds of values between layers; no gradient back to the first layers; frozen ones; parameters that
+are no numbers."""
