@@ -17,7 +17,7 @@ from autopar.errors import AutoparError, UsageError
 from autopar.lower.program import Program
 from autopar.runtime.assemble import Assembly, assemble, forget_gathered
 from autopar.runtime.checkpoint.export import Export, ModelFacts
-from autopar.runtime.checkpoint.series import Beside, Checkpointed
+from autopar.runtime.checkpoint.series import EXTRA, LOADER, SCHEDULER, Beside, Checkpointed
 from autopar.runtime.checkpoint.write import Save
 from autopar.runtime.checks import (
     MemoryReport,
@@ -44,7 +44,7 @@ from autopar.runtime.world import World
 from autopar.tracing.batch import positional, with_names
 
 if TYPE_CHECKING:
-    from autopar.runtime.data import PlannedLoader, StreamLoader
+    from autopar.runtime.data import PlannedLoader
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -383,7 +383,7 @@ class ParallelModel(PlannedModule):
         """Of an error of torch's that there is no memory left: one that says what was predicted, and what there is."""
         return self._memory_report.error()
 
-    def dataloader(self, dataset: Dataset[Any], **options: Any) -> PlannedLoader | StreamLoader:
+    def dataloader(self, dataset: Dataset[Any], **options: Any) -> PlannedLoader:
         """A ``torchdata.stateful_dataloader.StatefulDataLoader`` that gives each rank its part of global batches.
 
         Ranks that share samples load the same ones. A batch smaller than the plan's (the last of an epoch) is loaded whole by
@@ -428,7 +428,8 @@ class ParallelModel(PlannedModule):
             UsageError: the folder cannot be written, or a state cannot be kept; on all ranks alike. What was there is unchanged.
         """
         with self._calls.at_once("save"):
-            save = self._begin_save(path, optimizer, Beside(scheduler=scheduler, dataloader=dataloader, extra=extra))
+            beside = {SCHEDULER: scheduler, LOADER: dataloader, EXTRA: extra}
+            save = self._begin_save(path, optimizer, beside)
             save.write(self._checkpointed.meeting)
 
     def _begin_save(self, path: str | Path, optimizer: Optimizer | None, beside: Beside) -> Save:
@@ -482,7 +483,7 @@ class ParallelModel(PlannedModule):
         """
         with self._calls.at_once("load"):
             self._memory.check_memory()
-            beside = Beside(scheduler=scheduler, dataloader=dataloader)
+            beside = {SCHEDULER: scheduler, LOADER: dataloader}
             progress, extra = self._checkpointed.load(path, optimizer, beside, allow_pickle=allow_pickle)
         self.seed, self.step_count = progress["seed"], progress["step"]
         if self._scale.is_wanted and progress.get("scaler") is not None:

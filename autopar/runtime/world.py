@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import socket
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -68,15 +69,6 @@ class Meeting:
         dist.gather_object(value, said, group=self.group, group_dst=0)
         return said or []
 
-    def scatter(self, values: Sequence[_T]) -> _T:
-        """For each rank its own of rank 0's values, of which the others give none."""
-        if self.group is None:
-            return values[0]
-        got: list[Any] = [None]
-        dist.scatter_object_list(got, list(values) if self.rank == 0 else None, group=self.group, group_src=0)
-        mine: _T = got[0]
-        return mine
-
     def first(self, make: Callable[[], _T]) -> _T:
         """What rank 0 makes, on all ranks.
 
@@ -96,12 +88,18 @@ class Meeting:
         result: _T = made[0]
         return result
 
-    def agree(self, failure: AutoparError | None) -> None:
-        """Nothing, where no rank has failed.
+    @contextmanager
+    def alike(self) -> Iterator[None]:
+        """Around what each rank does for itself, at whose end all know whether any has failed.
 
         Raises:
             AutoparError: of the first rank that has; on all ranks alike.
         """
+        failure: AutoparError | None = None
+        try:
+            yield
+        except AutoparError as error:
+            failure = error
         if failed := [one for one in self.all(failure) if one is not None]:
             raise failed[0]
 

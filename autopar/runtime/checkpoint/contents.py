@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, TypeGuard
@@ -207,13 +207,15 @@ def padding_of(value: Tensor, padding: Padding) -> Tensor:
     return local.narrow(padding.dim, first, local.shape[padding.dim] - first)
 
 
-def tensors_of(held: Sequence[Held], optimizer: Optimizer | None) -> Iterator[tuple[str, Tensor, Padding | None]]:
-    """Parameters and the optimizer's states, by name, each with its padding."""
+def tensors_of(
+    held: Sequence[Held], optimizer: Optimizer | None, fresh: Collection[str] = ()
+) -> Iterator[tuple[str, Tensor, Padding | None]]:
+    """Parameters and the optimizer's states but those of ``fresh`` parameters, by name, each with its padding."""
     for h in held:
         yield f"model.{h.key}", h.parameter.detach(), h.padding
-    for h in held if optimizer is not None else ():
-        assert optimizer is not None
-        for name, value in optimizer.state.get(h.parameter, {}).items():
+    for h in held:
+        states = {} if optimizer is None or h.key in fresh else optimizer.state.get(h.parameter, {})
+        for name, value in states.items():
             if isinstance(value, Tensor):
                 is_long = value.shape == h.parameter.shape
                 yield f"optimizer.{h.key}.{name}", value, h.padding if is_long else None

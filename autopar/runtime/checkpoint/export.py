@@ -12,7 +12,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.errors import UsageError, first_line, reason
+from autopar.errors import UsageError, first_line
 from autopar.graph.graph import Graph
 from autopar.runtime.checkpoint import write
 from autopar.runtime.checkpoint.chunk_files import Part, as_bytes, header
@@ -98,11 +98,11 @@ class Export:
         shapes = {name: boxes[0][1][1] for name, boxes in self._givers.items()}
         files = self._files(shapes, limit)
         target = self.meeting.first(lambda: _begun(place))
-        failure = self._written(files, shapes, write.staging(place, target))
-        if self.meeting.rank == 0 and failure is None:
-            failure = self._described(files, shapes, write.staging(place, target))
         try:
-            self.meeting.agree(failure)
+            with self.meeting.alike(), _refusing(place):
+                self._write(files, shapes, write.staging(place, target))
+                if self.meeting.rank == 0:
+                    self._describe(files, shapes, write.staging(place, target))
         except UsageError:
             write.give_up(place, target, own="", is_first=self.meeting.rank == 0)
             raise
@@ -147,13 +147,13 @@ class Export:
             for i, own in enumerate(shards)
         ]
 
-    def _written(self, files: Sequence[_File], shapes: Mapping[str, tuple[int, ...]], place: Path) -> UsageError | None:
-        """All ranks take part in each round: each writer gets one tensor of its files."""
+    def _write(self, files: Sequence[_File], shapes: Mapping[str, tuple[int, ...]], place: Path) -> None:
+        """All ranks take part in each round, at whatever one has failed: each writer gets one tensor of its files."""
         turns = [
             [(file, name) for file in files if file.writer == rank for name in file.names]
             for rank in range(self.meeting.size)
         ]
-        failure: UsageError | None = None
+        failure: OSError | None = None
         opened: BinaryIO | None = None
         current = ""
         for turn in range(max(map(len, turns), default=0)):
@@ -171,12 +171,10 @@ class Export:
                     opened.write(header(named, {"format": "pt"}))
                 opened.write(as_bytes(value))
             except OSError as error:
-                failure = _failed(place, error)
-        try:
-            _finish(opened)
-        except OSError as error:
-            failure = failure or _failed(place, error)
-        return failure
+                failure = error
+        _finish(opened)
+        if failure is not None:
+            raise failure
 
     def _exchanged(self, wanted: Mapping[int, str], shapes: Mapping[str, tuple[int, ...]]) -> Tensor | None:
         """The complete tensor that this rank wants, if it wants one; others get theirs."""
@@ -205,30 +203,23 @@ class Export:
                 result[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))] = value
         return result
 
-    def _described(
-        self, files: Sequence[_File], shapes: Mapping[str, tuple[int, ...]], place: Path
-    ) -> UsageError | None:
+    def _describe(self, files: Sequence[_File], shapes: Mapping[str, tuple[int, ...]], place: Path) -> None:
+        if len(files) > 1:
+            total = sum(prod(shapes[name]) * self.untrained.dtypes[name].itemsize for f in files for name in f.names)
+            index = {
+                "metadata": {"total_size": total},
+                "weight_map": {name: file.name for file in files for name in file.names},
+            }
+            write.write_through(place / _INDEX, json.dumps(index, indent=2).encode())
         try:
-            if len(files) > 1:
-                total = sum(
-                    prod(shapes[name]) * self.untrained.dtypes[name].itemsize for f in files for name in f.names
-                )
-                index = {
-                    "metadata": {"total_size": total},
-                    "weight_map": {name: file.name for file in files for name in file.names},
-                }
-                write.write_through(place / _INDEX, json.dumps(index, indent=2).encode())
             for config in self.facts.configs:
                 config.save_pretrained(place)
-        except OSError as error:
-            return _failed(place, error)
         except (ValueError, TypeError) as error:  # of a configuration that contradicts itself
-            return UsageError(
+            raise UsageError(
                 f"Cannot write the weights to {place}: transformers does not write the model's configuration",
                 got=first_line(error),
                 fix="Correct model.config or model.generation_config before autopar.parallelize, which keeps copies of them",
-            )
-        return None
+            ) from error
 
 
 def num_bytes(size: str | int) -> int:
@@ -262,18 +253,14 @@ def _finish(file: BinaryIO | None) -> None:
 
 
 def _begun(place: Path) -> Target:
-    try:
-        target = write.look(place)
-        write.begin(place, target)
-    except OSError as error:
-        raise _failed(place, error) from error
-    return target
+    with _refusing(place):
+        return write.begin(place)
 
 
 def _commit(place: Path, target: Target) -> None:
     """Rank 0 puts what was written in the place of weights that are there; an index of several files comes last."""
     staged = write.staging(place, target)
-    try:
+    with _refusing(place):
         if not target.is_there:
             staged.rename(place)
             return
@@ -281,17 +268,11 @@ def _commit(place: Path, target: Target) -> None:
         for name in names:
             (staged / name).replace(place / name)
         staged.rmdir()
-    except OSError as error:
-        raise _failed(place, error) from error
     with suppress(OSError):
         for path in place.iterdir():
             if _WRITTEN.fullmatch(path.name) and path.name not in names:
                 path.unlink()
 
 
-def _failed(place: Path, error: OSError) -> UsageError:
-    return UsageError(
-        f"Cannot write the weights to {place}",
-        got=reason(error),
-        fix="Name the same folder on all ranks, on a file system that all nodes share",
-    )
+def _refusing(place: Path) -> AbstractContextManager[None]:
+    return write.refusing(f"the weights to {place}")
