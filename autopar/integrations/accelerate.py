@@ -291,7 +291,7 @@ class _Watched(DataLoaderStateMixin):  # type: ignore[misc]
 def _is_planned(loader: object) -> bool:
     """Whether ``par.dataloader`` made it, which takes a package that may not be there."""
     data = sys.modules.get("autopar.runtime.data")
-    return data is not None and isinstance(loader, (data.PlannedLoader, data.StreamLoader))
+    return data is not None and isinstance(loader, data.PlannedLoader)
 
 
 def _same_everywhere(seed: int | None) -> int:
