@@ -52,8 +52,15 @@ class GlobalLoss:
         Args:
             parameters: for which nobody may ask by ``torch.autograd.grad``.
         """
-        start = torch.zeros((), device=self._device, requires_grad=part.requires_grad)
-        return cast("Tensor", _Called.apply(start, part, self, begin, finish, *parameters))  # type: ignore[no-untyped-call]
+        engine = torch.autograd.Variable._execution_engine
+
+        def passed_on(gradient: Tensor) -> Tensor:
+            begin()
+            # Twice, so that it comes after the callback that FSDP queues in the course of this backward.
+            engine.queue_callback(lambda: engine.queue_callback(finish))
+            return gradient
+
+        return with_backward(self.summed(part.detach().clone()), passed_on, parameters, part)
 
     def summed(self, loss: Tensor) -> Tensor:
         """In place."""
@@ -64,8 +71,21 @@ class GlobalLoss:
         return loss
 
 
-def plain_gradient(node: Any, gradient: Tensor) -> Tensor:
-    """What the ``backward`` of a loss was given.
+def with_backward(
+    value: Tensor, act: Callable[[Tensor], Tensor | None], parameters: Iterable[Tensor], part: Tensor | None = None
+) -> Tensor:
+    """The value as a loss whose ``backward()`` calls ``act`` with the gradient that it was given.
+
+    Args:
+        parameters: for which nobody may ask by ``torch.autograd.grad``.
+        part: gets the gradient that ``act`` returns; without one ``act`` does all there is to do.
+    """
+    start = torch.zeros((), device=value.device, requires_grad=part is None or part.requires_grad)
+    return cast("Tensor", _Loss.apply(start, part, value, act, *parameters))  # type: ignore[no-untyped-call]
+
+
+def _check_plain(node: Any, gradient: Tensor) -> None:
+    """Nothing, where the ``backward`` of a loss was called as it stands.
 
     Args:
         node: of the loss in the graph of autograd; its first input is a leaf that nobody else has.
@@ -89,33 +109,27 @@ def plain_gradient(node: Any, gradient: Tensor) -> Tensor:
             "The loss was added to a DTensor, as a penalty of par.parameters() is",
             fix="Compute the penalty in the model's forward or in loss_fn, as a part of the loss, or add its .full_tensor()",
         )
-    return gradient
 
 
-class _Called(torch.autograd.Function):
-    """Forward: the sum of the ranks' parts. Backward: passes on, and has the gradient sums done at its end."""
+class _Loss(torch.autograd.Function):
+    """Forward: the value. Backward: what is done with its gradient."""
 
     @staticmethod
     def forward(
         ctx: Any,
         start: Tensor,
-        loss: Tensor,
-        whole: GlobalLoss,
-        begin: Callable[[], None],
-        finish: Callable[[], None],
+        part: Tensor | None,
+        value: Tensor,
+        act: Callable[[Tensor], Tensor | None],
         *parameters: Tensor,
     ) -> Tensor:
-        ctx.begin, ctx.finish, ctx.count = begin, finish, len(parameters)
-        return whole.summed(loss.detach().clone())
+        ctx.act, ctx.count = act, len(parameters)
+        return value.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        gradient = plain_gradient(ctx, gradients[0])
-        ctx.begin()
-        engine = torch.autograd.Variable._execution_engine
-        # Twice, so that it comes after the callback that FSDP queues in the course of this backward.
-        engine.queue_callback(lambda: engine.queue_callback(ctx.finish))
-        return None, gradient, *[None] * (3 + ctx.count)
+        _check_plain(ctx, gradients[0])
+        return None, ctx.act(gradients[0]), *[None] * (2 + ctx.count)
 
 
 _MAKE = "scaler = par.grad_scaler()"
