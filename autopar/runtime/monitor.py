@@ -27,7 +27,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from autopar.plan.plan import Plan
 from autopar.plan.run_log import (
-    CATEGORIES,
     COMPUTE,
     CONTEXT,
     DATA,
@@ -231,20 +230,15 @@ class Monitor:
         world = self._world
         mine = step_of([{k: v for k, v in step.items() if k != _BETWEEN} for step in steps])
         between = sorted(step.get(_BETWEEN, 0.0) for step in steps)[len(steps) // 2]
-        peak, reserved = self._memory.peak_bytes(), self._memory.reserved_bytes()
-        row = [*mine.values(), between, *(-1.0 if size is None else float(size) for size in (reserved, peak))]
-        ranks = []
-        for rank, values in enumerate(Meeting(world.host_group()).all(row)):
-            ranks.append(
-                RankTimes(
-                    rank=rank,
-                    seconds=dict(zip(CATEGORIES, values, strict=False)),
-                    between_s=values[-3],
-                    reserved_bytes=None if values[-2] < 0 else int(values[-2]),
-                    measured_bytes=None if values[-1] < 0 else int(values[-1]),
-                    predicted_bytes=predicted_bytes(self._plan, rank),
-                )
-            )
+        own = RankTimes(
+            rank=world.rank,
+            seconds=mine,
+            between_s=between,
+            reserved_bytes=self._memory.reserved_bytes(),
+            measured_bytes=self._memory.peak_bytes(),
+            predicted_bytes=predicted_bytes(self._plan, world.rank),
+        )
+        ranks = Meeting(world.host_group()).all(own)
         self.record = record_of(
             self._plan, ranks, num_steps=len(steps), memory_kind=self._memory.kind, is_coarse=self._is_coarse
         )

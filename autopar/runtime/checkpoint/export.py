@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -63,13 +63,8 @@ class ModelFacts:
         return cls(configs=configs, ignored=frozenset(getattr(model, "_keys_to_ignore_on_save", None) or ()))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _File:
-    """One that is written: ``names`` of its tensors, in order, and which rank writes it."""
-
-    name: str
-    names: tuple[str, ...]
-    writer: int
+_Files: TypeAlias = Mapping[str, Sequence[str]]
+"""The names of the tensors in each file, in order. Ranks write them in turns."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -125,7 +120,7 @@ class Export:
             if name in self.untrained.dtypes:
                 yield part_of(name, value)
 
-    def _files(self, shapes: Mapping[str, tuple[int, ...]], limit: int) -> list[_File]:
+    def _files(self, shapes: Mapping[str, tuple[int, ...]], limit: int) -> _Files:
         """Tensors in the order of the state dict, each tied one once, by its first name."""
         names = [n for n in dict.fromkeys(self.untrained.names.values()) if n in shapes and n not in self.facts.ignored]
         shards: list[list[str]] = [[]]
@@ -137,20 +132,14 @@ class Export:
                 room = limit
             shards[-1].append(name)
             room -= size
-        count = len(shards)
-        return [
-            _File(
-                name="model.safetensors" if count == 1 else f"model-{i + 1:05d}-of-{count:05d}.safetensors",
-                names=tuple(own),
-                writer=i % self.meeting.size,
-            )
-            for i, own in enumerate(shards)
-        ]
+        if len(shards) == 1:
+            return {"model.safetensors": shards[0]}
+        return {f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors": own for i, own in enumerate(shards)}
 
-    def _write(self, files: Sequence[_File], shapes: Mapping[str, tuple[int, ...]], place: Path) -> None:
+    def _write(self, files: _Files, shapes: Mapping[str, tuple[int, ...]], place: Path) -> None:
         """All ranks take part in each round, at whatever one has failed: each writer gets one tensor of its files."""
         turns = [
-            [(file, name) for file in files if file.writer == rank for name in file.names]
+            [(file, name) for file in list(files)[rank :: self.meeting.size] for name in files[file]]
             for rank in range(self.meeting.size)
         ]
         failure: OSError | None = None
@@ -163,11 +152,11 @@ class Export:
                 continue
             try:
                 file = wanted[self.meeting.rank][0]
-                if file.name != current or opened is None:
+                if file != current or opened is None:
                     _finish(opened)
                     place.mkdir(parents=True, exist_ok=True)
-                    current, opened = file.name, (place / file.name).open("xb")
-                    named = [(name, self.untrained.dtypes[name], shapes[name]) for name in file.names]
+                    current, opened = file, (place / file).open("xb")
+                    named = [(name, self.untrained.dtypes[name], shapes[name]) for name in files[file]]
                     opened.write(header(named, {"format": "pt"}))
                 opened.write(as_bytes(value))
             except OSError as error:
@@ -203,13 +192,11 @@ class Export:
                 result[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))] = value
         return result
 
-    def _describe(self, files: Sequence[_File], shapes: Mapping[str, tuple[int, ...]], place: Path) -> None:
+    def _describe(self, files: _Files, shapes: Mapping[str, tuple[int, ...]], place: Path) -> None:
         if len(files) > 1:
-            total = sum(prod(shapes[name]) * self.untrained.dtypes[name].itemsize for f in files for name in f.names)
-            index = {
-                "metadata": {"total_size": total},
-                "weight_map": {name: file.name for file in files for name in file.names},
-            }
+            of = {name: file for file, names in files.items() for name in names}
+            total = sum(prod(shapes[name]) * self.untrained.dtypes[name].itemsize for name in of)
+            index = {"metadata": {"total_size": total}, "weight_map": of}
             write.write_through(place / _INDEX, json.dumps(index, indent=2).encode())
         try:
             for config in self.facts.configs:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import re
 import shutil
-import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -231,8 +231,8 @@ class Checkpoints:
         self._damaged: set[Path] = set()
         self._meeting: Meeting | None = None
         self._buffers: dict[str, Tensor] = {}
-        self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
+        self._writer = ThreadPoolExecutor(1, "autopar-checkpoint")  # a process that ends waits for it
+        self._under_way: Future[None] | None = None
 
     def save(
         self,
@@ -260,9 +260,7 @@ class Checkpoints:
                 self._write(save, meeting)
                 return path
             save.parts = copied(save.parts, self._buffers)
-        # no daemon: a process that ends waits for it
-        self._thread = threading.Thread(target=self._write_beside, args=(save, meeting), name="autopar-checkpoint")
-        self._thread.start()
+        self._under_way = self._writer.submit(self._write, save, meeting)
         return path
 
     def wait(self) -> None:
@@ -271,12 +269,9 @@ class Checkpoints:
         Raises:
             UsageError: it could not be written; on all ranks alike.
         """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+        begun, self._under_way = self._under_way, None
+        if begun is not None:
+            begun.result()
 
     def latest(self) -> Path | None:
         """The newest complete checkpoint, the same on all ranks; None where there is none.
@@ -329,12 +324,6 @@ class Checkpoints:
             is_job = dist.is_initialized() and dist.get_world_size() > 1
             self._meeting = Meeting(dist.new_group(backend=dist.Backend.GLOO, timeout=DISKS) if is_job else None)
         return self._meeting
-
-    def _write_beside(self, save: Save, meeting: Meeting) -> None:
-        try:
-            self._write(save, meeting)
-        except BaseException as error:  # noqa: BLE001  of whatever kind: the next call raises it
-            self._failure = error
 
     def _write(self, save: Save, meeting: Meeting) -> None:
         save.write(meeting)

@@ -56,13 +56,7 @@ def look(folder: Path) -> Target:
         return Target()
     names = [path.name for path in folder.iterdir() if path.name != _INSIDE]
     found = [int(match[1]) for match in map(FILE.fullmatch, names) if match is not None]
-    return Target(is_there=bool(names) or _is_mount(folder), generation=max(found, default=-1) + 1)
-
-
-def _is_mount(folder: Path) -> bool:
-    with suppress(OSError):
-        return folder.is_mount()
-    return False
+    return Target(is_there=bool(names) or os.path.ismount(folder), generation=max(found, default=-1) + 1)
 
 
 def staging(folder: Path, target: Target) -> Path:
