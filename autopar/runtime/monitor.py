@@ -139,14 +139,11 @@ class Monitor:
         world: World,
         *,
         log_dir: Path | None = None,
-        warm_up: int = WARM_UP_STEPS,
-        steps: int = MEASURED_STEPS,
     ) -> None:
         self._plan, self._world = plan, world
         self._path = None if log_dir is None else log_dir / FILE_NAME
         if self._path is not None and world.rank == 0:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._warm_up, self._wanted = warm_up, steps
         self._memory = _Memory(world.device)
         self._is_coarse = world.device.type == "cuda"
         self._clock: Clock | None = None
@@ -157,7 +154,7 @@ class Monitor:
         weakref.finalize(self, self._undo.close)  # a run may end before its steps are done
         self._mine: frozenset[int] = frozenset()
         self.record: RunRecord | None = None
-        self.is_active = steps > 0
+        self.is_active = True
 
     def holds(self, parameters: Iterable[torch.Tensor]) -> None:
         """Whose optimizer is timed."""
@@ -175,10 +172,10 @@ class Monitor:
             done = self._clock.begin()
             if self._has_ended:  # an evaluation alone has no end
                 self._steps.append(done)
-        elif self._seen > self._warm_up:
+        elif self._seen > WARM_UP_STEPS:
             self._start()
         self._has_ended = False
-        if len(self._steps) == self._wanted:
+        if len(self._steps) == MEASURED_STEPS:
             self._finish()
         elif self._clock is not None:
             if not self._is_coarse:
@@ -212,16 +209,16 @@ class Monitor:
         self._groups = _categories(self._world)
         clock, mine = self._clock, self._mine
 
-        def begin(optimizer: Optimizer, *_: object) -> None:
-            if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
-                clock.enter(OPTIMIZER)
+        def on_own(act: Callable[[], None]) -> Callable[..., None]:
+            def hook(optimizer: Optimizer, *_: object) -> None:
+                if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+                    act()
 
-        def end(optimizer: Optimizer, *_: object) -> None:
-            if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
-                clock.leave()
+            return hook
 
-        self._undo.callback(register_optimizer_step_pre_hook(begin).remove)
-        self._undo.callback(register_optimizer_step_post_hook(end).remove)
+        begin = register_optimizer_step_pre_hook(on_own(lambda: clock.enter(OPTIMIZER)))
+        self._undo.callback(begin.remove)
+        self._undo.callback(register_optimizer_step_post_hook(on_own(clock.leave)).remove)
 
     def _finish(self) -> None:
         """Medians of all ranks, the verdict, the log."""

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from autopar.errors import AutoparError, UsageError
 from autopar.lower.program import Program
-from autopar.runtime.assemble import Assembly, assemble, forget_gathered
+from autopar.runtime.assemble import Assembly, assemble, forget_gathered, uses_fsdp
 from autopar.runtime.checkpoint.export import Export, ModelFacts
 from autopar.runtime.checkpoint.series import EXTRA, LOADER, SCHEDULER, Beside, Checkpointed
 from autopar.runtime.checkpoint.write import Save
@@ -93,7 +93,7 @@ class ParallelModel(PlannedModule):
         self._loss = GlobalLoss(self.plan, world, self.monitor)
         self._norm = Norm(held, world.sums_group(), world.device, self._loss.dtype)
         self._replicas = Replicas(held, world, self._norm.group)
-        recovers, launched = not self._assembly.is_fsdp, launched_on(world.device)
+        recovers, launched = not uses_fsdp(self.plan), launched_on(world.device)
         self._alarm = Alarm(world.rank, self.plan.mesh.world_size, recovers=recovers, launched=launched)
         weakref.finalize(self, self._alarm.close)
         self._calls = Calls(world, self._alarm, world.meeting_group(), self._gradients)

@@ -171,26 +171,16 @@ class Pipeline:
         More micro-batches than the schedule has are run by it in turns.
         """
         own, inputs = self._program.plan.num_micro_batches, self._program.graph.inputs
-        if count == own:
-            return self._run(batch)
-        losses = []
+        rest = {leaf.name: batch[leaf.name] for leaf in inputs if leaf.name not in self._chunked}
+        found: list[Tensor] = []
         for turn, part in enumerate(micro_batches(batch, inputs, count // own)):
             for stage in self._stages:
-                stage.first_micro_batch = turn * own
-            losses.append(self._run(part))
-        for stage in self._stages:
-            stage.first_micro_batch = 0
-        return torch.stack([loss for loss in losses if loss is not None]).sum() if losses[0] is not None else None
-
-    def _run(self, batch: Batch) -> Tensor | None:
-        keywords = {INPUT + name: batch[name] for name in self._chunked}
-        rest = {leaf.name: batch[leaf.name] for leaf in self._program.graph.inputs if leaf.name not in self._chunked}
-        for stage in self._stages:
-            stage.totals = stage.totals | rest
-        losses: list[Tensor] = []
-        with self._monitor.part(PIPELINE):  # but for the stages' own work: waiting for the neighbours
-            self._schedule.step(target=self._numbers, losses=losses, return_outputs=False, **keywords)
-        return torch.stack([loss.detach() for loss in losses]).sum() if losses else None
+                stage.first_micro_batch, stage.totals = turn * own, stage.totals | rest
+            keywords, losses = {INPUT + name: part[name] for name in self._chunked}, list[Tensor]()
+            with self._monitor.part(PIPELINE):  # but for the stages' own work: waiting for the neighbours
+                self._schedule.step(target=self._numbers, losses=losses, return_outputs=False, **keywords)
+            found += [loss.detach() for loss in losses]
+        return torch.stack(found).sum() if found else None
 
     def evaluate(self, batch: Batch, count: int) -> Tensor | None:
         """As :meth:`run`, forward alone and without gradients.

@@ -142,9 +142,6 @@ class StageModule(nn.Module):
         self.shared_names = program.shared_parameters
         self._prelude_program: PreludeProgram | None = program.prelude
         self._meshes = meshes
-        self.is_random = any(SEED in block.inputs for block in program.blocks)
-        if program.prelude is not None:
-            self.is_random = self.is_random or SEED in program.prelude.inputs
         self.mutations = program.mutations
         self.totals: dict[str, Tensor] = {}
         self.state: dict[str, Tensor] = {}
@@ -174,8 +171,7 @@ class StageModule(nn.Module):
         values[SHARE], values[MICRO_BATCH_WEIGHT] = self.share, weight
         for name in self.shared_names:
             values[name] = self._parameters[name]
-        if self.is_random:
-            values[SEED] = self.seed + self.micro_batch % self._num_streams
+        values[SEED] = self.seed + self.micro_batch % self._num_streams
         with on_meshes(self._meshes):
             if self._prelude_program is not None and self.prelude is not None:
                 with torch.no_grad():
