@@ -49,7 +49,7 @@ def step_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     finally:
         for p, grad in zip(parameters, earlier, strict=True):
             p.grad = grad
-    scale, factor = model._scale, model._scale.factor
+    scaler, factor = model._scaler, model._scaler.factor
     ready = [[(p, grad) for p, grad in zip(parameters, made, strict=True) if grad is not None]]
 
     def add(gradient: Tensor) -> None:
@@ -59,7 +59,7 @@ def step_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
                 fix="Add losses up before backward(), or compute the step again",
             )
         pairs = ready.pop()
-        scale.check_called()
+        scaler.check_called()
         with torch.no_grad():
             if factor is not None:  # by which the step and the scaler of the loop have both multiplied
                 gradient = gradient / factor
@@ -82,7 +82,7 @@ def scaler_of(par: ParallelModel, **options: Any) -> GradScaler | None:
     """
     if not par.plan.precision.scales_loss:
         return None
-    return par._scale.scaler or par.grad_scaler(**options)
+    return par._scaler if par._scaler.is_made else par.grad_scaler(**options)
 
 
 def check_precision(par: ParallelModel, asked: str) -> None:

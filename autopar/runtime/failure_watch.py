@@ -8,7 +8,7 @@ import re
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from zlib import crc32
 
@@ -364,15 +364,6 @@ class Calls:
             except AutoparError:
                 self._alarm.met()
                 raise
-
-    def largest(self, values: Sequence[float]) -> list[float]:
-        """Of each the largest that any rank has; inside of a call that all make."""
-        found = torch.tensor(values, dtype=torch.float64)
-        if self._group is not None:
-            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group)
-            self._alarm.met()
-        largest: list[float] = found.tolist()
-        return largest
 
     def meet(self, what: str) -> None:
         """Before what is called seldom: waits for all ranks.

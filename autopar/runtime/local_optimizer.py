@@ -184,9 +184,7 @@ class LocalSteps:
         self._parts = {id(p): name for p, name in parts}
         self._told: set[type[Optimizer]] = set()
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        given = {id(p): p for p in parameters}
-        self._known = frozenset(given)
-        self._own = {key: p for key, p in given.items() if isinstance(p, DTensor)}
+        self._own = {id(p): p for p in parameters}
         self._on_host, self._is_staged = on_host, is_staged
         self._hosts: dict[int, HostCopy] = {}
         self._copies, self._threads = HostCopies(), threads
@@ -225,17 +223,17 @@ class LocalSteps:
         """Those of this model's parameters that optimizers have which have stepped."""
         for optimizer in tuple(self._seen):
             for parameter in self._own.values():
-                values = optimizer.state.get(parameter, {}) if parameter in optimizer.state else {}
-                yield from (value for value in values.values() if isinstance(value, Tensor))
+                values = optimizer.state.get(parameter, {}).values()
+                yield from (value for value in values if isinstance(value, Tensor))
 
-    def _before(self, optimizer: Optimizer, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> None:
-        if not self._steps_own(optimizer):
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        own = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._own]
+        if not own:  # others are left alone, of whatever they are
             return
         if self._check is not None:
             self._check(optimizer)
-        if torch.compiler.is_compiling() or not self._changes(optimizer, args, kwargs or {}):
-            self._refuse_on_host(optimizer)
-            self._refuse_what_needs_others(optimizer)
+        if torch.compiler.is_compiling() or not self._changes(optimizer, args, kwargs):
+            self._refuse(optimizer, own)
             self._tell_of_parts(optimizer)
             return
         self._seen.add(optimizer)
@@ -258,27 +256,18 @@ class LocalSteps:
             self._undo.enter_context(_fused(optimizer))
             self._undo.enter_context(_threads(self._threads))
 
-    def _steps_own(self, optimizer: Optimizer) -> bool:
-        """Whether any of its parameters is this model's: others are left alone, of whatever they are."""
-        return any(id(p) in self._known for group in optimizer.param_groups for p in group["params"])
-
     def _lent_with(
         self, parameter: Tensor, own: Mapping[Tensor, Any], states: defaultdict[Tensor, Any]
     ) -> nn.Parameter:
         """The plain parameter, with its gradient, and its states put into ``states``."""
-        local = self.plain(parameter)
-        self._lend_gradient(parameter, local)
-        given = own.get(parameter)
-        if given:
-            states[local] = {name: self._lent(name, value, local) for name, value in given.items()}
-        return local
-
-    def _lend_gradient(self, parameter: Tensor, local: nn.Parameter) -> None:
-        grad = _inside(parameter.grad)
+        local, grad = self.plain(parameter), _inside(parameter.grad)
         if id(parameter) in self._hosts:
             self._hosts[id(parameter)].lend(grad)
         else:
             local.grad = grad
+        if given := own.get(parameter):
+            states[local] = {name: self._lent(name, value, local) for name, value in given.items()}
+        return local
 
     def _lent(self, name: str, value: Any, local: Tensor) -> Any:
         plain = _inside(value)
@@ -296,28 +285,28 @@ class LocalSteps:
         found = ((self._hosts.get(id(parameter)), _inside(parameter)) for own in lists for parameter in own)
         return [(host, local) for host, local in found if host is not None and host.parameter.grad is not None]
 
-    def _refuse_on_host(self, optimizer: Optimizer) -> None:
-        """Nothing, unless states of own parameters would be made on the device."""
-        if self._on_host and any(id(p) in self._own for group in optimizer.param_groups for p in group["params"]):
+    def _refuse(self, optimizer: Optimizer, own: Sequence[Tensor]) -> None:
+        """Nothing, unless states that live on the host would be made on the device, or other ranks hold what a step needs.
+
+        Args:
+            own: of the optimizer's parameters those of this model.
+
+        Raises:
+            UsageError: names why.
+        """
+        if self._on_host:
             raise UsageError(
                 f"{type(optimizer).__name__} cannot step parameters whose optimizer states live on the host",
                 fix="Step with an elementwise optimizer of torch.optim, on this model's parameters alone, without a closure, hooks, "
                 "differentiable or compiled. Or pin offload=none",
             )
 
-    def _refuse_what_needs_others(self, optimizer: Optimizer) -> None:
-        """Optimizers of torch's that step by what other ranks hold, and do not ask them.
-
-        Raises:
-            UsageError: names why.
-        """
-        own = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._own]
-        if self._is_staged and own and isinstance(optimizer, torch.optim.LBFGS):
+        if self._is_staged and isinstance(optimizer, torch.optim.LBFGS):
             raise UsageError(
                 f"{type(optimizer).__name__} needs all parameters at once, but each rank of a pipeline has those of its stages",
                 fix="Pin pp=1, or use an optimizer that takes each parameter by itself",
             )
-        if own and type(optimizer).__name__ == "Adafactor" and not isinstance(optimizer, torch.optim.Adafactor):
+        if type(optimizer).__name__ == "Adafactor" and not isinstance(optimizer, torch.optim.Adafactor):
             raise UsageError.unsupported(
                 f"The Adafactor of {type(optimizer).__module__.split('.')[0]}",
                 instead="Use torch.optim.Adafactor, which needs zero=0 and tp=1, or an optimizer that steps element by element",
@@ -345,12 +334,10 @@ class LocalSteps:
             )
 
     def _changes(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        first = next((p for group in optimizer.param_groups for p in group["params"]), None)
-        if id(first) not in self._own or type(optimizer) not in ELEMENTWISE:
-            return False
         given = [*args[1:], kwargs.get("closure")]  # args[0] is the optimizer
         return (
-            all(value is None for value in given)
+            type(optimizer) in ELEMENTWISE
+            and all(value is None for value in given)
             and not optimizer._optimizer_step_pre_hooks
             and not optimizer._optimizer_step_post_hooks
             and not any(group.get("differentiable") for group in optimizer.param_groups)

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
 
@@ -20,7 +20,7 @@ from autopar.plan.plan import Plan
 from autopar.plan.run_log import COMPUTE, DATA, PIPELINE
 from autopar.runtime.assemble import Assembly, before_backward
 from autopar.runtime.monitor import Monitor
-from autopar.runtime.step.gradients import BucketedSums, SetAside, sum_in_place
+from autopar.runtime.step.gradients import BucketedSums, sum_in_place
 from autopar.runtime.step.stage import INPUT, StageModule
 from autopar.runtime.world import World
 
@@ -32,7 +32,9 @@ class StepGradients:
         self._assembly, self._monitor = assembly, monitor
         self._leaf_sums = BucketedSums(assembly.held, bucket_bytes=plan.bucket_bytes)
         self._late = [h for h in assembly.held if h.leaf is None and h.group is not None]
-        self._set_aside = SetAside(dict.fromkeys((*self._late, *assembly.tied)))
+        # gradients of earlier steps, kept out of sums that work on gradients in place
+        in_place = (h.parameter for h in (*self._late, *assembly.tied) if h.parameter.requires_grad)
+        self._earlier: dict[nn.Parameter, Tensor | None] = dict.fromkeys(in_place)
         self._part = DATA if plan.mesh.data > 1 else COMPUTE
         self.is_open = False
 
@@ -41,8 +43,9 @@ class StepGradients:
         if self.is_open:
             return
         self.is_open = True
+        for parameter in self._earlier:
+            self._earlier[parameter], parameter.grad = parameter.grad, None
         self._leaf_sums.begin(num_backwards)
-        self._set_aside.begin()
 
     def finish(self) -> None:
         """Gradient sums after the last backward."""
@@ -56,13 +59,18 @@ class StepGradients:
             self._assembly.sum_copies_here()
             sum_in_place(self._assembly.first_copies, lambda held: held.tie_group)
             self._assembly.spread_copies_here()
-        self._set_aside.finish()
+        for parameter in self._earlier:
+            earlier, self._earlier[parameter] = self._earlier[parameter], None
+            if earlier is not None:
+                new = parameter.grad
+                parameter.grad = earlier if new is None else earlier.add_(new)
 
     def abandon(self) -> None:
         """Leaves the gradients of a step that failed, some of whose micro-batches may have added theirs."""
         if self.is_open:
             self.is_open = False
-            self._set_aside.restore()
+            for parameter in self._earlier:
+                parameter.grad, self._earlier[parameter] = self._earlier[parameter], None
 
 
 Batch = Mapping[str, Tensor]
