@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autopar.errors import UsageError
-from autopar.runtime.same_values import checksums
+from autopar.runtime.same_values import checksums, events
 
 
 class HostCopy:
@@ -70,14 +70,14 @@ class HostCopies:
         if not stepped:
             return
         found = _to_host(checksums([local for _, local in stepped]))
-        self._mark(local for _, local in stepped)
+        self._events += events(local for _, local in stepped)
         self.wait()
         numbers = zip(stepped, _read(found), strict=True)
         written = [(host, local) for (host, local), now in numbers if host.came_up != now]
         with torch.no_grad():
             for host, local in written:
                 host.parameter.copy_(local, non_blocking=True)
-        self._mark(local for _, local in written)
+        self._events += events(local for _, local in written)
         self.wait()
 
     def up(self, stepped: Sequence[tuple[HostCopy, Tensor]]) -> None:
@@ -88,7 +88,7 @@ class HostCopies:
             for host, local in stepped:
                 local.copy_(host.parameter, non_blocking=True)
         self._up = [host for host, _ in stepped], _to_host(checksums([local for _, local in stepped]))
-        self._mark(local for _, local in stepped)
+        self._events += events(local for _, local in stepped)
 
     def wait(self) -> None:
         """Until all that was begun is done: before the host reads what came down, or writes what goes up."""
@@ -99,12 +99,6 @@ class HostCopies:
             for host, number in zip(self._up[0], _read(self._up[1]), strict=True):
                 host.came_up = number
             self._up = None
-
-    def _mark(self, tensors: Iterable[Tensor]) -> None:
-        for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(device))
-            self._events.append(event)
 
 
 def host_state(value: Tensor) -> Tensor:

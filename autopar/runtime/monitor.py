@@ -150,7 +150,7 @@ class Monitor:
         self._seen, self._steps = 0, list[dict[str, float]]()
         self._undo, self._caught = ExitStack(), ExitStack()
         self._groups: dict[str, str] = {}
-        self._has_ended = False
+        self._has_ended = self._is_timed = False
         weakref.finalize(self, self._undo.close)  # a run may end before its steps are done
         self._mine: frozenset[int] = frozenset()
         self.record: RunRecord | None = None
@@ -162,9 +162,14 @@ class Monitor:
 
     # --- a step
 
-    def begin_step(self) -> None:
-        """Before a step's forward. Once enough steps are done all ranks meet here and compare."""
-        if not self.is_active:
+    def begin_step(self, *, is_timed: bool = True) -> None:
+        """Before a step's forward. Once enough steps are done all ranks meet here and compare.
+
+        Args:
+            is_timed: its time says something of the plan.
+        """
+        self._is_timed = is_timed and self.is_active
+        if not self._is_timed:
             return
         self._seen += 1
         self._caught.close()
@@ -185,7 +190,7 @@ class Monitor:
 
     def end_step(self) -> None:
         """After the sums of gradients."""
-        if self._clock is not None:
+        if self._is_timed and self._clock is not None:
             self._caught.close()
             self._clock.leave()
             self._has_ended = True

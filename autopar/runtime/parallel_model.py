@@ -86,7 +86,6 @@ class ParallelModel(PlannedModule):
         self.data_rank, self.data_size = world.data_index, self.plan.mesh.data
         self.samples = self.plan.samples_of(self.data_rank)
         self._shared = SharedSamples(world, program.graph.inputs)
-        self._is_timed = True
         held = self._assembly.held
         self._memory = Parameters(held)
         self._gradients = StepGradients(self._assembly, self.plan, self.monitor)
@@ -200,7 +199,7 @@ class ParallelModel(PlannedModule):
         self._commit()
         self.step_count += 1
         total = self._loss.of(loss)
-        self._end_step()
+        self.monitor.end_step()
         return total
 
     @_not_compiled
@@ -571,16 +570,10 @@ class ParallelModel(PlannedModule):
         self._gradients.finish()
         self._scaler.done()
         self._alarm.end()
-        self._end_step()
+        self.monitor.end_step()
 
     def _begin_step(self, batch: Batch, purpose: str) -> PartialBatch | None:
         """Of a step with gradients; the time of one of fewer samples than the plan's says nothing of the plan."""
         partial = self._batches.partial(batch, purpose)
-        self._is_timed = partial is None
-        if self._is_timed:
-            self.monitor.begin_step()
+        self.monitor.begin_step(is_timed=partial is None)
         return partial
-
-    def _end_step(self) -> None:
-        if self._is_timed:
-            self.monitor.end_step()

@@ -75,7 +75,6 @@ class StepGradients:
 
 Batch = Mapping[str, Tensor]
 Scaled: TypeAlias = Callable[[Tensor], Tensor]
-_Sent: TypeAlias = tuple[tuple[Tensor, ...], dist.Work]
 
 
 def micro_batches(batch: Batch, inputs: Sequence[Input], count: int) -> list[dict[str, Tensor]]:
@@ -195,7 +194,7 @@ class Pipeline:
 
         One micro-batch after the other: torch's schedules drop gradients when they turn to evaluate.
         """
-        losses, sent = list[Tensor](), list[_Sent]()
+        losses, sent = list[Tensor](), list[tuple[Sequence[Tensor], dist.Work]]()  # tensors live until they are sent
         with torch.no_grad(), self._monitor.part(PIPELINE):
             for number, part in enumerate(micro_batches(batch, self._program.graph.inputs, count)):
                 here: dict[int, tuple[Tensor, ...]] = {0: ()}
@@ -209,7 +208,8 @@ class Pipeline:
                     elif self._rank_of[stage.index + 1] == self._rank_of[stage.index]:
                         here[stage.index + 1] = made
                     else:
-                        sent += self._send(stage.index + 1, made)
+                        works = self._exchange(dist.isend, made, self._rank_of[stage.index + 1])
+                        sent += [(made, work) for work in works]
         for _, work in sent:
             work.wait()
         return torch.stack(losses).sum() if losses else None
@@ -219,10 +219,6 @@ class Pipeline:
         for work in self._exchange(dist.irecv, tensors, self._rank_of[index - 1]):
             work.wait()
         return tensors
-
-    def _send(self, index: int, tensors: Sequence[Tensor]) -> list[_Sent]:
-        """To the stage ``index``, while this rank goes on; the tensors live as long as what is returned."""
-        return [(tuple(tensors), work) for work in self._exchange(dist.isend, tensors, self._rank_of[index])]
 
     def _exchange(self, way: Any, tensors: Sequence[Tensor], peer: int) -> list[dist.Work]:
         """As one batch: on GPUs it goes by the group's communicator, which is there, and makes none of the two ranks."""
