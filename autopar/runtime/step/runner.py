@@ -135,7 +135,7 @@ class Pipeline:
         group = world.device_mesh.get_group("pp")
         self._group, self._device = group, world.device
         self._rank_of = {stage.index: dist.get_global_rank(group, stage.pp_rank) for stage in program.stages}
-        self._received = {module.index: tuple(p.example() for p in module.ends.receives) for module in stages}
+        self._received = {module.index: tuple(p.example() for p in module.passed_in) for module in stages}
         self._meet_neighbours()
         wrapped = [
             _Stage(
@@ -145,7 +145,7 @@ class Pipeline:
                 len(program.stages),
                 world.device,
                 input_args=self._received[module.index],
-                output_args=tuple(p.example() for p in module.ends.gives),
+                output_args=tuple(p.example() for p in module.passed_on),
                 group=group,
             )
             for module in stages
