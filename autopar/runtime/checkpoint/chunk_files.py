@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from io import BufferedReader
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
 from zlib import crc32
 
 import torch
@@ -74,6 +74,19 @@ def in_order(parts: Sequence[Part]) -> list[Part]:
     return sorted(parts, key=lambda part: (-part.value.element_size(), part.name))
 
 
+@contextmanager
+def new_file(path: Path) -> Iterator[BinaryIO]:
+    """A file that is not there yet, written through to the disk at the end.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with path.open("xb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def write(path: Path, parts: Sequence[Part], about: Mapping[str, str]) -> tuple[File, dict[str, Piece]]:
     """Writes a new file through to the disk; which pieces are where in it.
 
@@ -83,7 +96,7 @@ def write(path: Path, parts: Sequence[Part], about: Mapping[str, str]) -> tuple[
     parts = in_order(parts)
     head = header([(part.name, part.value.dtype, part.shape) for part in parts], about)
     pieces: dict[str, Piece] = {}
-    with path.open("xb") as file:
+    with new_file(path) as file:
         file.write(head)
         start = len(head)
         for part in parts:
@@ -95,8 +108,6 @@ def write(path: Path, parts: Sequence[Part], about: Mapping[str, str]) -> tuple[
                 file=path.name, start=start, offset=part.offset, shape=part.shape, sums=tuple(sums)
             )
             start += part.value.numel() * part.value.element_size()
-        file.flush()
-        os.fsync(file.fileno())
     return File(name=path.name, num_bytes=start, header_bytes=len(head), header_sum=crc32(head)), pieces
 
 

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,7 @@ from torch import Tensor
 from autopar.errors import UsageError, first_line
 from autopar.graph.graph import Graph
 from autopar.runtime.checkpoint import write
-from autopar.runtime.checkpoint.chunk_files import Part, as_bytes, header
+from autopar.runtime.checkpoint.chunk_files import Part, as_bytes, header, new_file
 from autopar.runtime.checkpoint.contents import part_of
 from autopar.runtime.checkpoint.write import Box, Target
 from autopar.runtime.state_dict import Untrained
@@ -143,25 +142,24 @@ class Export:
             for rank in range(self.meeting.size)
         ]
         failure: OSError | None = None
-        opened: BinaryIO | None = None
         current = ""
-        for turn in range(max(map(len, turns), default=0)):
-            wanted = {rank: own[turn] for rank, own in enumerate(turns) if turn < len(own)}
-            value = self._exchanged({rank: name for rank, (_, name) in wanted.items()}, shapes)
-            if value is None or failure is not None:
-                continue
-            try:
-                file = wanted[self.meeting.rank][0]
-                if file != current or opened is None:
-                    _finish(opened)
-                    place.mkdir(parents=True, exist_ok=True)
-                    current, opened = file, (place / file).open("xb")
-                    named = [(name, self.untrained.dtypes[name], shapes[name]) for name in files[file]]
-                    opened.write(header(named, {"format": "pt"}))
-                opened.write(as_bytes(value))
-            except OSError as error:
-                failure = error
-        _finish(opened)
+        with ExitStack() as open_files:
+            for turn in range(max(map(len, turns), default=0)):
+                wanted = {rank: own[turn] for rank, own in enumerate(turns) if turn < len(own)}
+                value = self._exchanged({rank: name for rank, (_, name) in wanted.items()}, shapes)
+                if value is None or failure is not None:
+                    continue
+                try:
+                    file = wanted[self.meeting.rank][0]
+                    if file != current:
+                        open_files.close()
+                        place.mkdir(parents=True, exist_ok=True)
+                        current, opened = file, open_files.enter_context(new_file(place / file))
+                        named = [(name, self.untrained.dtypes[name], shapes[name]) for name in files[file]]
+                        opened.write(header(named, {"format": "pt"}))
+                    opened.write(as_bytes(value))
+                except OSError as error:
+                    failure = error
         if failure is not None:
             raise failure
 
@@ -230,13 +228,6 @@ def num_bytes(size: str | int) -> int:
 
 def _flat(value: Tensor) -> Tensor:
     return value.reshape(-1).view(torch.uint8)
-
-
-def _finish(file: BinaryIO | None) -> None:
-    if file is not None and not file.closed:
-        with file:
-            file.flush()
-            os.fsync(file.fileno())
 
 
 def _begun(place: Path) -> Target:

@@ -28,7 +28,7 @@ from torch import Tensor
 from autopar.errors import UsageError, reason
 from autopar.plan.file import dumps
 from autopar.runtime.checkpoint.checkpoint_index import FILE, NAME, PLAN, Entry, File, Index, Piece, encode
-from autopar.runtime.checkpoint.chunk_files import Part, write
+from autopar.runtime.checkpoint.chunk_files import Part, new_file, write
 from autopar.runtime.checkpoint.contents import Own, State, once
 from autopar.runtime.world import Meeting
 
@@ -112,10 +112,8 @@ def write_through(path: Path, data: bytes) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    with path.open("xb") as file:
+    with new_file(path) as file:
         file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def commit(folder: Path, target: Target) -> None:
