@@ -101,11 +101,6 @@ class HostCopies:
             self._up = None
 
 
-def host_state(value: Tensor) -> Tensor:
-    """A state of an optimizer on the host; states that were loaded from elsewhere may lie on the device."""
-    return value if value.device.type == "cpu" else _on_host(value).copy_(value)
-
-
 def _read(numbers: Tensor) -> list[int]:
     """Numbers on the host."""
     found: list[int] = numbers.tolist()
@@ -271,8 +266,9 @@ class LocalSteps:
                 fix="Leave out optimizer.load_state_dict: its parameters have another order and other parts. "
                 "par.save and par.load carry optimizer states from plan to plan",
             )
-        is_moved = self._on_host and isinstance(plain, Tensor) and plain.shape == local.shape
-        return host_state(plain) if is_moved else plain
+        is_of_elements = isinstance(plain, Tensor) and plain.shape == local.shape
+        is_moved = self._on_host and is_of_elements and plain.device.type != "cpu"  # loaded from elsewhere
+        return _on_host(plain).copy_(plain) if is_moved else plain
 
     def _stepped(self, lists: Iterable[Iterable[Tensor]]) -> list[tuple[HostCopy, Tensor]]:
         """The copies that a step changes, and what they are copies of."""
@@ -305,7 +301,7 @@ class LocalSteps:
                 f"The Adafactor of {type(optimizer).__module__.split('.')[0]}",
                 instead="Use torch.optim.Adafactor, which needs zero=0 and tp=1, or an optimizer that steps element by element",
             )
-        split = next((p for p in own if p.ndim > 1 and _is_split(p)), None)
+        split = next((p for p in own if p.ndim > 1 and _inside(p).shape != p.shape), None)
         if split is not None and isinstance(optimizer, torch.optim.Adafactor):
             raise UsageError(
                 f"Torch's Adafactor needs each matrix complete, but this rank has {tuple(_inside(split).shape)} "
@@ -393,10 +389,6 @@ def _threads(count: int | None) -> Iterator[None]:
 
 def _inside(value: Any) -> Any:
     return value._local_tensor if isinstance(value, DTensor) else value
-
-
-def _is_split(value: Any) -> bool:
-    return isinstance(value, DTensor) and value._local_tensor.shape != value.shape
 
 
 def _around(name: str, value: Any, local: Tensor, parameter: Any) -> Any:
