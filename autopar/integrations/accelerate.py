@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from autopar.errors import UsageError
 from autopar.integrations.loss import check_precision, only_model, scaler_of, step_loss
 from autopar.runtime.parallel_model import ParallelModel
+from autopar.runtime.world import Meeting
 
 try:
     import accelerate
@@ -229,10 +230,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return self.parallel_model.full_state_dict()
 
     def save_model(
-        self, model: nn.Module, save_directory: str | Path, max_shard_size: Any = None, safe_serialization: bool = True
+        self,
+        model: nn.Module,
+        save_directory: str | Path,
+        max_shard_size: str | int = "5GB",
+        safe_serialization: bool = True,
     ) -> None:
         """Safetensors files under the model's own names, by ``par.save_pretrained``; all ranks call it."""
-        self.parallel_model.save_pretrained(save_directory)
+        self.parallel_model.save_pretrained(save_directory, max_shard_size=max_shard_size)
 
     def _optimizer(self) -> Any:
         if len(self._optimizers) > 1:
@@ -291,12 +296,10 @@ class _Watched(DataLoaderStateMixin):  # type: ignore[misc]
 def _is_planned(loader: object) -> bool:
     """Whether ``par.dataloader`` made it, which takes a package that may not be there."""
     data = sys.modules.get("autopar.runtime.data")
-    return data is not None and isinstance(loader, (data.PlannedLoader, data.StreamLoader))
+    return data is not None and isinstance(loader, data.PlannedLoader)
 
 
 def _same_everywhere(seed: int | None) -> int:
     """Rank 0's seed of the order of samples; without one, that of its random numbers."""
-    found = [torch.initial_seed() if seed is None else seed]
-    if dist.is_initialized():
-        dist.broadcast_object_list(found, src=0)
-    return found[0]
+    job = Meeting(dist.group.WORLD if dist.is_initialized() else None)
+    return job.first(lambda: torch.initial_seed() if seed is None else seed)

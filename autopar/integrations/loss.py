@@ -13,7 +13,7 @@ from torch.amp import GradScaler
 from autopar.errors import UsageError
 from autopar.plan.plan import PRECISIONS
 from autopar.runtime.parallel_model import ParallelModel
-from autopar.runtime.step.global_loss import LossScale, plain_gradient
+from autopar.runtime.step.global_loss import with_backward
 from autopar.runtime.step.gradients import local_part
 
 
@@ -49,9 +49,29 @@ def step_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     finally:
         for p, grad in zip(parameters, earlier, strict=True):
             p.grad = grad
-    pairs = [(p, grad) for p, grad in zip(parameters, made, strict=True) if grad is not None]
-    start = torch.zeros((), dtype=loss.dtype, device=loss.device, requires_grad=True)
-    return cast("Tensor", _Ready.apply(start, loss, pairs, model._scale, *parameters))  # type: ignore[no-untyped-call]
+    scaler, factor = model._scaler, model._scaler.factor
+    ready = [[(p, grad) for p, grad in zip(parameters, made, strict=True) if grad is not None]]
+
+    def add(gradient: Tensor) -> None:
+        if not ready:
+            raise UsageError(
+                "A second backward() was called on the loss of one step",
+                fix="Add losses up before backward(), or compute the step again",
+            )
+        pairs = ready.pop()
+        scaler.check_called()
+        with torch.no_grad():
+            if factor is not None:  # by which the step and the scaler of the loop have both multiplied
+                gradient = gradient / factor
+            if pairs:
+                torch._foreach_mul_([local_part(grad) for _, grad in pairs], gradient)
+            for p, grad in pairs:
+                if p.grad is None:
+                    p.grad = grad
+                else:
+                    local_part(p.grad).add_(local_part(grad))
+
+    return with_backward(loss, add, parameters)
 
 
 def scaler_of(par: ParallelModel, **options: Any) -> GradScaler | None:
@@ -62,7 +82,7 @@ def scaler_of(par: ParallelModel, **options: Any) -> GradScaler | None:
     """
     if not par.plan.precision.scales_loss:
         return None
-    return par._scale.scaler or par.grad_scaler(**options)
+    return par._scaler if par._scaler.is_made else par.grad_scaler(**options)
 
 
 def check_precision(par: ParallelModel, asked: str) -> None:
@@ -113,42 +133,3 @@ def only_model(found: Sequence[ParallelModel], owner: str, fix: str) -> Parallel
     if len(found) != 1:
         raise UsageError(f"{owner} has {len(found) or 'no'} parallel model{'s' * (len(found) > 1)}", fix=fix)
     return found[0]
-
-
-class _Ready(torch.autograd.Function):
-    """Forward: the loss that is known. Backward: gradients that are known, times that of the loss."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        start: Tensor,
-        loss: Tensor,
-        pairs: list[tuple[nn.Parameter, Tensor]],
-        scale: LossScale,
-        *parameters: Tensor,
-    ) -> Tensor:
-        ctx.pairs, ctx.count, ctx.scale, ctx.factor = pairs, len(parameters), scale, scale.factor
-        return start + loss
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
-        gradient = plain_gradient(ctx, gradients[0])
-        pairs, ctx.pairs = ctx.pairs, None
-        if pairs is None:
-            raise UsageError(
-                "A second backward() was called on the loss of one step",
-                fix="Add losses up before backward(), or compute the step again",
-            )
-        ctx.scale.check_called()
-        with torch.no_grad():
-            if ctx.factor is not None:  # by which the step and the scaler of the loop have both multiplied
-                gradient = gradient / ctx.factor
-            if pairs:
-                torch._foreach_mul_([local_part(grad) for _, grad in pairs], gradient)
-            for p, grad in pairs:
-                if p.grad is None:
-                    p.grad = grad
-                else:
-                    local_part(p.grad).add_(local_part(grad))
-        nothing: tuple[None, ...] = (None,) * (4 + ctx.count)
-        return nothing

@@ -172,7 +172,7 @@ class _Check:
             self.count += 1
             made = cast("Callable[..., Any]", node.target)(*args, **kwargs)
             if node.target is operator.getitem and not node.meta["spec"].requires_grad:  # of I, where R is stated
-                self.check_values(made, node, place)
+                self.compare(made, node, place)
                 made = _plain(made)
             return self.annotate(made, node)
         if node.target is opaque:  # unknown code: it gives what it is stated to give
@@ -214,28 +214,23 @@ class _Check:
                 )
 
     def compare(self, result: torch.Tensor, node: fx.Node, place: str) -> None:
-        """Inferred types against stated ones; P goes on where the checker sees a varying tensor."""
-        if not node.meta["spec"].requires_grad:
-            self.check_values(result, node, place)
-            return
+        """Inferred types against stated ones; P goes on where the checker sees a varying tensor.
+
+        Without a gradient I is R, and the checker's R is enough.
+        """
+        has_gradient = node.meta["spec"].requires_grad
         for axis in self.axes:
             stated, found = self.kind(node, axis), spmd_types.maybe_get_axis_local_type(result, collectives.group(axis))
-            if node.target is plain.local or stated is None:
+            if stated is None or (has_gradient and node.target is plain.local):
                 continue
             if found is spmd_types.V and stated == "P":
                 spmd_types.mutate_type(result, collectives.group(axis), src=spmd_types.V, dst=spmd_types.P)
+            elif not has_gradient:
+                if found is spmd_types.V and stated in ("R", "I"):
+                    raise _wrong_type(place, axis, stated, found)
             elif found is spmd_types.R and stated == "S" and target_name(node.target) == "aten.expand.default":
                 spmd_types.mutate_type(result, collectives.group(axis), src=spmd_types.R, dst=spmd_types.V)
             elif found is not _LOCAL[stated]:
-                raise _wrong_type(place, axis, stated, found)
-
-    def check_values(self, result: torch.Tensor, node: fx.Node, place: str) -> None:
-        """Without a gradient I is R; the checker's R is enough."""
-        for axis in self.axes:
-            stated, found = self.kind(node, axis), spmd_types.maybe_get_axis_local_type(result, collectives.group(axis))
-            if found is spmd_types.V and stated == "P":
-                spmd_types.mutate_type(result, collectives.group(axis), src=spmd_types.V, dst=spmd_types.P)
-            elif found is spmd_types.V and stated in ("R", "I"):
                 raise _wrong_type(place, axis, stated, found)
 
     def globally(self, node: fx.Node, call: Callable[..., Any], place: str) -> None:

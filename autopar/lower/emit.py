@@ -165,8 +165,10 @@ class Emitter:
         kwargs: dict[str, Any] = dict(op.kwargs)
         if takes_device(op):
             kwargs["device"] = self.device
-        if target == OPAQUE:
+        region: tuple[fx.Node, ...] = ()
+        if target == OPAQUE:  # the place of its code, which the runtime fills
             self.root.add_module(f"{op.name}_region", Holder(region_of(str(args[0]))))
+            region = (self.graph.get_attr(f"{op.name}_region"),)
         if is_random(op):
             args = args[:2] if target == "autopar.dropout" else args
             if target == _ATTENTION:
@@ -179,7 +181,7 @@ class Emitter:
         node = self.graph.create_node(
             "call_function",
             _FUNCTIONS.get(target) or resolve(target),
-            (*self._region(op), *(self._argument(arg) for arg in args)),
+            (*region, *(self._argument(arg) for arg in args)),
             {key: self._argument(value) for key, value in kwargs.items()},
             name=op.name,
         )
@@ -201,12 +203,6 @@ class Emitter:
         if self.period == 1 or layout.get(BATCH, P).kind not in ("I", "R"):
             return seed
         return self.graph.create_node("call_function", operator.floordiv, (seed, self.period), name=f"{op.name}_seed")
-
-    def _region(self, op: Op) -> tuple[fx.Node, ...]:
-        """The place of a region's code, which the runtime fills."""
-        if op.target != OPAQUE:
-            return ()
-        return (self.graph.get_attr(f"{op.name}_region"),)
 
     def finish(self, outputs: Sequence[Ref]) -> fx.GraphModule:
         """The module; it returns a tuple, one tensor for each of ``outputs``."""
@@ -238,11 +234,8 @@ class Emitter:
 
 def random_axes(layout: Layout) -> tuple[str, ...]:
     """Mesh axes on which ranks draw other numbers: those that split the tensor (parts of a sum share a mask)."""
-    axes: list[str] = []
-    for axis, kind in layout:
-        if kind.is_split:
-            axes += DATA_AXES if axis == BATCH else (axis,)
-    return tuple(axes)
+    split = (DATA_AXES if axis == BATCH else (axis,) for axis, kind in layout if kind.is_split)
+    return tuple(axis for axes in split for axis in axes)
 
 
 def str_name(ref: Ref, *, suffix_first: bool = False) -> str:

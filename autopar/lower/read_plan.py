@@ -7,8 +7,8 @@ from dataclasses import replace
 from fractions import Fraction
 
 from autopar.errors import PlanError
-from autopar.graph.graph import Graph, Op, digest
-from autopar.graph.rewrites import pad, signature
+from autopar.graph.graph import Graph, Op
+from autopar.graph.rewrites import pad
 from autopar.plan.mesh import Mesh, Type
 from autopar.plan.plan import AxisTyping, Plan
 from autopar.rules import local_graphs
@@ -206,19 +206,15 @@ def _chosen(plan: Plan, layout: int, axis: str, place: str) -> AxisTyping | None
 
 
 class _Reader:
-    """Finds strategies by name; equal operators of equal blocks are looked up once."""
+    """Finds strategies by name."""
 
     def __init__(self, graph: Graph, axis: str, size: Fraction) -> None:
         self.graph, self.axis, self.size = graph, axis, size
         self.strategies: dict[str, Strategy] = {}
-        self.seen: dict[tuple[str, tuple[str, ...]], tuple[Strategy, ...]] = {}
 
     def read(self, ops: Sequence[Op], names: Sequence[str], place: str) -> None:
         _check_number("strategies", len(ops), len(names), place)
-        key = (digest(signature(ops, self.graph.spec)), tuple(names))
-        if key not in self.seen:
-            self.seen[key] = tuple(self._find(op, name, place) for op, name in zip(ops, names, strict=True))
-        self.strategies.update((op.name, s) for op, s in zip(ops, self.seen[key], strict=True))
+        self.strategies |= {op.name: self._find(op, name, place) for op, name in zip(ops, names, strict=True)}
 
     def _find(self, op: Op, name: str, place: str) -> Strategy:
         specs = tuple(self.graph.spec(ref) for ref in op.operands)

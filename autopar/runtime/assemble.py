@@ -29,7 +29,7 @@ from autopar.plan.mesh import EXPERT_MESH_AXES, MESH_AXES
 from autopar.plan.plan import Plan, Precision
 from autopar.rules.local_graphs import AXIS as SPREAD
 from autopar.runtime.joined_values import placement_of
-from autopar.runtime.step.gradients import Group, Held, hand_over, lengthened
+from autopar.runtime.step.gradients import Held, hand_over, lengthened
 from autopar.runtime.step.stage import StageModule
 from autopar.runtime.weights import ModelWeights, local_index
 from autopar.runtime.world import World
@@ -134,12 +134,10 @@ class Assembly:
     Attributes:
         stages: its (virtual) pipeline stages, in order of the model.
         held: its parameters, in order; a parameter that two of its stages hold comes twice.
-        is_fsdp: FSDP owns the parameters.
     """
 
     stages: tuple[StageModule, ...]
     held: tuple[Held, ...]
-    is_fsdp: bool
 
     @property
     def tied(self) -> tuple[Held, ...]:
@@ -181,7 +179,7 @@ def assemble(program: Program, world: World, weights: ModelWeights) -> Assembly:
     for sums in program.sums:
         build.fill_buffers(sums)
     held = tuple(h for stage in stages for h in build.held(stage))
-    return Assembly(stages=stages, held=held, is_fsdp=build.is_fsdp)
+    return Assembly(stages=stages, held=held)
 
 
 class _Assembler:
@@ -190,22 +188,18 @@ class _Assembler:
     def __init__(self, program: Program, world: World, weights: ModelWeights) -> None:
         self.program, self.world, self.weights = program, world, weights
         self.plan = program.plan
-        self.is_fsdp = uses_fsdp(self.plan)
+        self.mesh = fsdp_mesh(self.plan, world.device_mesh) if uses_fsdp(self.plan) else None
         self.storage: torch.dtype = getattr(torch, self.plan.precision.storage)
         self.degrees: Mapping[str, int] = {axis: getattr(self.plan.mesh, axis) for axis in MESH_AXES}
         self.dense_mesh = world.device_mesh["tp" if self.plan.mesh.tp > 1 else "dp_replicate"]
         self.parameters = {p.name: p for p in program.graph.parameters}
         self.buffers: dict[str, Buffer] = {b.name: b for b in program.graph.buffers}
         self.visible: dict[tuple[int, str], nn.Parameter] = {}
-        self.groups = self._make_groups()
+        wanted = sorted({self._sum_axes(p) for p in program.graph.parameters})  # alike on all ranks
+        self.groups = {axes: world.axis_group(axes) for axes in wanted}
         stage_rank = {stage.index: stage.pp_rank for stage in program.stages}
         self.tied = {name: tuple(stage_rank[stage] for stage in stages) for name, stages in program.tied}
         self.tie_groups = {name: world.stage_group(self.tied[name]) for name in sorted(self.tied)}
-
-    def _make_groups(self) -> dict[tuple[str, ...], Group | None]:
-        """A group for every set of axes over which some parameter of the model is summed: alike on all ranks."""
-        wanted = sorted({self._sum_axes(p) for p in self.program.graph.parameters})
-        return {axes: self.world.axis_group(axes) for axes in wanted}
 
     def _sum_axes(self, parameter: Parameter) -> tuple[str, ...]:
         pending = tuple(axis for axis in parameter.gradient_sum_axes if axis in MESH_AXES)
@@ -221,20 +215,18 @@ class _Assembler:
         for region in module.modules():
             if isinstance(region, Holder):
                 region.bind(self.weights.model, self.world.device)
-        mesh = fsdp_mesh(self.plan, self.world.device_mesh) if self.is_fsdp else None
         for block, block_program in zip(module.blocks, program.blocks, strict=True):
             for name in block_program.parameters:
                 self._place(program.index, name, block.body)
-            if mesh is not None and block_program.parameters:
+            if self.mesh is not None and block_program.parameters:
                 block.frees_parameters = self.plan.zero_stage == 3
-                shard_block(block, self.plan, mesh, ignored=self._left_alone(block))
+                shard_block(block, self.plan, self.mesh, ignored=self._left_alone(block))
         for name in program.shared_parameters:
             self._place(program.index, name, module)
         if program.prelude is not None:
             self.fill_buffers(program.prelude)
-        if mesh is not None:
-            ignored = self._left_alone(module)
-            shard_block(module, self.plan, mesh, keep_gathered=True, ignored=ignored)
+        if self.mesh is not None:
+            shard_block(module, self.plan, self.mesh, keep_gathered=True, ignored=self._left_alone(module))
             sum_gradients(module)
         return module
 
@@ -318,7 +310,7 @@ class _Assembler:
 
     def _is_fsdps(self, ir: Parameter) -> bool:
         """Whether FSDP shards it: no experts over data ranks, and neither scalars nor what is empty, which it does not take."""
-        return self.is_fsdp and not _is_spread(ir) and bool(ir.spec.shape) and ir.spec.numel > 0
+        return self.mesh is not None and not _is_spread(ir) and bool(ir.spec.shape) and ir.spec.numel > 0
 
     def _replicated(self, ir: Parameter) -> tuple[str, ...]:
         """Axes along which ranks hold the same elements."""

@@ -21,6 +21,8 @@ from autopar.runtime.world import World
 from autopar.util.formatting import num_bytes
 
 _RUNNING = "autopar.batch_norm_running"
+_STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
+"""Buffers of a batch norm."""
 
 _INSTEAD = {
     "module": "the model is what was given to autopar.parallelize; model.load_state_dict(par.full_state_dict())",
@@ -165,28 +167,14 @@ def unknown_in_eval(program: Program, model: nn.Module) -> tuple[str, ...]:
 
     Known are the running statistics of torch's batch norms and of classes made from these: ``eval()`` reads them as they are.
     """
-    graph = program.graph
-    norms = [op for op in (*graph.prelude, *graph.ops) if op.target == _RUNNING]
+    graph, changed = program.graph, tuple(buffer.fqn for buffer in program.state)
+    norms = {path for path, one in model.named_modules(remove_duplicate=False) if isinstance(one, _BatchNorm)}
     of_sums = {op.name for op in ancestors(graph.prelude, graph.sums)}
-    if not all(isinstance(_module(model, op.module), _BatchNorm) and op.name not in of_sums for op in norms):
-        return tuple(buffer.fqn for buffer in program.state)
-    return tuple(buffer.fqn for buffer in program.state if not _is_of_norm(model, buffer.fqn))
-
-
-def _is_of_norm(model: nn.Module, buffer: str) -> bool:
-    path, _, name = buffer.rpartition(".")
-    return isinstance(_module(model, path), _BatchNorm) and name in (
-        "running_mean",
-        "running_var",
-        "num_batches_tracked",
-    )
-
-
-def _module(model: nn.Module, path: str) -> nn.Module | None:
-    try:
-        return model.get_submodule(path)
-    except AttributeError:
-        return None
+    running = [op for op in (*graph.prelude, *graph.ops) if op.target == _RUNNING]
+    if any(op.module not in norms or op.name in of_sums for op in running):
+        return changed
+    parts = ((name, *name.rpartition(".")) for name in changed)
+    return tuple(name for name, path, _, last in parts if path not in norms or last not in _STATISTICS)
 
 
 def check_evaluates(program: Program, unknown: Sequence[str]) -> None:

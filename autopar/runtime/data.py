@@ -44,18 +44,47 @@ class _Part(NamedTuple):
     is_whole: bool
 
 
-class _Parts(IterableDataset[_Part]):
-    """For each global batch of the stream the samples that a data rank loads: its own, or all of one that is smaller than the plan's.
+class _Order:
+    """The global batches of an epoch, of which a data rank loads its own samples, or all of one that is smaller than the plan's.
 
     Attributes:
-        start: how many samples are passed over.
+        samples: the stream, or the numbers of a data set's samples.
+        size, drop_last: of a global batch; whether a smaller last one is left out.
+        epoch: of the next iteration.
+        start: at how many samples of that epoch it begins.
+
+    Args:
+        own: which samples of a complete batch the rank loads; None: all.
     """
+
+    def __init__(self, samples: Any, own: range | None, size: int, *, drop_last: bool) -> None:
+        self.samples, self.size, self.drop_last = samples, size, drop_last
+        self._own = own
+        self.epoch, self.start = 0, 0
+
+    def __len__(self) -> int:
+        """Batches of an epoch, of a stream that knows how many samples it has."""
+        return (len(self.samples) if self.drop_last else len(self.samples) + self.size - 1) // self.size
+
+    def kept(self, samples: Sequence[Any]) -> Sequence[Any]:
+        """Those of a global batch that the rank loads."""
+        return (
+            samples if self._own is None or self.is_whole(len(samples)) else samples[self._own.start : self._own.stop]
+        )
+
+    def is_whole(self, count: int) -> bool:
+        """Whether every rank loads all of a global batch of ``count`` samples."""
+        return self._own is None or count < self.size
+
+
+class _Parts(_Order, IterableDataset[_Part]):
+    """Of a stream: for each global batch the samples that a data rank loads."""
 
     def __init__(
         self, stream: Iterable[Any], own: range | None, size: int, collate: Callable[[list[Any]], Any], drop_last: bool
     ) -> None:
-        self.stream, self.size, self.drop_last, self.start = stream, size, drop_last, 0
-        self._own, self._collate = own, collate
+        super().__init__(stream, own, size, drop_last=drop_last)
+        self._collate = collate
         self._number, self._workers = 0, 1
 
     def __iter__(self) -> Iterator[_Part]:
@@ -64,7 +93,9 @@ class _Parts(IterableDataset[_Part]):
         if worker is not None:
             self._number, self._workers = worker.id, worker.num_workers
             torch.utils.data._utils.worker._worker_info = None
-        return self._parts(islice(iter(self.stream), self.start, None))
+        if hasattr(self.samples, "set_epoch"):
+            self.samples.set_epoch(self.epoch)
+        return self._parts(islice(iter(self.samples), self.start, None))
 
     def _parts(self, samples: Iterator[Any]) -> Iterator[_Part]:
         index = 0
@@ -72,63 +103,12 @@ class _Parts(IterableDataset[_Part]):
             if len(taken) < self.size and self.drop_last:
                 return
             if index % self._workers == self._number:  # workers are asked in turns
-                own = self._own if len(taken) == self.size else None
-                kept = taken if own is None else taken[own.start : own.stop]
-                yield _Part(self._collate(kept), len(taken), own is None)
+                yield _Part(self._collate(list(self.kept(taken))), len(taken), self.is_whole(len(taken)))
             index += 1
 
-
-class StreamLoader(StatefulDataLoader):  # type: ignore[misc]
-    """What ``par.dataloader`` returns for a stream; see :class:`autopar.runtime.data.PlannedLoader`, whose promises it keeps.
-
-    Attributes:
-        global_batch_size, drops_last: as given.
-    """
-
-    dataset: _Parts
-    epoch, _given = 0, 0
-
-    @property
-    def global_batch_size(self) -> int:
-        return self.dataset.size
-
-    @property
-    def drops_last(self) -> bool:
-        return self.dataset.drop_last
-
-    def __len__(self) -> int:
-        """Batches of an epoch, of a stream that knows how many samples it has."""
-        samples = len(self.dataset.stream)  # type: ignore[arg-type]
-        return (samples if self.drops_last else samples + self.global_batch_size - 1) // self.global_batch_size
-
-    def __iter__(self) -> Iterator[Any]:
-        """What is left of the epoch."""
-        parts = self.dataset
-        if hasattr(parts.stream, "set_epoch"):
-            parts.stream.set_epoch(self.epoch)
-        found = super().__iter__()  # which begins to read, or gives worker processes copies
-        self._given, parts.start = parts.start, 0
-        return self._counted(found)
-
-    def _counted(self, found: Iterator[_Part]) -> Iterator[Any]:
-        for part in found:
-            self._given += part.size
-            yield WholeBatch(part.batch) if isinstance(part.batch, Mapping) and part.is_whole else part.batch
-        self.epoch, self._given = self.epoch + 1, 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """The next iteration is of this epoch, from its beginning unless it is the one that goes on."""
-        if epoch != self.epoch:
-            self.epoch, self.dataset.start = epoch, 0
-
-    def state_dict(self) -> dict[str, int]:
-        """The epoch, and how many of its samples have been given out."""
-        return {"epoch": self.epoch, "samples": self._given}
-
-    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
-        """Goes on where the loader was that gave the state."""
-        self.epoch, self.dataset.start = state_dict["epoch"], state_dict["samples"]
-        self._given = self.dataset.start
+    def parts(self, found: Iterator[_Part], start: int) -> Iterator[_Part]:
+        """What workers give, as it is."""
+        return found
 
 
 @contextmanager
@@ -143,97 +123,88 @@ def _as_it_is(part: _Part) -> _Part:
     return part
 
 
-class PlannedBatches(Sampler[list[int]]):
-    """For each global batch of an epoch the samples that a data rank loads: its own, or all of a batch that is smaller than the plan's.
-
-    Attributes:
-        epoch: of the next iteration.
-        start: at how many samples of that epoch it begins.
-    """
+class PlannedBatches(_Order, Sampler[list[int]]):
+    """Of a data set: for each global batch of an epoch the numbers of the samples that a data rank loads."""
 
     def __init__(
         self, own: range | None, num_samples: int, *, batch_size: int, shuffle: bool, seed: int, drop_last: bool
     ) -> None:
-        self.num_samples, self.batch_size, self.drop_last = num_samples, batch_size, drop_last
-        self._own, self._shuffle, self._seed = own, shuffle, seed
-        self.epoch, self.start = 0, 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """The next iteration is of this epoch: from its beginning, unless it is the one that goes on."""
-        if epoch != self.epoch:
-            self.epoch, self.start = epoch, 0
-
-    def is_whole(self, count: int) -> bool:
-        """Whether every rank loads all of a global batch of ``count`` samples."""
-        return self._own is None or count < self.batch_size
+        super().__init__(range(num_samples), own, batch_size, drop_last=drop_last)
+        self._shuffle, self._seed = shuffle, seed
 
     def sizes(self, start: int) -> Iterator[int]:
         """Samples of each global batch that is left of an epoch."""
-        for first in range(start, self.num_samples, self.batch_size):
-            count = min(self.batch_size, self.num_samples - first)
-            if count == self.batch_size or not self.drop_last:
+        for first in range(start, len(self.samples), self.size):
+            count = min(self.size, len(self.samples) - first)
+            if count == self.size or not self.drop_last:
                 yield count
-
-    def __len__(self) -> int:
-        """Batches of an epoch."""
-        return (self.num_samples if self.drop_last else self.num_samples + self.batch_size - 1) // self.batch_size
 
     def __iter__(self) -> Iterator[list[int]]:
         """Numbers of samples, from ``start`` as it is now."""
         return self._batches(self.epoch, self.start)
 
     def _batches(self, epoch: int, start: int) -> Iterator[list[int]]:
-        order: Sequence[int] = range(self.num_samples)
+        order = self.samples
         if self._shuffle:
             generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
-            order = torch.randperm(self.num_samples, generator=generator).tolist()
+            order = torch.randperm(len(order), generator=generator).tolist()
         for count in self.sizes(start):
-            batch = list(order[start : start + count])
-            own = None if self.is_whole(count) else self._own
-            yield batch if own is None else batch[own.start : own.stop]
+            yield list(self.kept(order[start : start + count]))
             start += count
+
+    def parts(self, found: Iterator[Any], start: int) -> Iterator[_Part]:
+        """What workers give for the batches from ``start`` on."""
+        for batch, count in zip(found, self.sizes(start), strict=True):
+            yield _Part(batch, count, self.is_whole(count))
 
 
 class PlannedLoader(StatefulDataLoader):  # type: ignore[misc]
-    """What ``par.dataloader`` returns: a data loader whose iterations are epochs, each in another order.
+    """What ``par.dataloader`` returns: a data loader whose iterations are epochs, each of a data set in another order.
 
     ``state_dict()`` says where it is in an epoch, the same on every rank; :meth:`load_state_dict` goes on from there under any
     plan and with any number of workers. An iteration that is left before its end is begun anew by the next one.
     """
 
-    batch_sampler: PlannedBatches
     _given = 0
 
     @property
+    def _order(self) -> _Parts | PlannedBatches:
+        order: _Parts | PlannedBatches = self.dataset if self.batch_sampler is None else self.batch_sampler
+        return order
+
+    @property
     def global_batch_size(self) -> int:
-        return self.batch_sampler.batch_size
+        return self._order.size
 
     @property
     def drops_last(self) -> bool:
-        return self.batch_sampler.drop_last
+        return self._order.drop_last
 
     def __iter__(self) -> Iterator[Any]:
         """What is left of the epoch."""
-        batches, start = self.batch_sampler, self.batch_sampler.start
-        found = super().__iter__()
-        batches.start, self._given = 0, start
-        return self._counted(found, list(batches.sizes(start)))
+        order, start = self._order, self._order.start
+        found = super().__iter__()  # which begins to read, or gives worker processes copies
+        order.start, self._given = 0, start
+        return self._counted(order.parts(found, start))
 
-    def _counted(self, found: Iterator[Any], sizes: Sequence[int]) -> Iterator[Any]:
-        batches = self.batch_sampler
-        for batch, count in zip(found, sizes, strict=True):
-            self._given += count
-            yield WholeBatch(batch) if isinstance(batch, Mapping) and batches.is_whole(count) else batch
-        batches.epoch, self._given = batches.epoch + 1, 0
+    def _counted(self, parts: Iterator[_Part]) -> Iterator[Any]:
+        for part in parts:
+            self._given += part.size
+            yield WholeBatch(part.batch) if isinstance(part.batch, Mapping) and part.is_whole else part.batch
+        self._order.epoch, self._given = self._order.epoch + 1, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration is of this epoch; without it, each is of the one after the last."""
-        self.batch_sampler.set_epoch(epoch)
+        """The next iteration is of this epoch, from its beginning unless it is the one that goes on.
+
+        Without it, each is of the one after the last.
+        """
+        if epoch != self._order.epoch:
+            self._order.epoch, self._order.start = epoch, 0
 
     def state_dict(self) -> dict[str, int]:
         """The epoch, and how many of its samples have been given out."""
-        batches = self.batch_sampler
-        return {"epoch": batches.epoch, "samples": self._given, "num_samples": batches.num_samples}
+        known = {"num_samples": len(self._order.samples)} if isinstance(self._order, PlannedBatches) else {}
+        return {"epoch": self._order.epoch, "samples": self._given, **known}
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
         """Goes on where the loader was that gave the state.
@@ -241,16 +212,16 @@ class PlannedLoader(StatefulDataLoader):  # type: ignore[misc]
         Raises:
             UsageError: it was of a data set of another length.
         """
-        batches = self.batch_sampler
-        if state_dict["num_samples"] != batches.num_samples:
+        order = self._order
+        if isinstance(order, PlannedBatches) and state_dict["num_samples"] != len(order.samples):
             raise UsageError.mismatch(
                 "The data set of this loader and that of the saved position",
                 expected=f"{state_dict['num_samples']} samples",
-                got=batches.num_samples,
+                got=len(order.samples),
                 fix="Make the loader of the same data set, or begin anew without load_state_dict",
             )
-        batches.epoch, batches.start = state_dict["epoch"], state_dict["samples"]
-        self._given = batches.start
+        order.epoch, order.start = state_dict["epoch"], state_dict["samples"]
+        self._given = order.start
 
 
 @without_its_warning()
@@ -266,7 +237,7 @@ def planned_loader(  # noqa: PLR0913  keywords of the public call
     collate_fn: Callable[[list[Any]], Any] | None = None,
     check_smaller: Callable[[int], object] = lambda _: None,
     **options: Any,
-) -> PlannedLoader | StreamLoader:
+) -> PlannedLoader:
     """See ``ParallelModel.dataloader``.
 
     Args:
@@ -300,7 +271,7 @@ def planned_loader(  # noqa: PLR0913  keywords of the public call
                 instead="Leave it out: workers start with each epoch",
             )
         parts = _Parts(cast("Iterable[Any]", dataset), own, size, collate_fn or default_collate, drop_last)
-        return StreamLoader(parts, batch_size=None, collate_fn=_as_it_is, **options)
+        return PlannedLoader(parts, batch_size=None, collate_fn=_as_it_is, **options)
     num_samples = len(cast("Any", dataset))
     rest = num_samples % size
     if rest and not drop_last:

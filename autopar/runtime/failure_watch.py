@@ -8,7 +8,7 @@ import re
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from zlib import crc32
 
@@ -206,36 +206,32 @@ class Alarm:
 
     def _heard(self, waits: int | None) -> str:
         """The failure of another rank in the call ``waits``, or one after which no job goes on; empty when there is none."""
-        assert self._store is not None
-        if self._store.check([_FAILED]):
-            number, _, said = self._store.get(_FAILED).decode().partition(" ")
-            if int(number) <= self._num_calls and not _is_own(said, self._rank):
-                return str(said)
+        number, _, said = self._read(_FAILED).partition(" ")
+        if said and int(number) <= self._num_calls and not _is_own(said, self._rank):
+            return said
         if waits is None:
             return ""
-        if self._store.check([str(waits)]):
-            said = self._store.get(str(waits)).decode()
-            if not _is_own(said, self._rank):
-                return str(said)
-        return self._gone(waits)
+        said = self._read(str(waits))
+        return said if said and not _is_own(said, self._rank) else self._gone(waits)
+
+    def _read(self, key: str) -> str:
+        """What the store has under a key; empty when there is nothing."""
+        if self._store is None or not self._store.check([key]):
+            return ""
+        return str(self._store.get(key).decode())
 
     def _gone(self, call: int) -> str:
         """That a rank has ended before this call; empty when none is known."""
-        if self._store is None or not self._store.check([_LEFT]):
-            return ""
-        said = self._store.get(_LEFT).decode()
-        return f"{said}, this one is in its call {call}" if int(said.split()[-2]) < call else ""
+        said = self._read(_LEFT)
+        return f"{said}, this one is in its call {call}" if said and int(said.split()[-2]) < call else ""
 
     def _left(self, what: str) -> str:
         """That a rank has ended which was no more in need of this one; empty when none is known.
 
         It says so after its end, and its connections may be closed before.
         """
-        if self._store is None:
-            return ""
         for _ in range(_LOOKS):
-            if self._store.check([_LEFT]):
-                said = self._store.get(_LEFT).decode()
+            if said := self._read(_LEFT):
                 return f"{said}, and this one waits for it in its call {self._num_calls}, {what}: different calls"
             self._closed.wait(self._poll_s / _LOOKS)
         return ""
@@ -290,13 +286,6 @@ def _error(what: str) -> RankFailedError:
 
 
 _LACKING = re.compile(r"\"(?P<kernel>\w+)\" not implemented for '(?P<dtype>BFloat16|Half)'")
-
-
-def _no_kernel(kernel: str, dtype: str) -> UsageError:
-    return UsageError(
-        f"No kernel {kernel} for {dtype} on this device",
-        fix='Cast what it takes in the model, x.float(), or make the plan with precision="fp32"',
-    )
 
 
 @contextmanager
@@ -356,7 +345,10 @@ class Calls:
                 if self.memory is not None and is_out_of_memory(error):
                     raise self.memory.error() from error
                 if found := _LACKING.match(str(error)):
-                    raise _no_kernel(*found.groups()) from error
+                    raise UsageError(
+                        f"No kernel {found['kernel']} for {found['dtype']} on this device",
+                        fix='Cast what it takes in the model, x.float(), or make the plan with precision="fp32"',
+                    ) from error
                 raise
 
     @contextmanager
@@ -372,15 +364,6 @@ class Calls:
             except AutoparError:
                 self._alarm.met()
                 raise
-
-    def largest(self, values: Sequence[float]) -> list[float]:
-        """Of each the largest that any rank has; inside of a call that all make."""
-        found = torch.tensor(values, dtype=torch.float64)
-        if self._group is not None:
-            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group)
-            self._alarm.met()
-        largest: list[float] = found.tolist()
-        return largest
 
     def meet(self, what: str) -> None:
         """Before what is called seldom: waits for all ranks.

@@ -132,7 +132,8 @@ class _Loop:
         self.checkpoints, self.accumulate, self.max_norm = checkpoints, accumulate, max_norm
         self.on_non_finite = on_non_finite
         self.step, self.saved, self.skipped, self.epoch = 0, 0, 0, 0
-        self.has_state = hasattr(batches, "state_dict") and hasattr(batches, "load_state_dict")
+        has_state = hasattr(batches, "state_dict") and hasattr(batches, "load_state_dict")
+        self.loader = batches if has_state else None
         self.scaler = par.grad_scaler() if par.plan.precision.scales_loss else None
         self.iterator: Iterator[Batch] | None = None
         self.agreed, self.next_agreement, self.agreed_at = 0, 1, time.monotonic()
@@ -145,8 +146,7 @@ class _Loop:
         """
         if self.checkpoints is None:
             return
-        loader = self.batches if self.has_state else None
-        if self.checkpoints.load(self.par, self.optimizer, scheduler=self.scheduler, dataloader=loader) is None:
+        if self.checkpoints.load(self.par, self.optimizer, scheduler=self.scheduler, dataloader=self.loader) is None:
             return
         extra = self.checkpoints.extra
         if not isinstance(extra, dict) or "fit" not in extra:
@@ -158,7 +158,7 @@ class _Loop:
         self.step, self.epoch = int(known["step"]), int(known["epoch"])
         self.saved, self.skipped = self.step, int(known["skipped"])
         self.agreed, self.next_agreement = self.step, self.step + 1
-        if not self.has_state:
+        if self.loader is None:
             self.epoch = 0
             for _ in range(self.step * self.accumulate):
                 self.next_batch()
@@ -264,9 +264,8 @@ class _Loop:
         """A checkpoint of this step, unless there is one."""
         if self.checkpoints is None or self.saved == self.step:
             return
-        loader = self.batches if self.has_state else None
         known = {"fit": {"step": self.step, "epoch": self.epoch, "skipped": self.skipped}}
-        self.checkpoints.save(self.par, self.optimizer, scheduler=self.scheduler, dataloader=loader, extra=known)
+        self.checkpoints.save(self.par, self.optimizer, scheduler=self.scheduler, dataloader=self.loader, extra=known)
         self.saved = self.step
 
     def finish(self) -> None:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import torch
@@ -311,24 +312,14 @@ def check_groups(groups: Sequence[RankGroup], names: Sequence[str]) -> None:
             )
 
 
-def start_script(
-    plan: Plan,
-    file: Path,
-    script: Sequence[str],
-    *,
-    nodes: int = 1,
-    rendezvous: str | None = None,
-    max_restarts: int = 0,
-) -> int:
+def start_script(plan: Plan, file: Path, script: Sequence[str], **options: Any) -> int:
     """Run a script on this machine's share of a plan's ranks, and wait for its end.
 
     Args:
         plan: says how many ranks there are.
         file: of the plan, which :func:`autopar.runtime.job.given_plan` gives each rank.
         script: and its arguments.
-        nodes: machines, on each of which this is called.
-        rendezvous: ``HOST:PORT`` of one of them.
-        max_restarts: how often all ranks are started anew after one has failed.
+        options: of :func:`command`.
 
     Returns:
         The exit code of torchrun. SIGTERM is passed on to it, and by it to the ranks.
@@ -338,7 +329,7 @@ def start_script(
     """
     if not Path(script[0]).is_file():
         raise UsageError.missing(f"script {script[0]}", fix="Give the path of a Python file")
-    ranks = command(plan, script, nodes=nodes, rendezvous=rendezvous, max_restarts=max_restarts)
+    ranks = command(plan, script, **options)
     environment = {"OMP_NUM_THREADS": "1", **os.environ, PLAN: str(file.resolve())}
     with subprocess.Popen(ranks, env=environment) as job, on_sigterm(job.terminate):
         while True:
@@ -365,6 +356,12 @@ def command(
     plan: Plan, script: Sequence[str], *, nodes: int = 1, rendezvous: str | None = None, max_restarts: int = 0
 ) -> list[str]:
     """What starts the ranks of one machine.
+
+    Args:
+        script: and its arguments.
+        nodes: machines, on each of which this is called.
+        rendezvous: ``HOST:PORT`` of one of them.
+        max_restarts: how often all ranks are started anew after one has failed.
 
     Raises:
         UsageError: the ranks do not divide among the machines, or these have no place to meet.

@@ -69,33 +69,20 @@ def launch(
                 check_plan(plan)
                 check_model(plan, graph.name, graph.fingerprint)
                 world = World(plan.mesh, device_type, collective_timeout_s=collective_timeout_s)
-                return _built(model, plan, graph, world, weights=weights, seed=seed, log_dir=log_dir)
+                if plan.groups and device_type == "cuda":
+                    check_groups(plan.groups, Meeting(dist.group.WORLD).all(torch.cuda.get_device_name(world.device)))
+                program = lower(plan, graph, device=world.device, rank=world.rank)
+                check_program(program)
+                # what generators of GPUs draw depends on their kind: ranks on several kinds draw on their hosts
+                drawn_on = torch.device("cpu") if plan.groups else world.device
+                if weights is not None:
+                    source: ModelWeights = FileWeights(weights, model, seed, drawn_on)
+                else:
+                    source = ModelWeights(model, seed, drawn_on)
+                    take_first_rank_weights(model, world.device)
+                return ParallelModel(program, world, source, seed=seed, log_dir=log_dir)
         finally:
             alarm.close()
-
-
-def _built(
-    model: nn.Module,
-    plan: Plan,
-    graph: Graph,
-    world: World,
-    *,
-    weights: str | Path | None,
-    seed: int,
-    log_dir: Path | None,
-) -> ParallelModel:
-    if plan.groups and world.device.type == "cuda":
-        check_groups(plan.groups, Meeting(dist.group.WORLD).all(torch.cuda.get_device_name(world.device)))
-    program = lower(plan, graph, device=world.device, rank=world.rank)
-    check_program(program)
-    # what generators of GPUs draw depends on their kind: ranks on several kinds draw on their hosts
-    drawn_on = torch.device("cpu") if plan.groups else world.device
-    if weights is not None:
-        source: ModelWeights = FileWeights(weights, model, seed, drawn_on)
-    else:
-        source = ModelWeights(model, seed, drawn_on)
-        take_first_rank_weights(model, world.device)
-    return ParallelModel(program, world, source, seed=seed, log_dir=log_dir)
 
 
 def _from_first_rank(make: Make) -> tuple[Plan, Graph]:
@@ -105,26 +92,31 @@ def _from_first_rank(make: Make) -> tuple[Plan, Graph]:
     """
     if dist.get_world_size() == 1:
         return make()
-    made: list[tuple[Plan, Graph] | None] = [None]
-    failure: Exception | None = None
-    store = own_store("plan", dist.get_rank())
-    if dist.get_rank() == 0:
+    store, other = own_store("plan", dist.get_rank()), list[Exception]()
+
+    def answer() -> tuple[Plan, Graph]:
         try:
-            made[0] = make()
-        except Exception as error:  # noqa: BLE001  of whatever kind: the other ranks wait for an answer
-            failure = error
-        store.set(_MADE, "")
-    else:
+            return make()
+        except AutoparError:
+            raise
+        except Exception as error:
+            other.append(error)
+            raise AutoparError(
+                "Rank 0 failed to make the plan",
+                got=f"{type(error).__name__}: {first_line(error)}",
+                fix="See the traceback of rank 0",
+            ) from error
+        finally:
+            store.set(_MADE, "")
+
+    if dist.get_rank() != 0:
         _wait_for(store)
-    shared: list[object] = [made[0], None if failure is None else _of_first_rank(failure)]
-    dist.broadcast_object_list(shared)
-    if failure is not None and not isinstance(failure, AutoparError):
-        raise failure
-    result, failed = shared
-    if isinstance(failed, AutoparError):
-        raise failed
-    assert isinstance(result, tuple)
-    return result
+    try:
+        return Meeting(dist.group.WORLD).first(answer)
+    except AutoparError:
+        if other:
+            raise other[0] from other[0].__cause__
+        raise
 
 
 def _wait_for(store: Store) -> None:
@@ -142,17 +134,6 @@ def _wait_for(store: Store) -> None:
             got=first_line(error),
             fix="See what rank 0 reports, and start the job again",
         ) from error
-
-
-def _of_first_rank(failure: Exception) -> AutoparError:
-    """What all ranks raise of a failure of rank 0's."""
-    if isinstance(failure, AutoparError):
-        return failure
-    return AutoparError(
-        "Rank 0 failed to make the plan",
-        got=f"{type(failure).__name__}: {first_line(failure)}",
-        fix="See the traceback of rank 0",
-    )
 
 
 def take_first_rank_weights(model: nn.Module, device: torch.device) -> None:

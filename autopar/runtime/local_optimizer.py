@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autopar.errors import UsageError
-from autopar.runtime.same_values import checksums
+from autopar.runtime.same_values import checksums, events
 
 
 class HostCopy:
@@ -70,14 +70,14 @@ class HostCopies:
         if not stepped:
             return
         found = _to_host(checksums([local for _, local in stepped]))
-        self._mark(local for _, local in stepped)
+        self._events += events(local for _, local in stepped)
         self.wait()
         numbers = zip(stepped, _read(found), strict=True)
         written = [(host, local) for (host, local), now in numbers if host.came_up != now]
         with torch.no_grad():
             for host, local in written:
                 host.parameter.copy_(local, non_blocking=True)
-        self._mark(local for _, local in written)
+        self._events += events(local for _, local in written)
         self.wait()
 
     def up(self, stepped: Sequence[tuple[HostCopy, Tensor]]) -> None:
@@ -88,7 +88,7 @@ class HostCopies:
             for host, local in stepped:
                 local.copy_(host.parameter, non_blocking=True)
         self._up = [host for host, _ in stepped], _to_host(checksums([local for _, local in stepped]))
-        self._mark(local for _, local in stepped)
+        self._events += events(local for _, local in stepped)
 
     def wait(self) -> None:
         """Until all that was begun is done: before the host reads what came down, or writes what goes up."""
@@ -99,17 +99,6 @@ class HostCopies:
             for host, number in zip(self._up[0], _read(self._up[1]), strict=True):
                 host.came_up = number
             self._up = None
-
-    def _mark(self, tensors: Iterable[Tensor]) -> None:
-        for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(device))
-            self._events.append(event)
-
-
-def host_state(value: Tensor) -> Tensor:
-    """A state of an optimizer on the host; states that were loaded from elsewhere may lie on the device."""
-    return value if value.device.type == "cpu" else _on_host(value).copy_(value)
 
 
 def _read(numbers: Tensor) -> list[int]:
@@ -184,9 +173,7 @@ class LocalSteps:
         self._parts = {id(p): name for p, name in parts}
         self._told: set[type[Optimizer]] = set()
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        given = {id(p): p for p in parameters}
-        self._known = frozenset(given)
-        self._own = {key: p for key, p in given.items() if isinstance(p, DTensor)}
+        self._own = {id(p): p for p in parameters}
         self._on_host, self._is_staged = on_host, is_staged
         self._hosts: dict[int, HostCopy] = {}
         self._copies, self._threads = HostCopies(), threads
@@ -225,17 +212,17 @@ class LocalSteps:
         """Those of this model's parameters that optimizers have which have stepped."""
         for optimizer in tuple(self._seen):
             for parameter in self._own.values():
-                values = optimizer.state.get(parameter, {}) if parameter in optimizer.state else {}
-                yield from (value for value in values.values() if isinstance(value, Tensor))
+                values = optimizer.state.get(parameter, {}).values()
+                yield from (value for value in values if isinstance(value, Tensor))
 
-    def _before(self, optimizer: Optimizer, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> None:
-        if not self._steps_own(optimizer):
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        own = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._own]
+        if not own:  # others are left alone, of whatever they are
             return
         if self._check is not None:
             self._check(optimizer)
-        if torch.compiler.is_compiling() or not self._changes(optimizer, args, kwargs or {}):
-            self._refuse_on_host(optimizer)
-            self._refuse_what_needs_others(optimizer)
+        if torch.compiler.is_compiling() or not self._changes(optimizer, args, kwargs):
+            self._refuse(optimizer, own)
             self._tell_of_parts(optimizer)
             return
         self._seen.add(optimizer)
@@ -258,27 +245,18 @@ class LocalSteps:
             self._undo.enter_context(_fused(optimizer))
             self._undo.enter_context(_threads(self._threads))
 
-    def _steps_own(self, optimizer: Optimizer) -> bool:
-        """Whether any of its parameters is this model's: others are left alone, of whatever they are."""
-        return any(id(p) in self._known for group in optimizer.param_groups for p in group["params"])
-
     def _lent_with(
         self, parameter: Tensor, own: Mapping[Tensor, Any], states: defaultdict[Tensor, Any]
     ) -> nn.Parameter:
         """The plain parameter, with its gradient, and its states put into ``states``."""
-        local = self.plain(parameter)
-        self._lend_gradient(parameter, local)
-        given = own.get(parameter)
-        if given:
-            states[local] = {name: self._lent(name, value, local) for name, value in given.items()}
-        return local
-
-    def _lend_gradient(self, parameter: Tensor, local: nn.Parameter) -> None:
-        grad = _inside(parameter.grad)
+        local, grad = self.plain(parameter), _inside(parameter.grad)
         if id(parameter) in self._hosts:
             self._hosts[id(parameter)].lend(grad)
         else:
             local.grad = grad
+        if given := own.get(parameter):
+            states[local] = {name: self._lent(name, value, local) for name, value in given.items()}
+        return local
 
     def _lent(self, name: str, value: Any, local: Tensor) -> Any:
         plain = _inside(value)
@@ -288,41 +266,42 @@ class LocalSteps:
                 fix="Leave out optimizer.load_state_dict: its parameters have another order and other parts. "
                 "par.save and par.load carry optimizer states from plan to plan",
             )
-        is_moved = self._on_host and isinstance(plain, Tensor) and plain.shape == local.shape
-        return host_state(plain) if is_moved else plain
+        is_of_elements = isinstance(plain, Tensor) and plain.shape == local.shape
+        is_moved = self._on_host and is_of_elements and plain.device.type != "cpu"  # loaded from elsewhere
+        return _on_host(plain).copy_(plain) if is_moved else plain
 
     def _stepped(self, lists: Iterable[Iterable[Tensor]]) -> list[tuple[HostCopy, Tensor]]:
         """The copies that a step changes, and what they are copies of."""
         found = ((self._hosts.get(id(parameter)), _inside(parameter)) for own in lists for parameter in own)
         return [(host, local) for host, local in found if host is not None and host.parameter.grad is not None]
 
-    def _refuse_on_host(self, optimizer: Optimizer) -> None:
-        """Nothing, unless states of own parameters would be made on the device."""
-        if self._on_host and any(id(p) in self._own for group in optimizer.param_groups for p in group["params"]):
+    def _refuse(self, optimizer: Optimizer, own: Sequence[Tensor]) -> None:
+        """Nothing, unless states that live on the host would be made on the device, or other ranks hold what a step needs.
+
+        Args:
+            own: of the optimizer's parameters those of this model.
+
+        Raises:
+            UsageError: names why.
+        """
+        if self._on_host:
             raise UsageError(
                 f"{type(optimizer).__name__} cannot step parameters whose optimizer states live on the host",
                 fix="Step with an elementwise optimizer of torch.optim, on this model's parameters alone, without a closure, hooks, "
                 "differentiable or compiled. Or pin offload=none",
             )
 
-    def _refuse_what_needs_others(self, optimizer: Optimizer) -> None:
-        """Optimizers of torch's that step by what other ranks hold, and do not ask them.
-
-        Raises:
-            UsageError: names why.
-        """
-        own = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._own]
-        if self._is_staged and own and isinstance(optimizer, torch.optim.LBFGS):
+        if self._is_staged and isinstance(optimizer, torch.optim.LBFGS):
             raise UsageError(
                 f"{type(optimizer).__name__} needs all parameters at once, but each rank of a pipeline has those of its stages",
                 fix="Pin pp=1, or use an optimizer that takes each parameter by itself",
             )
-        if own and type(optimizer).__name__ == "Adafactor" and not isinstance(optimizer, torch.optim.Adafactor):
+        if type(optimizer).__name__ == "Adafactor" and not isinstance(optimizer, torch.optim.Adafactor):
             raise UsageError.unsupported(
                 f"The Adafactor of {type(optimizer).__module__.split('.')[0]}",
                 instead="Use torch.optim.Adafactor, which needs zero=0 and tp=1, or an optimizer that steps element by element",
             )
-        split = next((p for p in own if p.ndim > 1 and _is_split(p)), None)
+        split = next((p for p in own if p.ndim > 1 and _inside(p).shape != p.shape), None)
         if split is not None and isinstance(optimizer, torch.optim.Adafactor):
             raise UsageError(
                 f"Torch's Adafactor needs each matrix complete, but this rank has {tuple(_inside(split).shape)} "
@@ -345,12 +324,10 @@ class LocalSteps:
             )
 
     def _changes(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        first = next((p for group in optimizer.param_groups for p in group["params"]), None)
-        if id(first) not in self._own or type(optimizer) not in ELEMENTWISE:
-            return False
         given = [*args[1:], kwargs.get("closure")]  # args[0] is the optimizer
         return (
-            all(value is None for value in given)
+            type(optimizer) in ELEMENTWISE
+            and all(value is None for value in given)
             and not optimizer._optimizer_step_pre_hooks
             and not optimizer._optimizer_step_post_hooks
             and not any(group.get("differentiable") for group in optimizer.param_groups)
@@ -412,10 +389,6 @@ def _threads(count: int | None) -> Iterator[None]:
 
 def _inside(value: Any) -> Any:
     return value._local_tensor if isinstance(value, DTensor) else value
-
-
-def _is_split(value: Any) -> bool:
-    return isinstance(value, DTensor) and value._local_tensor.shape != value.shape
 
 
 def _around(name: str, value: Any, local: Tensor, parameter: Any) -> Any:

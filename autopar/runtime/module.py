@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from autopar.errors import UsageError
 from autopar.plan.plan import Plan
@@ -40,7 +41,7 @@ class Given:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
-        self._ids = {id(p): weakref.ref(p) for p in model.parameters()}
+        self._parameters = WeakIdKeyDictionary(dict.fromkeys(model.parameters()))
         self._state = memory.state_of(model)
         self._weights: dict[str, tuple[int, int]] | None = _written(model)
         self._hook = register_optimizer_step_pre_hook(self._before_step)
@@ -93,15 +94,11 @@ class Given:
             UsageError: the parameters are the model's, and have no gradients.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if parameters and all(self._is_models(p) and p.grad is None for p in parameters):
+        if parameters and all(p in self._parameters and p.grad is None for p in parameters):
             raise UsageError(
                 f"{type(optimizer).__name__} has the parameters of the model before autopar.parallelize, which do not train",
                 fix="Make the optimizer of par.parameters(), after autopar.parallelize",
             )
-
-    def _is_models(self, parameter: Tensor) -> bool:
-        known = self._ids.get(id(parameter))
-        return known is not None and known() is parameter
 
 
 def _written(model: nn.Module) -> dict[str, tuple[int, int]]:

@@ -27,7 +27,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from autopar.plan.plan import Plan
 from autopar.plan.run_log import (
-    CATEGORIES,
     COMPUTE,
     CONTEXT,
     DATA,
@@ -140,25 +139,22 @@ class Monitor:
         world: World,
         *,
         log_dir: Path | None = None,
-        warm_up: int = WARM_UP_STEPS,
-        steps: int = MEASURED_STEPS,
     ) -> None:
         self._plan, self._world = plan, world
         self._path = None if log_dir is None else log_dir / FILE_NAME
         if self._path is not None and world.rank == 0:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._warm_up, self._wanted = warm_up, steps
         self._memory = _Memory(world.device)
         self._is_coarse = world.device.type == "cuda"
         self._clock: Clock | None = None
         self._seen, self._steps = 0, list[dict[str, float]]()
         self._undo, self._caught = ExitStack(), ExitStack()
         self._groups: dict[str, str] = {}
-        self._has_ended = False
+        self._has_ended = self._is_timed = False
         weakref.finalize(self, self._undo.close)  # a run may end before its steps are done
         self._mine: frozenset[int] = frozenset()
         self.record: RunRecord | None = None
-        self.is_active = steps > 0
+        self.is_active = True
 
     def holds(self, parameters: Iterable[torch.Tensor]) -> None:
         """Whose optimizer is timed."""
@@ -166,9 +162,14 @@ class Monitor:
 
     # --- a step
 
-    def begin_step(self) -> None:
-        """Before a step's forward. Once enough steps are done all ranks meet here and compare."""
-        if not self.is_active:
+    def begin_step(self, *, is_timed: bool = True) -> None:
+        """Before a step's forward. Once enough steps are done all ranks meet here and compare.
+
+        Args:
+            is_timed: its time says something of the plan.
+        """
+        self._is_timed = is_timed and self.is_active
+        if not self._is_timed:
             return
         self._seen += 1
         self._caught.close()
@@ -176,10 +177,10 @@ class Monitor:
             done = self._clock.begin()
             if self._has_ended:  # an evaluation alone has no end
                 self._steps.append(done)
-        elif self._seen > self._warm_up:
+        elif self._seen > WARM_UP_STEPS:
             self._start()
         self._has_ended = False
-        if len(self._steps) == self._wanted:
+        if len(self._steps) == MEASURED_STEPS:
             self._finish()
         elif self._clock is not None:
             if not self._is_coarse:
@@ -189,7 +190,7 @@ class Monitor:
 
     def end_step(self) -> None:
         """After the sums of gradients."""
-        if self._clock is not None:
+        if self._is_timed and self._clock is not None:
             self._caught.close()
             self._clock.leave()
             self._has_ended = True
@@ -213,16 +214,16 @@ class Monitor:
         self._groups = _categories(self._world)
         clock, mine = self._clock, self._mine
 
-        def begin(optimizer: Optimizer, *_: object) -> None:
-            if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
-                clock.enter(OPTIMIZER)
+        def on_own(act: Callable[[], None]) -> Callable[..., None]:
+            def hook(optimizer: Optimizer, *_: object) -> None:
+                if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+                    act()
 
-        def end(optimizer: Optimizer, *_: object) -> None:
-            if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
-                clock.leave()
+            return hook
 
-        self._undo.callback(register_optimizer_step_pre_hook(begin).remove)
-        self._undo.callback(register_optimizer_step_post_hook(end).remove)
+        begin = register_optimizer_step_pre_hook(on_own(lambda: clock.enter(OPTIMIZER)))
+        self._undo.callback(begin.remove)
+        self._undo.callback(register_optimizer_step_post_hook(on_own(clock.leave)).remove)
 
     def _finish(self) -> None:
         """Medians of all ranks, the verdict, the log."""
@@ -231,20 +232,15 @@ class Monitor:
         world = self._world
         mine = step_of([{k: v for k, v in step.items() if k != _BETWEEN} for step in steps])
         between = sorted(step.get(_BETWEEN, 0.0) for step in steps)[len(steps) // 2]
-        peak, reserved = self._memory.peak_bytes(), self._memory.reserved_bytes()
-        row = [*mine.values(), between, *(-1.0 if size is None else float(size) for size in (reserved, peak))]
-        ranks = []
-        for rank, values in enumerate(Meeting(world.host_group()).all(row)):
-            ranks.append(
-                RankTimes(
-                    rank=rank,
-                    seconds=dict(zip(CATEGORIES, values, strict=False)),
-                    between_s=values[-3],
-                    reserved_bytes=None if values[-2] < 0 else int(values[-2]),
-                    measured_bytes=None if values[-1] < 0 else int(values[-1]),
-                    predicted_bytes=predicted_bytes(self._plan, rank),
-                )
-            )
+        own = RankTimes(
+            rank=world.rank,
+            seconds=mine,
+            between_s=between,
+            reserved_bytes=self._memory.reserved_bytes(),
+            measured_bytes=self._memory.peak_bytes(),
+            predicted_bytes=predicted_bytes(self._plan, world.rank),
+        )
+        ranks = Meeting(world.host_group()).all(own)
         self.record = record_of(
             self._plan, ranks, num_steps=len(steps), memory_kind=self._memory.kind, is_coarse=self._is_coarse
         )

@@ -15,9 +15,9 @@ from torch.utils.data import Dataset
 
 from autopar.errors import AutoparError, UsageError
 from autopar.lower.program import Program
-from autopar.runtime.assemble import Assembly, assemble, forget_gathered
+from autopar.runtime.assemble import Assembly, assemble, forget_gathered, uses_fsdp
 from autopar.runtime.checkpoint.export import Export, ModelFacts
-from autopar.runtime.checkpoint.series import Beside, Checkpointed
+from autopar.runtime.checkpoint.series import EXTRA, LOADER, SCHEDULER, Beside, Checkpointed
 from autopar.runtime.checkpoint.write import Save
 from autopar.runtime.checks import (
     MemoryReport,
@@ -34,7 +34,7 @@ from autopar.runtime.module import Given, PlannedModule
 from autopar.runtime.monitor import Monitor
 from autopar.runtime.same_values import Replicas
 from autopar.runtime.state_dict import EXTRA_STATE, ModuleState, State, Untrained, full_state_dict, names_of
-from autopar.runtime.step.global_loss import SCALER_NUMBERS, GlobalLoss, LossScale, ParallelScaler, StepLoss
+from autopar.runtime.step.global_loss import SCALER_NUMBERS, GlobalLoss, ParallelScaler, StepLoss
 from autopar.runtime.step.gradients import Norm, clip, refuse_clipping
 from autopar.runtime.step.local_batch import Batches, SharedSamples
 from autopar.runtime.step.other_runs import PartialBatch, partial_of
@@ -44,7 +44,7 @@ from autopar.runtime.world import World
 from autopar.tracing.batch import positional, with_names
 
 if TYPE_CHECKING:
-    from autopar.runtime.data import PlannedLoader, StreamLoader
+    from autopar.runtime.data import PlannedLoader
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -86,34 +86,33 @@ class ParallelModel(PlannedModule):
         self.data_rank, self.data_size = world.data_index, self.plan.mesh.data
         self.samples = self.plan.samples_of(self.data_rank)
         self._shared = SharedSamples(world, program.graph.inputs)
-        self._is_timed = True
         held = self._assembly.held
         self._memory = Parameters(held)
         self._gradients = StepGradients(self._assembly, self.plan, self.monitor)
         self._loss = GlobalLoss(self.plan, world, self.monitor)
         self._norm = Norm(held, world.sums_group(), world.device, self._loss.dtype)
         self._replicas = Replicas(held, world, self._norm.group)
-        recovers, launched = not self._assembly.is_fsdp, launched_on(world.device)
+        recovers, launched = not uses_fsdp(self.plan), launched_on(world.device)
         self._alarm = Alarm(world.rank, self.plan.mesh.world_size, recovers=recovers, launched=launched)
         weakref.finalize(self, self._alarm.close)
         self._calls = Calls(world, self._alarm, world.meeting_group(), self._gradients)
         # this and what else is kept has no reference back to self: a model that is left goes at once, and its hooks with it
         self._batches = Batches(program, world, self._shared, self._alarm, self._calls)
-        self._scale = scale = LossScale(self.plan.precision, held, self._calls, self._norm.group, world.device)
+        self._scaler = scaler = ParallelScaler(self.plan.precision, held, self._calls, self._norm.group, world.device)
         stages = self._assembly.stages
         self._state = State(program, world, weights, stages)
         self._untrained = Untrained(program, world, weights)
         self._facts = ModelFacts.of(weights.model)
         self._checkpointed = Checkpointed(self.plan, world, held, self._state, self._untrained)
         inputs, is_single = program.graph.inputs, len(program.stages) == 1
-        self._single = Accumulation(stages[0], self.plan, inputs, scale.of) if is_single else None
-        self._runner = self._single or Pipeline(stages, program, world, self.monitor, scale.of)
+        self._single = Accumulation(stages[0], self.plan, inputs, scaler.of) if is_single else None
+        self._runner = self._single or Pipeline(stages, program, world, self.monitor, scaler.of)
         self._local_steps = LocalSteps(
             (h.parameter for h in held),
             on_host="optimizer" in self.plan.offload,
             is_staged=self.plan.mesh.pp > 1,
             parts=((h.parameter, h.key) for h in held if h.key.endswith("]")),
-            check=scale.check_step,
+            check=scaler.check_step,
             threads=world.host_threads() if "optimizer" in self.plan.offload else None,
         )
         weakref.finalize(self, self._local_steps.remove)
@@ -188,7 +187,7 @@ class ParallelModel(PlannedModule):
 
     def _train_step(self, batch: Batch) -> Tensor:
         check_modes(self.plan, self._world.device, learns=True)
-        self._scale.check()
+        self._scaler.check()
         self._local_steps.restore()
         partial = self._begin_step(batch, "train_step")
         local = self._batches.local(batch, partial)
@@ -196,11 +195,11 @@ class ParallelModel(PlannedModule):
         self._gradients.begin(self._batches.count(partial))
         loss = self._runner.run(local, self._batches.count(partial))
         self._gradients.finish()
-        self._scale.done()
+        self._scaler.done()
         self._commit()
         self.step_count += 1
         total = self._loss.of(loss)
-        self._end_step()
+        self.monitor.end_step()
         return total
 
     @_not_compiled
@@ -305,7 +304,7 @@ class ParallelModel(PlannedModule):
             )
         check_modes(self.plan, self._world.device, learns=False)
         if torch.is_grad_enabled():
-            self._scale.check()
+            self._scaler.check()
             partial = self._begin_step(batch, "call")
         else:
             partial = self._batches.partial(batch, "call")
@@ -335,7 +334,7 @@ class ParallelModel(PlannedModule):
         Raises:
             UsageError: there is one already.
         """
-        return self._scale.make(**options)
+        return self._scaler.make(**options)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scales all gradients so that the 2-norm of the whole model's is at most ``max_norm``; returns the norm.
@@ -363,7 +362,7 @@ class ParallelModel(PlannedModule):
         clip(self._assembly.held, norm, max_norm)
 
     def _norm_of(self, call: str) -> Tensor:
-        self._scale.check_unscaled()
+        self._scaler.check_unscaled()
         with self._calls.at_once(call, meets=False):  # the norm is a meeting of its own
             return self._norm()
 
@@ -377,13 +376,13 @@ class ParallelModel(PlannedModule):
     def largest(self, *values: float) -> list[float]:
         """Of each number the largest that any rank gives; the same on every rank, all of which call it."""
         with self._calls.at_once("largest", meets=False):
-            return self._calls.largest(values)
+            return [max(found) for found in zip(*self._checkpointed.meeting.all(values), strict=True)]
 
     def memory_error(self, error: BaseException) -> AutoparError:
         """Of an error of torch's that there is no memory left: one that says what was predicted, and what there is."""
         return self._memory_report.error()
 
-    def dataloader(self, dataset: Dataset[Any], **options: Any) -> PlannedLoader | StreamLoader:
+    def dataloader(self, dataset: Dataset[Any], **options: Any) -> PlannedLoader:
         """A ``torchdata.stateful_dataloader.StatefulDataLoader`` that gives each rank its part of global batches.
 
         Ranks that share samples load the same ones. A batch smaller than the plan's (the last of an epoch) is loaded whole by
@@ -428,13 +427,14 @@ class ParallelModel(PlannedModule):
             UsageError: the folder cannot be written, or a state cannot be kept; on all ranks alike. What was there is unchanged.
         """
         with self._calls.at_once("save"):
-            save = self._begin_save(path, optimizer, Beside(scheduler=scheduler, dataloader=dataloader, extra=extra))
+            beside = {SCHEDULER: scheduler, LOADER: dataloader, EXTRA: extra}
+            save = self._begin_save(path, optimizer, beside)
             save.write(self._checkpointed.meeting)
 
     def _begin_save(self, path: str | Path, optimizer: Optimizer | None, beside: Beside) -> Save:
         self._memory.check_memory()
         self._replicas.check_now()
-        progress = {"seed": self.seed, "step": self.step_count, "scaler": self._scale.numbers}
+        progress = {"seed": self.seed, "step": self.step_count, "scaler": self._scaler.numbers}
         return self._checkpointed.save(path, progress, optimizer, beside)
 
     def save_pretrained(self, path: str | Path, *, max_shard_size: str | int = "5GB") -> None:
@@ -482,11 +482,11 @@ class ParallelModel(PlannedModule):
         """
         with self._calls.at_once("load"):
             self._memory.check_memory()
-            beside = Beside(scheduler=scheduler, dataloader=dataloader)
+            beside = {SCHEDULER: scheduler, LOADER: dataloader}
             progress, extra = self._checkpointed.load(path, optimizer, beside, allow_pickle=allow_pickle)
         self.seed, self.step_count = progress["seed"], progress["step"]
-        if self._scale.is_wanted and progress.get("scaler") is not None:
-            self._scale.numbers = progress["scaler"]
+        if self._scaler.is_wanted and progress.get("scaler") is not None:
+            self._scaler.numbers = progress["scaler"]
         return extra
 
     # --- as a module has it (``state_dict`` and ``load_state_dict``, which torch.distributed.checkpoint calls)
@@ -527,15 +527,15 @@ class ParallelModel(PlannedModule):
 
     def get_extra_state(self) -> dict[str, Tensor]:
         """The seed, the number of steps, and the scaler's state (zeros where there is none): tensors, which no file pickles."""
-        numbers = self._scale.numbers or {}
+        numbers = self._scaler.numbers or {}
         scaler = torch.tensor([numbers.get(name, 0.0) for name in SCALER_NUMBERS], dtype=torch.float64)
         return {"scaler": scaler, "seed": torch.tensor(self.seed), "step": torch.tensor(self.step_count)}
 
     def set_extra_state(self, state: Mapping[str, Tensor]) -> None:
         """What :meth:`get_extra_state` gave."""
         self.seed, self.step_count = int(state["seed"]), int(state["step"])
-        if self._scale.is_wanted and state["scaler"].any():
-            self._scale.numbers = dict(zip(SCALER_NUMBERS, state["scaler"].tolist(), strict=True))
+        if self._scaler.is_wanted and state["scaler"].any():
+            self._scaler.numbers = dict(zip(SCALER_NUMBERS, state["scaler"].tolist(), strict=True))
 
     # --- inside a step
 
@@ -560,7 +560,7 @@ class ParallelModel(PlannedModule):
 
     def _begin_called(self) -> None:
         """At the begin of a backward that the user called."""
-        self._scale.check_called()
+        self._scaler.check_called()
         if not self._gradients.is_open:
             self._alarm.begin("backward")
         self._gradients.begin(1)
@@ -568,18 +568,12 @@ class ParallelModel(PlannedModule):
     def _finish_called(self) -> None:
         """At its end."""
         self._gradients.finish()
-        self._scale.done()
+        self._scaler.done()
         self._alarm.end()
-        self._end_step()
+        self.monitor.end_step()
 
     def _begin_step(self, batch: Batch, purpose: str) -> PartialBatch | None:
         """Of a step with gradients; the time of one of fewer samples than the plan's says nothing of the plan."""
         partial = self._batches.partial(batch, purpose)
-        self._is_timed = partial is None
-        if self._is_timed:
-            self.monitor.begin_step()
+        self.monitor.begin_step(is_timed=partial is None)
         return partial
-
-    def _end_step(self) -> None:
-        if self._is_timed:
-            self.monitor.end_step()

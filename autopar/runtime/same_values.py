@@ -8,7 +8,7 @@ so such gradients differ by rounding, and nothing brings the copies together aga
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 import torch
@@ -60,6 +60,15 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
     weights = torch.cat([base[:size] for size in sizes])
     running = torch.cat(pieces).mul_(weights).cumsum_(0)  # modulo 2**64: no bit is lost
     return torch.stack([running[end - 1] for end in accumulate(sizes)]).diff()
+
+
+def events(tensors: Iterable[Tensor]) -> list[torch.cuda.Event]:
+    """For each GPU that has some of them, one behind all that its current stream does until now: numbers on their way can be read then."""
+    made = []
+    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        made.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
+        made[-1].record(torch.cuda.current_stream(device))
+    return made
 
 
 def _widened(flats: Sequence[Tensor]) -> list[Tensor]:

@@ -14,7 +14,7 @@ was. The stage that makes a value passes it on to the stages that read it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -27,7 +27,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from autopar.errors import UsageError
 from autopar.graph.graph import Padding, Parameter, TensorSpec
 from autopar.graph.interpreter import part_of
-from autopar.lower.program import PreludeProgram, Program
+from autopar.lower.program import Program
 from autopar.runtime.step.gradients import Held, lengthened
 from autopar.runtime.step.stage import StageModule
 from autopar.runtime.weights import ModelWeights
@@ -198,17 +198,15 @@ class Untrained:
         traced = {b.fqn: b.value for b in program.graph.buffers if b.fqn and b.value is not None}
         self.owners = {name: i % world.mesh.world_size for i, name in enumerate(left)}
         self.is_parameter = {name: isinstance(tensor, nn.Parameter) for name, tensor in tensors.items()}
-        self.own: dict[str, Tensor] = {}
-        for name in left:
-            if self.owners[name] == world.rank:
-                value = _value(weights, name, tensors[name], traced)
-                if value is not None:
-                    self.own[name] = value
-        self._copies = list(_copies(program, world, frozenset(left)))
+        mine = (name for name in left if self.owners[name] == world.rank)
+        values = {name: _value(weights, name, tensors[name], traced) for name in mine}
+        self.own = {name: value for name, value in values.items() if value is not None}
+        self._copies = _copies(program, world, frozenset(left))
 
     def targets(self) -> list[tuple[str, Tensor]]:
         """What a checkpoint is read into: the values here, and those that programs of this rank read (:meth:`put` gives them these)."""
-        return [*((name, torch.empty_like(value)) for name, value in self.own.items()), *self._read()]
+        read = ((name, module.get_buffer(buffer)) for module, buffer, name in self._copies)
+        return [(name, torch.empty_like(value)) for name, value in (*self.own.items(), *read)]
 
     def put(self, values: list[tuple[str, Tensor]]) -> None:
         """Takes what :meth:`targets` gave and a checkpoint has filled; tensors of the user's model stay as they are."""
@@ -229,10 +227,8 @@ class Untrained:
     def take(self, state: Mapping[str, Tensor], prefix: str = "") -> None:
         """The values of a state dict that has them, by any of the model's names behind ``prefix``."""
         given = {first: state[prefix + name] for name, first in self.names.items() if prefix + name in state}
-        targets = [
-            (name, value) for name, value in self.targets() if name in given and given[name].shape == value.shape
-        ]
-        if len(targets) == len(self.own) + len(self._copies):
+        targets = self.targets()
+        if all(name in given and given[name].shape == value.shape for name, value in targets):
             with torch.no_grad():
                 for name, value in targets:
                     value.copy_(given[name])
@@ -241,12 +237,6 @@ class Untrained:
     def key(self, name: str) -> str:
         """Of a first name, in checkpoints."""
         return f"{'model' if self.is_parameter[name] else 'buffer'}.{name}"
-
-    def _read(self) -> Iterator[tuple[str, Tensor]]:
-        for module, buffer, name in self._copies:
-            value = module._buffers[buffer]
-            assert value is not None
-            yield name, torch.empty_like(value)
 
 
 def _state_names(program: Program, model: nn.Module) -> tuple[dict[str, str], dict[str, Tensor]]:
@@ -284,13 +274,12 @@ def _value(weights: ModelWeights, name: str, tensor: Tensor, traced: Mapping[str
     return value.detach().to("cpu", tensor.dtype, copy=True).contiguous()
 
 
-def _copies(program: Program, world: World, names: frozenset[str]) -> Iterator[tuple[nn.Module, str, str]]:
+def _copies(program: Program, world: World, names: frozenset[str]) -> list[tuple[nn.Module, str, str]]:
     """Where programs of this rank have such buffers: the module, the name in it, and the model's."""
-    fqns = MappingProxyType({b.name: b.fqn for b in program.graph.buffers if b.fqn in names})
-    here = [s.prelude for s in program.stages if s.pp_rank == world.coordinate["pp"]]
-    for prelude in (*here, *program.sums):
-        if isinstance(prelude, PreludeProgram):
-            yield from ((prelude.module, buffer, fqns[buffer]) for buffer in prelude.buffers if buffer in fqns)
+    fqns = {b.name: b.fqn for b in program.graph.buffers if b.fqn in names}
+    here = [s.prelude for s in program.stages if s.pp_rank == world.coordinate["pp"] and s.prelude is not None]
+    preludes = (*here, *program.sums)
+    return [(own.module, buffer, fqns[buffer]) for own in preludes for buffer in own.buffers if buffer in fqns]
 
 
 class State:
@@ -314,11 +303,8 @@ class State:
             for buffer in program.state
             if buffer.name in wanted
         }
-        self._moved = tuple(
-            (buffer.name, makers[buffer.name])
-            for buffer in program.state
-            if buffer.name in sums or any(_reads(program, makers[buffer.name], buffer.name))
-        )
+        elsewhere = {name for s in program.stages for name in s.state if s.pp_rank != makers[name]}
+        self._moved = tuple((b.name, makers[b.name]) for b in program.state if b.name in elsewhere | sums)
         self._group = world.axis_group(("pp",)) if self._moved else None
         self._lend()
 
@@ -343,8 +329,3 @@ class State:
     def _lend(self) -> None:
         for stage in self._stages:
             stage.state = self.values
-
-
-def _reads(program: Program, maker: int, name: str) -> Iterable[bool]:
-    """For each stage whether it reads a buffer that another pipeline rank makes."""
-    return (name in stage.state and stage.pp_rank != maker for stage in program.stages)

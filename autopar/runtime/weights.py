@@ -81,27 +81,23 @@ class ModelWeights:
 
     def parameter(self, parameter: Parameter, index: Index) -> Tensor:
         """The elements ``index`` of the model's parameter."""
-        value = self.model.get_parameter(parameter.fqn)
-        if value.is_meta:
-            path, _, name = parameter.fqn.rpartition(".")
-            value = self._initialised(path)._parameters[name]  # type: ignore[assignment]
-        return value.detach()[index]
+        return self._value(parameter.fqn, self.model.get_parameter(parameter.fqn))[index]
 
     def buffer(self, fqn: str, traced: Tensor | None = None) -> Tensor:
         """A buffer, whole: ``traced`` where it is given, what it held when rank 0 traced the model, of which all take the values."""
         if traced is not None:
             return traced
-        value = self.model.get_buffer(fqn)
+        return self._value(fqn, self.model.get_buffer(fqn))
+
+    def _value(self, fqn: str, value: Tensor) -> Tensor:
+        """What the model has, or an initialiser gives."""
         if value.is_meta:
             path, _, name = fqn.rpartition(".")
-            value = self._initialised(path)._buffers[name]  # type: ignore[assignment]
+            if self._last is None or self._last[0] != path:
+                self._last = None  # one module at a time
+                self._last = (path, initialise(self.model, path, self._seed, self._device))
+            value = _own_tensors(self._last[1])[name]
         return value.detach()
-
-    def _initialised(self, path: str) -> nn.Module:
-        if self._last is None or self._last[0] != path:
-            self._last = None  # one module at a time
-            self._last = (path, initialise(self.model, path, self._seed, self._device))
-        return self._last[1]
 
 
 def initialise(model: nn.Module, path: str, seed: int, device: torch.device = _CPU) -> nn.Module:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import socket
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -68,15 +69,6 @@ class Meeting:
         dist.gather_object(value, said, group=self.group, group_dst=0)
         return said or []
 
-    def scatter(self, values: Sequence[_T]) -> _T:
-        """For each rank its own of rank 0's values, of which the others give none."""
-        if self.group is None:
-            return values[0]
-        got: list[Any] = [None]
-        dist.scatter_object_list(got, list(values) if self.rank == 0 else None, group=self.group, group_src=0)
-        mine: _T = got[0]
-        return mine
-
     def first(self, make: Callable[[], _T]) -> _T:
         """What rank 0 makes, on all ranks.
 
@@ -96,12 +88,18 @@ class Meeting:
         result: _T = made[0]
         return result
 
-    def agree(self, failure: AutoparError | None) -> None:
-        """Nothing, where no rank has failed.
+    @contextmanager
+    def alike(self) -> Iterator[None]:
+        """Around what each rank does for itself, at whose end all know whether any has failed.
 
         Raises:
             AutoparError: of the first rank that has; on all ranks alike.
         """
+        failure: AutoparError | None = None
+        try:
+            yield
+        except AutoparError as error:
+            failure = error
         if failed := [one for one in self.all(failure) if one is not None]:
             raise failed[0]
 
@@ -204,15 +202,15 @@ class World:
         would take such a call on one rank for the collective of a step on another, so that both went on with each other's
         numbers. On the host nothing waits for a device, and no memory of it is taken.
         """
-        return self._beside(on_host=True)
+        return self._beside(self._timeout)
 
     def checkpoint_group(self) -> dist.ProcessGroup | None:
         """Likewise for checkpoints, where ranks wait for each other as long as disks take."""
-        return self._beside(on_host=True, timeout=max(self._timeout, DISKS))
+        return self._beside(max(self._timeout, DISKS))
 
     def sums_group(self) -> dist.ProcessGroup | None:
         """Likewise for sums of tensors on the devices (a norm of all gradients), apart from all groups of steps."""
-        return self._beside(on_host=False)
+        return None if self.mesh.world_size == 1 else dist.new_group(timeout=self._timeout)
 
     def host_group(self) -> dist.ProcessGroup | None:
         """The group of all ranks for what a step compares on the host; None for one rank alone. All ranks call this.
@@ -222,7 +220,7 @@ class World:
         if self.mesh.world_size > 1 and dist.get_backend() in {dist.Backend.GLOO, FAKE}:
             return self._job
         if self._host_group is None:
-            self._host_group = self._beside(on_host=True)
+            self._host_group = self.meeting_group()
         return self._host_group
 
     def host_threads(self) -> int | None:
@@ -233,11 +231,11 @@ class World:
         here = self.mesh.world_size if dist.get_backend() == FAKE else Meeting(group).all(own).count(own)
         return max(num_cores() // here, 1)
 
-    def _beside(self, *, on_host: bool, timeout: timedelta | None = None) -> dist.ProcessGroup | None:
+    def _beside(self, timeout: timedelta) -> dist.ProcessGroup | None:
         if self.mesh.world_size == 1:
             return None
-        backend = dist.Backend.GLOO if on_host and dist.get_backend() != FAKE else None
-        made: dist.ProcessGroup = dist.new_group(backend=backend, timeout=timeout or self._timeout)
+        backend = None if dist.get_backend() == FAKE else dist.Backend.GLOO
+        made: dist.ProcessGroup = dist.new_group(backend=backend, timeout=timeout)
         return made
 
     def _limit(self, group: dist.ProcessGroup) -> None:

@@ -204,7 +204,7 @@ def saved(tmp_path: Path) -> Any:
 def test_what_was_saved_is_read(saved: tuple[Path, dict[str, Any]]) -> None:
     source = OlderFolder(saved[0])
     source.check_files()
-    assert torch.equal(whole(source, "a", saved[0]), saved[1]["a"])
+    assert torch.equal(whole(source, "a"), saved[1]["a"])
     assert source.values["optimizer"]["settings"] == [
         {"lr": 0.5, "betas": {"$tuple": [0.9, 0.99]}, "n": 3, "yes": True}
     ]

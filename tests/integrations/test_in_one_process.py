@@ -140,6 +140,14 @@ def test_a_checkpoint_of_another_loop_is_refused_by_name(extra: Any, problem: st
     assert loop.step == 0
 
 
+def test_weights_are_written_in_files_of_the_size_that_was_asked_for() -> None:
+    asked: dict[str, Any] = {}
+    model = SimpleNamespace(save_pretrained=lambda _, **options: asked.update(options))
+    loop = cast("Accelerator", SimpleNamespace(parallel_model=model))
+    Accelerator.save_model(loop, torch.nn.Linear(1, 1), "folder", max_shard_size="1GB")
+    assert asked == {"max_shard_size": "1GB"}
+
+
 NEEDS = {
     "autopar.integrations.accelerate": ("accelerate", "autopar[hf]"),
     "autopar.integrations.hf": ("transformers", "autopar[hf]"),

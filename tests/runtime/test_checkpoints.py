@@ -336,7 +336,6 @@ def test_rows_of_large_tensors_are_read_by_chunks(
     (tmp_path / checkpoint_index.NAME).write_bytes(checkpoint_index.encode(index))
     reader = chunk_files.Folder(tmp_path)
     found = torch.cat([rows.view(torch.uint8) for _, rows in reader.rows("x", piece, 11, 30)])
-    reader.close()
     assert torch.equal(found, value[11:30].contiguous().view(torch.uint8))
     content = bytearray((tmp_path / written.name).read_bytes())
     content[-1] ^= 1
@@ -346,7 +345,6 @@ def test_rows_of_large_tensors_are_read_by_chunks(
         list(reader.rows("x", piece, 0, each))  # another chunk is damaged
     with pytest.raises(CheckpointError, match=r"x is not what was written \(rows \d+ to 36 of"):
         list(reader.rows("x", piece, 30, 37))
-    reader.close()
 
 
 class Killed(BaseException):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from autopar.runtime.step import gradients
 from autopar.runtime.step.gradients import Group, Held, sum_in_place
-from autopar.runtime.step.stage import Ends, Passed, enter, leave
+from autopar.runtime.step.stage import Passed, enter, leave
 
 DTYPES = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
@@ -32,7 +32,7 @@ def passed(*values: Tensor, returns: int | None = None) -> tuple[Passed, ...]:
 
 def sent(*values: Tensor, returns: int | None = None) -> tuple[Tensor, ...]:
     """What the first of several stages gives."""
-    return leave(Ends(receives=(), gives=passed(*values, returns=returns)), None, values)
+    return leave(passed(*values, returns=returns), None, values)
 
 
 @given(shape=st.lists(st.sampled_from([0, 1, 1, 2, 3]), max_size=4), order=st.integers(0, 23), data=st.data())
@@ -53,11 +53,11 @@ def test_values_of_every_dtype_come_out_as_they_went_in(dtype: torch.dtype) -> N
     size = 1 if dtype == torch.bool else dtype.itemsize
     bits = torch.randint(0, 2 if dtype == torch.bool else 256, (6, size), dtype=torch.uint8, generator=generator)
     x = bits.view(dtype).squeeze(-1)
-    ends = Ends(receives=passed(x), gives=passed(x))
+    takes = passed(x)
     (under_way,) = sent(x)
-    assert under_way.dtype == ends.receives[0].carrier and under_way.nbytes == x.nbytes
+    assert under_way.dtype == takes[0].carrier and under_way.nbytes == x.nbytes
     received = under_way.detach().clone().requires_grad_()  # as the buffers of torch 2.11
-    (out,), _ = enter(ends, [received])
+    (out,), _ = enter(takes, [received])
     assert out.dtype == dtype
     assert torch.equal(out.contiguous().view(torch.uint8), x.contiguous().view(torch.uint8))
 
@@ -69,10 +69,10 @@ def test_each_tensor_that_asks_for_a_gradient_gets_one() -> None:
     receives = passed(whole, number, still, unread)
     received = [torch.ones(p.shape).to(p.carrier).requires_grad_() for p in receives]
     loss = torch.zeros((), requires_grad=True)
-    ends = Ends(receives=receives, gives=passed(loss))
-    (h, n, s, _), link = enter(ends, received)
+    takes, gives = receives, passed(loss)
+    (h, n, s, _), link = enter(takes, received)
     assert [x.requires_grad for x in (h, n, s)] == [True, False, False]
-    (made,) = leave(ends, link, [((2.0 * h).sum(1) * s * (n != 0)).sum()])
+    (made,) = leave(gives, link, [((2.0 * h).sum(1) * s * (n != 0)).sum()])
     made.backward()  # type: ignore[no-untyped-call]
     for x, p in zip(received, receives, strict=True):
         assert x.grad is not None and x.grad.dtype == p.carrier and x.grad.shape == p.shape
@@ -81,27 +81,27 @@ def test_each_tensor_that_asks_for_a_gradient_gets_one() -> None:
 
 def test_gradients_pass_as_they_are_and_reach_stages_behind_one_without_any() -> None:
     x, dead = torch.randn(3, requires_grad=True), torch.randn(2, requires_grad=True)
-    ends = Ends(receives=passed(x, dead), gives=passed(torch.zeros(3), returns=0))
+    takes, gives = passed(x, dead), passed(torch.zeros(3), returns=0)
     received = [x.detach().requires_grad_(), dead.detach().requires_grad_()]
-    (h, _), link = enter(ends, received)
-    (given_,) = leave(ends, link, [h.detach()])
+    (h, _), link = enter(takes, received)
+    (given_,) = leave(gives, link, [h.detach()])
     assert given_.requires_grad, "a gradient comes back, so that this stage runs backward"
     given_.backward(torch.ones(3))
     assert [t.grad is not None and not t.grad.any() for t in received] == [True, True]
-    ends = Ends(receives=passed(x, dead), gives=passed(x))
+    takes, gives = passed(x, dead), passed(x)
     received = [x.detach().requires_grad_(), dead.detach().requires_grad_()]
-    (h, _), link = enter(ends, received)
-    (given_,) = leave(ends, link, [3.0 * h])
+    (h, _), link = enter(takes, received)
+    (given_,) = leave(gives, link, [3.0 * h])
     given_.backward(torch.tensor([1.0, 2.0, 4.0]))
     assert received[0].grad is not None and received[0].grad.tolist() == [3.0, 6.0, 12.0]
 
 
 def test_without_gradients_nothing_is_recorded() -> None:
     x = torch.randn(3, requires_grad=True)
-    ends = Ends(receives=passed(x), gives=passed(x))
+    takes, gives = passed(x), passed(x)
     with torch.no_grad():
-        (h,), link = enter(ends, [x])
-        (given_,) = leave(ends, link, [2.0 * h])
+        (h,), link = enter(takes, [x])
+        (given_,) = leave(gives, link, [2.0 * h])
     assert not given_.requires_grad and torch.equal(given_, 2.0 * x)
 
 

@@ -73,22 +73,16 @@ def move(pool: WorkerPool, source: Path, name: str, target: Path) -> None:
 def difference(one: Path, other: Path) -> str:
     """What two checkpoints have that is not the same bits; empty where there is nothing. Parts may be others."""
     first, second = open_folder(one), open_folder(other)
-    try:
-        if first.tensors.keys() != second.tensors.keys():
-            names = {
-                name for name in first.tensors.keys() ^ second.tensors.keys() if not name.startswith("state.random")
-            }
-            if names:
-                return f"{sorted(names)[0]} is in one alone"
-        for name in first.tensors:
-            if not name.startswith("state.random"):
-                mine, theirs = whole(first, name, one), whole(second, name, other)
-                if mine.dtype != theirs.dtype or as_bytes(mine) != as_bytes(theirs):
-                    return name
-        return next((key for key in ("progress", "optimizer") if first.values[key] != second.values[key]), "")
-    finally:
-        first.close()
-        second.close()
+    if first.tensors.keys() != second.tensors.keys():
+        names = {name for name in first.tensors.keys() ^ second.tensors.keys() if not name.startswith("state.random")}
+        if names:
+            return f"{sorted(names)[0]} is in one alone"
+    for name in first.tensors:
+        if not name.startswith("state.random"):
+            mine, theirs = whole(first, name), whole(second, name)
+            if mine.dtype != theirs.dtype or as_bytes(mine) != as_bytes(theirs):
+                return name
+    return next((key for key in ("progress", "optimizer") if first.values[key] != second.values[key]), "")
 
 
 def matrix(pool: WorkerPool, folder: Path, pairs: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:

@@ -62,9 +62,9 @@ def run_rank(program: Program, values: Mapping[str, Tensor], rank: int) -> Resul
         module.totals, module.seed = totals, STEP * (count + 1)
     if mesh.pp > 1:
         world: Any = types.SimpleNamespace(device_mesh=this_mesh(), device=torch.device("cpu"))
-        loss = Pipeline(modules, program, world, Monitor(program.plan, world, steps=0), lambda loss: loss).run(
-            batch, count
-        )
+        monitor = Monitor(program.plan, world)
+        monitor.close()
+        loss = Pipeline(modules, program, world, monitor, lambda loss: loss).run(batch, count)
     else:
         loss = _in_turn(modules, batch, program)
     if loss is not None:

@@ -35,6 +35,7 @@ def run(case: Case, rank: int, record: Any) -> int:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from autopar.lower.program import lower
+    from autopar.runtime import monitor
     from autopar.runtime.job import stop
     from autopar.runtime.parallel_model import ParallelModel
     from autopar.runtime.same_values import EVERY
@@ -65,8 +66,11 @@ def run(case: Case, rank: int, record: Any) -> int:
                 _call(parallel, batch, record)
             record.phase = "measured"
             if case.is_called:  # as if enough steps had been measured: the next one begins with the comparison
-                parallel.monitor._wanted = len(parallel.monitor._steps) + 1
-                with unset_fake_temporarily():  # no tensor of a device is made: ranks compare what their hosts have
+                enough = mock.patch.object(monitor, "MEASURED_STEPS", len(parallel.monitor._steps) + 1)
+                with (
+                    enough,
+                    unset_fake_temporarily(),
+                ):  # no tensor of a device is made: ranks compare what their hosts have
                     parallel.monitor.begin_step()
                 assert parallel.monitor.record is not None
             parallel.monitor.close()

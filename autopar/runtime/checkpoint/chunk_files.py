@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BufferedReader
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
@@ -72,6 +74,19 @@ def in_order(parts: Sequence[Part]) -> list[Part]:
     return sorted(parts, key=lambda part: (-part.value.element_size(), part.name))
 
 
+@contextmanager
+def new_file(path: Path) -> Iterator[BinaryIO]:
+    """A file that is not there yet, written through to the disk at the end.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with path.open("xb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def write(path: Path, parts: Sequence[Part], about: Mapping[str, str]) -> tuple[File, dict[str, Piece]]:
     """Writes a new file through to the disk; which pieces are where in it.
 
@@ -81,7 +96,7 @@ def write(path: Path, parts: Sequence[Part], about: Mapping[str, str]) -> tuple[
     parts = in_order(parts)
     head = header([(part.name, part.value.dtype, part.shape) for part in parts], about)
     pieces: dict[str, Piece] = {}
-    with path.open("xb") as file:
+    with new_file(path) as file:
         file.write(head)
         start = len(head)
         for part in parts:
@@ -93,8 +108,6 @@ def write(path: Path, parts: Sequence[Part], about: Mapping[str, str]) -> tuple[
                 file=path.name, start=start, offset=part.offset, shape=part.shape, sums=tuple(sums)
             )
             start += part.value.numel() * part.value.element_size()
-        file.flush()
-        os.fsync(file.fileno())
     return File(name=path.name, num_bytes=start, header_bytes=len(head), header_sum=crc32(head)), pieces
 
 
@@ -120,9 +133,10 @@ OLD_INDEX = ".metadata"
 
 
 class Folder:
-    """A folder that :mod:`autopar.runtime.checkpoint.write` wrote: each chunk that is read is verified; keeps one file open.
+    """A folder that :mod:`autopar.runtime.checkpoint.write` wrote: each chunk that is read is verified.
 
     Attributes:
+        path: of the folder.
         digest: tells it from others.
         tensors: all that it has, by name.
         values: all that is no tensor.
@@ -137,82 +151,56 @@ class Folder:
     def __init__(self, path: Path) -> None:
         index, self.digest = read(path)
         self.tensors, self.values = index.tensors, index.values
-        self._folder, self._files = path, index.files
-        self._name, self._file = "", None  # type: str, BinaryIO | None
+        self.path, self._files = path, index.files
         self._verified: set[str] = set()
-
-    def close(self) -> None:
-        """Closes the file that is open."""
-        if self._file is not None:
-            self._file.close()
-        self._name, self._file = "", None
 
     def check_files(self) -> None:
         """All files are there, as long as they were, and begin as they did."""
-        try:
-            for name in self._files:
-                self._opened(name)
-        finally:
-            self.close()
+        for name in self._files:
+            with self._opened(name):
+                pass
 
     def rows(self, name: str, piece: Piece, first: int, stop: int) -> Iterator[tuple[int, Tensor]]:
         """Rows ``first`` to ``stop - 1`` of a piece of the tensor ``name``: chunk by chunk, with the number of each one's first row."""
         dtype, shape = self.tensors[name].dtype, piece.shape or (1,)
         each, row = chunk_rows(piece.shape, dtype.itemsize), prod(shape[1:])
-        file = self._opened(piece.file)
-        for chunk in range(first // each, (stop + each - 1) // each):
-            begin, end = chunk * each, min(chunk * each + each, shape[0])
-            data = torch.empty((end - begin) * row * dtype.itemsize, dtype=torch.uint8)
-            try:
+        with self._opened(piece.file) as file:
+            for chunk in range(first // each, (stop + each - 1) // each):
+                begin, end = chunk * each, min(chunk * each + each, shape[0])
+                data = torch.empty((end - begin) * row * dtype.itemsize, dtype=torch.uint8)
                 file.seek(piece.start + begin * row * dtype.itemsize)
-                count = file.readinto(as_bytes(data))  # type: ignore[attr-defined]
-            except OSError as error:
-                raise self._unreadable(piece.file, error) from error
-            if count != data.numel() or crc32(as_bytes(data)) != piece.sums[chunk]:
-                raise CheckpointError(
-                    f"The checkpoint is damaged: {name} is not what was written (rows {begin} to {end - 1} of a part)",
-                    where=str(self._folder / piece.file),
-                    fix=AGAIN,
-                )
-            low, high = max(first, begin), min(stop, end)
-            values = data.view(dtype).view(end - begin, *shape[1:])
-            yield low, values[low - begin : high - begin]
+                count = file.readinto(as_bytes(data))
+                if count != data.numel() or crc32(as_bytes(data)) != piece.sums[chunk]:
+                    raise self._damaged(
+                        piece.file, f"{name} is not what was written (rows {begin} to {end - 1} of a part)"
+                    )
+                low, high = max(first, begin), min(stop, end)
+                values = data.view(dtype).view(end - begin, *shape[1:])
+                yield low, values[low - begin : high - begin]
 
-    def _opened(self, name: str) -> BinaryIO:
-        if self._file is None or self._name != name:
-            self.close()
-            try:
-                self._name, self._file = name, (self._folder / name).open("rb")
-            except OSError as error:
-                raise self._unreadable(name, error) from error
-        if name not in self._verified:
-            self._check(name, self._file)
-            self._verified.add(name)
-        return self._file
-
-    def _check(self, name: str, file: BinaryIO) -> None:
-        wanted = self._files[name]
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[BufferedReader]:
+        """A data file, whose length and header are verified when it is opened for the first time."""
         try:
-            length = os.fstat(file.fileno()).st_size
-            file.seek(0)
-            begins = crc32(file.read(wanted.header_bytes))
+            with (self.path / name).open("rb") as file:
+                if name not in self._verified:
+                    self._check(name, file)
+                    self._verified.add(name)
+                yield file
         except OSError as error:
-            raise self._unreadable(name, error) from error
-        if length != wanted.num_bytes:
-            problem = f"the file has {length} bytes of {wanted.num_bytes}"
-        elif begins != wanted.header_sum:
-            problem = "the file is another one, or its header has changed"
-        else:
-            return
-        raise CheckpointError(f"The checkpoint is damaged: {problem}", where=str(self._folder / name), fix=AGAIN)
+            raise self._damaged(name, "a file cannot be read", reason(error)) from error
 
-    def _unreadable(self, name: str, error: OSError) -> CheckpointError:
-        return CheckpointError(
-            "The checkpoint is damaged: a file cannot be read",
-            where=str(self._folder / name),
-            got=reason(error),
-            fix=AGAIN,
-        )
+    def _check(self, name: str, file: BufferedReader) -> None:
+        wanted = self._files[name]
+        length, begins = os.fstat(file.fileno()).st_size, crc32(file.read(wanted.header_bytes))
+        if length != wanted.num_bytes:
+            raise self._damaged(name, f"the file has {length} bytes of {wanted.num_bytes}")
+        if begins != wanted.header_sum:
+            raise self._damaged(name, "the file is another one, or its header has changed")
+
+    def _damaged(self, name: str, problem: str, got: str | None = None) -> CheckpointError:
+        where = str(self.path / name)
+        return CheckpointError(f"The checkpoint is damaged: {problem}", where=where, got=got, fix=AGAIN)
 
 
 Source: TypeAlias = "Folder | OlderFolder"

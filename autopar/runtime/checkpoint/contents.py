@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, TypeGuard
@@ -34,9 +34,9 @@ WAYS = frozenset({"fused", "foreach", "capturable", "differentiable"})
 """Hyperparameters that say how an optimizer steps on its devices, not where to: each job has its own."""
 
 
-def groups(held: Sequence[Held], optimizer: Optimizer) -> list[tuple[Held, dict[str, Any]]]:
-    """Each parameter that the optimizer steps, with its group."""
-    of = {p: group for group in optimizer.param_groups for p in group["params"]}
+def groups(held: Sequence[Held], optimizer: Optimizer) -> list[tuple[Held, int]]:
+    """Each parameter that the optimizer steps, with the place of its group."""
+    of = {p: place for place, group in enumerate(optimizer.param_groups) for p in group["params"]}
     return [(h, of[h.parameter]) for h in held if h.parameter in of]
 
 
@@ -67,25 +67,19 @@ def check_groups(
     Raises:
         PlanError: names two of them; on all ranks alike, before a group is changed.
     """
-    mixed = ""
-    firsts: list[tuple[dict[str, Any], str, Settings]] = []
-    for h, group in groups(held, optimizer):
-        own = {name: value for name, value in saved[h.key].items() if name not in WAYS}
-        known = next(((key, first) for one, key, first in firsts if one is group), None)
-        if known is None:
-            firsts.append((group, h.key, own))
-            continue
-        key, first = known
-        name = next((name for name in sorted(first.keys() | own) if first.get(name) != own.get(name)), "")
-        if name and not mixed:
-            mixed = f"{name} {first.get(name)} of {key} and {own.get(name)} of {h.key} in one group"
-    if found := [text for text in meeting.all(mixed) if text]:
-        raise PlanError(
-            "The parameters of a group of the optimizer were saved with different hyperparameters",
-            where=place,
-            got=found[0],
-            fix="Make the groups of the optimizer that was saved, or load without one",
-        )
+    firsts: dict[int, tuple[str, Settings]] = {}
+    with meeting.alike():
+        for h, group in groups(held, optimizer):
+            own = {name: value for name, value in saved[h.key].items() if name not in WAYS}
+            key, first = firsts.setdefault(group, (h.key, own))
+            name = next((name for name in sorted(first.keys() | own) if first.get(name) != own.get(name)), "")
+            if name:
+                raise PlanError(
+                    "The parameters of a group of the optimizer were saved with different hyperparameters",
+                    where=place,
+                    got=f"{name} {first.get(name)} of {key} and {own.get(name)} of {h.key} in one group",
+                    fix="Make the groups of the optimizer that was saved, or load without one",
+                )
 
 
 def put_groups(held: Sequence[Held], optimizer: Optimizer, saved: Mapping[str, Settings], meeting: Meeting) -> None:
@@ -95,10 +89,9 @@ def put_groups(held: Sequence[Held], optimizer: Optimizer, saved: Mapping[str, S
     parameter of this rank's, as pipeline ranks may have, takes what another rank has in the group at its place. All ranks call it.
     """
     own: list[Settings | None] = [None] * len(optimizer.param_groups)
-    for h, group in groups(held, optimizer):
-        place = next(i for i, one in enumerate(optimizer.param_groups) if one is group)
+    for h, place in groups(held, optimizer):
         own[place] = saved[h.key]
-        _put(group, saved[h.key].items())
+        _put(optimizer.param_groups[place], saved[h.key].items())
     said = meeting.all(own)
     if len({len(one) for one in said}) > 1:
         return  # ranks have groups of their own: none is the other's at the same place
@@ -207,13 +200,15 @@ def padding_of(value: Tensor, padding: Padding) -> Tensor:
     return local.narrow(padding.dim, first, local.shape[padding.dim] - first)
 
 
-def tensors_of(held: Sequence[Held], optimizer: Optimizer | None) -> Iterator[tuple[str, Tensor, Padding | None]]:
-    """Parameters and the optimizer's states, by name, each with its padding."""
+def tensors_of(
+    held: Sequence[Held], optimizer: Optimizer | None, fresh: Collection[str] = ()
+) -> Iterator[tuple[str, Tensor, Padding | None]]:
+    """Parameters and the optimizer's states but those of ``fresh`` parameters, by name, each with its padding."""
     for h in held:
         yield f"model.{h.key}", h.parameter.detach(), h.padding
-    for h in held if optimizer is not None else ():
-        assert optimizer is not None
-        for name, value in optimizer.state.get(h.parameter, {}).items():
+    for h in held:
+        states = {} if optimizer is None or h.key in fresh else optimizer.state.get(h.parameter, {})
+        for name, value in states.items():
             if isinstance(value, Tensor):
                 is_long = value.shape == h.parameter.shape
                 yield f"optimizer.{h.key}.{name}", value, h.padding if is_long else None
@@ -226,7 +221,8 @@ def of_optimizer(own: Own, held: Sequence[Held], optimizer: Optimizer) -> None:
         UsageError: a state is neither a tensor nor a number or text.
     """
     for h, group in groups(held, optimizer):
-        own.settings[h.key] = encode_state(settings(group), {}, "", where="the optimizer's groups")
+        plain = settings(optimizer.param_groups[group])
+        own.settings[h.key] = encode_state(plain, {}, "", where="the optimizer's groups")
     for h in held:
         for name, value in optimizer.state.get(h.parameter, {}).items():
             if not isinstance(value, Tensor):

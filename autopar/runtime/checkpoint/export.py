@@ -8,24 +8,23 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.errors import UsageError, first_line, reason
+from autopar.errors import UsageError, first_line
 from autopar.graph.graph import Graph
 from autopar.runtime.checkpoint import write
-from autopar.runtime.checkpoint.chunk_files import Part, as_bytes, header
+from autopar.runtime.checkpoint.chunk_files import Part, as_bytes, header, new_file
 from autopar.runtime.checkpoint.contents import part_of
 from autopar.runtime.checkpoint.write import Box, Target
 from autopar.runtime.state_dict import Untrained
@@ -63,13 +62,8 @@ class ModelFacts:
         return cls(configs=configs, ignored=frozenset(getattr(model, "_keys_to_ignore_on_save", None) or ()))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _File:
-    """One that is written: ``names`` of its tensors, in order, and which rank writes it."""
-
-    name: str
-    names: tuple[str, ...]
-    writer: int
+_Files: TypeAlias = Mapping[str, Sequence[str]]
+"""The names of the tensors in each file, in order. Ranks write them in turns."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -98,11 +92,11 @@ class Export:
         shapes = {name: boxes[0][1][1] for name, boxes in self._givers.items()}
         files = self._files(shapes, limit)
         target = self.meeting.first(lambda: _begun(place))
-        failure = self._written(files, shapes, write.staging(place, target))
-        if self.meeting.rank == 0 and failure is None:
-            failure = self._described(files, shapes, write.staging(place, target))
         try:
-            self.meeting.agree(failure)
+            with self.meeting.alike(), _refusing(place):
+                self._write(files, shapes, write.staging(place, target))
+                if self.meeting.rank == 0:
+                    self._describe(files, shapes, write.staging(place, target))
         except UsageError:
             write.give_up(place, target, own="", is_first=self.meeting.rank == 0)
             raise
@@ -125,7 +119,7 @@ class Export:
             if name in self.untrained.dtypes:
                 yield part_of(name, value)
 
-    def _files(self, shapes: Mapping[str, tuple[int, ...]], limit: int) -> list[_File]:
+    def _files(self, shapes: Mapping[str, tuple[int, ...]], limit: int) -> _Files:
         """Tensors in the order of the state dict, each tied one once, by its first name."""
         names = [n for n in dict.fromkeys(self.untrained.names.values()) if n in shapes and n not in self.facts.ignored]
         shards: list[list[str]] = [[]]
@@ -137,46 +131,37 @@ class Export:
                 room = limit
             shards[-1].append(name)
             room -= size
-        count = len(shards)
-        return [
-            _File(
-                name="model.safetensors" if count == 1 else f"model-{i + 1:05d}-of-{count:05d}.safetensors",
-                names=tuple(own),
-                writer=i % self.meeting.size,
-            )
-            for i, own in enumerate(shards)
-        ]
+        if len(shards) == 1:
+            return {"model.safetensors": shards[0]}
+        return {f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors": own for i, own in enumerate(shards)}
 
-    def _written(self, files: Sequence[_File], shapes: Mapping[str, tuple[int, ...]], place: Path) -> UsageError | None:
-        """All ranks take part in each round: each writer gets one tensor of its files."""
+    def _write(self, files: _Files, shapes: Mapping[str, tuple[int, ...]], place: Path) -> None:
+        """All ranks take part in each round, at whatever one has failed: each writer gets one tensor of its files."""
         turns = [
-            [(file, name) for file in files if file.writer == rank for name in file.names]
+            [(file, name) for file in list(files)[rank :: self.meeting.size] for name in files[file]]
             for rank in range(self.meeting.size)
         ]
-        failure: UsageError | None = None
-        opened: BinaryIO | None = None
+        failure: OSError | None = None
         current = ""
-        for turn in range(max(map(len, turns), default=0)):
-            wanted = {rank: own[turn] for rank, own in enumerate(turns) if turn < len(own)}
-            value = self._exchanged({rank: name for rank, (_, name) in wanted.items()}, shapes)
-            if value is None or failure is not None:
-                continue
-            try:
-                file = wanted[self.meeting.rank][0]
-                if file.name != current or opened is None:
-                    _finish(opened)
-                    place.mkdir(parents=True, exist_ok=True)
-                    current, opened = file.name, (place / file.name).open("xb")
-                    named = [(name, self.untrained.dtypes[name], shapes[name]) for name in file.names]
-                    opened.write(header(named, {"format": "pt"}))
-                opened.write(as_bytes(value))
-            except OSError as error:
-                failure = _failed(place, error)
-        try:
-            _finish(opened)
-        except OSError as error:
-            failure = failure or _failed(place, error)
-        return failure
+        with ExitStack() as open_files:
+            for turn in range(max(map(len, turns), default=0)):
+                wanted = {rank: own[turn] for rank, own in enumerate(turns) if turn < len(own)}
+                value = self._exchanged({rank: name for rank, (_, name) in wanted.items()}, shapes)
+                if value is None or failure is not None:
+                    continue
+                try:
+                    file = wanted[self.meeting.rank][0]
+                    if file != current:
+                        open_files.close()
+                        place.mkdir(parents=True, exist_ok=True)
+                        current, opened = file, open_files.enter_context(new_file(place / file))
+                        named = [(name, self.untrained.dtypes[name], shapes[name]) for name in files[file]]
+                        opened.write(header(named, {"format": "pt"}))
+                    opened.write(as_bytes(value))
+                except OSError as error:
+                    failure = error
+        if failure is not None:
+            raise failure
 
     def _exchanged(self, wanted: Mapping[int, str], shapes: Mapping[str, tuple[int, ...]]) -> Tensor | None:
         """The complete tensor that this rank wants, if it wants one; others get theirs."""
@@ -205,30 +190,21 @@ class Export:
                 result[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))] = value
         return result
 
-    def _described(
-        self, files: Sequence[_File], shapes: Mapping[str, tuple[int, ...]], place: Path
-    ) -> UsageError | None:
+    def _describe(self, files: _Files, shapes: Mapping[str, tuple[int, ...]], place: Path) -> None:
+        if len(files) > 1:
+            of = {name: file for file, names in files.items() for name in names}
+            total = sum(prod(shapes[name]) * self.untrained.dtypes[name].itemsize for name in of)
+            index = {"metadata": {"total_size": total}, "weight_map": of}
+            write.write_through(place / _INDEX, json.dumps(index, indent=2).encode())
         try:
-            if len(files) > 1:
-                total = sum(
-                    prod(shapes[name]) * self.untrained.dtypes[name].itemsize for f in files for name in f.names
-                )
-                index = {
-                    "metadata": {"total_size": total},
-                    "weight_map": {name: file.name for file in files for name in file.names},
-                }
-                write.write_through(place / _INDEX, json.dumps(index, indent=2).encode())
             for config in self.facts.configs:
                 config.save_pretrained(place)
-        except OSError as error:
-            return _failed(place, error)
         except (ValueError, TypeError) as error:  # of a configuration that contradicts itself
-            return UsageError(
+            raise UsageError(
                 f"Cannot write the weights to {place}: transformers does not write the model's configuration",
                 got=first_line(error),
                 fix="Correct model.config or model.generation_config before autopar.parallelize, which keeps copies of them",
-            )
-        return None
+            ) from error
 
 
 def num_bytes(size: str | int) -> int:
@@ -254,26 +230,15 @@ def _flat(value: Tensor) -> Tensor:
     return value.reshape(-1).view(torch.uint8)
 
 
-def _finish(file: BinaryIO | None) -> None:
-    if file is not None and not file.closed:
-        with file:
-            file.flush()
-            os.fsync(file.fileno())
-
-
 def _begun(place: Path) -> Target:
-    try:
-        target = write.look(place)
-        write.begin(place, target)
-    except OSError as error:
-        raise _failed(place, error) from error
-    return target
+    with _refusing(place):
+        return write.begin(place)
 
 
 def _commit(place: Path, target: Target) -> None:
     """Rank 0 puts what was written in the place of weights that are there; an index of several files comes last."""
     staged = write.staging(place, target)
-    try:
+    with _refusing(place):
         if not target.is_there:
             staged.rename(place)
             return
@@ -281,17 +246,11 @@ def _commit(place: Path, target: Target) -> None:
         for name in names:
             (staged / name).replace(place / name)
         staged.rmdir()
-    except OSError as error:
-        raise _failed(place, error) from error
     with suppress(OSError):
         for path in place.iterdir():
             if _WRITTEN.fullmatch(path.name) and path.name not in names:
                 path.unlink()
 
 
-def _failed(place: Path, error: OSError) -> UsageError:
-    return UsageError(
-        f"Cannot write the weights to {place}",
-        got=reason(error),
-        fix="Name the same folder on all ranks, on a file system that all nodes share",
-    )
+def _refusing(place: Path) -> AbstractContextManager[None]:
+    return write.refusing(f"the weights to {place}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.errors import AutoparError, CheckpointError, PlanError
-from autopar.runtime.checkpoint.checkpoint_index import AGAIN, Entry, Piece
+from autopar.errors import CheckpointError, PlanError
+from autopar.runtime.checkpoint.checkpoint_index import AGAIN
 from autopar.runtime.checkpoint.chunk_files import Part, Source, open_folder
 from autopar.runtime.world import Meeting
 
@@ -31,7 +31,6 @@ class Loading:
         PlanError: it does not fit; on all ranks alike.
     """
 
-    path: Path
     meeting: Meeting
     source: Source
     _staged: list[Tensor | None] = field(default_factory=list)
@@ -39,15 +38,10 @@ class Loading:
     @classmethod
     def begin(cls, path: Path, meeting: Meeting, *, allow_pickle: bool) -> Loading:
         """Opens the folder."""
-        source, failure = None, None
-        try:
+        with meeting.alike():
             source = open_folder(path, allow_pickle=allow_pickle)
             if meeting.rank == 0:
                 source.check_files()
-        except CheckpointError as error:
-            failure = error
-        meeting.agree(failure)
-        assert source is not None
         digests = meeting.all(source.digest)
         other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), 0)
         if other:
@@ -56,7 +50,7 @@ class Loading:
                 where=str(path),
                 fix="Choose the folder on one rank, and send its name to the others",
             )
-        return cls(path, meeting, source)
+        return cls(meeting, source)
 
     def check_holds(self, names: Sequence[str], more: Sequence[str] = ()) -> None:
         """Refuses a checkpoint that lacks tensors of these names on any rank, or the settings ``more``, which this rank has found missing."""
@@ -66,69 +60,53 @@ class Loading:
             is_optimizers = all(name.startswith("optimizer.") for name in lacking)
             raise PlanError(
                 OTHER,
-                where=str(self.path),
+                where=str(self.source.path),
                 got=f"it lacks {lacking[0]}" + (f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""),
                 fix="Give the kind of optimizer that was saved, or load without one" if is_optimizers else _TAKE_SAME,
             )
 
     def verify(self, parts: Sequence[Part]) -> None:
         """Reads all that the parts need; keeps some of it on the host."""
-        failure: AutoparError | None = None
         self._staged, room = [], _STAGED_BYTES
-        try:
+        with self.meeting.alike():
             for part in parts:
-                entry = self._entry(part)
+                entry = self.source.tensors[part.name]
+                if entry.shape != part.whole:
+                    raise PlanError(
+                        OTHER,
+                        where=str(self.source.path),
+                        got=f"{part.name} has shape {entry.shape} there and {part.whole} here",
+                        fix=_TAKE_SAME,
+                    )
                 needed = part.value.numel() * entry.dtype.itemsize
                 keeps = needed <= room
                 room -= needed * keeps
                 kept = torch.empty(part.value.shape, dtype=entry.dtype) if keeps else None
-                self._read(part, entry, kept)
+                read_box(self.source, part, kept)
                 self._staged.append(kept)
-        except PlanError as error:
-            failure, self._staged = error, []
-        finally:
-            self.source.close()
-        self.meeting.agree(failure)
 
     def put(self, parts: Sequence[Part]) -> None:
         """Writes what has been verified into the parts."""
-        failure: AutoparError | None = None
-        try:
-            with torch.no_grad():
-                for i, part in enumerate(parts):
-                    kept, self._staged[i] = self._staged[i], None
-                    if kept is None:
-                        self._read(part, self._entry(part), part.value)
-                    else:
-                        part.value.copy_(kept)
-        except PlanError as error:
-            failure = error.becoming(CheckpointError, fix=f"Load it again: half of it is loaded. {error.fix}")
-        finally:
-            self.source.close()
-        self.meeting.agree(failure)
+        with self.meeting.alike(), torch.no_grad():
+            for i, part in enumerate(parts):
+                kept, self._staged[i] = self._staged[i], None
+                if kept is not None:
+                    part.value.copy_(kept)
+                    continue
+                try:
+                    read_box(self.source, part, part.value)
+                except CheckpointError as error:
+                    again = f"Load it again: half of it is loaded. {error.fix}"
+                    raise error.becoming(CheckpointError, fix=again) from error
 
     def tensor(self, name: str) -> Tensor:
         """A complete tensor, verified."""
         if name not in self.source.tensors:
-            raise CheckpointError(f"The index of the checkpoint lacks {name}", where=str(self.path), fix=AGAIN)
-        return whole(self.source, name, self.path)
-
-    def _entry(self, part: Part) -> Entry:
-        entry = self.source.tensors[part.name]
-        if entry.shape != part.whole:
-            raise PlanError(
-                OTHER,
-                where=str(self.path),
-                got=f"{part.name} has shape {entry.shape} there and {part.whole} here",
-                fix=_TAKE_SAME,
-            )
-        return entry
-
-    def _read(self, part: Part, entry: Entry, into: Tensor | None) -> None:
-        read_box(self.source, part, entry, into, self.path)
+            raise CheckpointError(f"The index of the checkpoint lacks {name}", where=str(self.source.path), fix=AGAIN)
+        return whole(self.source, name)
 
 
-def read_box(source: Source, part: Part, entry: Entry, into: Tensor | None, path: Path) -> None:
+def read_box(source: Source, part: Part, into: Tensor | None) -> None:
     """Reads a box of a tensor out of the pieces that have elements of it.
 
     Args:
@@ -137,45 +115,33 @@ def read_box(source: Source, part: Part, entry: Entry, into: Tensor | None, path
     Raises:
         CheckpointError: something is damaged, or pieces do not have all of it.
     """
-    found = 0
-    for piece in sorted(entry.pieces, key=lambda piece: (piece.file, piece.start)):
-        common = _common(part, piece)
-        if common is None:
-            continue
-        found += prod(high - low for low, high in common)
-        for first, values in _rows(source, part.name, piece, common):
-            if into is None:
-                continue
-            if not common:
-                into.copy_(values.view(()))
-                continue
-            low = piece.offset[0] + first
-            there = [(low, low + values.shape[0]), *common[1:]]
-            target = into[tuple(slice(a - o, b - o) for (a, b), o in zip(there, part.offset, strict=True))]
-            inner = (slice(a - o, b - o) for (a, b), o in zip(common[1:], piece.offset[1:], strict=True))
-            target.copy_(values[(slice(None), *inner)])
+    offset, shape, found = part.offset or (0,), part.shape or (1,), 0  # a scalar is a row
+    for piece in sorted(source.tensors[part.name].pieces, key=lambda piece: (piece.file, piece.start)):
+        begin = piece.offset or (0,)
+        sizes = zip(offset, shape, begin, piece.shape or (1,), strict=True)
+        (top, bottom), *inner = ((max(a, b), min(a + m, b + n)) for a, m, b, n in sizes)
+        count = prod(max(high - low, 0) for low, high in ((top, bottom), *inner))
+        found += count
+        for first, values in source.rows(part.name, piece, top - begin[0], bottom - begin[0]) if count else ():
+            if into is not None:
+                low = begin[0] + first
+                common = ((low, low + values.shape[0]), *inner)
+                target = into.view(shape)[_within(common, offset)]
+                target.copy_(values[_within(common, (low, *begin[1:]))])
     if found != part.value.numel():
         raise CheckpointError(
-            f"The index of the checkpoint lacks elements of {part.name}, or has some twice", where=str(path), fix=AGAIN
+            f"The index of the checkpoint lacks elements of {part.name}, or has some twice",
+            where=str(source.path),
+            fix=AGAIN,
         )
 
 
-def _rows(source: Source, name: str, piece: Piece, common: Sequence[tuple[int, int]]) -> Iterator[tuple[int, Tensor]]:
-    if not common:
-        return source.rows(name, piece, 0, 1)
-    return source.rows(name, piece, common[0][0] - piece.offset[0], common[0][1] - piece.offset[0])
+def _within(box: Iterable[tuple[int, int]], offset: Sequence[int]) -> tuple[slice, ...]:
+    """A box as slices of a tensor that begins at ``offset``."""
+    return tuple(slice(low - first, high - first) for (low, high), first in zip(box, offset, strict=True))
 
 
-def _common(part: Part, piece: Piece) -> list[tuple[int, int]] | None:
-    """Where two boxes meet, dim by dim; None where they do not."""
-    found = [
-        (max(a, b), min(a + m, b + n))
-        for a, m, b, n in zip(part.offset, part.shape, piece.offset, piece.shape, strict=True)
-    ]
-    return None if any(low >= high for low, high in found) else found
-
-
-def whole(source: Source, name: str, path: Path) -> Tensor:
+def whole(source: Source, name: str) -> Tensor:
     """A complete tensor of a checkpoint.
 
     Raises:
@@ -183,7 +149,7 @@ def whole(source: Source, name: str, path: Path) -> Tensor:
     """
     entry = source.tensors[name]
     value = torch.empty(entry.shape, dtype=entry.dtype)
-    read_box(source, Part(name=name, whole=entry.shape, offset=(0,) * value.ndim, value=value), entry, value, path)
+    read_box(source, Part(name=name, whole=entry.shape, offset=(0,) * value.ndim, value=value), value)
     return value
 
 

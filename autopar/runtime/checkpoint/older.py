@@ -121,7 +121,7 @@ class OlderFolder:
     is_complete = False
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         try:
             self._metadata = read_metadata(path)
             self.digest = sha256((path / OLD_INDEX).read_bytes()).hexdigest()
@@ -144,7 +144,7 @@ class OlderFolder:
             ends[stored.relative_path] = max(ends[stored.relative_path], stored.offset + stored.length)
         for name, end in ends.items():
             try:
-                is_short = (self._path / name).stat().st_size < end
+                is_short = (self.path / name).stat().st_size < end
             except OSError as error:
                 raise self._damaged(name, reason(error)) from error
             if is_short:
@@ -156,9 +156,6 @@ class OlderFolder:
         if not isinstance(value, Tensor) or tuple(value.shape) != piece.shape:
             raise self._damaged(piece.file, f"{name} is no tensor of shape {piece.shape}")
         yield first, value.reshape(piece.shape or (1,))[first:stop]
-
-    def close(self) -> None:
-        """Nothing is kept open."""
 
     def _entry(self, name: str, stored: TensorStorageMetadata) -> Entry:
         pieces = [
@@ -200,7 +197,7 @@ class OlderFolder:
             raise self._damaged(OLD_INDEX, f"it lacks a part of {name}")
         file = str(stored.relative_path)
         try:
-            with (self._path / file).open("rb") as opened:
+            with (self.path / file).open("rb") as opened:
                 opened.seek(stored.offset)
                 return torch.load(io.BytesIO(opened.read(stored.length)), map_location="cpu", weights_only=True)
         except OSError as error:
@@ -213,4 +210,4 @@ class OlderFolder:
             raise self._damaged(file, f"{name} cannot be read: {type(error).__name__}") from error
 
     def _damaged(self, file: str, why: str) -> CheckpointError:
-        return CheckpointError("The older checkpoint cannot be read", where=str(self._path / file), got=why, fix=AGAIN)
+        return CheckpointError("The older checkpoint cannot be read", where=str(self.path / file), got=why, fix=AGAIN)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 import re
 import shutil
-import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch.distributed as dist
 from torch import Tensor
@@ -20,15 +19,7 @@ from autopar.errors import AutoparError, CheckpointError, PlanError, UsageError
 from autopar.plan.plan import Plan
 from autopar.runtime.checkpoint import checkpoint_index, contents
 from autopar.runtime.checkpoint.chunk_files import open_folder
-from autopar.runtime.checkpoint.contents import (
-    Own,
-    Settings,
-    check_groups,
-    groups,
-    make_state,
-    part_of,
-    put_groups,
-)
+from autopar.runtime.checkpoint.contents import Own, Settings, check_groups, groups, make_state, part_of, put_groups
 from autopar.runtime.checkpoint.load import Loading, state_of
 from autopar.runtime.checkpoint.write import Save, copied
 from autopar.runtime.state_dict import State, Untrained
@@ -43,14 +34,11 @@ _LOGGER = logging.getLogger("autopar")
 
 RANDOM, SCHEDULER, LOADER, EXTRA = "random", "scheduler", "dataloader", "extra"
 
+_WITH_METHODS = (SCHEDULER, LOADER)
+"""Kinds of states whose owners have ``state_dict`` and ``load_state_dict``, or are lists of such."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Beside:
-    """What a caller keeps with a checkpoint: each has ``state_dict`` and ``load_state_dict``, or is a list of such."""
-
-    scheduler: Any = None
-    dataloader: Any = None
-    extra: Any = None
+Beside: TypeAlias = Mapping[str, Any]
+"""What a caller keeps with a checkpoint, by kind; None where it keeps nothing of a kind."""
 
 
 class Checkpointed:
@@ -59,6 +47,9 @@ class Checkpointed:
     def __init__(self, plan: Plan, world: World, held: Sequence[Held], buffers: State, untrained: Untrained) -> None:
         self._plan, self._world, self._held = plan, world, held
         self._buffers, self._untrained = buffers, untrained
+        each = world.rank, world.mesh.world_size
+        of_data = world.data_index, plan.mesh.data
+        self._owners = {RANDOM: each, SCHEDULER: each, LOADER: of_data, EXTRA: (0, 1)}  # which one this is, of how many
         self._meeting: Meeting | None = None
 
     @property
@@ -74,11 +65,8 @@ class Checkpointed:
         Raises:
             UsageError: see :class:`~autopar.runtime.checkpoint.write.Save`.
         """
-        own: Own | AutoparError
-        try:
+        with self.meeting.alike():
             own = self._own(optimizer, beside)
-        except UsageError as error:
-            own = error
         values = {
             "progress": dict(progress),
             "plan": self._plan.to_dict(),
@@ -93,15 +81,10 @@ class Checkpointed:
         own.parts += [part_of(self._untrained.key(name), value) for name, value in self._untrained.own.items()]
         if optimizer is not None:
             contents.of_optimizer(own, self._held, optimizer)
-        rank = self._world.rank
-        contents.of_state(own, RANDOM, rank, contents.random_states(self._world.device))
-        if beside.scheduler is not None:
-            contents.of_state(own, SCHEDULER, rank, contents.state_dicts(beside.scheduler, SCHEDULER))
-        if beside.dataloader is not None:
-            loader = contents.state_dicts(beside.dataloader, LOADER)
-            contents.of_state(own, LOADER, self._world.data_index, loader)
-        if beside.extra is not None:
-            contents.of_state(own, EXTRA, 0, beside.extra)
+        for kind, given in {RANDOM: contents.random_states(self._world.device), **beside}.items():
+            if given is not None:
+                state = contents.state_dicts(given, kind) if kind in _WITH_METHODS else given
+                contents.of_state(own, kind, self._owners[kind][0], state)
         return own
 
     def load(
@@ -123,25 +106,26 @@ class Checkpointed:
 
     def _load(self, loading: Loading, optimizer: Optimizer | None, beside: Beside) -> tuple[Mapping[str, Any], Any]:
         fresh = self._without_states(loading, optimizer)
-        named = [
-            one
-            for one in contents.tensors_of(self._held, optimizer)
-            if not one[0].startswith("optimizer.") or one[0][10:].rpartition(".")[0] not in fresh
-        ]
+        named = list(contents.tensors_of(self._held, optimizer, fresh))
         untrained = self._untrained.targets() if loading.source.is_complete else []
         parts = [part_of(*one) for one in named]
         parts += [part_of(f"buffer.{name}", value) for name, value in self._buffers.named().items()]
         parts += [part_of(self._untrained.key(name), value) for name, value in untrained]
         values = loading.source.values
         saved = self._settings(values, optimizer)
-        lacking = [f"optimizer.{h.key}.group" for h, _ in groups(self._held, optimizer)] if optimizer else []
-        loading.check_holds([part.name for part in parts], [name for name in lacking if name[10:-6] not in saved])
+        stepped = [] if optimizer is None else groups(self._held, optimizer)
+        lacking = [f"optimizer.{h.key}.group" for h, _ in stepped if h.key not in saved]
+        loading.check_holds([part.name for part in parts], lacking)
         if optimizer is not None:  # before anything is changed
-            check_groups(str(loading.path), self._held, optimizer, saved, self.meeting)
+            check_groups(str(loading.source.path), self._held, optimizer, saved, self.meeting)
         loading.verify(parts)
         found = self._states(loading, beside)
         loading.put(parts)
-        self._finish(named, untrained, loading)
+        for _, value, padding in named:
+            if padding is not None:
+                contents.padding_of(value, padding).zero_()
+        if loading.source.is_complete:
+            self._untrained.put(untrained)
         if optimizer is not None:
             put_groups(self._held, optimizer, saved, self.meeting)
             for h in self._held:
@@ -167,50 +151,33 @@ class Checkpointed:
 
     def _states(self, loading: Loading, beside: Beside) -> dict[str, Any]:
         """The states of schedulers, loaders and generators that are wanted, read."""
-        rank, size = self._world.rank, self._world.mesh.world_size
-        owners = {RANDOM: (rank, size), SCHEDULER: (rank, size), EXTRA: (0, 1)}
-        owners[LOADER] = self._world.data_index, self._plan.mesh.data
-        wanted = {RANDOM, EXTRA}
-        wanted |= {
-            kind for kind, one in ((SCHEDULER, beside.scheduler), (LOADER, beside.dataloader)) if one is not None
-        }
         found: dict[str, Any] = {}
-        failure: AutoparError | None = None
-        for kind in sorted(wanted):
-            try:
-                encoded = state_of(loading.source.values, kind, *owners[kind])
-                if encoded is not None:
-                    found[kind] = checkpoint_index.decode_state(encoded, loading.tensor)
-                elif kind in {SCHEDULER, LOADER}:
-                    failure = PlanError(
-                        f"The checkpoint has no state of a {kind}",
-                        where=str(loading.path),
-                        fix=f"Load without {kind}=, and set it to step par.step_count",
-                    )
-            except PlanError as error:
-                if kind == RANDOM and not isinstance(error, CheckpointError):
+        with self.meeting.alike():
+            for kind, owner in self._owners.items():
+                if kind in _WITH_METHODS and beside.get(kind) is None:
+                    continue
+                try:
+                    encoded = state_of(loading.source.values, kind, *owner)
+                    if encoded is not None:
+                        found[kind] = checkpoint_index.decode_state(encoded, loading.tensor)
+                    elif kind in _WITH_METHODS:
+                        raise PlanError(
+                            f"The checkpoint has no state of a {kind}",
+                            where=str(loading.source.path),
+                            fix=f"Load without {kind}=, and set it to step par.step_count",
+                        )
+                except PlanError as error:
+                    if kind != RANDOM or isinstance(error, CheckpointError):
+                        raise
                     _LOGGER.info("the generators of Python, numpy and torch go on as they are: %s", error.short)
-                else:
-                    failure = error
-            except (ValueError, TypeError, KeyError, AttributeError) as error:
-                failure = CheckpointError(
-                    f"The state of the {kind} cannot be read",
-                    where=str(loading.path),
-                    got=f"{type(error).__name__}: {error}",
-                    fix=f"Load without {kind}=, or from the checkpoint before this one",
-                )
-        loading.source.close()
-        self.meeting.agree(failure)
+                except (ValueError, TypeError, KeyError, AttributeError) as error:
+                    raise CheckpointError(
+                        f"The state of the {kind} cannot be read",
+                        where=str(loading.source.path),
+                        got=f"{type(error).__name__}: {error}",
+                        fix=f"Load without {kind}=, or from the checkpoint before this one",
+                    ) from error
         return found
-
-    def _finish(
-        self, named: Sequence[tuple[str, Tensor, Any]], untrained: list[tuple[str, Tensor]], loading: Loading
-    ) -> None:
-        for _, value, padding in named:
-            if padding is not None:
-                contents.padding_of(value, padding).zero_()
-        if loading.source.is_complete:
-            self._untrained.put(untrained)
 
     def _put_numbers(self, optimizer: Optimizer, values: Mapping[str, Any]) -> None:
         numbers = values["optimizer"]["numbers"]
@@ -219,22 +186,20 @@ class Checkpointed:
                 optimizer.state[h.parameter][name] = checkpoint_index.decode_state(value, _no_tensor)
 
     def _put_states(self, found: Mapping[str, Any], beside: Beside, loading: Loading) -> None:
-        failure: AutoparError | None = None
-        try:
-            if beside.scheduler is not None:
-                contents.put_state_dicts(beside.scheduler, found[SCHEDULER])
-            if beside.dataloader is not None:
-                contents.put_state_dicts(beside.dataloader, found[LOADER])
-            if RANDOM in found:  # after what may draw
-                contents.put_random_states(found[RANDOM], self._world.device)
-        except Exception as error:  # noqa: BLE001  code of the caller's, which the other ranks do not wait for
-            failure = PlanError(
-                "A state of the checkpoint does not fit the scheduler or the dataloader that was given",
-                where=str(loading.path),
-                got=f"{type(error).__name__}: {error}",
-                fix="Make them as in the job that saved; the model and the optimizer are loaded",
-            )
-        self.meeting.agree(failure)
+        with self.meeting.alike():
+            try:
+                for kind in _WITH_METHODS:
+                    if kind in found:
+                        contents.put_state_dicts(beside[kind], found[kind])
+                if RANDOM in found:  # after what may draw
+                    contents.put_random_states(found[RANDOM], self._world.device)
+            except Exception as error:  # code of the caller's, which the other ranks do not wait for
+                raise PlanError(
+                    "A state of the checkpoint does not fit the scheduler or the dataloader that was given",
+                    where=str(loading.source.path),
+                    got=f"{type(error).__name__}: {error}",
+                    fix="Make them as in the job that saved; the model and the optimizer are loaded",
+                ) from error
 
 
 def _no_tensor(name: str) -> Tensor:
@@ -266,8 +231,8 @@ class Checkpoints:
         self._damaged: set[Path] = set()
         self._meeting: Meeting | None = None
         self._buffers: dict[str, Tensor] = {}
-        self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
+        self._writer = ThreadPoolExecutor(1, "autopar-checkpoint")  # a process that ends waits for it
+        self._under_way: Future[None] | None = None
 
     def save(
         self,
@@ -285,7 +250,7 @@ class Checkpoints:
         """
         self.wait()
         path = self.root / f"step-{par.step_count:08d}"
-        beside = Beside(scheduler=scheduler, dataloader=dataloader, extra=extra)
+        beside = {SCHEDULER: scheduler, LOADER: dataloader, EXTRA: extra}
         meeting = self._together()
         with par._calls.at_once("save"):
             if meeting.rank == 0:
@@ -295,9 +260,7 @@ class Checkpoints:
                 self._write(save, meeting)
                 return path
             save.parts = copied(save.parts, self._buffers)
-        # no daemon: a process that ends waits for it
-        self._thread = threading.Thread(target=self._write_beside, args=(save, meeting), name="autopar-checkpoint")
-        self._thread.start()
+        self._under_way = self._writer.submit(self._write, save, meeting)
         return path
 
     def wait(self) -> None:
@@ -306,12 +269,9 @@ class Checkpoints:
         Raises:
             UsageError: it could not be written; on all ranks alike.
         """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+        begun, self._under_way = self._under_way, None
+        if begun is not None:
+            begun.result()
 
     def latest(self) -> Path | None:
         """The newest complete checkpoint, the same on all ranks; None where there is none.
@@ -364,12 +324,6 @@ class Checkpoints:
             is_job = dist.is_initialized() and dist.get_world_size() > 1
             self._meeting = Meeting(dist.new_group(backend=dist.Backend.GLOO, timeout=DISKS) if is_job else None)
         return self._meeting
-
-    def _write_beside(self, save: Save, meeting: Meeting) -> None:
-        try:
-            self._write(save, meeting)
-        except BaseException as error:  # noqa: BLE001  of whatever kind: the next call raises it
-            self._failure = error
 
     def _write(self, save: Save, meeting: Meeting) -> None:
         save.write(meeting)

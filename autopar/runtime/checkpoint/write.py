@@ -15,8 +15,8 @@ import os
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -25,10 +25,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from autopar.errors import AutoparError, UsageError, reason
+from autopar.errors import UsageError, reason
 from autopar.plan.file import dumps
 from autopar.runtime.checkpoint.checkpoint_index import FILE, NAME, PLAN, Entry, File, Index, Piece, encode
-from autopar.runtime.checkpoint.chunk_files import Part, write
+from autopar.runtime.checkpoint.chunk_files import Part, new_file, write
 from autopar.runtime.checkpoint.contents import Own, State, once
 from autopar.runtime.world import Meeting
 
@@ -56,13 +56,7 @@ def look(folder: Path) -> Target:
         return Target()
     names = [path.name for path in folder.iterdir() if path.name != _INSIDE]
     found = [int(match[1]) for match in map(FILE.fullmatch, names) if match is not None]
-    return Target(is_there=bool(names) or _is_mount(folder), generation=max(found, default=-1) + 1)
-
-
-def _is_mount(folder: Path) -> bool:
-    with suppress(OSError):
-        return folder.is_mount()
-    return False
+    return Target(is_there=bool(names) or os.path.ismount(folder), generation=max(found, default=-1) + 1)
 
 
 def staging(folder: Path, target: Target) -> Path:
@@ -70,16 +64,35 @@ def staging(folder: Path, target: Target) -> Path:
     return folder / _INSIDE if target.is_there else folder.with_name(f".{folder.name}{_INSIDE}")
 
 
-def begin(folder: Path, target: Target) -> None:
-    """Removes what a save has left that was killed; called by rank 0.
+def begin(folder: Path) -> Target:
+    """Makes the folder of a save, without what one has left that was killed; called by rank 0.
 
     Raises:
         OSError: it cannot.
     """
+    target = look(folder)
     for path in (folder / _INSIDE, folder.with_name(f".{folder.name}{_INSIDE}")):
         if path.is_dir():
             shutil.rmtree(path)
     staging(folder, target).mkdir(parents=True)
+    return target
+
+
+@contextmanager
+def refusing(what: str, more: str = "") -> Iterator[None]:
+    """Around what writes ``what``, for all ranks.
+
+    Raises:
+        UsageError: in place of an error of the file system; says what to do, and ``more``.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(
+            f"Cannot write {what}",
+            got=reason(error),
+            fix=f"Name the same folder on all ranks, on a file system that all nodes share{more}",
+        ) from error
 
 
 def give_up(folder: Path, target: Target, *, own: str, is_first: bool) -> None:
@@ -99,10 +112,8 @@ def write_through(path: Path, data: bytes) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    with path.open("xb") as file:
+    with new_file(path) as file:
         file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def commit(folder: Path, target: Target) -> None:
@@ -153,40 +164,27 @@ def box_of(part: Part) -> Box:
 _Told: TypeAlias = tuple[tuple[Box, ...], Own]
 """What a rank tells rank 0 before anything is written: its boxes, and what it has besides, without the tensors."""
 
-_Order: TypeAlias = tuple[frozenset[str], Target]
-"""What rank 0 answers: which tensors to write, and where."""
+_Written: TypeAlias = tuple[File | None, dict[str, Piece]]
+"""A rank's file, and where which tensors are in it."""
 
 
 class Save:
     """One save, begun: what is written, where. All ranks make one, then call the same methods.
 
     Args:
-        own: what this rank has, or why it cannot be saved.
+        own: what this rank has.
         values: of the index, the same on all ranks.
 
     Raises:
-        UsageError: the folder cannot be written, or a state cannot be kept; on all ranks alike.
+        UsageError: the folder cannot be written; on all ranks alike.
     """
 
-    def __init__(self, path: str | Path, own: Own | AutoparError, values: Mapping[str, Any], meeting: Meeting) -> None:
+    def __init__(self, path: str | Path, own: Own, values: Mapping[str, Any], meeting: Meeting) -> None:
         self.folder = Path(path).absolute()
-        self._plan = values["plan"]
-        parts = [] if isinstance(own, AutoparError) else once(own.parts)
-        told = own if isinstance(own, AutoparError) else (tuple(map(box_of, parts)), replace(own, parts=[]))
-        said, self._values, self._shapes = meeting.gather(told), dict(values), dict[str, Box]()
-        orders: Sequence[_Order | AutoparError] = []
-        if meeting.rank == 0:
-            try:
-                orders = self._orders(said)
-            except AutoparError as error:
-                orders = [error] * meeting.size
-            except OSError as error:
-                orders = [self._failed(error)] * meeting.size
-        order = meeting.scatter(orders)
-        if isinstance(order, AutoparError):
-            raise order
-        names, self._target = order
-        self.parts = [part for part in parts if part.name in names]
+        self._values, self._shapes, parts = dict(values), dict[str, Box](), once(own.parts)
+        said = meeting.gather((tuple(map(box_of, parts)), replace(own, parts=[])))
+        shares, self._target = meeting.first(lambda: self._shared_out(said))
+        self.parts = [part for part in parts if part.name in shares[meeting.rank]]
         self._name = f"data-{self._target.generation}-{meeting.rank:05d}.safetensors"
 
     def write(self, meeting: Meeting) -> None:
@@ -195,84 +193,64 @@ class Save:
         Raises:
             UsageError: it cannot be written; on all ranks alike, and what was there before is as it was.
         """
-        said = meeting.all(self._written(meeting.rank))
-        failed = [one for one in said if isinstance(one, AutoparError)]
-        problem = failed[0] if failed else None
-        if meeting.rank == 0 and problem is None:
-            problem = self._commit([one for one in said if not isinstance(one, AutoparError)])
-        if meeting.group is not None and not failed:
-            problem = next((one for one in meeting.all(problem) if one is not None), None)
-        if problem is not None:
+        try:
+            with meeting.alike():
+                written = self._written(meeting.rank)
+            said = meeting.all(written)
+            meeting.first(lambda: self._commit(said))
+        except UsageError:
             give_up(self.folder, self._target, own=self._name, is_first=meeting.rank == 0)
-            raise problem
+            raise
 
-    def _orders(self, answers: Sequence[_Told | AutoparError]) -> list[_Order]:
-        """On rank 0: who writes what; makes the folder for it.
+    def _shared_out(self, said: Sequence[_Told]) -> tuple[list[set[str]], Target]:
+        """On rank 0: the names of the tensors that each rank writes, and where; makes the folder for it.
 
         Raises:
-            AutoparError: a rank cannot say what it has, or they do not fit together.
-            OSError: the folder cannot be made.
+            UsageError: what ranks have does not fit together, or the folder cannot be made.
         """
-        said: list[_Told] = []
-        for told in answers:
-            if isinstance(told, AutoparError):
-                raise told
-            said.append(told)
         owns = [own for _, own in said]
         states, dropped = _states(owns)
-        names = _shares([boxes for boxes, _ in said], dropped)
+        shares = _shares([boxes for boxes, _ in said], dropped)
         self._shapes = {box[0]: box for boxes, _ in said for box in boxes}
         self._values["optimizer"] |= _optimizer(owns)
         self._values["states"] = states
-        target = look(self.folder)
-        begin(self.folder, target)
-        return [(frozenset(own), target) for own in names]
+        with self._refusing():
+            return shares, begin(self.folder)
 
-    def _written(self, rank: int) -> tuple[File | None, dict[str, Piece]] | AutoparError:
+    def _written(self, rank: int) -> _Written:
         """This rank's file."""
         if not self.parts:
             return None, {}
-        try:
+        with self._refusing():
             place = staging(self.folder, self._target)
             place.mkdir(parents=True, exist_ok=True)
             return write(place / self._name, self.parts, {"format": "pt", "rank": str(rank)})
-        except OSError as error:
-            return self._failed(error)
 
-    def _commit(self, said: Sequence[tuple[File | None, dict[str, Piece]]]) -> AutoparError | None:
+    def _commit(self, said: Sequence[_Written]) -> None:
         """On rank 0, when all have written."""
-        place = staging(self.folder, self._target)
-        try:
-            files = {file.name: file for file, _ in said if file is not None}
+        place, pieces = staging(self.folder, self._target), defaultdict[str, list[Piece]](list)
+        for _, found in said:
+            for name, piece in found.items():
+                pieces[name].append(piece)
+        tensors = {
+            name: Entry(
+                dtype=self._shapes[name][4],
+                shape=self._shapes[name][1],
+                pieces=tuple(sorted(pieces[name], key=lambda piece: piece.offset)),
+            )
+            for name in sorted(pieces)
+        }
+        files = {file.name: file for file, _ in said if file is not None}
+        with self._refusing():
             for rank, (file, _) in enumerate(said):
                 if file is not None and not (place / file.name).exists():
                     raise FileNotFoundError(f"what rank {rank} wrote is not in the folder that rank 0 sees")
-            pieces: defaultdict[str, list[Piece]] = defaultdict(list)
-            for _, found in said:
-                for name, piece in found.items():
-                    pieces[name].append(piece)
-            tensors = {
-                name: Entry(
-                    dtype=self._shapes[name][4],
-                    shape=self._shapes[name][1],
-                    pieces=tuple(sorted(pieces[name], key=lambda piece: piece.offset)),
-                )
-                for name in sorted(pieces)
-            }
-            index = Index(files=files, tensors=tensors, values=self._values)
-            write_through(place / PLAN, (dumps(self._plan) + "\n").encode())
-            write_through(place / NAME, encode(index))
+            write_through(place / PLAN, (dumps(self._values["plan"]) + "\n").encode())
+            write_through(place / NAME, encode(Index(files=files, tensors=tensors, values=self._values)))
             commit(self.folder, self._target)
-        except OSError as error:
-            return self._failed(error)
-        return None
 
-    def _failed(self, error: OSError) -> UsageError:
-        return UsageError(
-            f"Cannot write the checkpoint {self.folder}",
-            got=reason(error),
-            fix="Name the same folder on all ranks, on a file system that all nodes share. A checkpoint that was there is unchanged",
-        )
+    def _refusing(self) -> AbstractContextManager[None]:
+        return refusing(f"the checkpoint {self.folder}", ". A checkpoint that was there is unchanged")
 
 
 def copied(parts: Sequence[Part], buffers: dict[str, Tensor]) -> list[Part]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -52,8 +52,15 @@ class GlobalLoss:
         Args:
             parameters: for which nobody may ask by ``torch.autograd.grad``.
         """
-        start = torch.zeros((), device=self._device, requires_grad=part.requires_grad)
-        return cast("Tensor", _Called.apply(start, part, self, begin, finish, *parameters))  # type: ignore[no-untyped-call]
+        engine = torch.autograd.Variable._execution_engine
+
+        def passed_on(gradient: Tensor) -> Tensor:
+            begin()
+            # Twice, so that it comes after the callback that FSDP queues in the course of this backward.
+            engine.queue_callback(lambda: engine.queue_callback(finish))
+            return gradient
+
+        return with_backward(self.summed(part.detach().clone()), passed_on, parameters, part)
 
     def summed(self, loss: Tensor) -> Tensor:
         """In place."""
@@ -64,8 +71,21 @@ class GlobalLoss:
         return loss
 
 
-def plain_gradient(node: Any, gradient: Tensor) -> Tensor:
-    """What the ``backward`` of a loss was given.
+def with_backward(
+    value: Tensor, act: Callable[[Tensor], Tensor | None], parameters: Iterable[Tensor], part: Tensor | None = None
+) -> Tensor:
+    """The value as a loss whose ``backward()`` calls ``act`` with the gradient that it was given.
+
+    Args:
+        parameters: for which nobody may ask by ``torch.autograd.grad``.
+        part: gets the gradient that ``act`` returns; without one ``act`` does all there is to do.
+    """
+    start = torch.zeros((), device=value.device, requires_grad=part is None or part.requires_grad)
+    return cast("Tensor", _Loss.apply(start, part, value, act, *parameters))  # type: ignore[no-untyped-call]
+
+
+def _check_plain(node: Any, gradient: Tensor) -> None:
+    """Nothing, where the ``backward`` of a loss was called as it stands.
 
     Args:
         node: of the loss in the graph of autograd; its first input is a leaf that nobody else has.
@@ -89,33 +109,27 @@ def plain_gradient(node: Any, gradient: Tensor) -> Tensor:
             "The loss was added to a DTensor, as a penalty of par.parameters() is",
             fix="Compute the penalty in the model's forward or in loss_fn, as a part of the loss, or add its .full_tensor()",
         )
-    return gradient
 
 
-class _Called(torch.autograd.Function):
-    """Forward: the sum of the ranks' parts. Backward: passes on, and has the gradient sums done at its end."""
+class _Loss(torch.autograd.Function):
+    """Forward: the value. Backward: what is done with its gradient."""
 
     @staticmethod
     def forward(
         ctx: Any,
         start: Tensor,
-        loss: Tensor,
-        whole: GlobalLoss,
-        begin: Callable[[], None],
-        finish: Callable[[], None],
+        part: Tensor | None,
+        value: Tensor,
+        act: Callable[[Tensor], Tensor | None],
         *parameters: Tensor,
     ) -> Tensor:
-        ctx.begin, ctx.finish, ctx.count = begin, finish, len(parameters)
-        return whole.summed(loss.detach().clone())
+        ctx.act, ctx.count = act, len(parameters)
+        return value.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        gradient = plain_gradient(ctx, gradients[0])
-        ctx.begin()
-        engine = torch.autograd.Variable._execution_engine
-        # Twice, so that it comes after the callback that FSDP queues in the course of this backward.
-        engine.queue_callback(lambda: engine.queue_callback(ctx.finish))
-        return None, gradient, *[None] * (3 + ctx.count)
+        _check_plain(ctx, gradients[0])
+        return None, ctx.act(gradients[0]), *[None] * (2 + ctx.count)
 
 
 _MAKE = "scaler = par.grad_scaler()"
@@ -124,15 +138,21 @@ SCALER_NUMBERS = ("scale", "growth_factor", "backoff_factor", "growth_interval",
 _WHOLE = frozenset({"growth_interval", "_growth_tracker"})
 
 
-class LossScale:
-    """What a parallel model knows of its scaler.
+class ParallelScaler(GradScaler):
+    """``torch.amp.GradScaler`` for one parallel model: where a gradient of any rank is not finite, all skip the step.
+
+    Its interface and its numbers are torch's. ``unscale_``, or ``step`` where that has not been called, is a call that all ranks
+    make; in it they sum one number. It is switched off until :meth:`make`; what stands before :meth:`scale` is for the model's steps.
 
     Args:
+        held: of the model.
         calls: of the model: unscaling is one that all ranks make.
         group: of all ranks, for calls besides steps; None where there is one rank.
 
     Attributes:
-        scaler: of this model, once it is made.
+        is_made: somebody has asked for it.
+        is_stepping: inside of ``step``.
+        has_been_asked: to ``scale`` something since the last ``update``.
     """
 
     def __init__(
@@ -143,46 +163,49 @@ class LossScale:
         group: dist.ProcessGroup | None,
         device: torch.device,
     ) -> None:
-        self._precision, self._held, self._device = precision, held, device
-        self._calls, self._group = calls, group
+        super().__init__(device.type, enabled=False)
+        self._precision, self._held, self._calls, self._group = precision, held, calls, group
+        self._model_device = device
+        self._scaled: set[int] = set()
         self._loaded: dict[str, float] | None = None
-        self.scaler: ParallelScaler | None = None
+        self.is_made = self.is_stepping = self.has_been_asked = False
 
-    def make(self, **options: Any) -> ParallelScaler:
-        """The model's scaler; what a checkpoint said of it before it was made counts, as by ``load_state_dict``.
+    def make(self, **options: Any) -> Self:
+        """Switches it on for a plan in fp16; what a checkpoint said of it before counts, as by ``load_state_dict``.
 
         Raises:
-            UsageError: there is one already.
+            UsageError: it has been made already.
         """
-        if self.scaler is not None:
+        if self.is_made:
             raise UsageError(
                 "A second scaler was asked for by par.grad_scaler()",
                 fix="Keep the first scaler: scaler.update(new_scale) or scaler.load_state_dict(...) set its scale",
             )
-        options.setdefault("enabled", self._precision.scales_loss)
-        self.scaler = ParallelScaler(self._calls, self._group, self._device, **options)
+        super().__init__(self._model_device.type, **{"enabled": self._precision.scales_loss, **options})
+        self.is_made, self._one = True, torch.ones((), device=self._model_device)
+        super().scale(self._one)  # makes the scale, where it is on
         if self._loaded is not None:
             self.numbers = self._loaded
-        return self.scaler
+        return self
 
     @property
     def is_wanted(self) -> bool:
         """Whether steps are or will be scaled."""
-        return self._precision.scales_loss if self.scaler is None else self.scaler.is_enabled()
+        return self.is_enabled() if self.is_made else self._precision.scales_loss
 
     @property
     def numbers(self) -> dict[str, float] | None:
         """What a checkpoint keeps; None where there is no scale."""
-        if self.scaler is None or not self.scaler.is_enabled():
+        if not self.is_enabled():
             return self._loaded if self.is_wanted else None
-        state = self.scaler.state_dict()
+        state = self.state_dict()
         return {name: float(state[name]) for name in SCALER_NUMBERS}
 
     @numbers.setter
     def numbers(self, numbers: Mapping[str, float]) -> None:
         self._loaded = {name: float(numbers[name]) for name in SCALER_NUMBERS}
-        if self.scaler is not None and self.scaler.is_enabled():
-            self.scaler.load_state_dict({name: int(n) if name in _WHOLE else n for name, n in self._loaded.items()})
+        if self.is_enabled():
+            self.load_state_dict({name: int(n) if name in _WHOLE else n for name, n in self._loaded.items()})
 
     def check(self) -> None:
         """Before a step whose gradients would be lost without a scale.
@@ -190,27 +213,27 @@ class LossScale:
         Raises:
             UsageError: they would.
         """
-        if self._precision.scales_loss and self.scaler is None:
+        if self._precision.scales_loss and not self.is_made:
             raise UsageError(
                 "Training in float16 needs a scaled loss, as most gradients would be zero without",
                 fix=f"Write {_MAKE} before the first step, and scaler.step(optimizer) and scaler.update() after each. "
                 "Clip after scaler.unscale_(optimizer), and pass enabled=False to train without a scale",
             )
 
+    @property
+    def factor(self) -> Tensor | None:
+        """By what the gradients of a step are larger than those of its loss: a scalar in float32; None where they are these."""
+        return super().scale(self._one) if self.is_enabled() else None
+
     def of(self, loss: Tensor) -> Tensor:
         """The loss itself, whose backward begins at the scale."""
         factor = self.factor
         return loss if factor is None else cast("Tensor", _Scaled.apply(loss, factor))  # type: ignore[no-untyped-call]
 
-    @property
-    def factor(self) -> Tensor | None:
-        """By what the gradients of a step are larger than those of its loss; None where they are these."""
-        return None if self.scaler is None or not self.scaler.is_enabled() else self.scaler.factor
-
     def done(self) -> None:
         """After the backward of a step: its gradients are those of the scaled loss."""
-        if self.scaler is not None:
-            self.scaler.has_scaled(h.parameter for h in self._held if h.parameter.grad is not None)
+        if self.is_enabled():
+            self._scaled.update(id(h.parameter) for h in self._held if h.parameter.grad is not None)
 
     def check_called(self) -> None:
         """At the begin of a backward that the user called.
@@ -218,7 +241,7 @@ class LossScale:
         Raises:
             UsageError: of a loss that this model's scaler has not scaled.
         """
-        if self.scaler is not None and self.scaler.is_enabled() and not self.scaler.has_been_asked:
+        if self.is_enabled() and not self.has_been_asked:
             raise UsageError(
                 "This is the backward() of a loss that the scaler of this model has not scaled",
                 fix=f"Write {_MAKE}, then scaler.scale(loss).backward(), where loss is that of par(**batch) or of step_loss(par, batch)",
@@ -230,9 +253,7 @@ class LossScale:
         Raises:
             UsageError: some are still those of the scaled loss.
         """
-        if self.scaler is None:
-            return
-        first = next((h.key for h in self._held if self.scaler.is_scaled(h.parameter)), "")
+        first = next((h.key for h in self._held if self._is_scaled(h.parameter)), "")
         if first:
             raise UsageError(
                 f"The gradient of {first} is still times the scale of the loss, so it cannot be clipped",
@@ -245,40 +266,16 @@ class LossScale:
         Raises:
             UsageError: it would take gradients of the scaled loss for those of the loss.
         """
-        if self.scaler is None or self.scaler.is_stepping:
+        if self.is_stepping:
             return
-        if any(self.scaler.is_scaled(p) for group in optimizer.param_groups for p in group["params"]):
+        if any(self._is_scaled(p) for group in optimizer.param_groups for p in group["params"]):
             raise UsageError(
                 "A call of optimizer.step() would step by the gradients of the scaled loss",
                 fix="Call scaler.step(optimizer) instead, which unscales them, and scaler.update() after it",
             )
 
-
-class ParallelScaler(GradScaler):
-    """``torch.amp.GradScaler`` for one parallel model: where a gradient of any rank is not finite, all skip the step.
-
-    Its interface and its numbers are torch's. ``unscale_``, or ``step`` where that has not been called, is a call that all ranks
-    make; in it they sum one number.
-
-    Attributes:
-        is_stepping: inside of ``step``.
-        has_been_asked: to ``scale`` something since the last ``update``.
-    """
-
-    def __init__(self, calls: Calls, group: dist.ProcessGroup | None, device: torch.device, **options: Any) -> None:
-        super().__init__(device.type, **options)
-        self._calls, self._group = calls, group
-        self._one = torch.ones((), device=device)
-        self._scaled: set[int] = set()
-        self.is_stepping = self.has_been_asked = False
-        if self.is_enabled():
-            super().scale(self._one)  # makes the scale
-
-    @property
-    def factor(self) -> Tensor:
-        """The scale, a scalar in float32 on the device."""
-        found: Tensor = super().scale(self._one)
-        return found
+    def _is_scaled(self, parameter: Tensor) -> bool:
+        return parameter.grad is not None and id(parameter) in self._scaled
 
     def scale(self, outputs: Any) -> Any:
         """As torch's.
@@ -312,15 +309,6 @@ class ParallelScaler(GradScaler):
         """As torch's."""
         self.has_been_asked = False
         super().update(new_scale)
-
-    def has_scaled(self, parameters: Iterable[Tensor]) -> None:
-        """These have gradients of the scaled loss now."""
-        if self.is_enabled():
-            self._scaled.update(map(id, parameters))
-
-    def is_scaled(self, parameter: Tensor) -> bool:
-        """Whether it has such a gradient."""
-        return parameter.grad is not None and id(parameter) in self._scaled
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool

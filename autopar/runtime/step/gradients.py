@@ -166,34 +166,6 @@ def hand_over(parameter: nn.Parameter, grad: Tensor) -> None:
         parameter.grad = DTensor(grad, parameter._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
-class SetAside:
-    """Keeps the gradients of earlier steps out of sums that work on gradients in place."""
-
-    def __init__(self, held: Iterable[Held]) -> None:
-        self._held = [h for h in held if h.parameter.requires_grad]
-        self._kept: list[Tensor | None] = []
-
-    def begin(self) -> None:
-        """Takes the gradients away."""
-        self._kept = [held.parameter.grad for held in self._held]
-        for held in self._held:
-            held.parameter.grad = None
-
-    def finish(self) -> None:
-        """Adds them to the new ones."""
-        for held, kept in zip(self._held, self._kept, strict=True):
-            if kept is not None:
-                new = held.parameter.grad
-                held.parameter.grad = kept if new is None else kept.add_(new)
-        self._kept = []
-
-    def restore(self) -> None:
-        """Puts them back in place of the new ones, of a step that failed."""
-        for held, kept in zip(self._held, self._kept, strict=True):
-            held.parameter.grad = kept
-        self._kept = []
-
-
 def sum_in_place(held: Sequence[Held], group_of: Callable[[Held], Group | None]) -> None:
     """Sums the parameters' gradients over each one's group; one all-reduce for each group and dtype.
 

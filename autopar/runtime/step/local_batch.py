@@ -24,7 +24,7 @@ from autopar.plan.mesh import DATA_AXES
 from autopar.plan.plan import Plan
 from autopar.runtime.failure_watch import Alarm, Calls
 from autopar.runtime.job import FAKE
-from autopar.runtime.same_values import checksums
+from autopar.runtime.same_values import checksums, events
 from autopar.runtime.step.other_runs import BatchSizes, PartialBatch, partial_of
 from autopar.runtime.step.runner import Batch, micro_batches
 from autopar.runtime.world import World
@@ -90,9 +90,7 @@ class SharedSamples:
         """Whether all ranks were given the same samples; all ranks call it."""
         if self._is_alone:
             return False
-        mine = torch.zeros(len(self._inputs), dtype=torch.int64)
-        for place, leaf in enumerate(self._inputs):
-            mine[place] = _mark(given[leaf.name])
+        mine = _Marks(self._inputs, given, given, range(0)).read()
         alarm.runs()
         rows = _of_all_ranks(mine, len(self._data_index), self._group)
         alarm.met()
@@ -133,8 +131,8 @@ class _Marks:
     def __init__(
         self, inputs: Sequence[Input], given: Mapping[str, Tensor], local: Mapping[str, Tensor], own: range
     ) -> None:
-        devices = {given[leaf.name].device for leaf in inputs if given[leaf.name].is_cuda}
-        self._numbers = torch.zeros(2, len(inputs), dtype=torch.int64, pin_memory=bool(devices))
+        is_pinned = any(given[leaf.name].is_cuda for leaf in inputs)
+        self._numbers = torch.zeros(2, len(inputs), dtype=torch.int64, pin_memory=is_pinned)
         for place, leaf in enumerate(inputs):
             value, dim = given[leaf.name].to(local[leaf.name].dtype), leaf.batch_dim
             is_whole = dim is not None and value.shape[dim] != local[leaf.name].shape[dim]
@@ -142,10 +140,7 @@ class _Marks:
                 self._numbers[1, place].copy_(_mark(value), non_blocking=True)
             part = value.narrow(dim, own.start, len(own)) if is_whole and dim is not None else value
             self._numbers[0, place].copy_(_mark(part), non_blocking=True)
-        self._events = list[torch.cuda.Event]()
-        for device in devices:
-            self._events.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
-            self._events[-1].record(torch.cuda.current_stream(device))
+        self._events = events(given[leaf.name] for leaf in inputs)
 
     def read(self) -> Tensor:
         """[2, inputs]: of this rank's samples, and of the whole global batch, 0 where it was not given."""

@@ -184,6 +184,7 @@ def partial_of(program: Program, num_samples: int, data_rank: int, *, trains: bo
     taken = _at_once(num_samples, size, ranks)
     if taken is None:
         near = (range(num_samples, 0, -1), range(num_samples, plan.global_batch_size + 1))
+        is_apart_in_eval = not _meeting(program, trains=False)
         less, more = (next((n for n in sizes if _at_once(n, size, ranks) is not None), 0) for sizes in near)
         raise _refused(
             program,
@@ -192,7 +193,7 @@ def partial_of(program: Program, num_samples: int, data_rank: int, *, trains: bo
             f"divides {size}, or none",
             where=_place(meeting[0]),
             otherwise=f"make it one of {less} or {more} samples"
-            + ("; evaluations take any number (make a loader for them after par.eval())" * _is_apart_in_eval(program)),
+            + ("; evaluations take any number (make a loader for them after par.eval())" * is_apart_in_eval),
         )
     return _of_cuts(plan, [[count] if count else [] for count in taken], data_rank)
 
@@ -221,10 +222,6 @@ def _meeting(program: Program, *, trains: bool) -> tuple[Op, ...]:
     graph = program.graph
     statistics = [op for op in (*graph.prelude, *graph.ops) if any(axis in op.args for axis in DATA_AXES)]
     return (*crosses_samples(graph), *(op for op in statistics if trains or op.target != "autopar.batch_norm_running"))
-
-
-def _is_apart_in_eval(program: Program) -> bool:
-    return not _meeting(program, trains=False)
 
 
 def _has_one_value(op: Op) -> bool:

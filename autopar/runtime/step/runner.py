@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
 
@@ -20,7 +20,7 @@ from autopar.plan.plan import Plan
 from autopar.plan.run_log import COMPUTE, DATA, PIPELINE
 from autopar.runtime.assemble import Assembly, before_backward
 from autopar.runtime.monitor import Monitor
-from autopar.runtime.step.gradients import BucketedSums, SetAside, sum_in_place
+from autopar.runtime.step.gradients import BucketedSums, sum_in_place
 from autopar.runtime.step.stage import INPUT, StageModule
 from autopar.runtime.world import World
 
@@ -32,7 +32,9 @@ class StepGradients:
         self._assembly, self._monitor = assembly, monitor
         self._leaf_sums = BucketedSums(assembly.held, bucket_bytes=plan.bucket_bytes)
         self._late = [h for h in assembly.held if h.leaf is None and h.group is not None]
-        self._set_aside = SetAside(dict.fromkeys((*self._late, *assembly.tied)))
+        # gradients of earlier steps, kept out of sums that work on gradients in place
+        in_place = (h.parameter for h in (*self._late, *assembly.tied) if h.parameter.requires_grad)
+        self._earlier: dict[nn.Parameter, Tensor | None] = dict.fromkeys(in_place)
         self._part = DATA if plan.mesh.data > 1 else COMPUTE
         self.is_open = False
 
@@ -41,8 +43,9 @@ class StepGradients:
         if self.is_open:
             return
         self.is_open = True
+        for parameter in self._earlier:
+            self._earlier[parameter], parameter.grad = parameter.grad, None
         self._leaf_sums.begin(num_backwards)
-        self._set_aside.begin()
 
     def finish(self) -> None:
         """Gradient sums after the last backward."""
@@ -56,18 +59,22 @@ class StepGradients:
             self._assembly.sum_copies_here()
             sum_in_place(self._assembly.first_copies, lambda held: held.tie_group)
             self._assembly.spread_copies_here()
-        self._set_aside.finish()
+        for parameter in self._earlier:
+            earlier, self._earlier[parameter] = self._earlier[parameter], None
+            if earlier is not None:
+                new = parameter.grad
+                parameter.grad = earlier if new is None else earlier.add_(new)
 
     def abandon(self) -> None:
         """Leaves the gradients of a step that failed, some of whose micro-batches may have added theirs."""
         if self.is_open:
             self.is_open = False
-            self._set_aside.restore()
+            for parameter in self._earlier:
+                parameter.grad, self._earlier[parameter] = self._earlier[parameter], None
 
 
 Batch = Mapping[str, Tensor]
 Scaled: TypeAlias = Callable[[Tensor], Tensor]
-_Sent: TypeAlias = tuple[tuple[Tensor, ...], dist.Work]
 
 
 def micro_batches(batch: Batch, inputs: Sequence[Input], count: int) -> list[dict[str, Tensor]]:
@@ -128,7 +135,7 @@ class Pipeline:
         group = world.device_mesh.get_group("pp")
         self._group, self._device = group, world.device
         self._rank_of = {stage.index: dist.get_global_rank(group, stage.pp_rank) for stage in program.stages}
-        self._received = {module.index: tuple(p.example() for p in module.ends.receives) for module in stages}
+        self._received = {module.index: tuple(p.example() for p in module.passed_in) for module in stages}
         self._meet_neighbours()
         wrapped = [
             _Stage(
@@ -138,7 +145,7 @@ class Pipeline:
                 len(program.stages),
                 world.device,
                 input_args=self._received[module.index],
-                output_args=tuple(p.example() for p in module.ends.gives),
+                output_args=tuple(p.example() for p in module.passed_on),
                 group=group,
             )
             for module in stages
@@ -171,33 +178,23 @@ class Pipeline:
         More micro-batches than the schedule has are run by it in turns.
         """
         own, inputs = self._program.plan.num_micro_batches, self._program.graph.inputs
-        if count == own:
-            return self._run(batch)
-        losses = []
+        rest = {leaf.name: batch[leaf.name] for leaf in inputs if leaf.name not in self._chunked}
+        found: list[Tensor] = []
         for turn, part in enumerate(micro_batches(batch, inputs, count // own)):
             for stage in self._stages:
-                stage.first_micro_batch = turn * own
-            losses.append(self._run(part))
-        for stage in self._stages:
-            stage.first_micro_batch = 0
-        return torch.stack([loss for loss in losses if loss is not None]).sum() if losses[0] is not None else None
-
-    def _run(self, batch: Batch) -> Tensor | None:
-        keywords = {INPUT + name: batch[name] for name in self._chunked}
-        rest = {leaf.name: batch[leaf.name] for leaf in self._program.graph.inputs if leaf.name not in self._chunked}
-        for stage in self._stages:
-            stage.totals = stage.totals | rest
-        losses: list[Tensor] = []
-        with self._monitor.part(PIPELINE):  # but for the stages' own work: waiting for the neighbours
-            self._schedule.step(target=self._numbers, losses=losses, return_outputs=False, **keywords)
-        return torch.stack([loss.detach() for loss in losses]).sum() if losses else None
+                stage.first_micro_batch, stage.totals = turn * own, stage.totals | rest
+            keywords, losses = {INPUT + name: part[name] for name in self._chunked}, list[Tensor]()
+            with self._monitor.part(PIPELINE):  # but for the stages' own work: waiting for the neighbours
+                self._schedule.step(target=self._numbers, losses=losses, return_outputs=False, **keywords)
+            found += [loss.detach() for loss in losses]
+        return torch.stack(found).sum() if found else None
 
     def evaluate(self, batch: Batch, count: int) -> Tensor | None:
         """As :meth:`run`, forward alone and without gradients.
 
         One micro-batch after the other: torch's schedules drop gradients when they turn to evaluate.
         """
-        losses, sent = list[Tensor](), list[_Sent]()
+        losses, sent = list[Tensor](), list[tuple[Sequence[Tensor], dist.Work]]()  # tensors live until they are sent
         with torch.no_grad(), self._monitor.part(PIPELINE):
             for number, part in enumerate(micro_batches(batch, self._program.graph.inputs, count)):
                 here: dict[int, tuple[Tensor, ...]] = {0: ()}
@@ -211,7 +208,8 @@ class Pipeline:
                     elif self._rank_of[stage.index + 1] == self._rank_of[stage.index]:
                         here[stage.index + 1] = made
                     else:
-                        sent += self._send(stage.index + 1, made)
+                        works = self._exchange(dist.isend, made, self._rank_of[stage.index + 1])
+                        sent += [(made, work) for work in works]
         for _, work in sent:
             work.wait()
         return torch.stack(losses).sum() if losses else None
@@ -221,10 +219,6 @@ class Pipeline:
         for work in self._exchange(dist.irecv, tensors, self._rank_of[index - 1]):
             work.wait()
         return tensors
-
-    def _send(self, index: int, tensors: Sequence[Tensor]) -> list[_Sent]:
-        """To the stage ``index``, while this rank goes on; the tensors live as long as what is returned."""
-        return [(tuple(tensors), work) for work in self._exchange(dist.isend, tensors, self._rank_of[index])]
 
     def _exchange(self, way: Any, tensors: Sequence[Tensor], peer: int) -> list[dist.Work]:
         """As one batch: on GPUs it goes by the group's communicator, which is there, and makes none of the two ranks."""

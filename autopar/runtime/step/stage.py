@@ -124,6 +124,7 @@ class StageModule(nn.Module):
         taken: for each micro-batch the values that outputs of the model are; None: they are not kept.
         seed: of the step; every micro-batch draws from a stream of its own.
         micro_batch: number of the one that the next forward is given.
+        passed_in, passed_on: what it receives and what it gives, the loss of the last one.
         share: part of the plan's global batch that the step has.
         first_micro_batch: of the pipeline's schedule that runs.
         weights: by what the loss of each micro-batch counts; None: each as it is.
@@ -133,7 +134,8 @@ class StageModule(nn.Module):
         super().__init__()
         self.index, self.is_last = program.index, program.is_last
         self.receives, self.sends, self.loss = program.receives, program.sends, whole.loss
-        self.ends = ends_of(whole, program)
+        self.passed_in = passed_of(whole, program.receives)
+        self.passed_on = passed_of(whole, (whole.loss,) if program.is_last else program.sends)
         self._is_whole = len(whole.stages) == 1
         self.mover = mover = Mover() if any(block.offload for block in program.blocks) else None
         made = (BlockModule(block, meshes, mover if block.offload else None) for block in program.blocks)
@@ -142,9 +144,6 @@ class StageModule(nn.Module):
         self.shared_names = program.shared_parameters
         self._prelude_program: PreludeProgram | None = program.prelude
         self._meshes = meshes
-        self.is_random = any(SEED in block.inputs for block in program.blocks)
-        if program.prelude is not None:
-            self.is_random = self.is_random or SEED in program.prelude.inputs
         self.mutations = program.mutations
         self.totals: dict[str, Tensor] = {}
         self.state: dict[str, Tensor] = {}
@@ -165,7 +164,7 @@ class StageModule(nn.Module):
         Returns:
             The loss on the last stage (this rank's part of the global sum), else the tuple of ``sends``, as they are sent.
         """
-        taken, link = enter(self.ends, received)
+        taken, link = enter(self.passed_in, received)
         values: dict[str, Any] = {name.removeprefix(INPUT): value for name, value in batch.items()}
         values.update(zip(self.receives, taken, strict=True))
         values.update(self.state)
@@ -174,8 +173,7 @@ class StageModule(nn.Module):
         values[SHARE], values[MICRO_BATCH_WEIGHT] = self.share, weight
         for name in self.shared_names:
             values[name] = self._parameters[name]
-        if self.is_random:
-            values[SEED] = self.seed + self.micro_batch % self._num_streams
+        values[SEED] = self.seed + self.micro_batch % self._num_streams
         with on_meshes(self._meshes):
             if self._prelude_program is not None and self.prelude is not None:
                 with torch.no_grad():
@@ -194,7 +192,7 @@ class StageModule(nn.Module):
             values[self.loss] = values[self.loss] * weight
         if self._is_whole:
             return cast("Tensor", values[self.loss])
-        given = leave(self.ends, link, [values[name] for name in ((self.loss,) if self.is_last else self.sends)])
+        given = leave(self.passed_on, link, [values[name] for name in ((self.loss,) if self.is_last else self.sends)])
         return given[0] if self.is_last else given
 
     @cached_property
@@ -246,59 +244,40 @@ class Passed:
         return torch.empty(self.shape, dtype=self.carrier, device="meta").requires_grad_(self.returns)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ends:
-    """What a stage receives and what it gives: ``receives`` and ``sends`` of its program, the loss for the last one."""
-
-    receives: tuple[Passed, ...]
-    gives: tuple[Passed, ...]
-
-
 def _is_differentiable(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-def ends_of(program: Program, stage: StageProgram) -> Ends:
-    """The values of both ends of one stage of ``program``."""
+def passed_of(program: Program, names: Sequence[str]) -> tuple[Passed, ...]:
+    """The values of these names, of one end of a stage of ``program``."""
     specs = {str_name(Ref(op.name, i)): spec for op in program.graph.ops for i, spec in enumerate(op.outputs)}
-
-    def passed(names: Sequence[str]) -> tuple[Passed, ...]:
-        dtypes = [specs[name].dtype for name in names]
-        have = [
-            specs[name].requires_grad and _is_differentiable(dtype) for name, dtype in zip(names, dtypes, strict=True)
-        ]
-        return tuple(
-            Passed(
-                shape=tuple(specs[name].shape),
-                dtype=dtype,
-                requires_grad=has,
-                returns=has or (i == 0 and not any(have)),
-            )
-            for i, (name, dtype, has) in enumerate(zip(names, dtypes, have, strict=True))
-        )
-
-    return Ends(receives=passed(stage.receives), gives=passed((program.loss,) if stage.is_last else stage.sends))
+    found = [specs[name] for name in names]
+    have = [spec.requires_grad and _is_differentiable(spec.dtype) for spec in found]
+    return tuple(
+        Passed(shape=tuple(spec.shape), dtype=spec.dtype, requires_grad=has, returns=has or (i == 0 and not any(have)))
+        for i, (spec, has) in enumerate(zip(found, have, strict=True))
+    )
 
 
 Link: TypeAlias = Tensor | None
 """Ties the gradients at a stage's begin to those at its end: no elements; None where the stage receives nothing."""
 
 
-def enter(ends: Ends, received: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Link]:
+def enter(passed: Sequence[Passed], received: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Link]:
     """What a stage computes with, of what it received; the link goes to :func:`leave`."""
     if not received:
         return (), None
-    link, *values = _Enter.apply(ends.receives, *received)  # type: ignore[no-untyped-call]
+    link, *values = _Enter.apply(passed, *received)  # type: ignore[no-untyped-call]
     return tuple(values), link
 
 
-def leave(ends: Ends, link: Link, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def leave(passed: Sequence[Passed], link: Link, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """What the stage gives, of what it computed. Their backward runs that of what it received, whatever they depend on."""
     if not values:
         return ()
     if link is None:
         link = values[0].new_empty(0, dtype=torch.float32).requires_grad_(torch.is_grad_enabled())
-    given: tuple[Tensor, ...] = _Leave.apply(ends.gives, link, *map(_laid_out, values))  # type: ignore[no-untyped-call]
+    given: tuple[Tensor, ...] = _Leave.apply(passed, link, *map(_laid_out, values))  # type: ignore[no-untyped-call]
     return given
 
 

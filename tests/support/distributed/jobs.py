@@ -127,7 +127,7 @@ def left_alone() -> str:
 def called_back(parallel: ParallelModel, batch: Batch, *, fails: bool) -> None:
     """A backward that fails in its middle."""
     loss = loss_of(parallel(**batch))
-    with _failing("step.runner.SetAside.begin") if fails else nullcontext():
+    with _failing("step.runner.BucketedSums.begin") if fails else nullcontext():
         loss.backward()
 
 
