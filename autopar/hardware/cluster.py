@@ -7,7 +7,7 @@ its node, then each :class:`Tier` of switches (racks, pods), and at last the net
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import permutations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,14 +50,7 @@ class NodeGroup:
 
     def to_dict(self) -> dict[str, Any]:
         """The group as plain data: a ``[[group]]`` of a cluster file with everything written out."""
-        return {
-            "num_nodes": self.num_nodes,
-            "devices_per_node": self.devices_per_node,
-            "nics_per_node": self.nics_per_node,
-            "device": self.device.to_dict(),
-            "intra_node": self.intra_node.to_dict(),
-            "nic": self.nic.to_dict(),
-        }
+        return asdict(self) | {"device": self.device.to_dict()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,9 +205,7 @@ class Cluster:
         return {
             "name": self.name,
             "group": [group.to_dict() for group in self.groups],
-            "tier": [
-                {"name": tier.name, "num_nodes": tier.num_nodes, "uplink": tier.uplink.to_dict()} for tier in self.tiers
-            ],
+            "tier": [asdict(tier) for tier in self.tiers],
             "library": self.library.to_dict(),
         }
 

@@ -206,7 +206,7 @@ def _gpu_links(measured: dict[str, Any], where: str) -> tuple[dict[str, Any], di
     """Inside the node as NCCL was timed, where there were two GPUs; else, and between nodes, those of :data:`STAND_IN`."""
     stand_in = load_profile(STAND_IN)
     intra_node, nic = (
-        {**link.to_dict(), "provenance": f"{_ASSUMED}, not measured here: as of {STAND_IN}, {link.provenance}"}
+        {**asdict(link), "provenance": f"{_ASSUMED}, not measured here: as of {STAND_IN}, {link.provenance}"}
         for link in (stand_in.intra_node, stand_in.nic)
     )
     if "link" in measured:

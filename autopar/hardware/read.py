@@ -6,7 +6,7 @@ Clusters in one line of text are read by ``autopar.hardware.describe``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -91,8 +91,8 @@ def profile_to_dict(profile: MachineProfile) -> dict[str, Any]:
     return {
         "library": profile.library,
         "device": profile.device.to_dict(),
-        "intra_node": profile.intra_node.to_dict(),
-        "nic": profile.nic.to_dict(),
+        "intra_node": asdict(profile.intra_node),
+        "nic": asdict(profile.nic),
         "node": {
             "num_devices": profile.num_devices,
             "num_nics": profile.num_nics,
@@ -325,20 +325,9 @@ class Links:
     points: str
     provenance: str
 
-    def to_dict(self) -> dict[str, Any]:
-        """The tables of the file."""
-        return {
-            "library": self.library,
-            "points": self.points,
-            "provenance": self.provenance,
-            "intra_node": self.intra_node.to_dict(),
-            "nic": self.nic.to_dict(),
-            "measured": [item.to_dict() for item in self.measured],
-        }
-
     @classmethod
     def load(cls, path: Path) -> Links:
-        """Read the file.
+        """Read a file of what ``asdict`` gives.
 
         Raises:
             UsageError: names file, line and key.

@@ -163,19 +163,31 @@ class Table:
         Raises:
             UsageError: a key is missing, unknown or wrong.
         """
-        readers: dict[Any, Callable[..., Any]] = {"str": self.text, "bool": self.flag}
-        numbers: dict[Any, Callable[..., Any]] = {"int": self.integer, "float": self.number}
-        for field in fields(kind):
-            if field.name in given:
-                continue
-            default = None if field.default is MISSING else field.default
-            if field.type in numbers:
-                is_positive = default != 0 and field.name not in may_be_zero
-                given[field.name] = numbers[field.type](field.name, default, positive=is_positive)
-            else:
-                given[field.name] = readers[field.type](field.name, default)
+        own = {field.name: field.name for field in fields(kind) if field.name not in given}
+        given |= self.fields_of(kind, own, may_be_zero=may_be_zero)
         self.finish()
         return kind(**given)
+
+    def fields_of(
+        self, kind: type[DataclassInstance], keys: Mapping[str, str], *, may_be_zero: Collection[str] = ()
+    ) -> dict[str, Any]:
+        """Some fields of a dataclass, by name; as :meth:`record` reads them.
+
+        Args:
+            keys: of this table, and which field each is.
+        """
+        readers: dict[Any, Callable[..., Any]] = {"str": self.text, "bool": self.flag}
+        numbers: dict[Any, Callable[..., Any]] = {"int": self.integer, "float": self.number}
+        found, by_name = {}, {field.name: field for field in fields(kind)}
+        for key, name in keys.items():
+            field = by_name[name]
+            default = None if field.default is MISSING else field.default
+            if field.type in numbers:
+                is_positive = default != 0 and name not in may_be_zero
+                found[name] = numbers[field.type](key, default, positive=is_positive)
+            else:
+                found[name] = readers[field.type](key, default)
+        return found
 
     def finish(self) -> None:
         """Refuse keys that nobody asked for.
