@@ -54,13 +54,9 @@ class VerifiedModel:
     source: ModelSource
     masked: bool
 
-    def build(self) -> torch.nn.Module:
+    def build(self, *, drops: bool = False) -> torch.nn.Module:
         """The model on CPU; no parameter is left at zero or one, where a wrong sum or factor would not show."""
-        return with_noise(self.source.build())
-
-    def as_traced(self) -> torch.nn.Module:
-        """The model on CPU, with what it drops."""
-        return self.source.build(drops=True)
+        return with_noise(self.source.build(drops=drops))
 
     def make_batch(self, batch_size: int, *, seed: int, padded: bool = False) -> dict[str, torch.Tensor]:
         """Random inputs."""
@@ -122,15 +118,12 @@ class OwnModel:
     source: nn.Module | Callable[[], nn.Module]
     examples: Mapping[str, Any]
 
-    def build(self) -> nn.Module:
-        """The model on CPU in float32 without dropout; no parameter is left at zero or one."""
-        model = self.as_traced()
-        without_dropout(model)
+    def build(self, *, drops: bool = False) -> nn.Module:
+        """The model on CPU in float32, without dropout unless it ``drops``; no parameter is left at zero or one."""
+        model = copy.deepcopy(made(self.source)).float().cpu().train()
+        if not drops:
+            without_dropout(model)
         return with_noise(model)
-
-    def as_traced(self) -> nn.Module:
-        """The model on CPU in float32, with what it drops."""
-        return copy.deepcopy(made(self.source)).float().cpu().train()
 
     def make_batch(self, batch_size: int, *, seed: int, padded: bool = False) -> dict[str, Any]:
         """Samples of the examples: each as often as any other, in an order that depends on the seed alone."""
