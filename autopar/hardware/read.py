@@ -15,6 +15,7 @@ from typing import Any
 from autopar.errors import UsageError
 from autopar.hardware.cluster import Cluster, NodeGroup, Tier
 from autopar.hardware.device import Device
+from autopar.hardware.device_rates import times
 from autopar.hardware.link import CollectiveLibrary, CollectiveTime, Link
 from autopar.util.files import data_files
 from autopar.util.toml import Table
@@ -122,12 +123,7 @@ def _slowed(device: Device, share: float, why: str = "the cores that each rank h
         return device
     note = f"; times {share:.3g}, {why}"
     rates = tuple(
-        replace(
-            rate,
-            ceiling_flops_per_s=rate.ceiling_flops_per_s * share,
-            datasheet_flops_per_s=rate.datasheet_flops_per_s * share,
-            provenance=rate.provenance + note,
-        )
+        replace(times(rate, share, "ceiling_flops_per_s", "datasheet_flops_per_s"), provenance=rate.provenance + note)
         for rate in device.matmul
     )
     table = device.operators
@@ -265,8 +261,7 @@ def _group(table: Table, folder: Path | None) -> tuple[NodeGroup, str | None]:
             nics_per_node=table.integer("nics_per_node"),
         )
     if table.has("memory_bytes"):
-        device = group.device.with_memory(table.integer("memory_bytes"), "stated by the user")
-        group = replace(group, device=device)
+        group = group.with_memory(table.integer("memory_bytes"))
     return group, library
 
 
@@ -342,5 +337,5 @@ class Links:
 
     def on(self, cluster: Cluster, library: CollectiveLibrary) -> Cluster:
         """The cluster with these links and collectives; ``library``: the one named, as shipped."""
-        groups = tuple(replace(group, intra_node=self.intra_node, nic=self.nic) for group in cluster.groups)
-        return replace(cluster, groups=groups, library=replace(library, measured=self.measured))
+        own = cluster.with_groups(lambda group: replace(group, intra_node=self.intra_node, nic=self.nic))
+        return replace(own, library=replace(library, measured=self.measured))
