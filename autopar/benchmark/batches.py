@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median, quantiles
 from typing import Any
@@ -17,7 +18,7 @@ from autopar.errors import AutoparError, UsageError
 from autopar.plan.plan import Plan
 from autopar.plan.run_log import COMPUTE, OPTIMIZER, predicted_parts
 from autopar.util.files import write_text
-from autopar.util.formatting import num_bytes, plain_table, seconds
+from autopar.util.formatting import num_bytes, percent, plain_table, seconds
 from autopar.validate.scores import rank_correlation
 from autopar.verification.rank_pool import WorkerPool
 
@@ -300,6 +301,7 @@ def _read(path: Path, title: str) -> dict[str, dict[str, Any]]:
 # --- Tables of a benchmark.
 
 MOST_SHOWN = 40
+_percent = partial(percent, digits=0)
 
 
 def render(outcome: Outcome) -> str:
@@ -322,7 +324,7 @@ def score_line(outcome: Outcome) -> str:
     return (
         f"{found.plans} plans of {outcome.num_candidates} candidates, {found.failures} failed: "
         f"rank correlation {_number(found.rho)}, regret {_number(found.regret)}, "
-        f"step time off by {_percent(found.mape)} (bias {_percent(found.bias, signed=True)}), "
+        f"step time off by {_percent(found.mape)} (bias {_percent(found.bias, sign=True)}), "
         f"{_percent(found.coverage)} inside the interval, memory off by {_percent(found.memory_mape)}, "
         f"spread {_percent(found.spread)}"
     )
@@ -338,11 +340,11 @@ def _cells(row: Row, picked: str) -> tuple[str, ...]:
         name,
         predicted[0],
         seconds(row.measured_s),
-        _percent(row.predicted_s / row.measured_s - 1, signed=True),
+        _percent(row.predicted_s / row.measured_s - 1, sign=True),
         _percent(row.spread),
         predicted[1],
         num_bytes(size) if size else "-",
-        _percent(row.predicted_bytes / size - 1, signed=True) if size else "-",
+        _percent(row.predicted_bytes / size - 1, sign=True) if size else "-",
     )
 
 
@@ -352,9 +354,3 @@ def _last_line(text: str) -> str:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
-
-
-def _percent(value: float | None, *, signed: bool = False) -> str:
-    if value is None:
-        return "-"
-    return f"{100 * value:+.0f} %" if signed else f"{100 * value:.0f} %"

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from autopar.plan.text import batch_text, diff_plans, micro_batch_text, render_plan, schedule_text, zero_text
+from autopar.plan.text import choices, diff_plans, micro_batch_text, render_plan, schedule_text
 from autopar.report.summaries import plan_summary
-from autopar.util.formatting import num_bytes, plain_table, seconds, share
+from autopar.util.formatting import num_bytes, percent, plain_table, seconds, share
 
 if TYPE_CHECKING:
     from autopar.plan.plan import Plan
@@ -121,9 +121,7 @@ def _base(swept: Sequence[Swept]) -> Plan | None:
 
 
 def _change(plan: Plan | None, base: Plan | None) -> str:
-    if plan is None or base is None:
-        return "-"
-    return f"{100 * (plan.predicted.step_time_s / base.predicted.step_time_s - 1):+.1f} %"
+    return percent(plan.predicted.step_time_s / base.predicted.step_time_s - 1 if plan and base else None, sign=True)
 
 
 def _cost(trial: Trial) -> str:
@@ -205,10 +203,7 @@ def _rows_of(plan: Plan) -> dict[str, str]:
     predicted = plan.predicted
     return {
         "mesh": str(plan.mesh),
-        "batch": batch_text(plan),
-        "schedule": schedule_text(plan),
-        "ZeRO": zero_text(plan),
-        "recompute": plan.recompute,
+        **dict(choices(plan)),
         "step time": seconds(predicted.step_time_s),
         "peak memory": f"{num_bytes(predicted.peak_memory_bytes)} of {num_bytes(predicted.memory_limit_bytes)}",
         "MFU": share(predicted.mfu, 1),

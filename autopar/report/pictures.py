@@ -12,17 +12,16 @@ from autopar.plan.file import dumps, plan_to_dict
 from autopar.plan.plan import recompute_text
 from autopar.plan.schedule import Action, dependencies, schedule_actions
 from autopar.plan.text import (
-    batch_text,
+    choices,
     devices_text,
     groups_text,
     layout_groups,
     memory_parts,
     memory_text,
-    schedule_text,
+    model_text,
     time_parts,
-    zero_text,
 )
-from autopar.util.formatting import count, num_bytes, ranges, seconds, share
+from autopar.util.formatting import num_bytes, ranges, seconds, share
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -174,13 +173,10 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
     verdict = "fits" if predicted.fits else '<span class="no">does not fit</span>'
     bound = f"bound {seconds(search.lower_bound_s)}, gap {share(search.gap, 1)}"
     return [
-        ("model", f"{count(plan.model.num_parameters)} parameters, {plan.model.tokens_per_sample:,} tokens a sample"),
+        ("model", model_text(plan)),
         ("mesh", f"{escape(str(plan.mesh))}, {plan.mesh.world_size} ranks"),
         *([("devices", escape(groups_text(plan)))] if plan.groups else []),
-        ("batch", batch_text(plan)),
-        ("schedule", schedule_text(plan)),
-        ("ZeRO", zero_text(plan)),
-        ("recompute", plan.recompute),
+        *((name, escape(text)) for name, text in choices(plan)),
         ("precision", f"{escape(plan.precision.name)}, optimizer {escape(plan.optimizer)}"),
         ("pins", escape(", ".join(plan.pins) or "none")),
         ("step time", f"<b>{seconds(predicted.step_time_s)}</b> ({seconds(low)} to {seconds(high)})"),

@@ -63,6 +63,15 @@ def share(part: float, whole: float) -> str:
     return f"{100 * part / whole:.1f} %" if whole else "-"
 
 
+def percent(value: float | None, *, digits: int = 1, sign: bool = False) -> str:
+    """A fraction in percent; a dash for none.
+
+    >>> percent(0.0814), percent(-0.02, sign=True), percent(0.25, digits=0), percent(None)
+    ('8.1 %', '-2.0 %', '25 %', '-')
+    """
+    return "-" if value is None else f"{100 * value:{'+' if sign else ''}.{digits}f} %"
+
+
 def ranges(labels: Iterable[str]) -> str:
     """Labels with runs of numbers joined.
 
