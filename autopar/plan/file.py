@@ -23,6 +23,7 @@ from autopar.plan.check import check_plan
 from autopar.plan.mesh import Type, parse_type
 from autopar.plan.plan import FORMAT_VERSION, Plan
 from autopar.util.files import write_text
+from autopar.util.toml import dotted
 
 if TYPE_CHECKING:
     from jsonschema.exceptions import ValidationError
@@ -171,13 +172,9 @@ def _error_order(error: ValidationError) -> tuple[int, list[str]]:
 
 
 def _refuse(error: ValidationError, place: str) -> NoReturn:
-    path = _dotted(error.absolute_path)
-    problem, expected, got, fix = (
-        f"Wrong value of '{path}'" if path else "Wrong value",
-        "",
-        short(error.instance),
-        _MAKE_ANEW,
-    )
+    path = dotted(tuple(error.absolute_path))
+    problem = f"Wrong value of '{path}'" if path else "Wrong value"
+    expected, got, fix = "", short(error.instance), _MAKE_ANEW
     match error.validator:
         case "additionalProperties":
             known = sorted(error.schema["properties"])
@@ -203,13 +200,6 @@ def _refuse(error: ValidationError, place: str) -> NoReturn:
         case _:
             got = error.message
     raise PlanError(problem, where=place, expected=expected, got=got or None, fix=fix) from None
-
-
-def _dotted(path: Sequence[str | int]) -> str:
-    text = ""
-    for part in path:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
-    return text
 
 
 def _unique(place: str) -> Any:

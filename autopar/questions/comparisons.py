@@ -288,22 +288,13 @@ def load_study(name: str) -> Study:
 def _sizes(table: Table, sequence: int) -> tuple[Sizes, int]:
     from autopar.models.transformer import ATTENTIONS, FAMILIES, Sizes
 
-    family, attention, heads = table.text("family"), table.text("attention"), table.integer("heads")
-    for key, value, known in (("family", family, FAMILIES), ("attention", attention, ATTENTIONS)):
-        if value not in known:
-            raise UsageError.unknown(key, value, known, where=table.place(key))
-    sizes = Sizes(
-        family=family,
-        hidden=table.integer("hidden"),
-        ffn=table.integer("ffn"),
-        heads=heads,
-        kv_heads=table.integer("kv_heads", heads),
-        vocabulary=table.integer("vocabulary"),
-        sequence=sequence,
-        attention=attention,
-        dtype="float32",
-    )
-    return sizes, table.integer("layers")
+    own = ("family", "attention", "heads", "hidden", "ffn", "vocabulary")
+    found = table.fields_of(Sizes, {name: name for name in own})
+    for key, known in (("family", FAMILIES), ("attention", ATTENTIONS)):
+        if found[key] not in known:
+            raise UsageError.unknown(key, found[key], known, where=table.place(key))
+    kv_heads = table.integer("kv_heads", found["heads"])
+    return Sizes(**found, kv_heads=kv_heads, sequence=sequence, dtype="float32"), table.integer("layers")
 
 
 def _texts(table: Table, key: str) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from autopar.errors import AutoparError, UsageError, reason
+from autopar.errors import CHECK_FILE, AutoparError, UsageError, reason
 
 
 def write_text(path: Path, text: str, *, make_folder: bool = False) -> None:
@@ -32,6 +32,18 @@ def write_text(path: Path, text: str, *, make_folder: bool = False) -> None:
         with suppress(OSError):
             temporary.unlink()
         raise _refused(path, error) from error
+
+
+def read_text(path: Path, *, fix: str = CHECK_FILE) -> str:
+    """The text of a file, in UTF-8 with or without a mark of it.
+
+    Raises:
+        UsageError: the file cannot be read, or is no such text; with what to do.
+    """
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError.unreadable(path, error, fix=fix) from error
 
 
 def check_writable(path: Path, *, make_folder: bool = False) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from autopar.errors import UsageError
+from autopar.util.files import read_text
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -44,10 +45,7 @@ class Table:
         Raises:
             UsageError: the file cannot be read, or is not TOML (with the line).
         """
-        try:
-            text = path.read_text(encoding="utf-8-sig")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError.unreadable(path, error) from error
+        text = read_text(path)
         try:
             return cls(tomllib.loads(text), file=str(path), text=text)
         except tomllib.TOMLDecodeError as error:
