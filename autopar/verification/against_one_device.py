@@ -16,9 +16,10 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from autopar.errors import UsageError, VerificationError
-from autopar.graph.graph import Argument, Graph, Op, TensorSpec
+from autopar.graph.graph import Graph, Op, TensorSpec
 from autopar.graph.operator_kinds import DROPOUT_ARGUMENT, draws_random, without_dropout
 from autopar.lower.program import lower
 from autopar.plan.plan import FP32, FP64, Plan, Precision
@@ -258,15 +259,9 @@ def in_dtype(graph: Graph, compute: torch.dtype, wanted: torch.dtype) -> Graph:
     def spec(old: TensorSpec) -> TensorSpec:
         return replace(old, dtype=wanted) if old.dtype == compute else old
 
-    def argument(old: Argument) -> Argument:
-        if isinstance(old, tuple):
-            return tuple(argument(item) for item in old)
-        return wanted if old is compute else old
-
     def op(old: Op) -> Op:
-        kwargs = tuple((key, argument(value)) for key, value in old.kwargs)
-        outputs = tuple(spec(output) for output in old.outputs)
-        return replace(old, args=tuple(argument(a) for a in old.args), kwargs=kwargs, outputs=outputs)
+        given = pytree.tree_map(lambda value: wanted if value is compute else value, (old.args, old.kwargs))
+        return replace(old, args=given[0], kwargs=given[1], outputs=tuple(map(spec, old.outputs)))
 
     def value(old: Tensor | None) -> Tensor | None:
         return old.to(wanted) if old is not None and old.dtype == compute else old
