@@ -18,7 +18,7 @@ from autopar.benchmark.rank_links import measured_cluster
 from autopar.benchmark.rank_runs import Job
 from autopar.errors import InfeasibleError, UsageError
 from autopar.hardware.cluster import Cluster
-from autopar.hardware.machine import default_cache_dir, fingerprint, machine_profile, profile_path
+from autopar.hardware.machine import fingerprint, machine_profile, profile_path
 from autopar.models.resolve import ModelSource, resolve_model
 from autopar.plan.file import plan_to_dict
 from autopar.plan.plan import Plan
@@ -29,6 +29,7 @@ from autopar.planner.search import task_of as planned
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import Space
 from autopar.request import Request
+from autopar.util.files import default_cache_dir
 from autopar.verification.reference import trained_alone
 
 GPU_PRECISIONS = ("fp32", "bf16")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from autopar.util.files import read_text, write_text
+from autopar.util.files import default_cache_dir, read_text, write_text
 
 if TYPE_CHECKING:
     from autopar.hardware.cluster import Cluster
@@ -62,7 +62,7 @@ def cache_dir() -> Path | None:
 
 def kept_dir() -> Path:
     """The folder that keeps measurements, rules and graphs."""
-    return cache_dir() or Path.home() / ".cache" / "autopar"
+    return cache_dir() or default_cache_dir()
 
 
 @contextmanager

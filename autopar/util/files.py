@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,16 @@ def sources() -> str:
     return found.hexdigest()[:16]
 
 
+def child_environment() -> dict[str, str]:
+    """The environment of another Python process, on one thread, that imports what this one can: the package may lie in no place of its own."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), *sys.path])}
+
+
+def default_cache_dir() -> Path:
+    """Where measurements of this machine are kept unless told otherwise."""
+    return Path.home() / ".cache" / "autopar"
+
+
 def data_directory(name: str) -> Path:
     """The data directory ``name``: ``autopar/_data/NAME`` when installed, ``NAME`` beside the package in a checkout.
 
@@ -134,10 +145,10 @@ def data_directory(name: str) -> Path:
     )
 
 
-def data_files(name: str, suffix: str = ".toml") -> dict[str, Path]:
-    """The files of a data directory by stem, sorted.
+def data_files(name: str) -> dict[str, Path]:
+    """The TOML files of a data directory by stem, sorted.
 
     >>> "h100-sxm5-80gb" in data_files("profiles")
     True
     """
-    return {path.stem: path for path in sorted(data_directory(name).glob(f"*{suffix}"))}
+    return {path.stem: path for path in sorted(data_directory(name).glob("*.toml"))}

@@ -168,7 +168,8 @@ class Session:
         self, index: int, structures: Sequence[Structure], profiles: Mapping[str, MachineProfile]
     ) -> Prediction:
         run = self.runs[index]
-        return predict(run, structures, self._cluster(index, profiles[run.device]), self.sites[index])
+        cluster = cluster_of(run, profiles[run.device], self.sites[index])
+        return predict(run, structures, cluster, self.sites[index])
 
     def tried(self, index: int) -> tuple[Structure, ...]:
         """The layouts of one run, of which a prediction can be made.
@@ -183,9 +184,6 @@ class Session:
             raise error.within(self.runs[index].place) from error
         return found
 
-    def _cluster(self, index: int, profile: MachineProfile) -> Cluster:
-        return cluster_of(self.runs[index], profile, self.sites[index])
-
     def _written(self, values: Mapping[str, float] | None) -> dict[str, MachineProfile]:
         """The profiles under these values of their parameters; as they are where None."""
         if values is None:
@@ -197,10 +195,9 @@ class Session:
         profiles = self._written(values)
         times = []
         for i in runs:
-            cluster = self._cluster(i, profiles[self.runs[i].device])
-            times.append(
-                step_time_s(self.runs[i], self.structures[i], cluster, self.sites[i], self._collectives(cluster))
-            )
+            run, site = self.runs[i], self.sites[i]
+            cluster = cluster_of(run, profiles[run.device], site)
+            times.append(step_time_s(run, self.structures[i], cluster, site, self._collectives(cluster)))
         return times
 
     def _collectives(self, cluster: Cluster) -> CollectiveModel:

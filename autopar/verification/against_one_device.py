@@ -70,7 +70,6 @@ def verify(  # noqa: PLR0913  keywords of the public call
     graph: Graph,
     *,
     steps: int = 3,
-    padded: bool = True,
     run_timeout_s: float = 300.0,
     pool: WorkerPool | None = None,
     precision: Precision = FP32,
@@ -105,7 +104,7 @@ def verify(  # noqa: PLR0913  keywords of the public call
     plan = replace(plan, precision=FP32)
     lower(plan, graph)  # what is wrong with the plan is said here once, and not by every rank
     with WorkerPool(plan.mesh.world_size, preload=PRELOAD) if pool is None else nullcontext(pool) as workers:
-        run = _Run(plan=plan, steps=steps, padded=padded, timeout_s=run_timeout_s, pool=workers)
+        run = _Run(plan=plan, steps=steps, timeout_s=run_timeout_s, pool=workers)
         report = run.compared_in_double(compared, graph)[0] if precision == FP64 else run.compared(compared, graph)
         if find == "never" or (report.passed and find != "always") or plan.data_shares:
             return report
@@ -145,7 +144,6 @@ class _Run:
 
     plan: Plan
     steps: int
-    padded: bool
     timeout_s: float
     pool: WorkerPool
 
@@ -213,7 +211,7 @@ class _Run:
     def batches(self, subject: Compared) -> list[dict[str, Tensor]]:
         """Of every step."""
         size = self.plan.global_batch_size
-        return [subject.make_batch(size, seed=step, padded=self.padded) for step in range(self.steps)]
+        return [subject.make_batch(size, seed=step, padded=True) for step in range(self.steps)]
 
     def _check_repeats(self, subject: Compared) -> None:
         """One device gives the same loss twice, or nothing can be compared with it."""

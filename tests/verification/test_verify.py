@@ -183,7 +183,7 @@ def test_a_model_that_fails_on_one_device_is_told_by_its_line() -> None:
 def run_of(global_batch_size: int) -> _Run:
     """Of one device: no ranks are started."""
     plan, pool = cast("Plan", SimpleNamespace(global_batch_size=global_batch_size)), cast("WorkerPool", None)
-    return _Run(plan=plan, steps=1, padded=False, timeout_s=1.0, pool=pool)
+    return _Run(plan=plan, steps=1, timeout_s=1.0, pool=pool)
 
 
 def test_a_model_that_draws_noise_of_its_own_is_no_reference() -> None:
