@@ -215,7 +215,7 @@ class Device:
             "overheads": asdict(self.overheads),
             "function": [asdict(function) for function in self.functions],
             "reserve": [asdict(reserve) for reserve in self.reserves],
-            "matmul": {rate.dtype: rate.to_dict() for rate in self.matmul},
+            "matmul": {rate.pop("dtype"): rate for rate in map(asdict, self.matmul)},
         }
 
     @classmethod

@@ -41,7 +41,7 @@ class MachineProfile:
     num_devices: int
     num_nics: int
     num_cores: int | None
-    shares_memory: bool
+    shares_memory: bool = False
     library: str
     link_domain: int = 0
     node_provenance: str = "stated by the caller"
@@ -70,6 +70,9 @@ class MachineProfile:
             nic=self.nic,
             nics_per_node=max(1, devices_per_node * self.num_nics // self.num_devices),
         )
+
+
+_NODE = ("num_devices", "num_nics", "link_domain", "shares_memory")
 
 
 def _joined(num_nodes: int, devices_per_node: int, link_domain: int) -> int:
@@ -182,11 +185,8 @@ def profile_from_table(table: Table) -> MachineProfile:
         device=Device.from_table(table.table("device")),
         intra_node=Link.from_table(table.table("intra_node")),
         nic=Link.from_table(table.table("nic")),
-        num_devices=node.integer("num_devices"),
-        num_nics=node.integer("num_nics"),
-        link_domain=node.integer("link_domain", 0, positive=False),
+        **node.fields_of(MachineProfile, {name: name for name in _NODE}),
         num_cores=node.integer("num_cores") if node.has("num_cores") else None,
-        shares_memory=node.flag("shares_memory", False),
         library=table.text("library"),
         node_provenance=node.text("provenance"),
     )

@@ -56,7 +56,7 @@ def answer_summary(answer: Answer) -> dict[str, Any]:
 def render_sweep(name: str, swept: Sequence[Swept]) -> str:
     """A row for each factor; the change is against the factor 1, or the first."""
     base = _base(swept)
-    rows = [(f"{s.factor:g}", _change(s.plan, base), *_cells(s.plan)) for s in swept]
+    rows = [(f"{factor:g}", _change(plan, base), *_cells(plan)) for factor, plan in swept]
     return plain_table((name, "change", *_HEAD), rows, left=_LEFT, width=160, indent=0)
 
 
@@ -64,16 +64,15 @@ def sweep_summary(name: str, swept: Sequence[Swept]) -> dict[str, Any]:
     """The same as JSON values, with what changes in the plan."""
     base = _base(swept)
     found = []
-    for s in swept:
-        changed = [] if s.plan is None or base is None else [c for c in diff_plans(base, s.plan) if _is_choice(c.path)]
+    for factor, plan in swept:
+        changed = diff_plans(base, plan) if plan and base else []
+        ratio = plan.predicted.step_time_s / base.predicted.step_time_s if plan and base else None
         found.append(
             {
-                "factor": s.factor,
-                "step_time_ratio": s.plan.predicted.step_time_s / base.predicted.step_time_s
-                if s.plan and base
-                else None,
-                "changes": [asdict(c) for c in changed],
-                "plan": plan_summary(s.plan) if s.plan else None,
+                "factor": factor,
+                "step_time_ratio": ratio,
+                "changes": [asdict(change) for change in changed if _is_choice(change.path)],
+                "plan": plan_summary(plan) if plan else None,
             }
         )
     return {"sweep": name, "plans": found}
@@ -117,7 +116,8 @@ def _is_choice(path: str) -> bool:
 
 
 def _base(swept: Sequence[Swept]) -> Plan | None:
-    return next((s.plan for s in swept if s.factor == 1 and s.plan), next((s.plan for s in swept if s.plan), None))
+    plans = [(factor, plan) for factor, plan in swept if plan]
+    return next((plan for factor, plan in plans if factor == 1), plans[0][1] if plans else None)
 
 
 def _change(plan: Plan | None, base: Plan | None) -> str:

@@ -31,12 +31,8 @@ if TYPE_CHECKING:
     from autopar.planner.search import Progress
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Swept:
-    """One factor of a sweep; ``plan`` None: nothing fits."""
-
-    factor: float
-    plan: Plan | None
+Swept = tuple[float, Plan | None]
+"""One factor of a sweep and its plan; None: nothing fits."""
 
 
 def sweep(ask: Ask, name: str, factors: Sequence[float]) -> tuple[Swept, ...]:
@@ -49,7 +45,7 @@ def sweep(ask: Ask, name: str, factors: Sequence[float]) -> tuple[Swept, ...]:
     found = []
     for factor in factors:
         ask.say(f"{name} x {factor:g}")
-        found.append(Swept(factor=factor, plan=ask.fastest(scaled(whole, {name: factor}))))
+        found.append((factor, ask.fastest(scaled(whole, {name: factor}))))
     return tuple(found)
 
 
