@@ -14,7 +14,6 @@ from functools import cache, partial
 from autopar.cost.blocks.block_cost import BlockCost, Message
 from autopar.cost.blocks.block_work import BlockWork, block_work, price_block
 from autopar.cost.model import CostModel, StageCost, Step
-from autopar.cost.network.collectives import CollectiveModel
 from autopar.graph.graph import Graph, Op
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.device_rates import times
@@ -214,15 +213,6 @@ def slower(prediction: Prediction, factor: float) -> Prediction:
         breakdown=times(parts, factor, *parts.__slots__),
         stage_times=tuple((forward * factor, backward * factor) for forward, backward in prediction.stage_times),
     )
-
-
-def step_time_s(
-    run: Run, structures: Sequence[Structure], cluster: Cluster, site: Site, collectives: CollectiveModel
-) -> float:
-    """The step time of :func:`predict` alone; ``collectives``: of the cluster."""
-    model = CostModel(cluster, precision_of(run, site), "adamw", collectives, runtime=runtime_of(run, site))
-    least = min(model.breakdown(*_laid_out(run, s, model, site)).total_s for s in structures)
-    return least * (1.0 + site.slowdown)
 
 
 def mesh_of(run: Run) -> Mesh:
