@@ -15,6 +15,7 @@ from autopar.benchmark import rank_runs as ranks
 from autopar.benchmark.rank_links import LinkTask
 from autopar.benchmark.rank_runs import Job
 from autopar.errors import AutoparError, UsageError
+from autopar.hardware.link import load_json
 from autopar.plan.plan import Plan
 from autopar.plan.run_log import COMPUTE, OPTIMIZER, predicted_parts
 from autopar.util.files import write_text
@@ -286,7 +287,7 @@ def _row(entry: Entry, found: Mapping[str, Any], as_rank: int | None) -> Row:
 def _read(path: Path, title: str) -> dict[str, dict[str, Any]]:
     if not path.is_file():
         return {}
-    data = json.loads(path.read_text(encoding="utf-8"))
+    data = load_json(path)
     if data.get("title") != title:
         raise UsageError.mismatch(
             "The benchmark of this file of results",

@@ -17,7 +17,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.hardware.device import Device
+from autopar.hardware.device import TOPICS, Device
 from autopar.hardware.device_rates import CurvePoint, MatmulRate
 from autopar.hardware.read import MachineProfile
 
@@ -155,8 +155,7 @@ def write(profile: MachineProfile, values: Mapping[str, float], *, provenance: s
 
 
 def _device(device: Device, own: Mapping[str, float], provenance: str) -> Device:
-    topics = {"launch_s": "launch", "blocking_launch_s": "launch", "kernel_fraction": "bandwidth",
-              "interference": "interference"}  # fmt: skip
+    topics = {name: topic for topic, keys in TOPICS.items() for name in keys.values()}
     notes = dict(device.provenance)
     for topic in {topics[name] for name in topics if name in own}:
         notes[topic] = noted(notes[topic], provenance)
