@@ -14,11 +14,11 @@ from typing import Any
 from autopar.benchmark import rank_runs as ranks
 from autopar.benchmark.rank_links import LinkTask
 from autopar.benchmark.rank_runs import Job
-from autopar.errors import AutoparError, UsageError
+from autopar.errors import AutoparError
 from autopar.hardware.link import load_json
 from autopar.plan.plan import Plan
 from autopar.plan.run_log import COMPUTE, OPTIMIZER, predicted_parts
-from autopar.util.files import write_text
+from autopar.util.files import check_same, write_text
 from autopar.util.formatting import num_bytes, percent, plain_table, seconds
 from autopar.validate.scores import rank_correlation
 from autopar.verification.rank_pool import WorkerPool
@@ -288,14 +288,8 @@ def _read(path: Path, title: str) -> dict[str, dict[str, Any]]:
     if not path.is_file():
         return {}
     data = load_json(path)
-    if data.get("title") != title:
-        raise UsageError.mismatch(
-            "The benchmark of this file of results",
-            where=str(path),
-            expected=repr(title),
-            got=repr(data.get("title")),
-            fix="Name another file, or remove this one",
-        )
+    what, fix = "The benchmark of this file of results", "Name another file, or remove this one"
+    check_same(what, path, expected=title, got=data.get("title"), fix=fix)
     return dict(data["measured"])
 
 

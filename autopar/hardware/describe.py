@@ -82,8 +82,6 @@ def machine_of(text: str, *, cache_dir: Path | None = None) -> MachineProfile:
         nic=group.nic,
         num_devices=group.devices_per_node,
         num_nics=group.nics_per_node,
-        num_cores=None,
-        shares_memory=False,
         library=cluster.library.name,
         node_provenance=f"the first group of {cluster.name}",
     )

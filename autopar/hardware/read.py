@@ -40,7 +40,7 @@ class MachineProfile:
     nic: Link
     num_devices: int
     num_nics: int
-    num_cores: int | None
+    num_cores: int | None = None
     shares_memory: bool = False
     library: str
     link_domain: int = 0
@@ -56,7 +56,7 @@ class MachineProfile:
         num_nodes, devices_per_node = num_nodes // joined, devices_per_node * joined
         cores = num_cores or self.num_cores or devices_per_node
         share = min(1.0, cores / devices_per_node)
-        device = _slowed(self.device, share)
+        device = slowed(self.device, share)
         if self.shares_memory:
             note = dict(device.provenance)["memory"]
             device = device.with_memory(
@@ -82,11 +82,6 @@ def _joined(num_nodes: int, devices_per_node: int, link_domain: int) -> int:
     (16, 16, 10, 1)
     """
     return max((n for n in range(1, link_domain // devices_per_node + 1) if num_nodes % n == 0), default=1)
-
-
-def at_speed(profile: MachineProfile, factor: float, note: str) -> MachineProfile:
-    """The machine as it is while all its computation takes ``factor`` times as long as when it was measured."""
-    return replace(profile, device=_slowed(profile.device, 1.0 / factor, note))
 
 
 def profile_to_dict(profile: MachineProfile) -> dict[str, Any]:
@@ -120,7 +115,7 @@ def _slowed_link(link: Link, share: float) -> Link:
     )
 
 
-def _slowed(device: Device, share: float, why: str = "the cores that each rank has") -> Device:
+def slowed(device: Device, share: float, why: str = "the cores that each rank has") -> Device:
     """The device at ``share`` of its speed: several ranks on one core."""
     if share == 1.0:
         return device
@@ -233,8 +228,7 @@ def cluster_from_table(table: Table, *, folder: Path | None = None, default_name
 
 def with_links(cluster: Cluster, path: Path) -> Cluster:
     """``cluster`` with the links that ``autopar profile links`` measured."""
-    links = Links.load(path)
-    return links.on(cluster, load_library(links.library))
+    return Links.load(path).on(cluster)
 
 
 def _group(table: Table, folder: Path | None) -> tuple[NodeGroup, str | None]:
@@ -335,7 +329,7 @@ class Links:
             measured=tuple(CollectiveTime.from_table(item) for item in table.tables("measured")),
         )
 
-    def on(self, cluster: Cluster, library: CollectiveLibrary) -> Cluster:
-        """The cluster with these links and collectives; ``library``: the one named, as shipped."""
+    def on(self, cluster: Cluster) -> Cluster:
+        """The cluster with these links and collectives, and the library that ran as it is shipped."""
         own = cluster.with_groups(lambda group: replace(group, intra_node=self.intra_node, nic=self.nic))
-        return replace(own, library=replace(library, measured=self.measured))
+        return replace(own, library=replace(load_library(self.library), measured=self.measured))

@@ -47,6 +47,18 @@ def read_text(path: Path, *, fix: str = CHECK_FILE) -> str:
         raise UsageError.unreadable(path, error, fix=fix) from error
 
 
+def check_same(
+    what: str, path: Path, *, expected: object, got: object, fix: str = "Write to another file, or remove this one"
+) -> None:
+    """A file that a run goes on with has to be of the same ``what``.
+
+    Raises:
+        UsageError: it is of another one.
+    """
+    if got != expected:
+        raise UsageError.mismatch(what, where=str(path), expected=repr(expected), got=repr(got), fix=fix)
+
+
 def check_writable(path: Path, *, make_folder: bool = False) -> None:
     """To be asked before a long computation whose result goes to ``path``.
 
