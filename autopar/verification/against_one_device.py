@@ -210,8 +210,7 @@ class _Run:
 
     def batches(self, subject: Compared) -> list[dict[str, Tensor]]:
         """Of every step."""
-        size = self.plan.global_batch_size
-        return [subject.make_batch(size, seed=step, padded=True) for step in range(self.steps)]
+        return [subject.make_batch(self.plan.global_batch_size, seed=step) for step in range(self.steps)]
 
     def _check_repeats(self, subject: Compared) -> None:
         """One device gives the same loss twice, or nothing can be compared with it."""

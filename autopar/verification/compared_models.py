@@ -59,9 +59,9 @@ class VerifiedModel:
         """The model on CPU; no parameter is left at zero or one, where a wrong sum or factor would not show."""
         return with_noise(self.source.build(drops=drops))
 
-    def make_batch(self, batch_size: int, *, seed: int, padded: bool = False) -> dict[str, torch.Tensor]:
-        """Random inputs."""
-        batch = self.source.make_batch(batch_size, seed=seed, padded=padded)
+    def make_batch(self, batch_size: int, *, seed: int) -> dict[str, torch.Tensor]:
+        """Random inputs, of different lengths where the model knows such."""
+        batch = self.source.make_batch(batch_size, seed=seed, padded=True)
         names = batch if self.masked else self.source.example_inputs
         return {name: batch[name] for name in names if name in batch}
 
@@ -86,7 +86,7 @@ class VerifiedModel:
         from autopar.graph.operator_kinds import draws_random
         from autopar.planner.sharding.input_axes import samples_apart
 
-        batch = self.make_batch(self.source.batch_size, seed=0, padded=True)
+        batch = self.make_batch(self.source.batch_size, seed=0)
         example = {name: value.to("meta") for name, value in batch.items()}
         options: dict[str, Any] = {"name": self.source.name, "opaque": opaque, "global_batch_size": global_batch_size}
         traced = partial(trace_model, example_inputs=example, precision=precision, samples_apart=samples_apart)
@@ -121,7 +121,7 @@ class OwnModel:
             without_dropout(model)
         return with_noise(model)
 
-    def make_batch(self, batch_size: int, *, seed: int, padded: bool = False) -> dict[str, Any]:
+    def make_batch(self, batch_size: int, *, seed: int) -> dict[str, Any]:
         """Samples of the examples: each as often as any other, in an order that depends on the seed alone."""
         size = samples_of(self.examples) or 1
         generator = torch.Generator().manual_seed(seed)

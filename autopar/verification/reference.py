@@ -142,8 +142,8 @@ class Subject(Protocol):
     def build(self, *, drops: bool = False) -> nn.Module:
         """The model on CPU with real weights, always the same ones; without dropout, unless it ``drops`` as plans are made for."""
 
-    def make_batch(self, batch_size: int, *, seed: int, padded: bool = False) -> dict[str, Tensor]:
-        """Inputs by name; ``padded``: samples of different lengths, with ignored labels where they end."""
+    def make_batch(self, batch_size: int, *, seed: int) -> dict[str, Tensor]:
+        """Inputs by name; samples of different lengths, with ignored labels where they end, where the model knows such."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,9 +166,9 @@ class Compared:
             model.forward = partial(_loss, model.forward, self.loss_fn)
         return model.double() if self.is_double else model
 
-    def make_batch(self, batch_size: int, *, seed: int, padded: bool = False) -> dict[str, Tensor]:
+    def make_batch(self, batch_size: int, *, seed: int) -> dict[str, Tensor]:
         """Inputs by name, those of the loss among them."""
-        batch = self.subject.make_batch(batch_size, seed=seed, padded=padded)
+        batch = self.subject.make_batch(batch_size, seed=seed)
         return widened(batch) if self.is_double else batch
 
 
@@ -190,7 +190,7 @@ def traced_in_double(subject: Compared, graph: Graph) -> Graph | None:
 
     Traced anew: constants that were folded in float32 are rounded.
     """
-    batch = subject.make_batch(max(graph.batch_size, 2), seed=0, padded=True)
+    batch = subject.make_batch(max(graph.batch_size, 2), seed=0)
     example = pytree.tree_map_only(Tensor, lambda value: value.to("meta"), batch)
     model = subject.build(drops=any(op.target == "autopar.dropout" for op in graph.ops))
     try:

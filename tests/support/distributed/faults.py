@@ -44,8 +44,8 @@ class Faulty:
     def build(self, *, drops: bool = False) -> nn.Module:
         return self.subject.build(drops=drops)
 
-    def make_batch(self, batch_size: int, *, seed: int, padded: bool = False) -> dict[str, Tensor]:
-        return self.subject.make_batch(batch_size, seed=seed, padded=padded)
+    def make_batch(self, batch_size: int, *, seed: int) -> dict[str, Tensor]:
+        return self.subject.make_batch(batch_size, seed=seed)
 
 
 def _arrive(subject: Subject, fault: Fault | None) -> Faulty:
