@@ -174,12 +174,3 @@ def peak_table(name: str, pp: int, virtual_stages: int, num_micro_batches: int, 
     as_full = (moments[:, None] <= moments[None]).all(axis=2).sum(axis=1)
     found: NDArray[np.int64] = moments[as_full == 1]
     return found
-
-
-def dependencies(action: Action, last_stage: int) -> tuple[Action, ...]:
-    """What must have finished before, on any rank: the stage before for F, the stage after (or the own F) for B."""
-    if action.kind == "F":
-        return (Action(action.stage - 1, "F", action.micro_batch),) if action.stage else ()
-    if action.stage == last_stage:
-        return (Action(action.stage, "F", action.micro_batch),)
-    return (Action(action.stage + 1, "B", action.micro_batch),)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict
 from dataclasses import dataclass
 from html import escape
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
+from autopar.cost.step.simulation import compiled
 from autopar.errors import PlanError
 from autopar.plan.file import dumps, plan_to_dict
 from autopar.plan.plan import recompute_text
-from autopar.plan.schedule import Action, dependencies, schedule_actions
 from autopar.plan.text import (
     choices,
     devices_text,
@@ -24,7 +25,7 @@ from autopar.plan.text import (
 from autopar.util.formatting import num_bytes, ranges, seconds, share
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from autopar.plan.plan import Plan
 
@@ -67,30 +68,26 @@ def timeline(plan: Plan) -> list[Span]:
 
 def _spans_of_pipeline(plan: Plan) -> list[Span]:
     """Each action starts when its rank is free and what it depends on has ended."""
-    pp, last_stage = plan.mesh.pp, len(plan.stages) - 1
-    queues = [*map(deque, schedule_actions(plan.schedule, pp, plan.virtual_stages, plan.num_micro_batches))]
-    ends: dict[Action, float] = {}
-    free_s = [0.0] * pp
+    actions = compiled(plan.schedule, plan.mesh.pp, plan.virtual_stages, plan.num_micro_batches)
+    ends = [0.0] * (len(actions.rank) + 1)  # the last one of those that need nothing
+    numbers: dict[tuple[int, str], Iterator[int]] = defaultdict(count)  # a stage takes micro-batches in their order
     spans: list[Span] = []
-    while any(queues):
-        before = len(spans)
-        for rank, queue in enumerate(queues):
-            while queue and all(need in ends for need in dependencies(queue[0], last_stage)):
-                action = queue.popleft()
-                start_s = max([free_s[rank], *(ends[need] for need in dependencies(action, last_stage))])
-                ends[action] = free_s[rank] = start_s + plan.predicted.stage_times[action.stage][action.kind == "B"]
-                spans.append(
-                    Span(
-                        pp_rank=rank,
-                        kind=action.kind,
-                        name=str(action),
-                        start_s=start_s,
-                        end_s=ends[action],
-                        stage=action.stage,
-                        micro_batch=action.micro_batch,
-                    )
-                )
-        assert len(spans) > before, "a schedule never waits for itself"
+    columns = zip(actions.rank, actions.before, actions.need, actions.duration, strict=True)
+    for i, (rank, before, need, duration) in enumerate(columns):
+        stage, kind = duration // 3, "FBF"[duration % 3]
+        start_s, micro_batch = max(ends[before], ends[need]), next(numbers[stage, kind])
+        ends[i] = start_s + plan.predicted.stage_times[stage][kind == "B"]
+        spans.append(
+            Span(
+                pp_rank=rank,
+                kind=kind,
+                name=f"{stage}{kind}{micro_batch}",
+                start_s=start_s,
+                end_s=ends[i],
+                stage=stage,
+                micro_batch=micro_batch,
+            )
+        )
     return spans
 
 

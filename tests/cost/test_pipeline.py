@@ -18,7 +18,8 @@ from autopar.cost.step.simulation import (
     simulate,
     with_chains,
 )
-from autopar.plan.schedule import dependencies, schedule_actions
+from autopar.plan.schedule import schedule_actions
+from tests.support.example_plans import dependencies
 
 F, B = 1.0, 2.0
 

@@ -14,11 +14,11 @@ from autopar.errors import UsageError
 from autopar.plan.schedule import (
     Action,
     check_schedule,
-    dependencies,
     peak_table,
     schedule_actions,
     schedule_numbers,
 )
+from tests.support.example_plans import dependencies
 
 
 def _torch_interleaved(pp: int, virtual_stages: int, num_micro_batches: int) -> list[list[str]]:

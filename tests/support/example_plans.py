@@ -1,4 +1,4 @@
-"""Two hand-made plans, small enough to read, for printing and for broken copies."""
+"""Two hand-made plans, small enough to read, for printing and for broken copies; and what the actions of a schedule wait for."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import replace
 from autopar.plan.mesh import I, Mesh, S, Type
 from autopar.plan.plan import BF16, FP32, AxisTyping, BlockLayout, BlockPlan, ModelInfo, Plan, SearchRecord, StagePlan
 from autopar.plan.prediction import Breakdown, Memory, Prediction
+from autopar.plan.schedule import Action
 
 _GIB = 2**30
 
@@ -125,3 +126,12 @@ def at_rest(plan: Plan, axis: str = "tp") -> dict[str, object]:
         if typing.axis == axis
         for name, kind in zip(typing.parameter_names, typing.parameters, strict=True)
     }
+
+
+def dependencies(action: Action, last_stage: int) -> tuple[Action, ...]:
+    """What must have finished before, on any rank: the stage before for F, the stage after (or the own F) for B."""
+    if action.kind == "F":
+        return (Action(action.stage - 1, "F", action.micro_batch),) if action.stage else ()
+    if action.stage == last_stage:
+        return (Action(action.stage, "F", action.micro_batch),)
+    return (Action(action.stage + 1, "B", action.micro_batch),)
