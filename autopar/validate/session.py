@@ -157,7 +157,9 @@ class Session:
         self, values: Mapping[str, float] | None = None, runs: Sequence[int] | None = None
     ) -> list[Prediction]:
         """Predictions of runs, by index; of all where None. ``values``: of parameters; the profiles' where None."""
-        profiles = self._written(values)
+        profiles = self.profiles
+        if values is not None:
+            profiles = {name: free.write(profile, values) for name, profile in profiles.items()}
         chosen = range(len(self.runs)) if runs is None else runs
         return [self._predicted(i, self.structures[i], profiles) for i in chosen]
 
@@ -180,12 +182,6 @@ class Session:
         except AutoparError as error:
             raise error.within(self.runs[index].place) from error
         return found
-
-    def _written(self, values: Mapping[str, float] | None) -> dict[str, MachineProfile]:
-        """The profiles under these values of their parameters; as they are where None."""
-        if values is None:
-            return self.profiles
-        return {name: free.write(profile, values) for name, profile in self.profiles.items()}
 
     def times_s(self, values: Mapping[str, float], runs: Sequence[int]) -> list[float]:
         """Predicted step times."""
