@@ -15,11 +15,10 @@ from rich.cells import cell_len
 
 from autopar.errors import PlanError
 from autopar.plan.plan import Plan, RankGroup
-from autopar.plan.schedule import schedule_actions
 from autopar.plan.text import render_plan
 from autopar.report.pictures import perfetto_trace, render_html, timeline
 from autopar.report.summaries import render_comparison
-from tests.support.example_plans import llama_plan, single_plan
+from tests.support.example_plans import llama_plan, schedule_actions, single_plan
 from tests.support.strategies import plans
 
 Golden = Callable[[str, str], None]
