@@ -105,10 +105,7 @@ class LinkPoints:
         """
         data = load_json(path)
         try:
-            found = cls(
-                job=data["job"], sets=[GroupSet.from_dict(item) for item in data["sets"]], points=data["points"],
-                failed=data["failed"], trying=data["trying"],
-            )  # fmt: skip
+            found = cls(**data | {"sets": [GroupSet.from_dict(item) for item in data["sets"]]})
         except (KeyError, TypeError, IndexError) as error:
             raise UsageError.unreadable(path, error, fix="Give a file that 'autopar profile' wrote") from error
         if found.trying:

@@ -36,7 +36,7 @@ class Watch:
 
     values: frozenset[Ref]
     edges: frozenset[tuple[str, int]]
-    places: frozenset[int]
+    places: frozenset[int] = frozenset()
 
 
 @dataclass(slots=True, kw_only=True)
