@@ -6,67 +6,37 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from autopar.api import estimate, parallelize, search, trace, verify
-    from autopar.errors import (
-        AutoparError,
-        CheckpointError,
-        InfeasibleError,
-        InternalError,
-        NonFiniteError,
-        OutOfMemoryError,
-        PlanError,
-        PlanFileError,
-        RankFailedError,
-        RuleError,
-        RuntimeMismatchError,
-        TraceError,
-        UsageError,
-        VerificationError,
-    )
-    from autopar.graph.graph import Graph
-    from autopar.hardware.cluster import Cluster
-    from autopar.pins.on_modules import pin
-    from autopar.plan.mesh import Mesh
-    from autopar.plan.plan import Plan
-    from autopar.request import Request
-    from autopar.rules.table import register_rule
-    from autopar.runtime.checkpoint.series import Checkpoints
-    from autopar.runtime.fit import fit
-    from autopar.runtime.parallel_model import ParallelModel
+    from autopar.api import estimate as estimate
+    from autopar.api import parallelize as parallelize
+    from autopar.api import search as search
+    from autopar.api import trace as trace
+    from autopar.api import verify as verify
+    from autopar.errors import AutoparError as AutoparError
+    from autopar.errors import CheckpointError as CheckpointError
+    from autopar.errors import InfeasibleError as InfeasibleError
+    from autopar.errors import InternalError as InternalError
+    from autopar.errors import NonFiniteError as NonFiniteError
+    from autopar.errors import OutOfMemoryError as OutOfMemoryError
+    from autopar.errors import PlanError as PlanError
+    from autopar.errors import PlanFileError as PlanFileError
+    from autopar.errors import RankFailedError as RankFailedError
+    from autopar.errors import RuleError as RuleError
+    from autopar.errors import RuntimeMismatchError as RuntimeMismatchError
+    from autopar.errors import TraceError as TraceError
+    from autopar.errors import UsageError as UsageError
+    from autopar.errors import VerificationError as VerificationError
+    from autopar.graph.graph import Graph as Graph
+    from autopar.hardware.cluster import Cluster as Cluster
+    from autopar.pins.on_modules import pin as pin
+    from autopar.plan.mesh import Mesh as Mesh
+    from autopar.plan.plan import Plan as Plan
+    from autopar.request import Request as Request
+    from autopar.rules.table import register_rule as register_rule
+    from autopar.runtime.checkpoint.series import Checkpoints as Checkpoints
+    from autopar.runtime.fit import fit as fit
+    from autopar.runtime.parallel_model import ParallelModel as ParallelModel
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "AutoparError",
-    "CheckpointError",
-    "Checkpoints",
-    "Cluster",
-    "Graph",
-    "InfeasibleError",
-    "InternalError",
-    "Mesh",
-    "NonFiniteError",
-    "OutOfMemoryError",
-    "ParallelModel",
-    "Plan",
-    "PlanError",
-    "PlanFileError",
-    "RankFailedError",
-    "Request",
-    "RuleError",
-    "RuntimeMismatchError",
-    "TraceError",
-    "UsageError",
-    "VerificationError",
-    "estimate",
-    "fit",
-    "parallelize",
-    "pin",
-    "register_rule",
-    "search",
-    "trace",
-    "verify",
-]
 
 _HOME = {
     "AutoparError": "autopar.errors",
@@ -99,6 +69,8 @@ _HOME = {
     "trace": "autopar.api",
     "verify": "autopar.api",
 }
+
+__all__ = list(_HOME)
 
 
 def __getattr__(name: str) -> Any:

@@ -236,16 +236,22 @@ def _prepared(
     """The kind of device of a job that has started, and what rank 0 gets its plan by, and the graph that it is for."""
     from autopar.hardware.places import cluster_at, gathered_places
     from autopar.runtime.failure_watch import ordinary
-    from autopar.runtime.job import check_alone, how_to_start, start
+    from autopar.runtime.job import check_alone, choose_device_type, how_to_start, start
 
     where = Cluster.parse(request.cluster) if isinstance(request.cluster, str) else request.cluster
-    device_type = _device_type(plan, where)
+    is_cpu = where is not None and where.devices[0].kind == "cpu"
+    device_type = choose_device_type(plan.cluster if plan is not None else "cpu" if is_cpu else "")
     is_alone = start(device_type, collective_timeout_s=collective_timeout_s)
     if on_resize not in {"error", "replan"}:
         raise UsageError(f"There is no on_resize={on_resize!r}", fix="Give error or replan")
     if on_resize == "replan":
         plan, where, request = _resized(plan, where, request)
-    ranks = _job_size(None if plan is not None else where)
+    size = dist.get_world_size()
+    if plan is None and where is not None and where.world_size != size:
+        raise RuntimeMismatchError(
+            f"This job has {size} rank{'s' * (size > 1)}, but the cluster {where.name} has {where.world_size} devices",
+            fix=f"{how_to_start(where.world_size)}, or pass a cluster of {size}",
+        )
     if is_alone and where is None and plan is None:
         check_alone()
         _LOGGER.warning(
@@ -263,7 +269,7 @@ def _prepared(
         from autopar.planner.search import Limits
 
         most = Limits(trials=limits[0], search_timeout_s=limits[1])
-        return _searched(model, replace(request, cluster=where or cluster_at(places)), ranks, most)
+        return _searched(model, replace(request, cluster=where or cluster_at(places)), size, most)
 
     return device_type, make
 
@@ -343,33 +349,6 @@ def _searched(model: torch.nn.Module, request: Request, ranks: int, limits: Limi
     request = replace(request, global_batch_size=samples)
     graph = graph_of(model, request)
     return Planner(task_of(graph, request)).search(limits=limits), graph
-
-
-def _device_type(plan: Plan | None, cluster: Cluster | None) -> str:
-    """``cuda`` or ``cpu``: what the plan or the cluster is for, as far as it is here."""
-    from autopar.runtime.job import choose_device_type
-
-    if plan is not None:
-        return choose_device_type(plan.cluster)
-    is_cpu = cluster is not None and cluster.devices[0].kind == "cpu"
-    return choose_device_type("cpu" if is_cpu else "")
-
-
-def _job_size(cluster: Cluster | None) -> int:
-    """Ranks of the running job.
-
-    Raises:
-        RuntimeMismatchError: ``cluster`` has another number.
-    """
-    from autopar.runtime.job import how_to_start
-
-    size = dist.get_world_size()
-    if cluster is not None and cluster.world_size != size:
-        raise RuntimeMismatchError(
-            f"This job has {size} rank{'s' * (size > 1)}, but the cluster {cluster.name} has {cluster.world_size} devices",
-            fix=f"{how_to_start(cluster.world_size)}, or pass a cluster of {size}",
-        )
-    return size
 
 
 def verify(

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from functools import partial
 from typing import ClassVar, Self, TypeVar
 
 Kind = TypeVar("Kind", bound="AutoparError")
 
+CHECK_FILE = "Check the path and the file"
 _REPORT = "This is a defect of autopar: please report it with the plan file"
 
 
@@ -39,7 +41,8 @@ class AutoparError(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:
         """By the fields: an error crosses processes, where every rank raises what one of them found."""
-        return _made, (type(self), self.problem, self.where, self.expected, self.got, self.fix)
+        fields = {"where": self.where, "expected": self.expected, "fix": self.fix}
+        return partial(type(self), self.problem, got=self.got or None, **fields), ()
 
     @classmethod
     def unknown(cls, kind: str, name: str, known: Iterable[str], *, where: str = "", fix: str = "") -> Self:
@@ -52,7 +55,7 @@ class AutoparError(Exception):
         return cls(f"Unknown {kind} '{name}'", where=where, fix=f"{text}; {fix}" if fix else text)
 
     @classmethod
-    def unreadable(cls, path: object, error: BaseException, *, fix: str = "Check the path and the file") -> Self:
+    def unreadable(cls, path: object, error: BaseException, *, fix: str = CHECK_FILE) -> Self:
         """A file that cannot be read, or is not what it should be.
 
         >>> print(UsageError.unreadable("c.toml", FileNotFoundError(2, "No such file or directory")))
@@ -200,10 +203,6 @@ def reason(error: BaseException) -> str:
 def _sentence(text: str) -> str:
     text = text.rstrip()
     return text if text.endswith((".", "?", "!")) else f"{text}."
-
-
-def _made(kind: type[AutoparError], problem: str, where: str, expected: str, got: str, fix: str) -> AutoparError:
-    return kind(problem, where=where, expected=expected, got=got or None, fix=fix)
 
 
 # --- Texts of errors: the first line of another error.

@@ -19,21 +19,8 @@ from autopar.errors import UsageError
 from autopar.ops import experts as expert_ops
 from autopar.ops.kernels import Form
 
-
-@torch.library.custom_op("autopar::experts", mutates_args=())
-def _exported(  # noqa: PLR0913, PLR0917  the arguments of the operator
-    hidden: Tensor,
-    weights: Tensor,
-    indices: Tensor,
-    gate: Tensor | None,
-    up: Tensor,
-    down: Tensor,
-    gate_bias: Tensor | None,
-    up_bias: Tensor | None,
-    form: str,
-) -> Tensor:
-    """What stands in an exported graph for :func:`experts`."""
-    return expert_ops.experts(hidden, weights, indices, gate, up, down, gate_bias, up_bias, form)
+_exported = torch.library.custom_op("autopar::experts", expert_ops.experts, mutates_args=())
+"""What stands in an exported graph for :func:`experts`."""
 
 
 @_exported.register_fake

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median, quantiles
 from typing import Any
@@ -13,11 +14,12 @@ from typing import Any
 from autopar.benchmark import rank_runs as ranks
 from autopar.benchmark.rank_links import LinkTask
 from autopar.benchmark.rank_runs import Job
-from autopar.errors import AutoparError, UsageError
+from autopar.errors import AutoparError
+from autopar.hardware.link import load_json
 from autopar.plan.plan import Plan
 from autopar.plan.run_log import COMPUTE, OPTIMIZER, predicted_parts
-from autopar.util.files import write_text
-from autopar.util.formatting import num_bytes, plain_table, seconds
+from autopar.util.files import check_same, write_text
+from autopar.util.formatting import num_bytes, percent, plain_table, seconds
 from autopar.validate.scores import rank_correlation
 from autopar.verification.rank_pool import WorkerPool
 
@@ -285,21 +287,16 @@ def _row(entry: Entry, found: Mapping[str, Any], as_rank: int | None) -> Row:
 def _read(path: Path, title: str) -> dict[str, dict[str, Any]]:
     if not path.is_file():
         return {}
-    data = json.loads(path.read_text(encoding="utf-8"))
-    if data.get("title") != title:
-        raise UsageError.mismatch(
-            "The benchmark of this file of results",
-            where=str(path),
-            expected=repr(title),
-            got=repr(data.get("title")),
-            fix="Name another file, or remove this one",
-        )
+    data = load_json(path)
+    what, fix = "The benchmark of this file of results", "Name another file, or remove this one"
+    check_same(what, path, expected=title, got=data.get("title"), fix=fix)
     return dict(data["measured"])
 
 
 # --- Tables of a benchmark.
 
 MOST_SHOWN = 40
+_percent = partial(percent, digits=0)
 
 
 def render(outcome: Outcome) -> str:
@@ -322,7 +319,7 @@ def score_line(outcome: Outcome) -> str:
     return (
         f"{found.plans} plans of {outcome.num_candidates} candidates, {found.failures} failed: "
         f"rank correlation {_number(found.rho)}, regret {_number(found.regret)}, "
-        f"step time off by {_percent(found.mape)} (bias {_percent(found.bias, signed=True)}), "
+        f"step time off by {_percent(found.mape)} (bias {_percent(found.bias, sign=True)}), "
         f"{_percent(found.coverage)} inside the interval, memory off by {_percent(found.memory_mape)}, "
         f"spread {_percent(found.spread)}"
     )
@@ -338,11 +335,11 @@ def _cells(row: Row, picked: str) -> tuple[str, ...]:
         name,
         predicted[0],
         seconds(row.measured_s),
-        _percent(row.predicted_s / row.measured_s - 1, signed=True),
+        _percent(row.predicted_s / row.measured_s - 1, sign=True),
         _percent(row.spread),
         predicted[1],
         num_bytes(size) if size else "-",
-        _percent(row.predicted_bytes / size - 1, signed=True) if size else "-",
+        _percent(row.predicted_bytes / size - 1, sign=True) if size else "-",
     )
 
 
@@ -352,9 +349,3 @@ def _last_line(text: str) -> str:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
-
-
-def _percent(value: float | None, *, signed: bool = False) -> str:
-    if value is None:
-        return "-"
-    return f"{100 * value:+.0f} %" if signed else f"{100 * value:.0f} %"

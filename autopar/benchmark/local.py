@@ -18,7 +18,7 @@ from autopar.benchmark.rank_links import measured_cluster
 from autopar.benchmark.rank_runs import Job
 from autopar.errors import InfeasibleError, UsageError
 from autopar.hardware.cluster import Cluster
-from autopar.hardware.machine import default_cache_dir, fingerprint, machine_profile, profile_path
+from autopar.hardware.machine import fingerprint, machine_profile, profile_path
 from autopar.models.resolve import ModelSource, resolve_model
 from autopar.plan.file import plan_to_dict
 from autopar.plan.plan import Plan
@@ -29,6 +29,7 @@ from autopar.planner.search import task_of as planned
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import Space
 from autopar.request import Request
+from autopar.util.files import default_cache_dir
 from autopar.verification.reference import trained_alone
 
 GPU_PRECISIONS = ("fp32", "bf16")
@@ -91,26 +92,22 @@ def run_local(
     if again and advance is not None:
         advance(note, 0, 1)
     machine = machine_profile(cache_dir=cache_dir, refresh=again)
-    if request.as_rank is not None:
-        # on a CPU it has a core of its own, as none of the others runs; neighbours that are not there send no shapes
-        cores = "" if is_gpu else f"&cores={request.num_ranks}"
-        cluster = Cluster.parse(f"local?ranks={request.num_ranks}{cores}", cache_dir=cache_dir)
-        alone = replace(request, pins=(*request.pins, "pp=1"))
-        with local_ranks(1, run_timeout_s=request.run_timeout_s) as launch:
-            outcome = on_cluster(alone, source, cluster, launch, results=results, advance=advance)
-    elif is_gpu or request.num_ranks == 1:
-        cluster = Cluster.parse("local?ranks=1", cache_dir=cache_dir)
-        run = _variants if is_gpu else on_cluster
-        with local_ranks(1, run_timeout_s=request.run_timeout_s) as launch:
-            outcome = run(request, source, cluster, launch, results=results, advance=advance)
-    else:
-        kept = (cache_dir or default_cache_dir()) / f"ranks-{fingerprint()}-{request.num_ranks}.json"
-        with local_ranks(request.num_ranks, run_timeout_s=request.run_timeout_s) as launch:
+    is_alone = request.as_rank is not None or is_gpu
+    with local_ranks(1 if is_alone else request.num_ranks, run_timeout_s=request.run_timeout_s) as launch:
+        if request.as_rank is not None:
+            # on a CPU it has a core of its own, as none of the others runs; neighbours that are not there send no shapes
+            cores = "" if is_gpu else f"&cores={request.num_ranks}"
+            cluster = Cluster.parse(f"local?ranks={request.num_ranks}{cores}", cache_dir=cache_dir)
+            request = replace(request, pins=(*request.pins, "pp=1"))
+        elif is_alone or request.num_ranks == 1:
+            cluster = Cluster.parse("local?ranks=1", cache_dir=cache_dir)
+        else:
+            kept = (cache_dir or default_cache_dir()) / f"ranks-{fingerprint()}-{request.num_ranks}.json"
             again, note = whether_again(kept, fresh=request.fresh or again)
             if again and advance is not None:
                 advance(note, 0, 1)
             cluster = measured_cluster("local", machine, (1, request.num_ranks), launch, kept=kept, again=again)
-            outcome = on_cluster(request, source, cluster, launch, results=results, advance=advance)
+        outcome = on_cluster(request, source, cluster, launch, results=results, advance=advance)
     return replace(outcome, machine=note)
 
 
@@ -149,25 +146,31 @@ def on_cluster(
     results: Path | None = None,
     advance: Advance | None = None,
 ) -> Outcome:
-    """On any ranks that ``launch`` reaches and ``cluster`` describes; ``source``: the model of the request."""
-    task = task_of(request, source, cluster, request.precision)
-    choice = choose(task, sample=request.sample, seed=request.sample_seed, slowest=request.slowest, advance=advance)
-    return _measured(request, source, [task], choice, launch, results=results, advance=advance)
+    """On any ranks that ``launch`` reaches and ``cluster`` describes; of one GPU every variant of a plan for it.
 
-
-def _variants(
-    request: BenchmarkRequest,
-    source: ModelSource,
-    cluster: Cluster,
-    launch: Launch,
-    *,
-    results: Path | None = None,
-    advance: Advance | None = None,
-) -> Outcome:
-    """On one GPU, every variant of a plan for it."""
-    tasks = [task_of(request, source, cluster, precision) for precision in GPU_PRECISIONS]
-    choice = variants(tasks, one_device_pins(tasks[0].space, request))
-    return _measured(request, source, tasks, choice, launch, results=results, advance=advance)
+    Args:
+        source: the model of the request.
+    """
+    device_type = cluster.devices[0].kind
+    if device_type == "cuda" and request.as_rank is None:
+        tasks = [task_of(request, source, cluster, precision) for precision in GPU_PRECISIONS]
+        choice = variants(tasks, one_device_pins(tasks[0].space, request))
+    else:
+        tasks = [task_of(request, source, cluster, request.precision)]
+        choice = choose(tasks[0], request, advance)
+    job = Job(
+        source=source,
+        graphs={task.precision.name: task.graph for task in tasks},
+        plans={},
+        device_type=device_type,
+        rounds=request.rounds,
+        steps=request.steps,
+        warm_up=request.warm_up,
+        collective_timeout_s=request.run_timeout_s,
+        alone=device_type == "cuda",  # models of a GPU: many do not fit beside each other
+        as_rank=request.as_rank,
+    )
+    return benchmark(job, choice, launch, title=f"{request.title}, {cluster.name}", results=results, advance=advance)
 
 
 def one_device_pins(space: Space, request: BenchmarkRequest) -> list[tuple[str, ...]]:
@@ -185,48 +188,16 @@ def task_of(request: BenchmarkRequest, source: ModelSource, cluster: Cluster, pr
     return planned(source.model, asked)
 
 
-def _measured(
-    request: BenchmarkRequest,
-    source: ModelSource,
-    tasks: list[Task],
-    choice: Choice,
-    launch: Launch,
-    *,
-    results: Path | None,
-    advance: Advance | None,
-) -> Outcome:
-    cluster = tasks[0].cluster
-    device_type = cluster.devices[0].kind
-    job = Job(
-        source=source,
-        graphs={task.precision.name: task.graph for task in tasks},
-        plans={},
-        device_type=device_type,
-        rounds=request.rounds,
-        steps=request.steps,
-        warm_up=request.warm_up,
-        collective_timeout_s=request.run_timeout_s,
-        alone=device_type == "cuda",  # models of a GPU: many do not fit beside each other
-        as_rank=request.as_rank,
-    )
-    return benchmark(job, choice, launch, title=f"{request.title}, {cluster.name}", results=results, advance=advance)
-
-
 # --- which plans are run
 
 
-def choose(
-    task: Task, *, sample: int | None, seed: int, slowest: float | None = None, advance: Advance | None = None
-) -> Choice:
-    """The best plan of each candidate of the task's space, or of ``sample`` candidates drawn by ``seed``.
-
-    Args:
-        slowest: plans that are predicted to take more than so many times the picked one's step are not run.
+def choose(task: Task, request: BenchmarkRequest, advance: Advance | None = None) -> Choice:
+    """The best plan of each candidate of the task's space, or of a sample of candidates.
 
     Raises:
         InfeasibleError: no plan fits.
     """
-    planner = Planner(task)
+    planner, sample, seed = Planner(task), request.sample, request.sample_seed
     pool = list(planner.pool)
     picked = entry_of(planner.search(limits=Limits()))
     drawn = pool if sample is None or sample >= len(pool) else random.Random(seed).sample(pool, sample)
@@ -241,7 +212,7 @@ def choose(
             misfits.append((str(candidate), str(error)))
             continue
         ratio = made.plan.predicted.step_time_s / picked.plan.predicted.step_time_s
-        if slowest is not None and ratio > slowest:
+        if request.slowest is not None and ratio > request.slowest:
             misfits.append((made.name, f"predicted {ratio:.3g} times as slow as the picked one: not run"))
             continue
         found.setdefault(made.key, made)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.link import load_json
 from autopar.hardware.machine import device_name
-from autopar.hardware.read import MachineProfile, at_speed, load_library
+from autopar.hardware.read import MachineProfile, load_library, slowed
 from autopar.measure.collective_times import COLLECTIVES, Limits, LinkJob, LinkPoints, measure_links
 from autopar.measure.job_of_ranks import GroupSet
 from autopar.measure.link_fit import links_of
@@ -179,9 +179,7 @@ def measured_cluster(
         library=machine.library, where=where, points_name="-",
     )  # fmt: skip
     if machine.device.overheads.layers_s:
-        machine = at_speed(
-            machine, found["layers_s"] / machine.device.overheads.layers_s, "its speed between collectives"
-        )
+        factor = found["layers_s"] / machine.device.overheads.layers_s
+        machine = replace(machine, device=slowed(machine.device, 1.0 / factor, "its speed between collectives"))
     group = machine.group(num_nodes, per_node, num_cores=per_node / found["crowding"])
-    library = load_library(machine.library)
-    return links.on(Cluster(name=name, groups=(group,), library=library), library)
+    return links.on(Cluster(name=name, groups=(group,), library=load_library(machine.library)))

@@ -13,8 +13,9 @@ import pickle
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -203,15 +204,10 @@ class _Runner:
 
 def torch_optimizer(name: str, parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
     """The optimizer of a plan as torch makes it by default."""
-    match name:
-        case "adam":
-            return torch.optim.Adam(parameters, lr=LEARNING_RATE)
-        case "momentum":
-            return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.9)
-        case "sgd":
-            return torch.optim.SGD(parameters, lr=LEARNING_RATE)
-        case _:
-            return torch.optim.AdamW(parameters, lr=LEARNING_RATE)
+    sgd = torch.optim.SGD
+    kinds: dict[str, Callable[..., torch.optim.Optimizer]]
+    kinds = {"adam": torch.optim.Adam, "momentum": partial(sgd, momentum=0.9), "sgd": sgd}
+    return kinds.get(name, torch.optim.AdamW)(parameters, lr=LEARNING_RATE)
 
 
 def cpu_peak_bytes(function: Any) -> int:

@@ -91,22 +91,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if stop.code == INTERRUPTED:
             sys.stderr.write("interrupted before there was a result\n")
         raise
-    except AutoparError as error:
+    except Exception as error:  # noqa: BLE001  the last resort: what is no error of ours is a defect, and said as such
         if debug:
             traceback.print_exc()
-        sys.stderr.write(f"error: {error}\n")
-        sys.exit(error.exit_code)
-    except Exception as error:  # noqa: BLE001  the last resort: a defect of autopar, said as such
-        if debug:
-            traceback.print_exc()
-        if isinstance(error, OSError) and error.errno in _FULL:
-            where = "" if error.filename is None else f" at {error.filename}"
-            sys.stderr.write(f"error: {error.strerror}{where}. Free some space, or choose another path.\n")
-            sys.exit(1)
-        text = " ".join(str(error).split())
-        sys.stderr.write(
-            f"error: A defect of autopar: {type(error).__name__}: {text[:300]}. "
-            "Please report it with what 'autopar --debug ...' and 'autopar doctor' print.\n"
-        )
-        sys.exit(1)
+        sys.stderr.write(f"error: {_said(error)}\n")
+        sys.exit(error.exit_code if isinstance(error, AutoparError) else 1)
     sys.exit(0)
+
+
+def _said(error: Exception) -> str:
+    """What ended a command, in sentences."""
+    if isinstance(error, AutoparError):
+        return str(error)
+    if isinstance(error, OSError) and error.errno in _FULL:
+        where = "" if error.filename is None else f" at {error.filename}"
+        return f"{error.strerror}{where}. Free some space, or choose another path."
+    said = f"A defect of autopar: {type(error).__name__}: {' '.join(str(error).split())[:300]}."
+    return f"{said} Please report it with what 'autopar --debug ...' and 'autopar doctor' print."

@@ -213,14 +213,6 @@ class Check:
     """False: autopar works without it."""
 
 
-def examine(cache_dir: Path | None = None) -> Iterator[Check]:
-    """All checks, in the order in which they are printed."""
-    yield from _machine()
-    yield from _packages()
-    yield from _torch()
-    yield from _data(cache_dir)
-
-
 def _machine() -> Iterator[Check]:
     version = platform.python_version()
     yield Check(name="python", ok=sys.version_info >= (3, 11), found=version, remedy="install Python 3.11 or later")
@@ -335,7 +327,7 @@ def _version(package: str) -> str:
 
 def doctor(as_json: Json = False) -> None:
     """Say what this machine and this torch can do; exits with 1 when something that autopar needs is missing."""
-    checks = list(examine(cache_dir()))
+    checks = [*_machine(), *_packages(), *_torch(), *_data(cache_dir())]
     healthy = all(check.ok for check in checks if check.needed)
     if as_json:
         print_json({"ok": healthy, "checks": [asdict(check) for check in checks]})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -169,12 +168,17 @@ def validate(
         _from_run(from_run, files or [], as_json)
         return
     if out is not None:
-        _check_out(out, calibrate)
-    _check(files or (), [path for path in (html, markdown) if path is not None])
+        if not calibrate:
+            raise UsageError("--out goes with --calibrate alone", fix="Leave it out, or add --calibrate SOURCE")
+        check_writable(out / "profile.toml", make_folder=True)
+    if not files:
+        raise UsageError("No runs to validate with", fix="Give RUNS.csv files, or --from-run DIR")
+    for path in filter(None, (html, markdown)):
+        check_writable(path)
     from autopar.validate.report import render_html, validated
 
     with progress("reading runs") as advance:
-        found = validated(files or (), sources=calibrate or (), leave_one_out=leave_one_out, progress=advance)
+        found = validated(files, sources=calibrate or (), leave_one_out=leave_one_out, progress=advance)
     session, outcome = found.session, found.outcome
     if html is not None:
         write_report(html, render_html(outcome.scores, session.runs, outcome.predictions, outcome.failed))
@@ -187,29 +191,6 @@ def validate(
     )
     if outcome.failed:
         raise typer.Exit(1)
-
-
-def _check_out(folder: Path, calibrate: list[str] | None) -> None:
-    """Refuse a folder that is not asked for, or cannot be written.
-
-    Raises:
-        UsageError: it is one of these.
-    """
-    if not calibrate:
-        raise UsageError("--out goes with --calibrate alone", fix="Leave it out, or add --calibrate SOURCE")
-    check_writable(folder / "profile.toml", make_folder=True)
-
-
-def _check(files: Sequence[Path], written: Sequence[Path]) -> None:
-    """Refuse what cannot end well, before anything is computed.
-
-    Raises:
-        UsageError: no runs, or a file that cannot be written.
-    """
-    if not files:
-        raise UsageError("No runs to validate with", fix="Give RUNS.csv files, or --from-run DIR")
-    for path in written:
-        check_writable(path)
 
 
 def _from_run(folder: Path, files: list[Path], as_json: bool) -> None:

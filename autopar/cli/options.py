@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from autopar.errors import UsageError
+from autopar.util.files import default_cache_dir, read_text, write_text
 
 if TYPE_CHECKING:
     from autopar.hardware.cluster import Cluster
@@ -50,8 +50,6 @@ def write_report(path: Path, text: str) -> None:
     Raises:
         UsageError: the file cannot be written.
     """
-    from autopar.util.files import write_text
-
     write_text(path, text)
     warn(f"wrote {path}")
 
@@ -64,7 +62,7 @@ def cache_dir() -> Path | None:
 
 def kept_dir() -> Path:
     """The folder that keeps measurements, rules and graphs."""
-    return cache_dir() or Path.home() / ".cache" / "autopar"
+    return cache_dir() or default_cache_dir()
 
 
 @contextmanager
@@ -168,9 +166,18 @@ class Asked:
     as_json: Json = False
 
     @property
-    def pins(self) -> list[str]:
-        """One by one."""
-        return split_pins(self.pin or ())
+    def request(self) -> dict[str, Any]:
+        """What is asked for of :class:`autopar.request.Request`, by its names; the model apart."""
+        return {
+            "cluster": self.cluster,
+            "global_batch_size": self.global_batch,
+            "pins": tuple(split_pins(self.pin or ())),
+            "precision": self.precision,
+            "optimizer": self.optimizer,
+            "space": self.space,
+            "opaque": tuple(self.opaque or ()),
+            "cache_dir": kept_dir(),
+        }
 
 
 Verb = Callable[..., None]
@@ -234,10 +241,5 @@ def split_pins(texts: Sequence[str]) -> list[str]:
 def _pins_in(text: str) -> list[str]:
     if not text.startswith("@"):
         return [text]
-    try:
-        lines = Path(text[1:]).read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError.unreadable(
-            text[1:], error, fix=f"Give --pin {text[:1]}FILE a text file with one pin in a line"
-        ) from error
+    lines = read_text(Path(text[1:]), fix="Give --pin @FILE a text file with one pin in a line").splitlines()
     return [pin.strip() for line in lines for pin in line.partition("#")[0].split(",")]

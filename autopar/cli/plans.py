@@ -36,7 +36,7 @@ def make_plan(verb: Literal["search", "estimate"], asked: Asked, **options: Any)
     Raises:
         AutoparError: of any of these parts.
     """
-    found, pins, opaque = parse_cluster(asked.cluster), asked.pins, asked.opaque or []
+    request = asked.request | {"cluster": parse_cluster(asked.cluster)}
     with progress("reading the model") as advance:
         from autopar import api
         from autopar.models.graph_for_plan import traced
@@ -47,26 +47,14 @@ def make_plan(verb: Literal["search", "estimate"], asked: Asked, **options: Any)
             asked.model,
             sequence=asked.seq,
             precision=asked.precision,
-            opaque=tuple(dict.fromkeys((*opaque, *Pins.parse(pins).opaque))),
+            opaque=tuple(dict.fromkeys((*request["opaque"], *Pins.parse(request["pins"]).opaque))),
             global_batch_size=asked.global_batch,
             samples_apart=samples_apart,
             cache_dir=kept_dir(),
             advance=advance,
         )
         call: Callable[..., Plan] = api.search if verb == "search" else api.estimate
-        return call(
-            graph,
-            cluster=found,
-            global_batch_size=asked.global_batch,
-            precision=asked.precision,
-            optimizer=asked.optimizer,
-            pins=pins,
-            opaque=opaque,
-            space=asked.space,
-            progress=advance,
-            cache_dir=kept_dir(),
-            **options,
-        )
+        return call(graph, **request, progress=advance, **options)
 
 
 def check_output(output: Path | None) -> None:
@@ -86,15 +74,15 @@ def give(plan: Plan, output: Path | None, as_json: bool) -> None:
     from autopar.plan.text import render_plan
     from autopar.report.summaries import plan_summary
 
-    if output is not None:
-        save(plan, output)
+    save(plan, output)
     print_result(as_json, lambda: plan_summary(plan), lambda: render_plan(plan))
 
 
-def save(plan: Plan, output: Path) -> None:
-    """Write the plan and say so."""
-    plan.save(output)
-    warn(f"wrote {output}")
+def save(plan: Plan, output: Path | None) -> None:
+    """Write the plan where it is asked for, and say so."""
+    if output is not None:
+        plan.save(output)
+        warn(f"wrote {output}")
 
 
 Trials = Annotated[int | None, typer.Option(min=1, metavar="N", help="At most so many trials.")]
@@ -313,8 +301,7 @@ def pareto(
     with progress("reading the model") as advance:
         points = front(_ask(advance, asked), wanted, prices, or_cluster or ())
     print_result(asked.as_json, lambda: front_summary(points), lambda: render_front(points))
-    if asked.output is not None:
-        save(points[0].plan, asked.output)
+    save(points[0].plan, asked.output)
 
 
 def _answer(answer: Callable[[Ask], Answer], asked: Asked) -> None:
@@ -325,27 +312,19 @@ def _answer(answer: Callable[[Ask], Answer], asked: Asked) -> None:
     with progress("reading the model") as advance:
         found = answer(_ask(advance, asked))
     print_result(asked.as_json, lambda: answer_summary(found), lambda: render_answer(found))
-    if asked.output is not None:
-        save(found.plan, asked.output)
+    save(found.plan, asked.output)
 
 
 def _ask(advance: Callable[[str, int, int], None], asked: Asked) -> Ask:
     from autopar.planner.branch_and_bound.process_group import cores
     from autopar.questions.sizing import Ask, tracer
 
-    names = tuple(asked.opaque or ())
+    request = asked.request
     return Ask(
-        graph_at=tracer(asked.model, precision=asked.precision, opaque=names, cache_dir=kept_dir()),
-        cluster=asked.cluster,
-        global_batch_size=asked.global_batch,
+        **request,
+        graph_at=tracer(asked.model, precision=asked.precision, opaque=request["opaque"], cache_dir=kept_dir()),
         sequence=asked.seq,
-        pins=tuple(asked.pins),
-        precision=asked.precision,
-        optimizer=asked.optimizer,
-        space=asked.space,
         max_step_time_s=asked.max_step_time,
-        opaque=names,
-        cache_dir=kept_dir(),
         progress=advance,
         processes=cores(),
     )

@@ -6,8 +6,8 @@ its node, then each :class:`Tier` of switches (racks, pods), and at last the net
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from itertools import permutations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,16 +48,13 @@ class NodeGroup:
         """Devices of all nodes of the group."""
         return self.num_nodes * self.devices_per_node
 
+    def with_memory(self, num_bytes: int) -> NodeGroup:
+        """The same nodes with this much memory on every device, as the user states."""
+        return replace(self, device=self.device.with_memory(num_bytes, "stated by the user"))
+
     def to_dict(self) -> dict[str, Any]:
         """The group as plain data: a ``[[group]]`` of a cluster file with everything written out."""
-        return {
-            "num_nodes": self.num_nodes,
-            "devices_per_node": self.devices_per_node,
-            "nics_per_node": self.nics_per_node,
-            "device": self.device.to_dict(),
-            "intra_node": self.intra_node.to_dict(),
-            "nic": self.nic.to_dict(),
-        }
+        return asdict(self) | {"device": self.device.to_dict()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,18 +174,6 @@ class Cluster:
         """The rank's node, counted over all groups."""
         return self._locate(rank)[1]
 
-    def ranks_by_node(self, ranks: Iterable[int]) -> dict[int, tuple[int, ...]]:
-        """The ranks that share each node.
-
-        >>> Cluster.parse("h100-sxm5-80gb:2x8").ranks_by_node([0, 4, 8])
-        {0: (0, 4), 1: (8,)}
-        """
-        by_node: dict[int, tuple[int, ...]] = {}
-        for rank in ranks:
-            node = self.node_of(rank)
-            by_node[node] = (*by_node.get(node, ()), rank)
-        return by_node
-
     def tier_of(self, ranks: Iterable[int]) -> str:
         """The innermost tier that holds all ranks: ``device``, ``node``, the name of a :class:`Tier`, or ``network``."""
         from autopar.hardware import topology  # it reads clusters
@@ -212,9 +197,7 @@ class Cluster:
         return {
             "name": self.name,
             "group": [group.to_dict() for group in self.groups],
-            "tier": [
-                {"name": tier.name, "num_nodes": tier.num_nodes, "uplink": tier.uplink.to_dict()} for tier in self.tiers
-            ],
+            "tier": [asdict(tier) for tier in self.tiers],
             "library": self.library.to_dict(),
         }
 
@@ -232,10 +215,9 @@ class Cluster:
 
         return store.cluster_from_table(Table(data, file=place))
 
-    def with_memory(self, num_bytes: int, provenance: str = "stated by the user") -> Cluster:
-        """The same cluster with this much memory on every device."""
-        groups = (replace(group, device=group.device.with_memory(num_bytes, provenance)) for group in self.groups)
-        return replace(self, groups=tuple(groups))
+    def with_groups(self, change: Callable[[NodeGroup], NodeGroup]) -> Cluster:
+        """The same cluster with each group of nodes changed."""
+        return replace(self, groups=tuple(map(change, self.groups)))
 
     def _locate(self, rank: int) -> tuple[NodeGroup, int]:
         left, node = rank, 0

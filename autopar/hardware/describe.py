@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from autopar.errors import UsageError, closest
 from autopar.hardware.cluster import Cluster, NodeGroup
 from autopar.hardware.device import Device
+from autopar.hardware.device_rates import times
 from autopar.hardware.link import Link
 from autopar.hardware.read import MachineProfile, known_devices, load_cluster, load_library, load_profile, with_links
 from autopar.util.formatting import num_bytes, plain_table
@@ -81,8 +82,6 @@ def machine_of(text: str, *, cache_dir: Path | None = None) -> MachineProfile:
         nic=group.nic,
         num_devices=group.devices_per_node,
         num_nics=group.nics_per_node,
-        num_cores=None,
-        shares_memory=False,
         library=cluster.library.name,
         node_provenance=f"the first group of {cluster.name}",
     )
@@ -93,41 +92,35 @@ def _overridden(cluster: Cluster, text: str, options: dict[str, str]) -> Cluster
         cluster = with_links(cluster, Path(options["links"]))
     nics = _whole(text, options, "nics")
     if nics is not None:
-        cluster = replace(cluster, groups=tuple(replace(group, nics_per_node=nics) for group in cluster.groups))
+        cluster = cluster.with_groups(lambda group: replace(group, nics_per_node=nics))
     if "nic_bandwidth" in options:
-        bandwidth = _bytes(text, "nic_bandwidth", options["nic_bandwidth"])
-        groups = (
-            replace(
-                group, nic=replace(group.nic, bandwidth_bytes_per_s=float(bandwidth), provenance="stated by the user")
-            )
-            for group in cluster.groups
-        )
-        cluster = replace(cluster, groups=tuple(groups))
+        rate = float(_bytes(text, "nic_bandwidth", options["nic_bandwidth"]))
+        stated = partial(replace, bandwidth_bytes_per_s=rate, provenance="stated by the user")
+        cluster = cluster.with_groups(lambda group: replace(group, nic=stated(group.nic)))
     if "memory" in options:
-        cluster = cluster.with_memory(_bytes(text, "memory", options["memory"]))
+        memory = _bytes(text, "memory", options["memory"])
+        cluster = cluster.with_groups(lambda group: group.with_memory(memory))
     if "host_memory" in options:
-        cluster = _with_host_memory(cluster, _bytes(text, "host_memory", options["host_memory"]), text)
+        num_bytes = _bytes(text, "host_memory", options["host_memory"])
+        cluster = cluster.with_groups(lambda group: _with_host_memory(group, num_bytes, text))
     return replace(cluster, name=text)
 
 
-def _with_host_memory(cluster: Cluster, num_bytes: int, text: str) -> Cluster:
-    """The same cluster with this much host memory for every device.
+def _with_host_memory(group: NodeGroup, num_bytes: int, text: str) -> NodeGroup:
+    """The same nodes with this much host memory for every device.
 
     Raises:
-        UsageError: a device's profile knows no host.
+        UsageError: the device's profile knows no host.
     """
-    groups = []
-    for group in cluster.groups:
-        host = group.device.host
-        if host is None:
-            raise UsageError(
-                f"The profile of {group.device.name} has no link to the host, so it has no host memory to set",
-                where=f"cluster '{text}'",
-                fix="Add [device.host] to the profile (profiles/README.md)",
-            )
-        host = replace(host, memory_bytes=num_bytes, provenance=f"{host.provenance}; memory stated by the user")
-        groups.append(replace(group, device=replace(group.device, host=host)))
-    return replace(cluster, groups=tuple(groups))
+    host = group.device.host
+    if host is None:
+        raise UsageError(
+            f"The profile of {group.device.name} has no link to the host, so it has no host memory to set",
+            where=f"cluster '{text}'",
+            fix="Add [device.host] to the profile (profiles/README.md)",
+        )
+    host = replace(host, memory_bytes=num_bytes, provenance=f"{host.provenance}; memory stated by the user")
+    return replace(group, device=replace(group.device, host=host))
 
 
 def _options(text: str, query: str) -> dict[str, str]:
@@ -160,73 +153,61 @@ def _bytes(text: str, key: str, value: str) -> int:
     return int(float(found["number"]) * _UNIT_BYTES[(found["unit"] or "").lower()])
 
 
-def _links(link: Callable[[Link, float], Link], *, node: bool, network: bool) -> Callable[[Cluster, float], Cluster]:
-    def scaled(cluster: Cluster, factor: float) -> Cluster:
-        def group(g: NodeGroup) -> NodeGroup:
-            inside = link(g.intra_node, factor) if node else g.intra_node
-            return replace(g, intra_node=inside, nic=link(g.nic, factor) if network else g.nic)
+def _with_links(
+    cluster: Cluster, change: Callable[[Link], Link], *, node: bool = True, network: bool = True
+) -> Cluster:
+    """The cluster with other links inside nodes, and other cards and uplinks."""
+    own = cluster.with_groups(
+        lambda group: replace(
+            group,
+            intra_node=change(group.intra_node) if node else group.intra_node,
+            nic=change(group.nic) if network else group.nic,
+        )
+    )
+    return replace(own, tiers=tuple(replace(t, uplink=change(t.uplink)) if network else t for t in cluster.tiers))
 
-        tiers = tuple(replace(t, uplink=link(t.uplink, factor)) if network else t for t in cluster.tiers)
-        return replace(cluster, groups=tuple(group(g) for g in cluster.groups), tiers=tiers)
+
+def _links(field: str, *, node: bool = True, network: bool = True) -> Callable[[Cluster, float], Cluster]:
+    def scaled(cluster: Cluster, factor: float) -> Cluster:
+        def change(link: Link) -> Link:
+            return replace(times(link, factor, field), provenance=f"{factor:g} times: {link.provenance}")
+
+        return _with_links(cluster, change, node=node, network=network)
 
     return scaled
-
-
-def _bandwidth(link: Link, factor: float) -> Link:
-    return replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * factor, provenance=_note(factor, link))
-
-
-def _delay(link: Link, factor: float) -> Link:
-    return replace(link, latency_s=link.latency_s * factor, provenance=_note(factor, link))
 
 
 def _latency(cluster: Cluster, factor: float) -> Cluster:
     """Delays stand in links or in the steps of the collective library: both are scaled."""
-    cluster = _links(_delay, node=True, network=True)(cluster, factor)
-    algorithms = tuple(
-        replace(a, base_s=a.base_s * factor, intra_step_s=a.intra_step_s * factor, inter_step_s=a.inter_step_s * factor)
-        for a in cluster.library.algorithms
-    )
+    cluster = _links("latency_s")(cluster, factor)
+    steps = ("base_s", "intra_step_s", "inter_step_s")
+    algorithms = tuple(times(algorithm, factor, *steps) for algorithm in cluster.library.algorithms)
     return replace(cluster, library=replace(cluster.library, algorithms=algorithms))
 
 
-def _note(factor: float, link: Link) -> str:
-    return f"{factor:g} times: {link.provenance}"
-
-
 def _devices(change: Callable[[Device, float], Device]) -> Callable[[Cluster, float], Cluster]:
-    def scaled(cluster: Cluster, factor: float) -> Cluster:
-        return replace(cluster, groups=tuple(replace(g, device=change(g.device, factor)) for g in cluster.groups))
-
-    return scaled
+    return lambda cluster, factor: cluster.with_groups(
+        lambda group: replace(group, device=change(group.device, factor))
+    )
 
 
 def _memory(device: Device, factor: float) -> Device:
     return replace(device, memory_bytes=round(device.memory_bytes * factor))
 
 
-def _memory_bandwidth(device: Device, factor: float) -> Device:
-    return replace(device, memory_bandwidth_bytes_per_s=device.memory_bandwidth_bytes_per_s * factor)
-
-
-def _launch(device: Device, factor: float) -> Device:
-    return replace(device, launch_s=device.launch_s * factor)
-
-
 def _matmul(device: Device, factor: float) -> Device:
-    rates = tuple(replace(r, ceiling_flops_per_s=r.ceiling_flops_per_s * factor) for r in device.matmul)
-    return replace(device, matmul=rates)
+    return replace(device, matmul=tuple(times(rate, factor, "ceiling_flops_per_s") for rate in device.matmul))
 
 
 SCALES: dict[str, tuple[str, Callable[[Cluster, float], Cluster]]] = {
-    "link.bandwidth": ("every link, inside nodes and between them", _links(_bandwidth, node=True, network=True)),
+    "link.bandwidth": ("every link, inside nodes and between them", _links("bandwidth_bytes_per_s")),
     "link.latency": ("delays of links and of a collective's steps", _latency),
-    "node.bandwidth": ("the links inside nodes", _links(_bandwidth, node=True, network=False)),
-    "network.bandwidth": ("cards and uplinks", _links(_bandwidth, node=False, network=True)),
+    "node.bandwidth": ("the links inside nodes", _links("bandwidth_bytes_per_s", network=False)),
+    "network.bandwidth": ("cards and uplinks", _links("bandwidth_bytes_per_s", node=False)),
     "device.memory": ("bytes of a device", _devices(_memory)),
-    "device.bandwidth": ("of the device's memory", _devices(_memory_bandwidth)),
+    "device.bandwidth": ("of the device's memory", _devices(lambda d, f: times(d, f, "memory_bandwidth_bytes_per_s"))),
     "device.matmul": ("ceilings of products", _devices(_matmul)),
-    "device.launch": ("overhead of an operator", _devices(_launch)),
+    "device.launch": ("overhead of an operator", _devices(lambda d, f: times(d, f, "launch_s"))),
 }
 """Names of numbers, what they are, and how a cluster is made with that number times a factor."""
 
@@ -260,9 +241,7 @@ def with_free_links(cluster: Cluster) -> Cluster:
             link, bandwidth_bytes_per_s=1e18, latency_s=0.0, half_bandwidth_bytes=0.0, provenance="taken as free"
         )
 
-    groups = (replace(group, intra_node=free(group.intra_node), nic=free(group.nic)) for group in cluster.groups)
-    tiers = (replace(tier, uplink=free(tier.uplink)) for tier in cluster.tiers)
-    return replace(cluster, groups=tuple(groups), tiers=tuple(tiers))
+    return _with_links(cluster, free)
 
 
 _REPORTED = (
@@ -327,8 +306,7 @@ def multiplies_in_tf32() -> bool:
     import torch
 
     matmul: Any = torch.backends.cuda.matmul
-    mode = getattr(matmul, "fp32_precision", None)
-    return bool(matmul.allow_tf32) if mode is None else mode == "tf32"
+    return bool(matmul.fp32_precision == "tf32")
 
 
 def convolves_in_tf32() -> bool:
@@ -336,8 +314,7 @@ def convolves_in_tf32() -> bool:
     import torch  # to list devices needs none
 
     cudnn: Any = torch.backends.cudnn
-    mode = getattr(getattr(cudnn, "conv", None), "fp32_precision", None)
-    return bool(cudnn.allow_tf32) if mode is None else mode == "tf32"
+    return bool(cudnn.conv.fp32_precision == "tf32")
 
 
 DTYPES = {"fp32": "float32", "tf32": "tf32", "bf16": "bfloat16", "fp16": "float16", "fp8": "float8_e4m3fn"}

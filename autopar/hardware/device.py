@@ -19,8 +19,17 @@ Kind = Literal["cpu", "cuda"]
 KernelKind = Literal["cpu", "cuda", "cuda without flash"]
 """Which fused kernels a device has."""
 
-TOPICS = ("memory", "bandwidth", "launch", "fragmentation", "interference", "uncertainty")
-"""What the scalar numbers of a device are about; each has its provenance."""
+TOPICS: dict[str, dict[str, str]] = {
+    "memory": {"num_bytes": "memory_bytes"},
+    "bandwidth": {"bytes_per_s": "memory_bandwidth_bytes_per_s", "kernel_fraction": "kernel_fraction"},
+    "launch": {"time_s": "launch_s", "blocking_time_s": "blocking_launch_s"},
+    "fragmentation": {"fraction": "fragmentation", "fixed_segments_fraction": "fixed_segments"},
+    "interference": {"fraction": "interference"},
+    "uncertainty": {"fraction": "uncertainty", "memory_fraction": "memory_uncertainty"},
+}
+"""What the scalar numbers of a device are about, a table of its profile each with its own provenance: its keys, and which fields they are."""
+
+_MAY_BE_ZERO = ("launch_s", "fragmentation", "interference", "uncertainty")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,39 +201,21 @@ class Device:
     def to_dict(self) -> dict[str, Any]:
         """The profile's ``[device]`` table, as plain data."""
         notes = dict(self.provenance)
-        measured = {} if self.operators is None else {"operators": self.operators.to_dict()}
+        measured = {} if self.operators is None else {"operators": asdict(self.operators)}
         host = {} if self.host is None else {"host": self.host.to_dict()}
         return {
             **host,
             **measured,
             "name": self.name,
             "kind": self.kind,
-            "memory": {"num_bytes": self.memory_bytes, "provenance": notes["memory"]},
-            "bandwidth": {
-                "bytes_per_s": self.memory_bandwidth_bytes_per_s,
-                "kernel_fraction": self.kernel_fraction,
-                "provenance": notes["bandwidth"],
-            },
-            "launch": {
-                "time_s": self.launch_s,
-                "blocking_time_s": self.blocking_launch_s,
-                "provenance": notes["launch"],
-            },
-            "fragmentation": {
-                "fraction": self.fragmentation,
-                "fixed_segments_fraction": self.fixed_segments,
-                "provenance": notes["fragmentation"],
-            },
-            "interference": {"fraction": self.interference, "provenance": notes["interference"]},
-            "uncertainty": {
-                "fraction": self.uncertainty,
-                "memory_fraction": self.memory_uncertainty,
-                "provenance": notes["uncertainty"],
+            **{
+                topic: {key: getattr(self, name) for key, name in keys.items()} | {"provenance": notes[topic]}
+                for topic, keys in TOPICS.items()
             },
             "overheads": asdict(self.overheads),
             "function": [asdict(function) for function in self.functions],
             "reserve": [asdict(reserve) for reserve in self.reserves],
-            "matmul": {rate.dtype: rate.to_dict() for rate in self.matmul},
+            "matmul": {rate.pop("dtype"): rate for rate in map(asdict, self.matmul)},
         }
 
     @classmethod
@@ -238,20 +229,14 @@ class Device:
         if kind not in ("cpu", "cuda"):
             raise table.wrong("kind", "'cpu' or 'cuda'", repr(kind))
         parts = {topic: table.table(topic) for topic in TOPICS}
+        numbers: dict[str, Any] = {}
+        for topic, part in parts.items():
+            numbers |= part.fields_of(cls, TOPICS[topic], may_be_zero=_MAY_BE_ZERO)
         matmul = table.table("matmul")
         device = cls(
             name=table.text("name"),
             kind="cpu" if kind == "cpu" else "cuda",
-            memory_bytes=parts["memory"].integer("num_bytes"),
-            memory_bandwidth_bytes_per_s=parts["bandwidth"].number("bytes_per_s"),
-            kernel_fraction=parts["bandwidth"].number("kernel_fraction", 1.0),
-            launch_s=parts["launch"].number("time_s", positive=False),
-            blocking_launch_s=parts["launch"].number("blocking_time_s", 0.0, positive=False),
-            fragmentation=parts["fragmentation"].number("fraction", positive=False),
-            interference=parts["interference"].number("fraction", positive=False),
-            uncertainty=parts["uncertainty"].number("fraction", positive=False),
-            fixed_segments=parts["fragmentation"].number("fixed_segments_fraction", 0.0, positive=False),
-            memory_uncertainty=parts["uncertainty"].number("memory_fraction", 0.0, positive=False),
+            **numbers,
             reserves=tuple(item.record(Reserve, may_be_zero=("num_bytes",)) for item in table.tables("reserve")),
             functions=tuple(
                 item.record(FunctionRate, may_be_zero=("forward_s", "backward_s")) for item in table.tables("function")

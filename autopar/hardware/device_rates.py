@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
-from autopar.util.toml import Table
+from autopar.util.toml import T, Table
 
 ALIGNED_ELEMENTS = 8
 """Matrix units load 16 bytes at once (NVIDIA, Matrix Multiplication Background User's Guide): 8 half elements."""
+
+
+def times(value: T, factor: float, *names: str) -> T:
+    """A dataclass with these of its numbers times ``factor``."""
+    return replace(value, **{name: getattr(value, name) * factor for name in names})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +36,6 @@ class MatmulRate:
         dtype: torch's name without ``torch.``.
         ceiling_flops_per_s: the most that a large matmul was measured to reach.
         datasheet_flops_per_s: the published dense peak; what MFU divides by. Equal to the ceiling where none is published.
-        curve: points by rising ``smallest_dim``; interpolated in log space, constant outside.
         calibrated: whether the curve was measured.
         attention_fraction: of the ceiling that fused attention reaches, masked scores not counted; 1 where not known.
         attention_backward_fraction: likewise backward; 0: as forward.
@@ -48,14 +51,13 @@ class MatmulRate:
         num_units: that take tiles of a product side by side; 0: only the curve counts.
         tile_elements: of the output, of one tile.
         wave_loss, fill_depth, unaligned_fraction, unaligned_batched_fraction: see :meth:`product_flops_per_s`.
+        curve: points by rising ``smallest_dim``; interpolated in log space, constant outside.
     """
 
     dtype: str
     ceiling_flops_per_s: float
     datasheet_flops_per_s: float
-    curve: tuple[CurvePoint, ...]
     calibrated: bool
-    provenance: str
     attention_fraction: float = 1.0
     attention_backward_fraction: float = 0.0
     attention_half_width: float = 0.0
@@ -70,6 +72,8 @@ class MatmulRate:
     fill_depth: float = 0.0
     unaligned_fraction: float = 1.0
     unaligned_batched_fraction: float = 1.0
+    curve: tuple[CurvePoint, ...]
+    provenance: str
 
     def product_flops_per_s(self, count: int, rows: int, columns: int, depth: int) -> float:
         """The rate of ``count`` products [rows, depth] x [depth, columns] in one kernel.
@@ -143,13 +147,6 @@ class MatmulRate:
         """The rate that a matmul with this smallest dim reaches, or the products of its backward."""
         return self.ceiling_flops_per_s * self.efficiency(smallest_dim, backward=backward)
 
-    def to_dict(self) -> dict[str, Any]:
-        """The table ``[device.matmul.DTYPE]``."""
-        apart = ("dtype", "curve", "provenance")
-        own = {name: getattr(self, name) for name in self.__slots__ if name not in apart}
-        points = [{name: getattr(point, name) for name in CurvePoint.__slots__} for point in self.curve]
-        return {**own, "curve": points, "provenance": self.provenance}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FunctionRate:
@@ -166,7 +163,7 @@ class FunctionRate:
 
 
 def rate_of(dtype: str, table: Table) -> MatmulRate:
-    """Read what :meth:`MatmulRate.to_dict` gives.
+    """Read a table ``[device.matmul.DTYPE]``.
 
     Raises:
         UsageError: a key is missing, unknown or has a wrong value; names file, line and key.

@@ -33,18 +33,13 @@ class OperatorTime:
 class OperatorTable:
     """Operators measured on a device; ``scale``: what their times are multiplied by (ranks that share a core)."""
 
-    times: tuple[OperatorTime, ...]
-    provenance: str
     scale: float = 1.0
-
-    def to_dict(self) -> dict[str, Any]:
-        """As plain data with nothing left to look up."""
-        times = [{"call": t.call, "forward_s": t.forward_s, "backward_s": t.backward_s} for t in self.times]
-        return {"scale": self.scale, "provenance": self.provenance, "times": times}
+    provenance: str
+    times: tuple[OperatorTime, ...]
 
     @classmethod
     def from_table(cls, table: Table) -> OperatorTable:
-        """Read what :meth:`to_dict` gives, or the ``file`` beside the profile that the table names.
+        """Read what ``asdict`` gives, or the ``file`` beside the profile that the table names.
 
         Raises:
             UsageError: a key is missing or unknown; the file is missing or damaged.
@@ -130,8 +125,8 @@ class CollectiveTime:
         num_nodes: on which they stand.
         ranks_per_node: fewest of the group on one of those nodes.
         devices_per_node: ranks of a node in the job that measured: as many siblings share the node's links.
-        pieces: of the fit, by rising size; bytes count the full tensor, of one rank's part for ``all_to_all``.
         residual: largest relative distance of a measured point from the fit.
+        pieces: of the fit, by rising size; bytes count the full tensor, of one rank's part for ``all_to_all``.
     """
 
     kind: str
@@ -139,22 +134,16 @@ class CollectiveTime:
     num_nodes: int
     ranks_per_node: int
     devices_per_node: int
-    pieces: tuple[Piece, ...]
     residual: float
     provenance: str
+    pieces: tuple[Piece, ...]
 
     def time_s(self, num_bytes: float) -> float:
         return pieces_time_s(self.pieces, num_bytes)
 
-    def to_dict(self) -> dict[str, Any]:
-        """As plain data."""
-        whole = {key: getattr(self, key) for key in self.__dataclass_fields__ if key != "pieces"}
-        pieces = [{key: getattr(piece, key) for key in piece.__dataclass_fields__} for piece in self.pieces]
-        return {**whole, "pieces": pieces}
-
     @classmethod
     def from_table(cls, table: Table) -> CollectiveTime:
-        """Read what :meth:`to_dict` gives."""
+        """Read what ``asdict`` gives."""
         items = table.tables("pieces")
         pieces = tuple(item.record(Piece, may_be_zero=("latency_s", "s_per_byte")) for item in items)
         ends = [piece.up_to_bytes or math.inf for piece in pieces]
@@ -187,13 +176,9 @@ class Link:
         """What collectives reach inside of a training step."""
         return self.bandwidth_bytes_per_s * self.step_fraction
 
-    def to_dict(self) -> dict[str, Any]:
-        """The link as plain data."""
-        return asdict(self)
-
     @classmethod
     def from_table(cls, table: Table) -> Link:
-        """Read what :meth:`to_dict` gives."""
+        """Read what ``asdict`` gives."""
         return table.record(cls, may_be_zero=("latency_s",))
 
 
@@ -254,9 +239,9 @@ class CollectiveLibrary:
         return {
             "name": self.name,
             "implemented_as": dict(self.implemented_as),
-            "algorithm": [asdict(item) | {"collectives": list(item.collectives)} for item in self.algorithms],
+            "algorithm": [asdict(item) for item in self.algorithms],
             "switch_bandwidth": [asdict(item) for item in self.switch_bandwidths],
-            **({"measured": [item.to_dict() for item in self.measured]} if self.measured else {}),
+            **({"measured": [asdict(item) for item in self.measured]} if self.measured else {}),
         }
 
     @classmethod

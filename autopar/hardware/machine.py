@@ -21,7 +21,7 @@ from autopar.errors import AutoparError, UsageError
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.describe import convolves_in_tf32, multiplies_in_tf32, shipped_profile_name
 from autopar.hardware.read import MachineProfile, load_library, load_profile, profile_from_table
-from autopar.util.files import write_toml
+from autopar.util.files import child_environment, default_cache_dir, write_toml
 from autopar.util.toml import Table
 
 _LOGGER = logging.getLogger("autopar")
@@ -108,11 +108,6 @@ def _shipped_here() -> str | None:
     return shipped_profile_name(device_name(), device_bytes()) if torch.cuda.is_available() else None
 
 
-def default_cache_dir() -> Path:
-    """Where measurements of this machine are kept unless told otherwise."""
-    return Path.home() / ".cache" / "autopar"
-
-
 def device_name() -> str:
     """The GPU's name, or the processor's where there is none."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()
@@ -146,7 +141,8 @@ def profile_dict(measured: dict[str, Any]) -> dict[str, Any]:
     """The profile file of what the workers measured."""
     cuda = torch.cuda.is_available()
     where = f"measured {time.strftime('%Y-%m-%d')} on {device_name()}, torch {torch.__version__}"
-    intra_node, nic = _gpu_links(measured, where) if cuda else _cpu_links(measured, where)
+    loopback = {"name": "loopback", "provenance": f"{where}: gloo all-reduce over two local processes"}
+    intra_node, nic = _gpu_links(measured, where) if cuda else (measured["link"] | loopback,) * 2
     memory = device_bytes()
     node: dict[str, Any] = {"num_devices": 1, "num_nics": 1, "provenance": where}
     if cuda:
@@ -197,16 +193,11 @@ def profile_dict(measured: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _cpu_links(measured: dict[str, Any], where: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    link = {**measured["link"], "name": "loopback", "provenance": f"{where}: gloo all-reduce over two local processes"}
-    return link, link
-
-
 def _gpu_links(measured: dict[str, Any], where: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Inside the node as NCCL was timed, where there were two GPUs; else, and between nodes, those of :data:`STAND_IN`."""
     stand_in = load_profile(STAND_IN)
     intra_node, nic = (
-        {**link.to_dict(), "provenance": f"{_ASSUMED}, not measured here: as of {STAND_IN}, {link.provenance}"}
+        {**asdict(link), "provenance": f"{_ASSUMED}, not measured here: as of {STAND_IN}, {link.provenance}"}
         for link in (stand_in.intra_node, stand_in.nic)
     )
     if "link" in measured:
@@ -332,13 +323,10 @@ def _measure() -> dict[str, Any]:
 
 
 def _start_worker(rank: int, count: int, folder: Path) -> subprocess.Popen[bytes]:
-    # the package may lie in a checkout that is not installed
-    root = str(Path(__file__).resolve().parents[3])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([root, *sys.path])}
     with (folder / f"rank{rank}.log").open("wb") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "autopar.measure.worker", str(rank), str(count), str(folder)],
             stdout=subprocess.DEVNULL,
             stderr=log,
-            env=environment,
+            env=child_environment(),
         )

@@ -6,7 +6,7 @@ Clusters in one line of text are read by ``autopar.hardware.describe``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 from autopar.errors import UsageError
 from autopar.hardware.cluster import Cluster, NodeGroup, Tier
 from autopar.hardware.device import Device
+from autopar.hardware.device_rates import times
 from autopar.hardware.link import CollectiveLibrary, CollectiveTime, Link
 from autopar.util.files import data_files
 from autopar.util.toml import Table
@@ -39,8 +40,8 @@ class MachineProfile:
     nic: Link
     num_devices: int
     num_nics: int
-    num_cores: int | None
-    shares_memory: bool
+    num_cores: int | None = None
+    shares_memory: bool = False
     library: str
     link_domain: int = 0
     node_provenance: str = "stated by the caller"
@@ -55,7 +56,7 @@ class MachineProfile:
         num_nodes, devices_per_node = num_nodes // joined, devices_per_node * joined
         cores = num_cores or self.num_cores or devices_per_node
         share = min(1.0, cores / devices_per_node)
-        device = _slowed(self.device, share)
+        device = slowed(self.device, share)
         if self.shares_memory:
             note = dict(device.provenance)["memory"]
             device = device.with_memory(
@@ -71,6 +72,9 @@ class MachineProfile:
         )
 
 
+_NODE = ("num_devices", "num_nics", "link_domain", "shares_memory")
+
+
 def _joined(num_nodes: int, devices_per_node: int, link_domain: int) -> int:
     """Nodes of one domain of links: as many as fit and divide all.
 
@@ -80,19 +84,14 @@ def _joined(num_nodes: int, devices_per_node: int, link_domain: int) -> int:
     return max((n for n in range(1, link_domain // devices_per_node + 1) if num_nodes % n == 0), default=1)
 
 
-def at_speed(profile: MachineProfile, factor: float, note: str) -> MachineProfile:
-    """The machine as it is while all its computation takes ``factor`` times as long as when it was measured."""
-    return replace(profile, device=_slowed(profile.device, 1.0 / factor, note))
-
-
 def profile_to_dict(profile: MachineProfile) -> dict[str, Any]:
     """The profile as the tables of its file."""
     cores = {} if profile.num_cores is None else {"num_cores": profile.num_cores}
     return {
         "library": profile.library,
         "device": profile.device.to_dict(),
-        "intra_node": profile.intra_node.to_dict(),
-        "nic": profile.nic.to_dict(),
+        "intra_node": asdict(profile.intra_node),
+        "nic": asdict(profile.nic),
         "node": {
             "num_devices": profile.num_devices,
             "num_nics": profile.num_nics,
@@ -116,18 +115,13 @@ def _slowed_link(link: Link, share: float) -> Link:
     )
 
 
-def _slowed(device: Device, share: float, why: str = "the cores that each rank has") -> Device:
+def slowed(device: Device, share: float, why: str = "the cores that each rank has") -> Device:
     """The device at ``share`` of its speed: several ranks on one core."""
     if share == 1.0:
         return device
     note = f"; times {share:.3g}, {why}"
     rates = tuple(
-        replace(
-            rate,
-            ceiling_flops_per_s=rate.ceiling_flops_per_s * share,
-            datasheet_flops_per_s=rate.datasheet_flops_per_s * share,
-            provenance=rate.provenance + note,
-        )
+        replace(times(rate, share, "ceiling_flops_per_s", "datasheet_flops_per_s"), provenance=rate.provenance + note)
         for rate in device.matmul
     )
     table = device.operators
@@ -186,11 +180,8 @@ def profile_from_table(table: Table) -> MachineProfile:
         device=Device.from_table(table.table("device")),
         intra_node=Link.from_table(table.table("intra_node")),
         nic=Link.from_table(table.table("nic")),
-        num_devices=node.integer("num_devices"),
-        num_nics=node.integer("num_nics"),
-        link_domain=node.integer("link_domain", 0, positive=False),
+        **node.fields_of(MachineProfile, {name: name for name in _NODE}),
         num_cores=node.integer("num_cores") if node.has("num_cores") else None,
-        shares_memory=node.flag("shares_memory", False),
         library=table.text("library"),
         node_provenance=node.text("provenance"),
     )
@@ -237,8 +228,7 @@ def cluster_from_table(table: Table, *, folder: Path | None = None, default_name
 
 def with_links(cluster: Cluster, path: Path) -> Cluster:
     """``cluster`` with the links that ``autopar profile links`` measured."""
-    links = Links.load(path)
-    return links.on(cluster, load_library(links.library))
+    return Links.load(path).on(cluster)
 
 
 def _group(table: Table, folder: Path | None) -> tuple[NodeGroup, str | None]:
@@ -265,8 +255,7 @@ def _group(table: Table, folder: Path | None) -> tuple[NodeGroup, str | None]:
             nics_per_node=table.integer("nics_per_node"),
         )
     if table.has("memory_bytes"):
-        device = group.device.with_memory(table.integer("memory_bytes"), "stated by the user")
-        group = replace(group, device=device)
+        group = group.with_memory(table.integer("memory_bytes"))
     return group, library
 
 
@@ -325,20 +314,9 @@ class Links:
     points: str
     provenance: str
 
-    def to_dict(self) -> dict[str, Any]:
-        """The tables of the file."""
-        return {
-            "library": self.library,
-            "points": self.points,
-            "provenance": self.provenance,
-            "intra_node": self.intra_node.to_dict(),
-            "nic": self.nic.to_dict(),
-            "measured": [item.to_dict() for item in self.measured],
-        }
-
     @classmethod
     def load(cls, path: Path) -> Links:
-        """Read the file.
+        """Read a file of what ``asdict`` gives.
 
         Raises:
             UsageError: names file, line and key.
@@ -351,7 +329,7 @@ class Links:
             measured=tuple(CollectiveTime.from_table(item) for item in table.tables("measured")),
         )
 
-    def on(self, cluster: Cluster, library: CollectiveLibrary) -> Cluster:
-        """The cluster with these links and collectives; ``library``: the one named, as shipped."""
-        groups = tuple(replace(group, intra_node=self.intra_node, nic=self.nic) for group in cluster.groups)
-        return replace(cluster, groups=groups, library=replace(library, measured=self.measured))
+    def on(self, cluster: Cluster) -> Cluster:
+        """The cluster with these links and collectives, and the library that ran as it is shipped."""
+        own = cluster.with_groups(lambda group: replace(group, intra_node=self.intra_node, nic=self.nic))
+        return replace(own, library=replace(load_library(self.library), measured=self.measured))

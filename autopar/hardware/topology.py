@@ -96,14 +96,10 @@ class Fabric:
     def tier_of(self, ranks: Iterable[int]) -> str:
         """The innermost tier that holds all ranks: ``device``, ``node``, the name of a tier of switches, or ``network``."""
         members = set(ranks)
-        nodes = {self.cluster.node_of(rank) for rank in members}
+        nodes = [self.cluster.node_of(rank) for rank in members]
         if len(nodes) <= 1:
-            return NODE if len(members) > 1 else "device"
-        import networkx
-
-        first, *others = (networkx.shortest_path(self.tree, _name(NODE, node), NETWORK) for node in nodes)
-        common = next(name for name in first if all(name in path for path in others))
-        return common.rpartition(":")[0] or NETWORK
+            return "device"
+        return next((level.name for level in self.levels if len(set(level.domains[nodes].tolist())) == 1), NETWORK)
 
     def link_between(self, rank: int, other: int) -> Link:
         """The link that a message from ``rank`` to ``other`` feels when it is alone: the narrowest, with all delays."""

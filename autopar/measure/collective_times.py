@@ -25,7 +25,7 @@ from autopar.hardware.link import load_json
 from autopar.hardware.machine import device_name
 from autopar.measure.job_of_ranks import GroupSet, group_sets
 from autopar.measure.timers import free_bytes, median_and_spread, synchronize
-from autopar.util.files import write_json
+from autopar.util.files import check_same, write_json
 
 SMALLEST_BYTES = 1024
 GROWTH = 4
@@ -105,10 +105,7 @@ class LinkPoints:
         """
         data = load_json(path)
         try:
-            found = cls(
-                job=data["job"], sets=[GroupSet.from_dict(item) for item in data["sets"]], points=data["points"],
-                failed=data["failed"], trying=data["trying"],
-            )  # fmt: skip
+            found = cls(**data | {"sets": [GroupSet.from_dict(item) for item in data["sets"]]})
         except (KeyError, TypeError, IndexError) as error:
             raise UsageError.unreadable(path, error, fix="Give a file that 'autopar profile' wrote") from error
         if found.trying:
@@ -295,14 +292,7 @@ class LinkJob:
         found = LinkPoints(job=job, sets=list(group_sets(nodes)))
         if path is not None and path.exists():
             found = LinkPoints.load(path)
-            if found.job != job:
-                raise UsageError.mismatch(
-                    "The job of this file of points",
-                    where=str(path),
-                    expected=job,
-                    got=found.job,
-                    fix="Write to another file, or remove this one",
-                )
+            check_same("The job of this file of points", path, expected=job, got=found.job)
         found.job = {**job, "room": min(answer["room"] // nodes.count(answer["node"]) for answer in hello)}
         return found
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autopar.errors import AutoparError, UsageError
-from autopar.util.files import check_writable
+from autopar.util.files import check_writable, child_environment
 
 if TYPE_CHECKING:
     import torch
@@ -96,9 +96,8 @@ def start_ranks(
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", "-m"]
     command += ["autopar", "profile", "links", "-o", str(output), f"--max-bytes={max_bytes}", f"--budget={budget}"]
     command += [f"--collective-timeout={timeout}", *([f"--nics={nics}"] if nics else [])]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     limit_s = budget + 10 * timeout + GRACE_S
-    started = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, start_new_session=True)
+    started = subprocess.Popen(command, env=child_environment(), stdout=subprocess.DEVNULL, start_new_session=True)
     try:
         code = started.wait(limit_s)
     except subprocess.TimeoutExpired:

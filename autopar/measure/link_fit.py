@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import combinations
 from typing import Any, Literal
 
@@ -23,14 +23,8 @@ ROBUST = 0.3
 """Relative distance (in log space) from which a point counts less: a disturbed sample must not decide."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkPoint:
-    """A collective of ``num_bytes`` took ``time_s`` on ``groups`` at once; see ``CollectiveModel.time_s`` for the bytes."""
-
-    kind: str
-    groups: tuple[tuple[int, ...], ...]
-    num_bytes: float
-    time_s: float
+LinkPoint = tuple[str, tuple[tuple[int, ...], ...], float, float]
+"""Kind of a collective, groups that made it at once, bytes (see ``CollectiveModel.time_s``), seconds."""
 
 
 def fit_link(
@@ -55,7 +49,7 @@ def fit_link(
     start: Link = getattr(nodes, name)
 
     # where no point is large enough to say, the bandwidth must not run away
-    fastest = 2 * max(p.num_bytes * volume_factor(p.kind, len(p.groups[0])) / p.time_s for p in points)
+    fastest = 2 * max(size * volume_factor(kind, len(groups[0])) / time_s for kind, groups, size, time_s in points)
 
     def link_at(variables: np.ndarray) -> Link:
         latency_s, bandwidth = math.exp(variables[0]), min(math.exp(variables[1]), fastest)
@@ -68,17 +62,17 @@ def fit_link(
         own = replace(nodes, nic=link) if name == "nic" else replace(nodes, intra_node=link, nic=link)
         cluster = Cluster(name="measured", groups=(own,), library=library)
         model = CollectiveModel(cluster)
-        shapes = {groups: shapes_of(groups, cluster) for groups in dict.fromkeys(point.groups for point in points)}
+        shapes = {groups: shapes_of(groups, cluster) for groups in dict.fromkeys(groups for _, groups, _, _ in points)}
         found = [
-            max(model.shape_time_s(point.kind, point.num_bytes, shape) for shape in shapes[point.groups]) / point.time_s
-            for point in points
+            max(model.shape_time_s(kind, size, shape) for shape in shapes[groups]) / time_s
+            for kind, groups, size, time_s in points
         ]
         return np.log(found)
 
     def distance(variables: np.ndarray) -> float:
         return float(np.sum(np.sqrt(1.0 + (logs(variables) / ROBUST) ** 2) - 1.0))
 
-    quickest = min(point.time_s for point in points)
+    quickest = min(time_s for *_, time_s in points)
     # where the bandwidth is cut off it has no effect, so the fit begins below
     begin = np.log([quickest / 4, fastest / 2])
     done = minimize(distance, begin, method="Nelder-Mead", options={"xatol": 1e-4, "fatol": 1e-6, "maxfev": 400})
@@ -124,7 +118,7 @@ def links_of(
     tiers: tuple[tuple[str, Literal["intra_node", "nic"]], ...] = (("node", "intra_node"), ("network", "nic"))
     for tier, name in tiers:
         own = [
-            LinkPoint(kind=kind, groups=by_name[found].groups, num_bytes=size, time_s=time_s)
+            (kind, by_name[found].groups, size, time_s)
             for found, kind, size, time_s, _ in points
             if by_name[found].tier == tier
         ]

@@ -16,13 +16,12 @@ from typing import Any
 
 import torch
 
-from autopar.errors import UsageError
 from autopar.hardware.link import load_json
 from autopar.measure.timers import free_bytes, median_and_spread, timer
 from autopar.ops.collectives import on_meshes
 from autopar.ops.kernels import resolve
 from autopar.ops.seeded import draw
-from autopar.util.files import write_json
+from autopar.util.files import check_same, write_json
 
 REPEATS = 15
 MIN_BATCH_S = 1e-3
@@ -211,14 +210,7 @@ class OperatorFile:
         self.failed: dict[str, str] = {}
         if path.exists():
             data = load_json(path)
-            if data.get("device") != device:
-                raise UsageError.mismatch(
-                    "The device of this file of operator times",
-                    where=str(path),
-                    expected=repr(device),
-                    got=repr(data.get("device")),
-                    fix="Write to another file, or remove this one",
-                )
+            check_same("The device of this file of operator times", path, expected=device, got=data.get("device"))
             self.times = {item["call"]: item for item in data.get("times", [])}
             self.failed = {item["call"]: item["reason"] for item in data.get("failed", [])}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -146,7 +146,7 @@ class Profiling:
             machine=start, nics_per_node=self.nics, library=found.job["backend"],
         )  # fmt: skip
         comment = "Written by 'autopar profile links'; use it as --cluster NAME?links=FILE."
-        write_toml(self.output, fitted.to_dict(), comment=comment)
+        write_toml(self.output, asdict(fitted), comment=comment)
         self.say(f"wrote {self.output} and {path.name}")
         for name, kind, size, why in found.failed:
             self.say(f"not measured: {name}, {kind} of {size} bytes: {why}")

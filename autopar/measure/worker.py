@@ -49,6 +49,9 @@ def measure_overheads() -> dict[str, float]:
 def _in_rounds(measure_once: Callable[[], dict[str, Any]], has_time: Callable[[float], bool]) -> dict[str, Any]:
     """What is measured up to ``ROUNDS`` times, none begun after ``BUDGET_S``; of each number the median.
 
+    The speed of a shared machine changes from second to second by a fifth and more, and one number must not be
+    measured in a good second and the next one in a bad one.
+
     Args:
         has_time: whether a time by the clock has not come yet.
     """
@@ -239,15 +242,6 @@ _HAS_TF32 = (8, 0)
 """From which compute capability on GPUs have it, and bfloat16, which older ones are made to multiply (NVIDIA A100 white paper)."""
 
 
-def measured_in_rounds(device: torch.device) -> dict[str, Any]:
-    """:func:`measure_device` up to ``ROUNDS`` times, none begun after ``BUDGET_S``; of each number the median.
-
-    The speed of a shared machine changes from second to second by a fifth and more, and one number must not be
-    measured in a good second and the next one in a bad one.
-    """
-    return _in_rounds(lambda: measure_device(device), lambda end: time.monotonic() < end)
-
-
 def _medians(found: Sequence[Any]) -> Any:
     """Of equal trees of numbers."""
     first = found[0]
@@ -363,7 +357,7 @@ def main(rank: int, ranks: int, folder: Path) -> None:
     result: dict[str, Any] = {}
     if rank == 0 or device.type == "cpu":
         # on a CPU all at once, as ranks compute in training: cores share caches, memory and often execution units
-        result = measured_in_rounds(device)
+        result = _in_rounds(lambda: measure_device(device), lambda end: time.monotonic() < end)
     ranks = ranks if device.type == "cuda" else min(ranks, 2)
     if ranks > 1 and rank < ranks:
         backend = "nccl" if device.type == "cuda" else "gloo"

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from autopar.errors import PlanError
-from autopar.plan.plan import Plan
+from autopar.plan.plan import Plan, RankGroup, StagePlan
 
 _FLOATS = ("float64", "float32", "bfloat16", "float16")
 _GRID = re.compile(r":(\d+)x(\d+)(?:\?.*)?$")
@@ -113,18 +113,12 @@ def _stages(plan: Plan) -> Iterator[_Fault]:
     count = plan.mesh.pp * plan.virtual_stages
     if len(plan.stages) != count:
         yield "stages", f"pp * virtual_stages = {count} stages", len(plan.stages), _AGAIN
-    start = 0
     for i, stage in enumerate(plan.stages):
         if stage.index != i:
             yield f"stages[{i}].index", str(i), stage.index, _AGAIN
-        if stage.start != start or stage.stop <= stage.start:
-            expected = f"one block or more, from block {start} on, where the stage before ends"
-            yield f"stages[{i}]", expected, f"{stage.start}:{stage.stop}", _AGAIN
         if stage.pp_rank != i % plan.mesh.pp:
             yield f"stages[{i}].pp_rank", f"{i % plan.mesh.pp} (the stage modulo pp)", stage.pp_rank, _AGAIN
-        start = stage.stop
-    if start != len(plan.blocks):
-        yield "stages", f"stages of all {len(plan.blocks)} blocks", f"stages of {start}", _AGAIN
+    yield from _spans(plan.stages, "stage", "block", len(plan.blocks))
     if plan.predicted.stage_times and len(plan.predicted.stage_times) != len(plan.stages):
         value = len(plan.predicted.stage_times)
         yield "predicted.stage_times", f"{len(plan.stages)} pairs of times, or none", value, _AGAIN
@@ -138,15 +132,21 @@ def _stages(plan: Plan) -> Iterator[_Fault]:
             yield path, expected, memory.group, _AGAIN
 
 
-def _groups(plan: Plan) -> Iterator[_Fault]:
+def _spans(spans: Sequence[StagePlan | RankGroup], name: str, unit: str, count: int) -> Iterator[_Fault]:
+    """Each begins where the one before ends, and together they are all ``count`` units."""
     start = 0
-    for i, group in enumerate(plan.groups):
-        if group.start != start or group.stop <= group.start:
-            expected = f"one rank or more, from rank {start} on, where the group before ends"
-            yield f"groups[{i}]", expected, f"{group.start}:{group.stop}", _AGAIN
-        start = group.stop
-    if plan.groups and start != plan.mesh.world_size:
-        yield "groups", f"groups of all {plan.mesh.world_size} ranks", f"groups of {start}", _AGAIN
+    for i, span in enumerate(spans):
+        if span.start != start or span.stop <= span.start:
+            expected = f"one {unit} or more, from {unit} {start} on, where the {name} before ends"
+            yield f"{name}s[{i}]", expected, f"{span.start}:{span.stop}", _AGAIN
+        start = span.stop
+    if start != count:
+        yield f"{name}s", f"{name}s of all {count} {unit}s", f"{name}s of {start}", _AGAIN
+
+
+def _groups(plan: Plan) -> Iterator[_Fault]:
+    if plan.groups:
+        yield from _spans(plan.groups, "group", "rank", plan.mesh.world_size)
     if plan.data_shares:
         yield from _shares(plan)
     limits = len(plan.predicted.memory_limits_bytes)

@@ -13,7 +13,7 @@ import sys
 import types
 import typing
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast, get_args, get_origin
@@ -23,6 +23,7 @@ from autopar.plan.check import check_plan
 from autopar.plan.mesh import Type, parse_type
 from autopar.plan.plan import FORMAT_VERSION, Plan
 from autopar.util.files import write_text
+from autopar.util.toml import dotted
 
 if TYPE_CHECKING:
     from jsonschema.exceptions import ValidationError
@@ -93,7 +94,7 @@ def _read_plan(path: Path) -> Plan:
         fix = "Make one with 'autopar search ... -o FILE'" if isinstance(error, FileNotFoundError) else _MAKE_ANEW
         raise PlanError.unreadable(place, error, fix=fix) from error
     try:
-        data = json.loads(text, object_pairs_hook=_unique(place), parse_constant=_no_constant(place))
+        data = json.loads(text, object_pairs_hook=partial(_unique, place), parse_constant=partial(_no_constant, place))
     except json.JSONDecodeError as error:
         where = f"{place}, line {error.lineno}, column {error.colno}"
         cut = error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated")
@@ -171,13 +172,9 @@ def _error_order(error: ValidationError) -> tuple[int, list[str]]:
 
 
 def _refuse(error: ValidationError, place: str) -> NoReturn:
-    path = _dotted(error.absolute_path)
-    problem, expected, got, fix = (
-        f"Wrong value of '{path}'" if path else "Wrong value",
-        "",
-        short(error.instance),
-        _MAKE_ANEW,
-    )
+    path = dotted(tuple(error.absolute_path))
+    problem = f"Wrong value of '{path}'" if path else "Wrong value"
+    expected, got, fix = "", short(error.instance), _MAKE_ANEW
     match error.validator:
         case "additionalProperties":
             known = sorted(error.schema["properties"])
@@ -205,30 +202,17 @@ def _refuse(error: ValidationError, place: str) -> NoReturn:
     raise PlanError(problem, where=place, expected=expected, got=got or None, fix=fix) from None
 
 
-def _dotted(path: Sequence[str | int]) -> str:
-    text = ""
-    for part in path:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
-    return text
+def _unique(place: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise PlanError(f"The key '{twice}' is given twice", where=place, fix="Remove one of them")
+    return found
 
 
-def _unique(place: str) -> Any:
-    def build(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            keys = [key for key, _ in pairs]
-            twice = next(key for key in keys if keys.count(key) > 1)
-            raise PlanError(f"The key '{twice}' is given twice", where=place, fix="Remove one of them")
-        return found
-
-    return build
-
-
-def _no_constant(place: str) -> Any:
-    def refuse(text: str) -> NoReturn:
-        raise PlanError(f"A number of the plan is {text}", where=place, fix=_MAKE_ANEW)
-
-    return refuse
+def _no_constant(place: str, text: str) -> NoReturn:
+    raise PlanError(f"A number of the plan is {text}", where=place, fix=_MAKE_ANEW)
 
 
 def _write(value: Any, depth: int, lead: int) -> str:

@@ -17,6 +17,7 @@ from autopar.errors import UsageError
 from autopar.plan.plan import Plan
 from autopar.plan.prediction import Breakdown
 from autopar.util import formatting
+from autopar.util.files import read_text
 
 FILE_NAME = "autopar-run.jsonl"
 FORMAT_VERSION = 1
@@ -236,11 +237,7 @@ def read_log(folder: Path) -> RunRecord:
             fix="Run with parallelize(log_dir=...), which writes it after the first steps",
         )
     found: RunRecord | None = None
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError.unreadable(path, error) from error
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_text(path).splitlines(), 1):
         try:
             event = json.loads(line)
             if event["event"] == "comparison":

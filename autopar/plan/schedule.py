@@ -1,15 +1,13 @@
 """Pipeline schedules as data: for each pipeline rank the list of actions that it carries out, in order.
 
-The same list is simulated for its time, counted for its memory, drawn for people and handed to the runtime. The orders
+The same list is simulated for its time, counted for its memory and drawn for people. The orders
 are those of ``torch.distributed.pipelining`` (GPipe; 1F1B; interleaved 1F1B with torch's relaxed rounds, after
 https://arxiv.org/pdf/2104.04473). Stage ``s`` runs on pipeline rank ``s % pp``.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,26 +15,6 @@ from numpy.typing import NDArray
 from autopar.errors import UsageError
 
 SCHEDULES = ("none", "GPipe", "1F1B", "Interleaved1F1B")
-
-
-@dataclass(frozen=True, slots=True)
-class Action:
-    """Forward (``F``) or backward (``B``) of one micro-batch on one stage; prints as torch prints it.
-
-    >>> print(Action(2, "F", 0))
-    2F0
-    """
-
-    stage: int
-    kind: Literal["F", "B"]
-    micro_batch: int
-
-    def __str__(self) -> str:
-        return f"{self.stage}{self.kind}{self.micro_batch}"
-
-
-Actions = tuple[tuple[Action, ...], ...]
-"""For each pipeline rank its actions in order."""
 
 
 def check_schedule(name: str, pp: int, virtual_stages: int, num_micro_batches: int) -> None:
@@ -82,34 +60,15 @@ def _check_interleaved(pp: int, virtual_stages: int, num_micro_batches: int) -> 
         )
 
 
-@lru_cache(maxsize=256)
-def schedule_actions(name: str, pp: int, virtual_stages: int, num_micro_batches: int) -> Actions:
-    """The actions of each pipeline rank, in order.
+@lru_cache(maxsize=8)  # asked for rank by rank
+def schedule_numbers(name: str, pp: int, virtual_stages: int, num_micro_batches: int) -> NDArray[np.int64]:
+    """The actions of each pipeline rank in order, [ranks, actions]: numbers of a stage stand side by side, its forwards and then its backwards.
 
     Args:
         name: one of :data:`SCHEDULES`; ``none`` accumulates gradients on one stage.
         pp: pipeline ranks.
         virtual_stages: stages of each rank.
         num_micro_batches: of one step.
-
-    Raises:
-        UsageError: see :func:`check_schedule`.
-
-    >>> for rank in schedule_actions("1F1B", 2, 1, 3):
-    ...     print(*rank)
-    0F0 0F1 0B0 0F2 0B1 0B2
-    1F0 1B0 1F1 1B1 1F2 1B2
-    """
-    numbers = schedule_numbers(name, pp, virtual_stages, num_micro_batches)
-    stages, rest = np.divmod(numbers, 2 * num_micro_batches)
-    backwards, batches = np.divmod(rest, num_micro_batches)
-    rows = zip(stages.tolist(), backwards.tolist(), batches.tolist(), strict=True)
-    return tuple(tuple(Action(s, "B" if b else "F", i) for s, b, i in zip(*row, strict=True)) for row in rows)
-
-
-@lru_cache(maxsize=8)  # asked for rank by rank
-def schedule_numbers(name: str, pp: int, virtual_stages: int, num_micro_batches: int) -> NDArray[np.int64]:
-    """The actions of :func:`schedule_actions` as numbers [ranks, actions]: those of a stage side by side, its forwards and then its backwards.
 
     Raises:
         UsageError: see :func:`check_schedule`.
@@ -174,12 +133,3 @@ def peak_table(name: str, pp: int, virtual_stages: int, num_micro_batches: int, 
     as_full = (moments[:, None] <= moments[None]).all(axis=2).sum(axis=1)
     found: NDArray[np.int64] = moments[as_full == 1]
     return found
-
-
-def dependencies(action: Action, last_stage: int) -> tuple[Action, ...]:
-    """What must have finished before, on any rank: the stage before for F, the stage after (or the own F) for B."""
-    if action.kind == "F":
-        return (Action(action.stage - 1, "F", action.micro_batch),) if action.stage else ()
-    if action.stage == last_stage:
-        return (Action(action.stage, "F", action.micro_batch),)
-    return (Action(action.stage + 1, "B", action.micro_batch),)

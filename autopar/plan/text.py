@@ -68,18 +68,15 @@ def layout_groups(plan: Plan) -> list[tuple[list[str], list[tuple[str, str, str]
 
 
 def _head(plan: Plan) -> str:
-    model, precision = plan.model, plan.precision
+    precision = plan.precision
     dtypes = f"compute {precision.compute}, storage {precision.storage}, reduce {precision.reduce}"
     buckets = f"gradients are summed from {num_bytes(plan.bucket_bytes)} on"
     padded = f"padded: each rank's rows of it are a multiple of {plan.vocab_multiple}"
     rows = [
-        ("model", f"{count(model.num_parameters)} parameters, {model.tokens_per_sample:,} tokens a sample"),
+        ("model", model_text(plan)),
         ("mesh", f"{plan.mesh} ({plan.mesh.world_size} ranks)" if plan.mesh.world_size > 1 else "one rank"),
         ("devices", groups_text(plan) if plan.groups else ""),
-        ("batch", batch_text(plan)),
-        ("schedule", schedule_text(plan)),
-        ("ZeRO", zero_text(plan)),
-        ("recompute", plan.recompute),
+        *choices(plan),
         ("buckets", buckets if plan.bucket_bytes != BUCKET_BYTES else ""),
         ("vocabulary", padded if plan.vocab_multiple > 1 else ""),
         ("precision", f"{precision.name} ({dtypes})"),
@@ -223,6 +220,21 @@ def time_parts(breakdown: Breakdown) -> list[tuple[str, float]]:
 def memory_parts(memory: Memory) -> list[tuple[str, int]]:
     """Name and bytes of each part of a rank's peak."""
     return [(name, getattr(memory, name)) for name in MEMORY_PARTS]
+
+
+def choices(plan: Plan) -> list[tuple[str, str]]:
+    """What every picture of a plan says of its choices, besides the mesh: names and texts."""
+    return [
+        ("batch", batch_text(plan)),
+        ("schedule", schedule_text(plan)),
+        ("ZeRO", zero_text(plan)),
+        ("recompute", plan.recompute),
+    ]
+
+
+def model_text(plan: Plan) -> str:
+    """How large the model is."""
+    return f"{count(plan.model.num_parameters)} parameters, {plan.model.tokens_per_sample:,} tokens a sample"
 
 
 def zero_text(plan: Plan) -> str:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from autopar.plan.text import batch_text, diff_plans, micro_batch_text, render_plan, schedule_text, zero_text
+from autopar.plan.text import choices, diff_plans, micro_batch_text, render_plan, schedule_text
 from autopar.report.summaries import plan_summary
-from autopar.util.formatting import num_bytes, plain_table, seconds, share
+from autopar.util.formatting import num_bytes, percent, plain_table, seconds, share
 
 if TYPE_CHECKING:
     from autopar.plan.plan import Plan
@@ -56,7 +56,7 @@ def answer_summary(answer: Answer) -> dict[str, Any]:
 def render_sweep(name: str, swept: Sequence[Swept]) -> str:
     """A row for each factor; the change is against the factor 1, or the first."""
     base = _base(swept)
-    rows = [(f"{s.factor:g}", _change(s.plan, base), *_cells(s.plan)) for s in swept]
+    rows = [(f"{factor:g}", _change(plan, base), *_cells(plan)) for factor, plan in swept]
     return plain_table((name, "change", *_HEAD), rows, left=_LEFT, width=160, indent=0)
 
 
@@ -64,16 +64,15 @@ def sweep_summary(name: str, swept: Sequence[Swept]) -> dict[str, Any]:
     """The same as JSON values, with what changes in the plan."""
     base = _base(swept)
     found = []
-    for s in swept:
-        changed = [] if s.plan is None or base is None else [c for c in diff_plans(base, s.plan) if _is_choice(c.path)]
+    for factor, plan in swept:
+        changed = diff_plans(base, plan) if plan and base else []
+        ratio = plan.predicted.step_time_s / base.predicted.step_time_s if plan and base else None
         found.append(
             {
-                "factor": s.factor,
-                "step_time_ratio": s.plan.predicted.step_time_s / base.predicted.step_time_s
-                if s.plan and base
-                else None,
-                "changes": [asdict(c) for c in changed],
-                "plan": plan_summary(s.plan) if s.plan else None,
+                "factor": factor,
+                "step_time_ratio": ratio,
+                "changes": [asdict(change) for change in changed if _is_choice(change.path)],
+                "plan": plan_summary(plan) if plan else None,
             }
         )
     return {"sweep": name, "plans": found}
@@ -117,13 +116,12 @@ def _is_choice(path: str) -> bool:
 
 
 def _base(swept: Sequence[Swept]) -> Plan | None:
-    return next((s.plan for s in swept if s.factor == 1 and s.plan), next((s.plan for s in swept if s.plan), None))
+    plans = [(factor, plan) for factor, plan in swept if plan]
+    return next((plan for factor, plan in plans if factor == 1), plans[0][1] if plans else None)
 
 
 def _change(plan: Plan | None, base: Plan | None) -> str:
-    if plan is None or base is None:
-        return "-"
-    return f"{100 * (plan.predicted.step_time_s / base.predicted.step_time_s - 1):+.1f} %"
+    return percent(plan.predicted.step_time_s / base.predicted.step_time_s - 1 if plan and base else None, sign=True)
 
 
 def _cost(trial: Trial) -> str:
@@ -205,10 +203,7 @@ def _rows_of(plan: Plan) -> dict[str, str]:
     predicted = plan.predicted
     return {
         "mesh": str(plan.mesh),
-        "batch": batch_text(plan),
-        "schedule": schedule_text(plan),
-        "ZeRO": zero_text(plan),
-        "recompute": plan.recompute,
+        **dict(choices(plan)),
         "step time": seconds(predicted.step_time_s),
         "peak memory": f"{num_bytes(predicted.peak_memory_bytes)} of {num_bytes(predicted.memory_limit_bytes)}",
         "MFU": share(predicted.mfu, 1),

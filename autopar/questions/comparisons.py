@@ -31,12 +31,8 @@ if TYPE_CHECKING:
     from autopar.planner.search import Progress
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Swept:
-    """One factor of a sweep; ``plan`` None: nothing fits."""
-
-    factor: float
-    plan: Plan | None
+Swept = tuple[float, Plan | None]
+"""One factor of a sweep and its plan; None: nothing fits."""
 
 
 def sweep(ask: Ask, name: str, factors: Sequence[float]) -> tuple[Swept, ...]:
@@ -49,7 +45,7 @@ def sweep(ask: Ask, name: str, factors: Sequence[float]) -> tuple[Swept, ...]:
     found = []
     for factor in factors:
         ask.say(f"{name} x {factor:g}")
-        found.append(Swept(factor=factor, plan=ask.fastest(scaled(whole, {name: factor}))))
+        found.append((factor, ask.fastest(scaled(whole, {name: factor}))))
     return tuple(found)
 
 
@@ -288,22 +284,13 @@ def load_study(name: str) -> Study:
 def _sizes(table: Table, sequence: int) -> tuple[Sizes, int]:
     from autopar.models.transformer import ATTENTIONS, FAMILIES, Sizes
 
-    family, attention, heads = table.text("family"), table.text("attention"), table.integer("heads")
-    for key, value, known in (("family", family, FAMILIES), ("attention", attention, ATTENTIONS)):
-        if value not in known:
-            raise UsageError.unknown(key, value, known, where=table.place(key))
-    sizes = Sizes(
-        family=family,
-        hidden=table.integer("hidden"),
-        ffn=table.integer("ffn"),
-        heads=heads,
-        kv_heads=table.integer("kv_heads", heads),
-        vocabulary=table.integer("vocabulary"),
-        sequence=sequence,
-        attention=attention,
-        dtype="float32",
-    )
-    return sizes, table.integer("layers")
+    own = ("family", "attention", "heads", "hidden", "ffn", "vocabulary")
+    found = table.fields_of(Sizes, {name: name for name in own})
+    for key, known in (("family", FAMILIES), ("attention", ATTENTIONS)):
+        if found[key] not in known:
+            raise UsageError.unknown(key, found[key], known, where=table.place(key))
+    kv_heads = table.integer("kv_heads", found["heads"])
+    return Sizes(**found, kv_heads=kv_heads, sequence=sequence, dtype="float32"), table.integer("layers")
 
 
 def _texts(table: Table, key: str) -> tuple[str, ...]:

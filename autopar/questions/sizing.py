@@ -9,7 +9,6 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -71,23 +70,18 @@ class Ask(Request):
 
 def tracer(model: str, *, precision: str, opaque: Sequence[str], cache_dir: Path) -> Callable[[int, int | None], Graph]:
     """Traces a MODEL at each length once, for :class:`Ask`; a graph in which samples meet once for each batch too."""
+    kept: dict[tuple[int | None, int | None], Graph] = {}
 
-    @cache
-    def at_batch(samples: int, tokens: int | None) -> Graph:
-        return traced(
+    def at(samples: int, tokens: int | None) -> Graph:
+        for key in ((None, tokens), (samples, tokens)):
+            if key in kept:
+                return kept[key]
+        graph = traced(
             model, sequence=tokens, precision=precision, opaque=opaque, global_batch_size=samples,
             samples_apart=samples_apart, cache_dir=cache_dir,
         )  # fmt: skip
-
-    free: dict[int | None, Graph] = {}
-
-    def at(samples: int, tokens: int | None) -> Graph:
-        if tokens not in free:
-            graph = at_batch(samples, tokens)
-            if graph.exact:
-                return graph
-            free[tokens] = graph
-        return free[tokens]
+        kept[samples if graph.exact else None, tokens] = graph
+        return graph
 
     return at
 

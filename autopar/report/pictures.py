@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict
 from dataclasses import dataclass
 from html import escape
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
+from autopar.cost.step.simulation import compiled
 from autopar.errors import PlanError
 from autopar.plan.file import dumps, plan_to_dict
 from autopar.plan.plan import recompute_text
-from autopar.plan.schedule import Action, dependencies, schedule_actions
 from autopar.plan.text import (
-    batch_text,
+    choices,
     devices_text,
     groups_text,
     layout_groups,
     memory_parts,
     memory_text,
-    schedule_text,
+    model_text,
     time_parts,
-    zero_text,
 )
-from autopar.util.formatting import count, num_bytes, ranges, seconds, share
+from autopar.util.formatting import num_bytes, ranges, seconds, share
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from autopar.plan.plan import Plan
 
@@ -68,30 +68,26 @@ def timeline(plan: Plan) -> list[Span]:
 
 def _spans_of_pipeline(plan: Plan) -> list[Span]:
     """Each action starts when its rank is free and what it depends on has ended."""
-    pp, last_stage = plan.mesh.pp, len(plan.stages) - 1
-    queues = [*map(deque, schedule_actions(plan.schedule, pp, plan.virtual_stages, plan.num_micro_batches))]
-    ends: dict[Action, float] = {}
-    free_s = [0.0] * pp
+    actions = compiled(plan.schedule, plan.mesh.pp, plan.virtual_stages, plan.num_micro_batches)
+    ends = [0.0] * (len(actions.rank) + 1)  # the last one of those that need nothing
+    numbers: dict[tuple[int, str], Iterator[int]] = defaultdict(count)  # a stage takes micro-batches in their order
     spans: list[Span] = []
-    while any(queues):
-        before = len(spans)
-        for rank, queue in enumerate(queues):
-            while queue and all(need in ends for need in dependencies(queue[0], last_stage)):
-                action = queue.popleft()
-                start_s = max([free_s[rank], *(ends[need] for need in dependencies(action, last_stage))])
-                ends[action] = free_s[rank] = start_s + plan.predicted.stage_times[action.stage][action.kind == "B"]
-                spans.append(
-                    Span(
-                        pp_rank=rank,
-                        kind=action.kind,
-                        name=str(action),
-                        start_s=start_s,
-                        end_s=ends[action],
-                        stage=action.stage,
-                        micro_batch=action.micro_batch,
-                    )
-                )
-        assert len(spans) > before, "a schedule never waits for itself"
+    columns = zip(actions.rank, actions.before, actions.need, actions.duration, strict=True)
+    for i, (rank, before, need, duration) in enumerate(columns):
+        stage, kind = duration // 3, "FBF"[duration % 3]
+        start_s, micro_batch = max(ends[before], ends[need]), next(numbers[stage, kind])
+        ends[i] = start_s + plan.predicted.stage_times[stage][kind == "B"]
+        spans.append(
+            Span(
+                pp_rank=rank,
+                kind=kind,
+                name=f"{stage}{kind}{micro_batch}",
+                start_s=start_s,
+                end_s=ends[i],
+                stage=stage,
+                micro_batch=micro_batch,
+            )
+        )
     return spans
 
 
@@ -174,13 +170,10 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
     verdict = "fits" if predicted.fits else '<span class="no">does not fit</span>'
     bound = f"bound {seconds(search.lower_bound_s)}, gap {share(search.gap, 1)}"
     return [
-        ("model", f"{count(plan.model.num_parameters)} parameters, {plan.model.tokens_per_sample:,} tokens a sample"),
+        ("model", model_text(plan)),
         ("mesh", f"{escape(str(plan.mesh))}, {plan.mesh.world_size} ranks"),
         *([("devices", escape(groups_text(plan)))] if plan.groups else []),
-        ("batch", batch_text(plan)),
-        ("schedule", schedule_text(plan)),
-        ("ZeRO", zero_text(plan)),
-        ("recompute", plan.recompute),
+        *((name, escape(text)) for name, text in choices(plan)),
         ("precision", f"{escape(plan.precision.name)}, optimizer {escape(plan.optimizer)}"),
         ("pins", escape(", ".join(plan.pins) or "none")),
         ("step time", f"<b>{seconds(predicted.step_time_s)}</b> ({seconds(low)} to {seconds(high)})"),

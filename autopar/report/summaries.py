@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from autopar.graph.graph import Graph
 from autopar.plan.run_log import RunRecord
-from autopar.plan.text import batch_text, diff_plans, schedule_text, time_parts, zero_text
+from autopar.plan.text import choices, diff_plans, time_parts
 from autopar.planner.search import flops_of_block
 from autopar.rules.table import has_rule
-from autopar.util.formatting import flops, num_bytes, plain_table, ranges, seconds, share
+from autopar.util.formatting import flops, num_bytes, percent, plain_table, ranges, seconds, share
 
 if TYPE_CHECKING:
     from autopar.graph.graph import Block
@@ -103,10 +103,7 @@ def _rows(before: Plan, after: Plan) -> list[tuple[str, str, str, str]]:
         ("model", before.model.name, after.model.name, ""),
         ("cluster", before.cluster, after.cluster, ""),
         ("mesh", str(before.mesh), str(after.mesh), ""),
-        ("batch", batch_text(before), batch_text(after), ""),
-        ("schedule", schedule_text(before), schedule_text(after), ""),
-        ("ZeRO", zero_text(before), zero_text(after), ""),
-        ("recompute", before.recompute, after.recompute, ""),
+        *((name, left, right, "") for (name, left), (_, right) in zip(choices(before), choices(after), strict=True)),
         ("step time", seconds(one.step_time_s), seconds(two.step_time_s), _change(one.step_time_s, two.step_time_s)),
     ]
     for (name, left_s), (_, right_s) in zip(time_parts(one.breakdown), time_parts(two.breakdown), strict=True):
@@ -127,7 +124,7 @@ def _rows(before: Plan, after: Plan) -> list[tuple[str, str, str, str]]:
 
 
 def _change(before: float, after: float, digits: int = 1) -> str:
-    return f"{100 * (after / before - 1):+.{digits}f} %" if before else "-" if not after else "new"
+    return percent(after / before - 1, digits=digits, sign=True) if before else "-" if not after else "new"
 
 
 # --- What a run measured beside what its plan predicted, for `autopar validate --from-run`.

@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from autopar.errors import AutoparError, UsageError, reason
+from autopar.errors import CHECK_FILE, AutoparError, UsageError, reason
 
 
 def write_text(path: Path, text: str, *, make_folder: bool = False) -> None:
@@ -32,6 +33,30 @@ def write_text(path: Path, text: str, *, make_folder: bool = False) -> None:
         with suppress(OSError):
             temporary.unlink()
         raise _refused(path, error) from error
+
+
+def read_text(path: Path, *, fix: str = CHECK_FILE) -> str:
+    """The text of a file, in UTF-8 with or without a mark of it.
+
+    Raises:
+        UsageError: the file cannot be read, or is no such text; with what to do.
+    """
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError.unreadable(path, error, fix=fix) from error
+
+
+def check_same(
+    what: str, path: Path, *, expected: object, got: object, fix: str = "Write to another file, or remove this one"
+) -> None:
+    """A file that a run goes on with has to be of the same ``what``.
+
+    Raises:
+        UsageError: it is of another one.
+    """
+    if got != expected:
+        raise UsageError.mismatch(what, where=str(path), expected=repr(expected), got=repr(got), fix=fix)
 
 
 def check_writable(path: Path, *, make_folder: bool = False) -> None:
@@ -103,6 +128,16 @@ def sources() -> str:
     return found.hexdigest()[:16]
 
 
+def child_environment() -> dict[str, str]:
+    """The environment of another Python process, on one thread, that imports what this one can: the package may lie in no place of its own."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), *sys.path])}
+
+
+def default_cache_dir() -> Path:
+    """Where measurements of this machine are kept unless told otherwise."""
+    return Path.home() / ".cache" / "autopar"
+
+
 def data_directory(name: str) -> Path:
     """The data directory ``name``: ``autopar/_data/NAME`` when installed, ``NAME`` beside the package in a checkout.
 
@@ -122,10 +157,10 @@ def data_directory(name: str) -> Path:
     )
 
 
-def data_files(name: str, suffix: str = ".toml") -> dict[str, Path]:
-    """The files of a data directory by stem, sorted.
+def data_files(name: str) -> dict[str, Path]:
+    """The TOML files of a data directory by stem, sorted.
 
     >>> "h100-sxm5-80gb" in data_files("profiles")
     True
     """
-    return {path.stem: path for path in sorted(data_directory(name).glob(f"*{suffix}"))}
+    return {path.stem: path for path in sorted(data_directory(name).glob("*.toml"))}

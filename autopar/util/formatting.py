@@ -18,10 +18,7 @@ def seconds(value_s: float) -> str:
     """
     if value_s == 0:
         return "0 s"
-    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
-        if abs(value_s) >= scale:
-            return f"{_digits(value_s / scale)} {unit}"
-    return f"{_digits(value_s / 1e-9)} ns"
+    return _in_units(value_s, ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))) or f"{_digits(value_s / 1e-9)} ns"
 
 
 def num_bytes(value: float) -> str:
@@ -30,10 +27,8 @@ def num_bytes(value: float) -> str:
     >>> num_bytes(31 * 2**30), num_bytes(1536), num_bytes(12)
     ('31 GiB', '1.5 KiB', '12 B')
     """
-    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if abs(value) >= 2**power:
-            return f"{_digits(value / 2**power)} {unit}"
-    return f"{value:.0f} B"
+    units = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+    return _in_units(value, units) or f"{value:.0f} B"
 
 
 def count(value: float) -> str:
@@ -42,10 +37,8 @@ def count(value: float) -> str:
     >>> count(2_200_000_000), count(5.4e13), count(124)
     ('2.2 B', '54 T', '124')
     """
-    for scale, unit in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= scale:
-            return f"{_digits(value / scale)} {unit}"
-    return f"{value:.0f}"
+    units = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
+    return _in_units(value, units) or f"{value:.0f}"
 
 
 def flops(value: float) -> str:
@@ -61,6 +54,15 @@ def flops(value: float) -> str:
 def share(part: float, whole: float) -> str:
     """A part in percent; ``-`` where there is no whole."""
     return f"{100 * part / whole:.1f} %" if whole else "-"
+
+
+def percent(value: float | None, *, digits: int = 1, sign: bool = False) -> str:
+    """A fraction in percent; a dash for none.
+
+    >>> percent(0.0814), percent(-0.02, sign=True), percent(0.25, digits=0), percent(None)
+    ('8.1 %', '-2.0 %', '25 %', '-')
+    """
+    return "-" if value is None else f"{100 * value:{'+' if sign else ''}.{digits}f} %"
 
 
 def ranges(labels: Iterable[str]) -> str:
@@ -109,6 +111,11 @@ def some(names: Iterable[str]) -> str:
 def printable(text: str) -> str:
     """The text with control characters shown as ``?``: names come from files that anyone may have written."""
     return "".join(char if char.isprintable() else "?" for char in text)
+
+
+def _in_units(value: float, units: Sequence[tuple[float, str]]) -> str:
+    """In the first unit that it is at least one of; empty where it is less than all of them."""
+    return next((f"{_digits(value / scale)} {unit}" for scale, unit in units if abs(value) >= scale), "")
 
 
 def _digits(value: float) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from autopar.errors import UsageError
+from autopar.util.files import read_text
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -44,10 +45,7 @@ class Table:
         Raises:
             UsageError: the file cannot be read, or is not TOML (with the line).
         """
-        try:
-            text = path.read_text(encoding="utf-8-sig")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError.unreadable(path, error) from error
+        text = read_text(path)
         try:
             return cls(tomllib.loads(text), file=str(path), text=text)
         except tomllib.TOMLDecodeError as error:
@@ -163,19 +161,31 @@ class Table:
         Raises:
             UsageError: a key is missing, unknown or wrong.
         """
-        readers: dict[Any, Callable[..., Any]] = {"str": self.text, "bool": self.flag}
-        numbers: dict[Any, Callable[..., Any]] = {"int": self.integer, "float": self.number}
-        for field in fields(kind):
-            if field.name in given:
-                continue
-            default = None if field.default is MISSING else field.default
-            if field.type in numbers:
-                is_positive = default != 0 and field.name not in may_be_zero
-                given[field.name] = numbers[field.type](field.name, default, positive=is_positive)
-            else:
-                given[field.name] = readers[field.type](field.name, default)
+        own = {field.name: field.name for field in fields(kind) if field.name not in given}
+        given |= self.fields_of(kind, own, may_be_zero=may_be_zero)
         self.finish()
         return kind(**given)
+
+    def fields_of(
+        self, kind: type[DataclassInstance], keys: Mapping[str, str], *, may_be_zero: Collection[str] = ()
+    ) -> dict[str, Any]:
+        """Some fields of a dataclass, by name; as :meth:`record` reads them.
+
+        Args:
+            keys: of this table, and which field each is.
+        """
+        readers: dict[Any, Callable[..., Any]] = {"str": self.text, "bool": self.flag}
+        numbers: dict[Any, Callable[..., Any]] = {"int": self.integer, "float": self.number}
+        found, by_name = {}, {field.name: field for field in fields(kind)}
+        for key, name in keys.items():
+            field = by_name[name]
+            default = None if field.default is MISSING else field.default
+            if field.type in numbers:
+                is_positive = default != 0 and name not in may_be_zero
+                found[name] = numbers[field.type](key, default, positive=is_positive)
+            else:
+                found[name] = readers[field.type](key, default)
+        return found
 
     def finish(self) -> None:
         """Refuse keys that nobody asked for.

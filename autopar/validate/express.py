@@ -14,9 +14,9 @@ from functools import cache, partial
 from autopar.cost.blocks.block_cost import BlockCost, Message
 from autopar.cost.blocks.block_work import BlockWork, block_work, price_block
 from autopar.cost.model import CostModel, StageCost, Step
-from autopar.cost.network.collectives import CollectiveModel
 from autopar.graph.graph import Graph, Op
 from autopar.hardware.cluster import Cluster
+from autopar.hardware.device_rates import times
 from autopar.hardware.read import MachineProfile
 from autopar.models.transformer import Sizes, build
 from autopar.plan.mesh import Mesh
@@ -206,23 +206,13 @@ def slower(prediction: Prediction, factor: float) -> Prediction:
         return prediction
     parts, (low, high) = prediction.breakdown, prediction.step_time_interval_s
     return replace(
-        prediction,
-        step_time_s=prediction.step_time_s * factor,
+        times(prediction, factor, "step_time_s"),
         step_time_interval_s=(low * factor, high * factor),
         mfu=prediction.mfu / factor,
         tokens_per_s=prediction.tokens_per_s / factor,
-        breakdown=replace(parts, **{name: getattr(parts, name) * factor for name in parts.__slots__}),
+        breakdown=times(parts, factor, *parts.__slots__),
         stage_times=tuple((forward * factor, backward * factor) for forward, backward in prediction.stage_times),
     )
-
-
-def step_time_s(
-    run: Run, structures: Sequence[Structure], cluster: Cluster, site: Site, collectives: CollectiveModel
-) -> float:
-    """The step time of :func:`predict` alone; ``collectives``: of the cluster."""
-    model = CostModel(cluster, precision_of(run, site), "adamw", collectives, runtime=runtime_of(run, site))
-    least = min(model.breakdown(*_laid_out(run, s, model, site)).total_s for s in structures)
-    return least * (1.0 + site.slowdown)
 
 
 def mesh_of(run: Run) -> Mesh:

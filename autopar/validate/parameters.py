@@ -17,7 +17,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.hardware.device import Device
+from autopar.hardware.device import TOPICS, Device
 from autopar.hardware.device_rates import CurvePoint, MatmulRate
 from autopar.hardware.read import MachineProfile
 
@@ -140,30 +140,6 @@ def parameters_of(name: str) -> tuple[Parameter, ...]:
     return tuple(p for p in PARAMETERS if p.architecture in ("", architecture_of(name)))
 
 
-def read(profile: MachineProfile) -> dict[str, float]:
-    """The parameters' values in a profile, by key."""
-    return {p.key: _read(profile, p.name) for p in parameters_of(profile.device.name)}
-
-
-def _read(profile: MachineProfile, name: str) -> float:
-    device = profile.device
-    half = next(rate for rate in device.matmul if rate.dtype in HALVES)
-    readers: dict[str, Callable[[], float]] = {
-        "launch_s": lambda: device.launch_s,
-        "blocking_launch_s": lambda: device.blocking_launch_s or device.launch_s,
-        "kernel_fraction": lambda: device.kernel_fraction,
-        "interference": lambda: device.interference,
-        "link_fraction": lambda: profile.intra_node.step_fraction,
-        "float8": lambda: device.rate(FLOAT8).curve[-1].efficiency,
-        "matmul": lambda: half.curve[-1].efficiency,
-        "attention_backward": lambda: half.attention_backward_fraction or half.attention_fraction,
-        "triton": lambda: half.triton_fraction or half.attention_fraction,
-        "triton_backward": lambda: half.triton_backward_fraction or half.triton_fraction or half.attention_fraction,
-    }
-    reader = readers.get(name)
-    return reader() if reader is not None else float(getattr(half, _RATE_FIELDS[name]))
-
-
 def write(profile: MachineProfile, values: Mapping[str, float], *, provenance: str = "") -> MachineProfile:
     """A profile with other values of its parameters; others of ``values`` are left out.
 
@@ -179,8 +155,7 @@ def write(profile: MachineProfile, values: Mapping[str, float], *, provenance: s
 
 
 def _device(device: Device, own: Mapping[str, float], provenance: str) -> Device:
-    topics = {"launch_s": "launch", "blocking_launch_s": "launch", "kernel_fraction": "bandwidth",
-              "interference": "interference"}  # fmt: skip
+    topics = {name: topic for topic, keys in TOPICS.items() for name in keys.values()}
     notes = dict(device.provenance)
     for topic in {topics[name] for name in topics if name in own}:
         notes[topic] = noted(notes[topic], provenance)

@@ -13,6 +13,7 @@ from autopar.hardware.read import MachineProfile, profile_to_dict
 from autopar.plan.prediction import Prediction
 from autopar.planner.search import Progress
 from autopar.util.files import as_toml, write_toml
+from autopar.util.formatting import percent
 from autopar.validate.parameters import Fit
 from autopar.validate.runs import GIB, FailedRow, Run, read_rows
 from autopar.validate.scores import Outcome, Score, calibrate, evaluate
@@ -21,17 +22,6 @@ from autopar.validate.session import Session, predictable
 HEADER = ("source", "runs", "MAPE", "bias", "scaled", "rho", "inside", "pairs in order", "regret (worst)", "memory",
           "false fits", "false misfits")  # fmt: skip
 WORST = 12
-
-
-def percent(value: float | None, *, sign: bool = False) -> str:
-    """A fraction in percent; a dash for none.
-
-    >>> percent(0.0814), percent(-0.02, sign=True), percent(None)
-    ('8.1 %', '-2.0 %', '-')
-    """
-    if value is None:
-        return "-"
-    return f"{100 * value:+.1f} %" if sign else f"{100 * value:.1f} %"
 
 
 def row_of(score: Score) -> tuple[str, ...]:

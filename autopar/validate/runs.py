@@ -12,6 +12,7 @@ from typing import Any, cast
 from autopar.errors import AutoparError, UsageError, closest
 from autopar.models.transformer import ATTENTIONS, FAMILIES
 from autopar.plan.plan import RECOMPUTES
+from autopar.util.files import read_text
 
 PRECISIONS = ("fp32", "fp16", "bf16", "bf16_fp32_grad_accum", "bf16_true", "fp8")
 COUNTS = (
@@ -118,10 +119,7 @@ def read_rows(path: Path) -> tuple[Run | FailedRow, ...]:
     Raises:
         UsageError: the file cannot be read, or a column is missing or unknown.
     """
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError.unreadable(path, error) from error
+    text = read_text(path)
     try:
         return _rows(text, path)
     except csv.Error as error:

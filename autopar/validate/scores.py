@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -132,14 +133,8 @@ def _notable(a: tuple[float, float], b: tuple[float, float]) -> bool:
 
 
 def _pairs(timed: Sequence[tuple[Run, Prediction]]) -> tuple[int, int]:
-    ordered = total = 0
-    for plans in _groups(timed):
-        for i, a in enumerate(plans):
-            for b in plans[:i]:
-                if _notable(a, b):
-                    total += 1
-                    ordered += (a[0] - b[0]) * (a[1] - b[1]) > 0
-    return ordered, total
+    pairs = [pair for plans in _groups(timed) for pair in combinations(plans, 2) if _notable(*pair)]
+    return sum((a[0] - b[0]) * (a[1] - b[1]) > 0 for a, b in pairs), len(pairs)
 
 
 def _regrets(timed: Sequence[tuple[Run, Prediction]]) -> list[float]:

@@ -8,14 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
-from autopar.cost.network.collectives import CollectiveModel
 from autopar.errors import AutoparError, UsageError
-from autopar.hardware.cluster import Cluster
 from autopar.hardware.device_rates import ALIGNED_ELEMENTS
 from autopar.hardware.read import MachineProfile, load_profile
 from autopar.plan.prediction import Prediction
 from autopar.validate import parameters as free
-from autopar.validate.express import Expressed, Structure, predict, step_time_s
+from autopar.validate.express import Expressed, Structure, predict
 from autopar.validate.parameters import (
     PARAMETERS,
     Array,
@@ -105,7 +103,6 @@ class Session:
         self.sites = tuple(site_of(run, sites) for run in runs)
         self.runs = tuple(released(run, site) for run, site in zip(runs, self.sites, strict=True))
         self._expressed = Expressed()
-        self._known_collectives: dict[object, CollectiveModel] = {}
         self.profiles: dict[str, MachineProfile] = dict(profiles or {})
         for run in self.runs:
             if run.device not in self.profiles:
@@ -160,7 +157,9 @@ class Session:
         self, values: Mapping[str, float] | None = None, runs: Sequence[int] | None = None
     ) -> list[Prediction]:
         """Predictions of runs, by index; of all where None. ``values``: of parameters; the profiles' where None."""
-        profiles = self._written(values)
+        profiles = self.profiles
+        if values is not None:
+            profiles = {name: free.write(profile, values) for name, profile in profiles.items()}
         chosen = range(len(self.runs)) if runs is None else runs
         return [self._predicted(i, self.structures[i], profiles) for i in chosen]
 
@@ -168,7 +167,8 @@ class Session:
         self, index: int, structures: Sequence[Structure], profiles: Mapping[str, MachineProfile]
     ) -> Prediction:
         run = self.runs[index]
-        return predict(run, structures, self._cluster(index, profiles[run.device]), self.sites[index])
+        cluster = cluster_of(run, profiles[run.device], self.sites[index])
+        return predict(run, structures, cluster, self.sites[index])
 
     def tried(self, index: int) -> tuple[Structure, ...]:
         """The layouts of one run, of which a prediction can be made.
@@ -183,34 +183,9 @@ class Session:
             raise error.within(self.runs[index].place) from error
         return found
 
-    def _cluster(self, index: int, profile: MachineProfile) -> Cluster:
-        return cluster_of(self.runs[index], profile, self.sites[index])
-
-    def _written(self, values: Mapping[str, float] | None) -> dict[str, MachineProfile]:
-        """The profiles under these values of their parameters; as they are where None."""
-        if values is None:
-            return self.profiles
-        return {name: free.write(profile, values) for name, profile in self.profiles.items()}
-
     def times_s(self, values: Mapping[str, float], runs: Sequence[int]) -> list[float]:
-        """Predicted step times: those of :meth:`predictions`, without what they say of memory."""
-        profiles = self._written(values)
-        times = []
-        for i in runs:
-            cluster = self._cluster(i, profiles[self.runs[i].device])
-            times.append(
-                step_time_s(self.runs[i], self.structures[i], cluster, self.sites[i], self._collectives(cluster))
-            )
-        return times
-
-    def _collectives(self, cluster: Cluster) -> CollectiveModel:
-        """Collectives of a cluster, remembered by its links: most parameters change devices alone."""
-        (group,) = cluster.groups
-        shape = (group.num_nodes, group.devices_per_node, group.nics_per_node)
-        key = (*shape, group.nic, group.intra_node, cluster.library.name)
-        if key not in self._known_collectives:
-            self._known_collectives[key] = CollectiveModel(cluster)
-        return self._known_collectives[key]
+        """Predicted step times."""
+        return [prediction.step_time_s for prediction in self.predictions(values, runs)]
 
     # --- fits
 

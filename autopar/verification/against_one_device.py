@@ -16,9 +16,10 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from autopar.errors import UsageError, VerificationError
-from autopar.graph.graph import Argument, Graph, Op, TensorSpec
+from autopar.graph.graph import Graph, Op, TensorSpec
 from autopar.graph.operator_kinds import DROPOUT_ARGUMENT, draws_random, without_dropout
 from autopar.lower.program import lower
 from autopar.plan.plan import FP32, FP64, Plan, Precision
@@ -30,10 +31,9 @@ from autopar.tracing.trace import LossFunction
 from autopar.verification.first_difference import bisect
 from autopar.verification.rank_pool import WorkerPool
 from autopar.verification.reference import (
-    DoubleSubject,
+    Compared,
     Subject,
     Trained,
-    WithLoss,
     errors,
     loss_of,
     traced_in_double,
@@ -70,7 +70,6 @@ def verify(  # noqa: PLR0913  keywords of the public call
     graph: Graph,
     *,
     steps: int = 3,
-    padded: bool = True,
     run_timeout_s: float = 300.0,
     pool: WorkerPool | None = None,
     precision: Precision = FP32,
@@ -100,20 +99,20 @@ def verify(  # noqa: PLR0913  keywords of the public call
             one device differ as well from one time to the next.
     """
     _check_size(plan)
-    subject = subject if loss_fn is None else WithLoss(subject, loss_fn)
+    compared = Compared(subject, loss_fn)
     graph = in_dtype(_without_dropout(graph), getattr(torch, plan.precision.compute), torch.float32)
     plan = replace(plan, precision=FP32)
     lower(plan, graph)  # what is wrong with the plan is said here once, and not by every rank
     with WorkerPool(plan.mesh.world_size, preload=PRELOAD) if pool is None else nullcontext(pool) as workers:
-        run = _Run(plan=plan, steps=steps, padded=padded, timeout_s=run_timeout_s, pool=workers)
-        report = run.compared_in_double(subject, graph)[0] if precision == FP64 else run.compared(subject, graph)
+        run = _Run(plan=plan, steps=steps, timeout_s=run_timeout_s, pool=workers)
+        report = run.compared_in_double(compared, graph)[0] if precision == FP64 else run.compared(compared, graph)
         if find == "never" or (report.passed and find != "always") or plan.data_shares:
             return report
         found = bisect(
-            subject,
+            compared,
             plan,
             in_dtype(graph, torch.float32, torch.float64),
-            run.batches(subject),
+            run.batches(compared),
             report.reference_losses,
             pool=workers,
             timeout_s=run_timeout_s,
@@ -145,11 +144,10 @@ class _Run:
 
     plan: Plan
     steps: int
-    padded: bool
     timeout_s: float
     pool: WorkerPool
 
-    def compared(self, subject: Subject, graph: Graph) -> VerifyReport:
+    def compared(self, subject: Compared, graph: Graph) -> VerifyReport:
         """In fp32; past the limits, in fp64 as well."""
         report, alone = self._report(subject, self.plan, graph)
         if report.is_within:
@@ -159,7 +157,7 @@ class _Run:
             double, truth = self.compared_in_double(subject, graph)
             rows, why = double.rows, ""
         except VerificationError as error:
-            rows, why, truth = (), str(error), self._reference(DoubleSubject(subject))
+            rows, why, truth = (), str(error), self._reference(replace(subject, is_double=True))
         confirmation = self._nudged_double(
             subject, Confirmation(rows=rows, alone=errors(0, alone, truth), why=why), truth
         )
@@ -167,19 +165,19 @@ class _Run:
             confirmation = self._nudged(subject, confirmation, report, truth)
         return replace(report, confirmation=confirmation)
 
-    def _nudged_double(self, subject: Subject, confirmation: Confirmation, truth: Trained) -> Confirmation:
+    def _nudged_double(self, subject: Compared, confirmation: Confirmation, truth: Trained) -> Confirmation:
         """With further runs of one device in fp64, where the plan is a little past the tolerances of fp64."""
         if not confirmation.rows or confirmation.error > DOUBLE_CEILING:
             return confirmation
         for seed in range(DOUBLE_NUDGES):
             if confirmation.agrees:
                 break
-            own = errors(0, self._reference(DoubleSubject(subject), nudge=seed), truth, FP64)
+            own = errors(0, self._reference(replace(subject, is_double=True), nudge=seed), truth, FP64)
             confirmation = replace(confirmation, nudged_double=(*confirmation.nudged_double, own))
         return confirmation
 
     def _nudged(
-        self, subject: Subject, confirmation: Confirmation, report: VerifyReport, truth: Trained
+        self, subject: Compared, confirmation: Confirmation, report: VerifyReport, truth: Trained
     ) -> Confirmation:
         """With as many further runs of one device as it takes to explain what the plan is off by, or all of them."""
         for seed in range(NUDGES):
@@ -189,9 +187,9 @@ class _Run:
             confirmation = replace(confirmation, nudged=(*confirmation.nudged, own))
         return confirmation
 
-    def compared_in_double(self, subject: Subject, graph: Graph) -> tuple[VerifyReport, Trained]:
+    def compared_in_double(self, subject: Compared, graph: Graph) -> tuple[VerifyReport, Trained]:
         """In fp64, and what one device came to."""
-        double = DoubleSubject(subject)
+        double = replace(subject, is_double=True)
         wide = traced_in_double(double, graph)
         if wide is None:
             raise VerificationError(
@@ -201,7 +199,7 @@ class _Run:
             )
         return self._report(double, replace(self.plan, precision=FP64), _without_dropout(wide))
 
-    def _report(self, subject: Subject, plan: Plan, graph: Graph) -> tuple[VerifyReport, Trained]:
+    def _report(self, subject: Compared, plan: Plan, graph: Graph) -> tuple[VerifyReport, Trained]:
         reference = self._reference(subject)
         with tempfile.TemporaryDirectory(prefix="autopar-") as folder:
             path = Path(folder) / "reference.pt"
@@ -210,12 +208,11 @@ class _Run:
             rows = self.pool.run(*job, size=plan.mesh.world_size, timeout_s=self.timeout_s)
         return VerifyReport(steps=self.steps, reference_losses=reference["losses"], rows=rows), reference
 
-    def batches(self, subject: Subject) -> list[dict[str, Tensor]]:
+    def batches(self, subject: Compared) -> list[dict[str, Tensor]]:
         """Of every step."""
-        size = self.plan.global_batch_size
-        return [subject.make_batch(size, seed=step, padded=self.padded) for step in range(self.steps)]
+        return [subject.make_batch(self.plan.global_batch_size, seed=step) for step in range(self.steps)]
 
-    def _check_repeats(self, subject: Subject) -> None:
+    def _check_repeats(self, subject: Compared) -> None:
         """One device gives the same loss twice, or nothing can be compared with it."""
         batch = self.batches(subject)[0]
         with torch.no_grad():
@@ -226,12 +223,12 @@ class _Run:
                 fix="Turn off what draws random numbers besides dropout modules: dropout that forward makes, noise that it adds",
             )
 
-    def _reference(self, subject: Subject, *, nudge: int | None = None) -> Trained:
+    def _reference(self, subject: Compared, *, nudge: int | None = None) -> Trained:
         """What one device comes to; ``nudge``: the seed by which its parameters are moved before."""
         model, batches = subject.build(), self.batches(subject)  # outside: random numbers depend on the dtype
         if nudge is not None:
             _nudge(model, nudge)
-        with in_double() if isinstance(subject, DoubleSubject) else nullcontext():
+        with in_double() if subject.is_double else nullcontext():
             return trained_alone(model, batches)
 
 
@@ -259,15 +256,9 @@ def in_dtype(graph: Graph, compute: torch.dtype, wanted: torch.dtype) -> Graph:
     def spec(old: TensorSpec) -> TensorSpec:
         return replace(old, dtype=wanted) if old.dtype == compute else old
 
-    def argument(old: Argument) -> Argument:
-        if isinstance(old, tuple):
-            return tuple(argument(item) for item in old)
-        return wanted if old is compute else old
-
     def op(old: Op) -> Op:
-        kwargs = tuple((key, argument(value)) for key, value in old.kwargs)
-        outputs = tuple(spec(output) for output in old.outputs)
-        return replace(old, args=tuple(argument(a) for a in old.args), kwargs=kwargs, outputs=outputs)
+        given = pytree.tree_map(lambda value: wanted if value is compute else value, (old.args, old.kwargs))
+        return replace(old, args=given[0], kwargs=given[1], outputs=tuple(map(spec, old.outputs)))
 
     def value(old: Tensor | None) -> Tensor | None:
         return old.to(wanted) if old is not None and old.dtype == compute else old
@@ -283,7 +274,7 @@ def in_dtype(graph: Graph, compute: torch.dtype, wanted: torch.dtype) -> Graph:
 
 
 def _compare(
-    subject: Subject,
+    subject: Compared,
     plan: Plan,
     graph: Graph,
     batches: Sequence[Mapping[str, Tensor]],
@@ -292,6 +283,6 @@ def _compare(
     """One rank's side."""
     world = World(plan.mesh, "cpu")
     parallel = ParallelModel(lower(plan, graph, rank=world.rank), world, ModelWeights(subject.build(), 0))
-    with in_double() if isinstance(subject, DoubleSubject) else nullcontext():  # regions run as the user wrote them
+    with in_double() if subject.is_double else nullcontext():  # regions run as the user wrote them
         mine = trained_in_parallel(parallel, batches)
     return errors(dist.get_rank(), mine, torch.load(path, mmap=True), plan.precision)

@@ -7,6 +7,7 @@ import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +19,10 @@ from autopar.errors import InternalError, UsageError, reason
 from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.describe import with_free_links
-from autopar.models.graph_for_plan import is_factory, model_of, samples_of, sequence_of
+from autopar.models.graph_for_plan import is_factory, model_of, samples_of, sequence_of, trace_model
 from autopar.models.resolve import random_example_for, resolve_model, without_dropout
 from autopar.plan.check import check_model
-from autopar.plan.plan import Plan
+from autopar.plan.plan import FP32, Plan, Precision
 from autopar.request import Request
 from autopar.tracing.batch import named_batch
 from autopar.util.copies import deep_copy
@@ -55,26 +56,28 @@ class VerifiedModel:
     source: ModelSource
     masked: bool
 
-    def build(self) -> torch.nn.Module:
+    def build(self, *, drops: bool = False) -> torch.nn.Module:
         """The model on CPU; no parameter is left at zero or one, where a wrong sum or factor would not show."""
-        return with_noise(self.source.build())
+        return with_noise(self.source.build(drops=drops))
 
-    def as_traced(self) -> torch.nn.Module:
-        """The model on CPU, with what it drops."""
-        return self.source.build(drops=True)
-
-    def make_batch(self, batch_size: int, *, seed: int, padded: bool = False) -> dict[str, torch.Tensor]:
-        """Random inputs."""
-        batch = self.source.make_batch(batch_size, seed=seed, padded=padded)
+    def make_batch(self, batch_size: int, *, seed: int) -> dict[str, torch.Tensor]:
+        """Random inputs, of different lengths where the model knows such."""
+        batch = self.source.make_batch(batch_size, seed=seed, padded=True)
         names = batch if self.masked else self.source.example_inputs
         return {name: batch[name] for name in names if name in batch}
 
     def trace(
-        self, *, global_batch_size: int | None = None, opaque: Sequence[str] = (), as_trained: bool = False
+        self,
+        precision: Precision = FP32,
+        *,
+        global_batch_size: int | None = None,
+        opaque: Sequence[str] = (),
+        as_trained: bool = False,
     ) -> Graph:
         """The graph on such batches.
 
         Args:
+            precision: of the plans that it is for.
             global_batch_size: at which the model is traced where samples meet; without it they must be apart.
             opaque: modules that are not looked into.
             as_trained: with the noise that training draws, as plans are made for; otherwise a model that draws any
@@ -82,29 +85,18 @@ class VerifiedModel:
                 float64 as well, runs without.
         """
         from autopar.graph.operator_kinds import draws_random
-        from autopar.models.graph_for_plan import for_batch
         from autopar.planner.sharding.input_axes import samples_apart
-        from autopar.tracing.trace import trace as trace_model
 
-        model = self.source.model
-
-        def trace_at(samples: int | None) -> Graph:
-            batch = self.make_batch(samples or self.source.batch_size, seed=0, padded=True)
-            example = {name: value.to("meta") for name, value in batch.items()}
-            options: dict[str, Any] = {"name": self.source.name, "opaque": opaque, "exact": samples is not None}
-            return trace_model(model, (), example, **options)
-
-        def trace_one() -> Graph:
-            return (
-                trace_at(None) if global_batch_size is None else for_batch(trace_at, global_batch_size, samples_apart)
-            )
-
-        graph = trace_one()
+        batch = self.make_batch(self.source.batch_size, seed=0)
+        example = {name: value.to("meta") for name, value in batch.items()}
+        options: dict[str, Any] = {"name": self.source.name, "opaque": opaque, "global_batch_size": global_batch_size}
+        traced = partial(trace_model, example_inputs=example, precision=precision, samples_apart=samples_apart)
+        graph = traced(self.source.model, **options)
         if as_trained or not any(draws_random(op.target) or op.target == "autopar.dropout" for op in graph.ops):
             return graph
         model = copy.deepcopy(self.source.model)
         without_dropout(model)
-        return trace_one()
+        return traced(model, **options)
 
 
 EXAMPLES = 8
@@ -123,17 +115,14 @@ class OwnModel:
     source: nn.Module | Callable[[], nn.Module]
     examples: Mapping[str, Any]
 
-    def build(self) -> nn.Module:
-        """The model on CPU in float32 without dropout; no parameter is left at zero or one."""
-        model = self.as_traced()
-        without_dropout(model)
+    def build(self, *, drops: bool = False) -> nn.Module:
+        """The model on CPU in float32, without dropout unless it ``drops``; no parameter is left at zero or one."""
+        model = deep_copy(made(self.source)).float().cpu().train()
+        if not drops:
+            without_dropout(model)
         return with_noise(model)
 
-    def as_traced(self) -> nn.Module:
-        """The model on CPU in float32, with what it drops."""
-        return deep_copy(made(self.source)).float().cpu().train()
-
-    def make_batch(self, batch_size: int, *, seed: int, padded: bool = False) -> dict[str, Any]:
+    def make_batch(self, batch_size: int, *, seed: int) -> dict[str, Any]:
         """Samples of the examples: each as often as any other, in an order that depends on the seed alone."""
         size = samples_of(self.examples) or 1
         generator = torch.Generator().manual_seed(seed)
@@ -255,12 +244,10 @@ def of_file(path: Path, model: str | None) -> tuple[Plan, VerifiedModel, Graph]:
     """
     plan = Plan.load(path)
     name = model or model_of(plan, path)
-    sequence = sequence_of(plan, name)
-    source = resolve_model(name, sequence_length=sequence)
-    traced = resolve_model(name, sequence_length=sequence, dtype=getattr(torch, plan.precision.compute))
+    source = resolve_model(name, sequence_length=sequence_of(plan, name))
     graphs = {
-        masked: VerifiedModel(traced, masked).trace(
-            global_batch_size=plan.global_batch_size, opaque=plan.opaque, as_trained=True
+        masked: VerifiedModel(source, masked).trace(
+            plan.precision, global_batch_size=plan.global_batch_size, opaque=plan.opaque, as_trained=True
         )
         for masked in (False, True)
     }

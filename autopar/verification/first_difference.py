@@ -133,22 +133,20 @@ def bisect(
     return Bisection(difference=None, steps=len(batches), graph_loss=graph_loss)
 
 
+@dataclass
 class _Search:
     """One device and the ranks, step by step."""
 
-    def __init__(
-        self,
-        subject: Subject,
-        plan: Plan,
-        graph: Graph,
-        batches: Sequence[Mapping[str, Tensor]],
-        pool: WorkerPool,
-        timeout_s: float,
-    ) -> None:
-        self.subject, self.plan, self.graph, self.batches = subject, plan, graph, batches
-        self.pool, self.timeout_s = pool, timeout_s
-        self.trail = Trail(plan, graph)
-        self.one = OneDevice(self.trail.whole, subject.build())
+    subject: Subject
+    plan: Plan
+    graph: Graph
+    batches: Sequence[Mapping[str, Tensor]]
+    pool: WorkerPool
+    timeout_s: float
+
+    def __post_init__(self) -> None:
+        self.trail = Trail(self.plan, self.graph)
+        self.one = OneDevice(self.trail.whole, self.subject.build())
         self.optimizer = adamw(self.one.parameters.values())
 
     def step(self, step: int, *, thorough: bool) -> Difference | None:
@@ -169,8 +167,15 @@ class _Search:
         if wrong_gradient is not None:
             return _of_sum(self.trail, *wrong_gradient, step)
         if wrong_loss is not None:
-            return _of_loss(wrong_loss, step)
-        return None if wrong_parameter is None else _of_optimizer(*wrong_parameter, step)
+            what = "the sum of the loss over data ranks and micro-batches"
+            right, mismatch = "every value and gradient in the graph agrees", wrong_loss
+        elif wrong_parameter is not None:
+            name, mismatch = wrong_parameter
+            what = f"parameter {name} after the step of the optimizer"
+            right = "it agreed before the step, and so does every gradient"
+        else:
+            return None
+        return Difference(step=step + 1, what=what, while_right=right, mismatch=mismatch, remedy=_REPORT)
 
     def _find(self, step: int, ranks: Sequence[_Recorded]) -> Spot | None:
         spot = self.trail.first([rank.tape for rank in ranks], self.tape, self.one.values)
@@ -281,24 +286,4 @@ def _of_sum(trail: Trail, name: str, mismatch: Mismatch, step: int) -> Differenc
         mismatch=mismatch,
         remedy=f"{_REPORT}; until then another --pin zero=N or dp_replicate=N sums in another way",
         **said,
-    )
-
-
-def _of_loss(mismatch: Mismatch, step: int) -> Difference:
-    return Difference(
-        step=step + 1,
-        what="the sum of the loss over data ranks and micro-batches",
-        while_right="every value and gradient in the graph agrees",
-        mismatch=mismatch,
-        remedy=_REPORT,
-    )
-
-
-def _of_optimizer(name: str, mismatch: Mismatch, step: int) -> Difference:
-    return Difference(
-        step=step + 1,
-        what=f"parameter {name} after the step of the optimizer",
-        while_right="it agreed before the step, and so does every gradient",
-        mismatch=mismatch,
-        remedy=_REPORT,
     )

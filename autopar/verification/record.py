@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from autopar.graph.graph import Argument, Graph, Op, Ref
+from autopar.graph.graph import Graph, Op, Ref, map_refs
 from autopar.graph.interpreter import function_of, leaves
 from autopar.lower.emit import SEED
 from autopar.runtime.parallel_model import ParallelModel
@@ -36,7 +36,7 @@ class Watch:
 
     values: frozenset[Ref]
     edges: frozenset[tuple[str, int]]
-    places: frozenset[int]
+    places: frozenset[int] = frozenset()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -215,12 +215,10 @@ class OneDevice:
     def _run(self, op: Op, env: Mapping[Ref, Tensor], tape: Tape) -> Any:
         positions, operands = count(), list[Any]()
 
-        def value(argument: Argument) -> Any:
-            if isinstance(argument, Ref):
-                operands.append(tape.taken(op.name, next(positions), env[argument], 0))
-                return operands[-1]
-            return [value(item) for item in argument] if isinstance(argument, tuple) else argument
+        def taken(ref: Ref) -> Any:
+            operands.append(tape.taken(op.name, next(positions), env[ref], 0))
+            return operands[-1]
 
-        args = [value(argument) for argument in op.args]
-        kwargs = {key: value(argument) for key, argument in op.kwargs}
+        args = [map_refs(argument, taken) for argument in op.args]
+        kwargs = {key: map_refs(argument, taken) for key, argument in op.kwargs}
         return tape.made(op.name, function_of(op, self._model)(*args, **kwargs), operands, 0)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, TypedDict, runtime_checkable
+from typing import Any, Protocol, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -137,55 +137,45 @@ def _relative(difference: float, size: float) -> float:
     return float("inf") if math.isnan(ratio) else ratio
 
 
-@dataclass(frozen=True, slots=True)
-class WithLoss:
-    """``loss_fn(output, batch)`` in place of what the model returns; modules and parameters keep their names.
+class Subject(Protocol):
+    """What is verified; picklable, the same in every process."""
 
-    Picklable if both are: a function that can be imported.
+    def build(self, *, drops: bool = False) -> nn.Module:
+        """The model on CPU with real weights, always the same ones; without dropout, unless it ``drops`` as plans are made for."""
+
+    def make_batch(self, batch_size: int, *, seed: int) -> dict[str, Tensor]:
+        """Inputs by name; samples of different lengths, with ignored labels where they end, where the model knows such."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A subject as it is compared; modules and parameters keep their names. Picklable if its parts are.
+
+    Attributes:
+        loss_fn: ``loss_fn(output, batch)``, in place of what the model returns; a function that can be imported.
+        is_double: parameters, buffers and inputs are the float32 ones, held in float64.
     """
 
     subject: Subject
-    loss_fn: LossFunction
+    loss_fn: LossFunction | None = None
+    is_double: bool = False
 
-    def build(self) -> nn.Module:
+    def build(self, *, drops: bool = False) -> nn.Module:
         """The model on CPU; its forward takes all of a batch."""
-        model = self.subject.build()
-        model.forward = partial(_loss, model.forward, self.loss_fn)
-        return model
+        model = self.subject.build(drops=drops)
+        if self.loss_fn is not None:
+            model.forward = partial(_loss, model.forward, self.loss_fn)
+        return model.double() if self.is_double else model
 
-    def as_traced(self) -> nn.Module:
-        """The model with what it drops."""
-        model = as_traced(self.subject)
-        model.forward = partial(_loss, model.forward, self.loss_fn)
-        return model
-
-    def make_batch(self, batch_size: int, *, seed: int, padded: bool = False) -> dict[str, Tensor]:
+    def make_batch(self, batch_size: int, *, seed: int) -> dict[str, Tensor]:
         """Inputs by name, those of the loss among them."""
-        return self.subject.make_batch(batch_size, seed=seed, padded=padded)
+        batch = self.subject.make_batch(batch_size, seed=seed)
+        return widened(batch) if self.is_double else batch
 
 
 def _loss(forward: Callable[..., Any], loss_fn: LossFunction, **batch: Any) -> Tensor:
     positional, named = arguments(forward, batch)
     return loss_fn(forward(*(batch[k] for k in positional), **{k: batch[k] for k in named}), batch)
-
-
-@dataclass(frozen=True, slots=True)
-class DoubleSubject:
-    """A subject whose parameters, buffers and inputs are the float32 ones, held in float64."""
-
-    subject: Subject
-
-    def build(self) -> nn.Module:
-        """The model on CPU."""
-        return self.subject.build().double()
-
-    def as_traced(self) -> nn.Module:
-        """The model with what it drops."""
-        return as_traced(self.subject).double()
-
-    def make_batch(self, batch_size: int, *, seed: int, padded: bool = False) -> dict[str, Tensor]:
-        """Inputs by name."""
-        return widened(self.subject.make_batch(batch_size, seed=seed, padded=padded))
 
 
 def widened(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -196,15 +186,14 @@ def widened(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return wide
 
 
-def traced_in_double(subject: DoubleSubject, graph: Graph) -> Graph | None:
+def traced_in_double(subject: Compared, graph: Graph) -> Graph | None:
     """The subject in float64 as the operators, names and blocks of ``graph``, so that its plans fit; None: they differ.
 
     Traced anew: constants that were folded in float32 are rounded.
     """
-    batch = subject.make_batch(max(graph.batch_size, 2), seed=0, padded=True)
+    batch = subject.make_batch(max(graph.batch_size, 2), seed=0)
     example = pytree.tree_map_only(Tensor, lambda value: value.to("meta"), batch)
-    drops = any(op.target == "autopar.dropout" for op in graph.ops)
-    model = subject.as_traced() if drops else subject.build()
+    model = subject.build(drops=any(op.target == "autopar.dropout" for op in graph.ops))
     try:
         with in_double():
             found = trace(model, (), example, name=graph.name, opaque=_opaque_modules(graph), exact=graph.exact)
@@ -229,26 +218,3 @@ def _outline(graph: Graph) -> tuple[object, ...]:
         tuple((op.name, op.target, op.operands, tuple(o.shape for o in op.outputs)) for op in ops),
         tuple((b.index, b.label) for b in graph.blocks),
     )
-
-
-@runtime_checkable
-class Dropping(Protocol):
-    """A subject whose plans are made for a model that drops something."""
-
-    def as_traced(self) -> nn.Module:
-        """The model on CPU, with what it drops."""
-
-
-def as_traced(subject: Subject) -> nn.Module:
-    """The model as plans are made for it."""
-    return subject.as_traced() if isinstance(subject, Dropping) else subject.build()
-
-
-class Subject(Protocol):
-    """What is verified; picklable, the same in every process."""
-
-    def build(self) -> nn.Module:
-        """The model on CPU with real weights, without dropout, always the same ones."""
-
-    def make_batch(self, batch_size: int, *, seed: int, padded: bool = False) -> dict[str, Tensor]:
-        """Inputs by name; ``padded``: samples of different lengths, with ignored labels where they end."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -165,12 +166,7 @@ def largest(values: Iterable[Tensor | None]) -> float:
 
 def _sum(pieces: Iterable[Tensor | None], like: Tensor) -> Tensor:
     given = [piece for piece in pieces if piece is not None]
-    if not given:
-        return torch.zeros_like(like)
-    total = given[0]
-    for piece in given[1:]:
-        total = total + piece
-    return total
+    return reduce(torch.add, given) if given else torch.zeros_like(like)
 
 
 def _compare(

@@ -8,7 +8,7 @@ those that its readers pass back.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -72,18 +72,17 @@ class Trail:
         places = frozenset((PRELUDE, *range(len(self.local.blocks))))
         here = self._edges(self.local, made, self.local.blocks)
         there = self._edges(self.whole, origins, self.whole.blocks)
-        none = frozenset[int]()
-        return Watch(values=made | prelude, edges=here, places=places), Watch(values=origins, edges=there, places=none)
+        return Watch(values=made | prelude, edges=here, places=places), Watch(values=origins, edges=there)
 
     def inside(self, index: int) -> tuple[Watch, Watch]:
         """Everything in one block."""
 
-        def watch(graph: Graph, places: frozenset[int]) -> Watch:
+        def watch(graph: Graph) -> Watch:
             ops = graph.block_ops(graph.blocks[index])
             edges = frozenset((op.name, position) for op in ops for position in range(len(op.operands)))
-            return Watch(values=frozenset(ref for op in ops for ref in _outputs(op)), edges=edges, places=places)
+            return Watch(values=frozenset(ref for op in ops for ref in _outputs(op)), edges=edges)
 
-        return watch(self.local, frozenset((index,))), watch(self.whole, frozenset())
+        return replace(watch(self.local), places=frozenset((index,))), watch(self.whole)
 
     def _edges(self, graph: Graph, made: frozenset[Ref], blocks: Sequence[Block]) -> frozenset[tuple[str, int]]:
         """Operands that are handed on or are parameters."""

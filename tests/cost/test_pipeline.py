@@ -18,7 +18,7 @@ from autopar.cost.step.simulation import (
     simulate,
     with_chains,
 )
-from autopar.plan.schedule import dependencies, schedule_actions
+from tests.support.example_plans import dependencies, schedule_actions
 
 F, B = 1.0, 2.0
 

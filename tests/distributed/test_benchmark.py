@@ -73,6 +73,9 @@ def test_two_plans_on_two_ranks(pool: WorkerPool, tmp_path: Path) -> None:
     assert [row.measured_s for row in again.rows] == [row.measured_s for row in outcome.rows]
     with pytest.raises(UsageError, match="benchmark of this file of results does not match"):
         on_cluster(replace(request, optimizer="sgd"), source, cluster, launch, results=kept)
+    kept.write_text(kept.read_text(encoding="utf-8")[:-9], encoding="utf-8")
+    with pytest.raises(UsageError, match=r"Cannot read .*results\.json"):
+        on_cluster(request, source, cluster, launch, results=kept)
 
 
 def test_a_plan_that_fails_is_recorded_and_the_others_are_measured(pool: WorkerPool) -> None:

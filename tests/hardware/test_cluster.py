@@ -155,7 +155,6 @@ def test_a_file_can_mix_devices_links_and_tiers(tmp_path: Path) -> None:
     assert not cluster.is_homogeneous
     assert [device.name for device in cluster.devices] == ["a100-sxm4-80gb", "a100-sxm4-40gb"]
     assert cluster.device_of(8).memory_bytes == 2 * 10**10
-    assert cluster.ranks_by_node([0, 7, 8, 15, 16]) == {0: (0,), 1: (7,), 2: (8, 15), 3: (16,)}
     tiers = [cluster.tier_of(ranks) for ranks in ([3], [0, 3], [0, 4], [0, 8], range(24))]
     assert tiers == ["device", "node", "rack", NETWORK, NETWORK]
     assert Cluster.from_dict(cluster.to_dict()) == cluster

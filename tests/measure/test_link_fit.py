@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -66,7 +66,7 @@ def test_known_links_are_found_again_and_survive_their_file(true: Cluster, tmp_p
     for found, known in ((links.intra_node, group.intra_node), (links.nic, group.nic)):
         assert found.latency_s == pytest.approx(known.latency_s, rel=0.02)
         assert found.bandwidth_bytes_per_s == pytest.approx(known.bandwidth_bytes_per_s, rel=0.02)
-    (tmp_path / "links.toml").write_text(tomli_w.dumps(links.to_dict()), encoding="utf-8")
+    (tmp_path / "links.toml").write_text(tomli_w.dumps(asdict(links)), encoding="utf-8")
     by_option = Cluster.parse(f"cpu:2x2?links={tmp_path}/links.toml")
     (tmp_path / "cluster.toml").write_text(
         'links = "links.toml"\n[[group]]\ndevice = "cpu"\nnum_nodes = 2\ndevices_per_node = 2\n', encoding="utf-8"
@@ -94,7 +94,7 @@ def test_measured_times_go_before_the_algorithms(true: Cluster, tmp_path: Path) 
     links = links_of(
         sets, points, nodes=(0, 0), machine=load_profile("cpu"), library="gloo", where="e", points_name="p"
     )
-    (tmp_path / "links.toml").write_text(tomli_w.dumps(links.to_dict()), encoding="utf-8")
+    (tmp_path / "links.toml").write_text(tomli_w.dumps(asdict(links)), encoding="utf-8")
     two = CollectiveModel(Cluster.parse(f"cpu:1x2?links={tmp_path}/links.toml"))
     assert two.time_s("all_reduce", 12345, Mesh(tp=2), ("tp",)) == pytest.approx(1e-3 + 12345e-8)
     four = CollectiveModel(Cluster.parse(f"cpu:1x4?links={tmp_path}/links.toml"))  # other siblings on the node

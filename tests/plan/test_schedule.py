@@ -11,14 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import UsageError
-from autopar.plan.schedule import (
-    Action,
-    check_schedule,
-    dependencies,
-    peak_table,
-    schedule_actions,
-    schedule_numbers,
-)
+from autopar.plan.schedule import check_schedule, peak_table, schedule_numbers
+from tests.support.example_plans import Action, dependencies, schedule_actions
 
 
 def _torch_interleaved(pp: int, virtual_stages: int, num_micro_batches: int) -> list[list[str]]:

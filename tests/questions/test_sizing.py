@@ -89,11 +89,11 @@ def test_the_cheapest_cluster_is_that_of_all_sizes_of_all_kinds(times: dict[str,
 
 def test_a_sweep_has_the_best_plan_of_each_cluster() -> None:
     swept = sweep(ASK, "link.bandwidth", (0.1, 1.0, 4.0))
-    for s in swept:
-        plan = alone(ASK, scaled(Cluster.parse(KIND), {"link.bandwidth": s.factor}))
-        assert s.plan and plan
-        assert s.plan.predicted == plan.predicted
-    seconds = [s.plan.predicted.step_time_s for s in swept if s.plan]
+    for factor, best in swept:
+        plan = alone(ASK, scaled(Cluster.parse(KIND), {"link.bandwidth": factor}))
+        assert best and plan
+        assert best.predicted == plan.predicted
+    seconds = [best.predicted.step_time_s for _, best in swept if best]
     assert seconds[0] > seconds[1] > seconds[2]
 
 

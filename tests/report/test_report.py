@@ -14,12 +14,11 @@ from hypothesis import given, settings
 from rich.cells import cell_len
 
 from autopar.errors import PlanError
-from autopar.plan.plan import Plan
-from autopar.plan.schedule import schedule_actions
+from autopar.plan.plan import Plan, RankGroup
 from autopar.plan.text import render_plan
 from autopar.report.pictures import perfetto_trace, render_html, timeline
 from autopar.report.summaries import render_comparison
-from tests.support.example_plans import llama_plan, single_plan
+from tests.support.example_plans import llama_plan, schedule_actions, single_plan
 from tests.support.strategies import plans
 
 Golden = Callable[[str, str], None]
@@ -83,7 +82,10 @@ class _Tags(HTMLParser):
 
 
 def test_page_is_whole_and_escapes_names() -> None:
-    page = render_html(replace(llama_plan(), pins=("<script>alert(1)</script>",)))
+    script = "<script>alert(1)</script>"
+    shared = replace(single_plan(), groups=(RankGroup(start=0, stop=1, device=script),), data_shares=(1,))
+    assert "<script" not in render_html(shared)
+    page = render_html(replace(llama_plan(), pins=(script,)))
     tags = _Tags()
     tags.feed(page)
     assert tags.open == []

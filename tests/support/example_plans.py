@@ -1,12 +1,16 @@
-"""Two hand-made plans, small enough to read, for printing and for broken copies."""
+"""Two hand-made plans, small enough to read, for printing and for broken copies; and what the actions of a schedule wait for."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
 
 from autopar.plan.mesh import I, Mesh, S, Type
 from autopar.plan.plan import BF16, FP32, AxisTyping, BlockLayout, BlockPlan, ModelInfo, Plan, SearchRecord, StagePlan
 from autopar.plan.prediction import Breakdown, Memory, Prediction
+from autopar.plan.schedule import schedule_numbers
 
 _GIB = 2**30
 
@@ -125,3 +129,43 @@ def at_rest(plan: Plan, axis: str = "tp") -> dict[str, object]:
         if typing.axis == axis
         for name, kind in zip(typing.parameter_names, typing.parameters, strict=True)
     }
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """Forward (``F``) or backward (``B``) of one micro-batch on one stage; prints as torch prints it.
+
+    >>> print(Action(2, "F", 0))
+    2F0
+    """
+
+    stage: int
+    kind: Literal["F", "B"]
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.micro_batch}"
+
+
+def schedule_actions(name: str, pp: int, virtual_stages: int, num_micro_batches: int) -> tuple[tuple[Action, ...], ...]:
+    """The actions of each pipeline rank, in order.
+
+    >>> for rank in schedule_actions("1F1B", 2, 1, 3):
+    ...     print(*rank)
+    0F0 0F1 0B0 0F2 0B1 0B2
+    1F0 1B0 1F1 1B1 1F2 1B2
+    """
+    numbers = schedule_numbers(name, pp, virtual_stages, num_micro_batches)
+    stages, rest = np.divmod(numbers, 2 * num_micro_batches)
+    backwards, batches = np.divmod(rest, num_micro_batches)
+    rows = zip(stages.tolist(), backwards.tolist(), batches.tolist(), strict=True)
+    return tuple(tuple(Action(s, "B" if b else "F", i) for s, b, i in zip(*row, strict=True)) for row in rows)
+
+
+def dependencies(action: Action, last_stage: int) -> tuple[Action, ...]:
+    """What must have finished before, on any rank: the stage before for F, the stage after (or the own F) for B."""
+    if action.kind == "F":
+        return (Action(action.stage - 1, "F", action.micro_batch),) if action.stage else ()
+    if action.stage == last_stage:
+        return (Action(action.stage, "F", action.micro_batch),)
+    return (Action(action.stage + 1, "B", action.micro_batch),)

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from autopar.hardware.read import MachineProfile
 from autopar.plan.prediction import Prediction
+from autopar.validate import parameters as free
 from autopar.validate.express import predict
 from autopar.validate.practice import Site, cluster_of
 from autopar.validate.runs import FailedRow, Run, read_rows
@@ -45,3 +47,25 @@ def at_sites(run: Run, *sites: Site) -> list[Prediction]:
     session = Session([run], sites=sites[:1])
     cluster = cluster_of(run, session.profiles[run.device], sites[0])
     return [predict(run, session.structures[0], cluster, site) for site in sites]
+
+
+def parameter_values(profile: MachineProfile) -> dict[str, float]:
+    """The values of the free parameters in a profile, by key."""
+    device, rate_fields = profile.device, free._RATE_FIELDS
+    half = next(rate for rate in device.matmul if rate.dtype in free.HALVES)
+    forward = half.triton_fraction or half.attention_fraction
+    known = {
+        "launch_s": device.launch_s,
+        "blocking_launch_s": device.blocking_launch_s or device.launch_s,
+        "kernel_fraction": device.kernel_fraction,
+        "interference": device.interference,
+        "link_fraction": profile.intra_node.step_fraction,
+        "matmul": half.curve[-1].efficiency,
+        "attention_backward": half.attention_backward_fraction or half.attention_fraction,
+        "triton": forward,
+        "triton_backward": half.triton_backward_fraction or forward,
+    }
+    if free.architecture_of(device.name) == "hopper":
+        known["float8"] = device.rate(free.FLOAT8).curve[-1].efficiency
+    known = {name: getattr(half, field) for name, field in rate_fields.items()} | known
+    return {p.key: known[p.name] for p in free.parameters_of(device.name)}

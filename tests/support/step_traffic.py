@@ -31,7 +31,7 @@ from autopar.cost.step.step import StageCost, Step
 from autopar.graph.graph import Graph
 from autopar.lower.program import lower
 from autopar.plan.plan import Plan
-from autopar.plan.schedule import schedule_actions
+from tests.support.example_plans import schedule_actions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

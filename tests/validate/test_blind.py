@@ -20,7 +20,7 @@ from autopar.validate.runs import Run
 from autopar.validate.scores import evaluate
 from autopar.validate.session import Session
 from tests.support.practices import doing
-from tests.support.published import NEEDS_PUBLISHED, OWN, PUBLISHED, at_sites, read_runs
+from tests.support.published import NEEDS_PUBLISHED, OWN, PUBLISHED, at_sites, parameter_values, read_runs
 from tools.evidence import blind as blind_page
 from tools.evidence.blind import TESTS, hidden, page, read_before, read_figures
 
@@ -152,18 +152,18 @@ def test_shipped_profiles_agree_on_what_all_devices_or_a_chip_share() -> None:
     for name in known_devices():
         profile = load_profile(name)
         if profile.device.kind == "cuda":
-            for key, value in free.read(profile).items():
+            for key, value in parameter_values(profile).items():
                 if not key.startswith("float8"):
                     assert values.setdefault(key, value) == value, f"{name}: {key}"
     assert {"launch_s", "kernel_fraction", "wave_loss", "attention@ampere", "fill_depth@hopper"} <= set(values)
 
 
 def test_what_no_run_saw_stands_at_its_prior() -> None:
-    own = free.read(load_profile("a100-sxm4-80gb"))
+    own = parameter_values(load_profile("a100-sxm4-80gb"))
     priors = {p.key: p.prior for p in free.PARAMETERS}
     for key in ("attention@ampere", "attention_backward@ampere"):
         assert own[key] == priors[key]
-    own = free.read(load_profile("gb200"))
+    own = parameter_values(load_profile("gb200"))
     assert own["link_fraction@blackwell"] == priors["link_fraction@blackwell"]
 
 

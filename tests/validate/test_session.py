@@ -24,7 +24,7 @@ from autopar.validate.practice import cluster_of, load_sites, site_from, site_of
 from autopar.validate.report import markdown, render_html
 from autopar.validate.scores import as_read, calibrate, evaluate, may_fit, memory_width, score
 from autopar.validate.session import Session
-from tests.support.published import NEEDS_PUBLISHED, OWN, PUBLISHED, read_runs
+from tests.support.published import NEEDS_PUBLISHED, OWN, PUBLISHED, parameter_values, read_runs
 from tools.evidence.accuracy import ERRATA, document, unslowed, without_errata
 
 
@@ -118,7 +118,7 @@ def test_the_width_of_memory_is_that_of_the_residuals(session: Session) -> None:
 def test_parameters_are_written_and_read_back() -> None:
     profile = load_profile("a100-sxm4-80gb")
     values = {p.key: (p.lower + p.upper) / 2 for p in free.parameters_of("a100-sxm4-80gb")}
-    assert free.read(free.write(profile, values)) == pytest.approx(values)
+    assert parameter_values(free.write(profile, values)) == pytest.approx(values)
 
 
 def test_an_unknown_device_is_named_with_its_row() -> None:

@@ -22,7 +22,7 @@ from autopar.tracing.trace import trace
 from autopar.verification.against_one_device import _Run, verify
 from autopar.verification.compared_models import VerifiedModel
 from autopar.verification.rank_pool import WorkerPool
-from autopar.verification.reference import DoubleSubject, traced_in_double, worst
+from autopar.verification.reference import Compared, traced_in_double, worst
 from autopar.verification.results import NUDGES, Confirmation, RankErrors, VerifyReport
 from tests.support.close import assert_close
 from tests.support.distributed.subjects import OwnSubject
@@ -141,7 +141,7 @@ def test_grouped_products_have_a_float64() -> None:
 
 
 def test_a_model_in_float64_rounds_nowhere_to_float32() -> None:
-    wide = DoubleSubject(CASTS)
+    wide = Compared(CASTS, is_double=True)
     batch = wide.make_batch(2, seed=0)
     model = wide.build()
     with in_double():
@@ -161,8 +161,8 @@ def test_a_model_in_float64_rounds_nowhere_to_float32() -> None:
 def test_a_model_that_drops_is_the_same_in_float64() -> None:
     source = resolve_model("gpt:layers=1,hidden=8,heads=2,vocab=16,seq=4,dropout=0.1")
     subject = VerifiedModel(source, masked=False)
-    assert traced_in_double(DoubleSubject(subject), subject.trace(as_trained=True)) is not None
-    assert traced_in_double(DoubleSubject(subject), subject.trace()) is not None
+    assert traced_in_double(Compared(subject, is_double=True), subject.trace(as_trained=True)) is not None
+    assert traced_in_double(Compared(subject, is_double=True), subject.trace()) is not None
 
 
 def test_a_model_that_fails_on_one_device_is_told_by_its_line() -> None:
@@ -183,7 +183,7 @@ def test_a_model_that_fails_on_one_device_is_told_by_its_line() -> None:
 def run_of(global_batch_size: int) -> _Run:
     """Of one device: no ranks are started."""
     plan, pool = cast("Plan", SimpleNamespace(global_batch_size=global_batch_size)), cast("WorkerPool", None)
-    return _Run(plan=plan, steps=1, padded=False, timeout_s=1.0, pool=pool)
+    return _Run(plan=plan, steps=1, timeout_s=1.0, pool=pool)
 
 
 def test_a_model_that_draws_noise_of_its_own_is_no_reference() -> None:
@@ -209,12 +209,12 @@ KINKED = OwnSubject(
 def test_one_device_whose_parameters_move_by_a_rounding_shows_a_kink() -> None:
     """At the weight itself the gradient is 1; a rounding above, it is 4."""
     run = run_of(1)
-    truth = run._reference(DoubleSubject(KINKED))
+    truth = run._reference(Compared(KINKED, is_double=True))
     alone = Confirmation(rows=(double(),), alone=row(gradient=0.0))
 
     def judged(gradient: float) -> VerifyReport:
         report = VerifyReport(steps=1, reference_losses=(1.0,), rows=(row(gradient=gradient),))
-        return replace(report, confirmation=run._nudged(KINKED, alone, report, truth))
+        return replace(report, confirmation=run._nudged(Compared(KINKED), alone, report, truth))
 
     kink = judged(3.0)
     assert kink.passed
@@ -244,11 +244,11 @@ SHIFTED = OwnSubject(shifted, normal(64))
 
 def test_rounding_in_float64_is_measured_by_one_device_in_float64() -> None:
     run = run_of(7)
-    truth = run._reference(DoubleSubject(SHIFTED))
+    truth = run._reference(Compared(SHIFTED, is_double=True))
 
     def judged(error: float) -> Confirmation:
         found = Confirmation(rows=(double(gradient=error),), alone=row())
-        return run._nudged_double(SHIFTED, found, truth)
+        return run._nudged_double(Compared(SHIFTED), found, truth)
 
     own = max(r.error for r in judged(9e-8).nudged_double)
     assert own < 1e-9  # of a gradient that is zero but for rounding

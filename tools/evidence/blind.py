@@ -15,7 +15,8 @@ from typing import Any
 
 from autopar.cli.options import progress
 from autopar.errors import UsageError
-from autopar.validate.report import failures, percent, validated, worst
+from autopar.util.formatting import percent
+from autopar.validate.report import failures, validated, worst
 from autopar.validate.runs import Run
 from autopar.validate.scores import Outcome, Score, evaluate
 from autopar.validate.session import Session

@@ -26,8 +26,7 @@ from autopar.benchmark.batches import Row
 from autopar.errors import first_line
 from autopar.measure import timers as measure
 from autopar.util.files import write_json, write_text
-from autopar.util.formatting import num_bytes, seconds
-from autopar.validate.report import percent
+from autopar.util.formatting import num_bytes, percent, seconds
 from tools.gpu.machine_facts import facts_text, machine_facts
 from tools.gpu.one_device import SETTINGS, Comparison, Setting, cluster_of, compare, false_fits, to_dict, write_profile
 

@@ -12,6 +12,8 @@ from functools import lru_cache
 from itertools import groupby
 from typing import TypeAlias
 
+import numpy as np
+
 from autopar.cost.blocks.block_cost import BlockCost, ParameterCost
 from autopar.cost.network.collectives import CollectiveModel
 from autopar.cost.step.data_parallel import DataParallel, Parts, Unit, itemsize
@@ -19,7 +21,7 @@ from autopar.cost.step.simulation import StageTimes
 from autopar.hardware.device import Device, HostLink
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import BUCKET_BYTES, Offload, Precision, Recompute
-from autopar.plan.schedule import schedule_actions
+from autopar.plan.schedule import schedule_numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,12 +189,12 @@ def gathering_share(data: DataParallel, schedule: str, num_stages: int, num_micr
 @lru_cache(maxsize=256)
 def _after_backwards(schedule: str, pp: int, virtual_stages: int, num_micro_batches: int) -> tuple[int, ...]:
     """For each stage how many of its forwards come right after a backward of its own."""
-    found = [0] * (pp * virtual_stages)
-    for actions in schedule_actions(schedule, pp, virtual_stages, num_micro_batches):
-        before: dict[int, str] = {}
-        for action in actions:
-            found[action.stage] += action.kind == "F" and before.get(action.stage) == "B"
-            before[action.stage] = action.kind
+    found = []
+    rows = schedule_numbers(schedule, pp, virtual_stages, num_micro_batches) // num_micro_batches
+    for stage in range(pp * virtual_stages):
+        row = rows[stage % pp]  # twice the stage, one more backward
+        is_backward = row[row // 2 == stage] % 2 == 1
+        found.append(int(np.sum(is_backward[:-1] & ~is_backward[1:])))
     return tuple(found)
 
 

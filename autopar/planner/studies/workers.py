@@ -23,7 +23,7 @@ from autopar.planner.branch_and_bound.process_group import available
 from autopar.planner.search import Limits, Task
 from autopar.planner.space.candidates import Candidate
 from autopar.rules.missing import OwnRule, own_rules
-from autopar.util.files import PACKAGE, sources
+from autopar.util.files import child_environment, sources
 
 if TYPE_CHECKING:
     from autopar.planner.studies.study import Study
@@ -127,16 +127,13 @@ def helpers(task: Task, pool: Sequence[Candidate], sharing: Sharing, limits: Lim
 
 
 def _start(job: Path, number: int) -> subprocess.Popen[bytes]:
-    # the package may lie in a checkout that is not installed
-    root = str(PACKAGE.parent)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([root, *sys.path])}
     with _log(job.parent, number).open("wb") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "autopar.planner.studies.worker_main", str(job)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=log,
-            env=environment,
+            env=child_environment(),
         )
 
 

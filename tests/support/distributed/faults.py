@@ -41,11 +41,11 @@ class Faulty:
     def __reduce__(self) -> Any:
         return _arrive, (self.subject, self.fault)
 
-    def build(self) -> nn.Module:
-        return self.subject.build()
+    def build(self, *, drops: bool = False) -> nn.Module:
+        return self.subject.build(drops=drops)
 
-    def make_batch(self, batch_size: int, *, seed: int, padded: bool = False) -> dict[str, Tensor]:
-        return self.subject.make_batch(batch_size, seed=seed, padded=padded)
+    def make_batch(self, batch_size: int, *, seed: int) -> dict[str, Tensor]:
+        return self.subject.make_batch(batch_size, seed=seed)
 
 
 def _arrive(subject: Subject, fault: Fault | None) -> Faulty:

@@ -65,7 +65,7 @@ class Subject:
     skewed: bool = False
     balanced: bool = False
 
-    def build(self) -> nn.Module:
+    def build(self, *, drops: bool = False) -> nn.Module:
         torch.manual_seed(0)
         return Model(self.top_k, self.skewed, self.balanced)
 

@@ -43,7 +43,7 @@ class HfSubject:
     depth: int = 2
     dropout: float = 0.0
 
-    def build(self) -> nn.Module:
+    def build(self, *, drops: bool = False) -> nn.Module:
         torch.manual_seed(7)
         model = self._model()
         with torch.no_grad():
@@ -81,7 +81,7 @@ class OwnSubject:
     model: Callable[[], nn.Module]
     batch: Callable[[int, torch.Generator], dict[str, Tensor]]
 
-    def build(self) -> nn.Module:
+    def build(self, *, drops: bool = False) -> nn.Module:
         torch.manual_seed(0)
         return self.model()
 
