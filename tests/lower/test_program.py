@@ -15,7 +15,7 @@ from autopar.graph.graph import Graph, Ref
 from autopar.lower.check_types import typecheck
 from autopar.lower.emit import str_name
 from autopar.lower.program import Program, from_local_graph, lower
-from autopar.lower.read_plan import axis_typing, batch_typing, local_graph
+from autopar.lower.read_plan import axis_typing, batch_typing
 from autopar.plan.mesh import Mesh, S
 from autopar.plan.plan import Plan
 from autopar.rules import apply
@@ -36,31 +36,6 @@ def mlp_program(
     if mesh.tp > 1:
         local = apply.shard(local, mlp.tensor_typing(mesh.tp, sequence=sequence))
     return from_local_graph(plan_of(graph, mesh, micro_batch_size, cuts=cuts), local)
-
-
-@pytest.mark.parametrize(
-    ("mesh", "sequence", "cuts"),
-    [
-        (Mesh(), False, ()), (Mesh(dp_replicate=2), False, ()), (Mesh(tp=2), False, ()), (Mesh(tp=2), True, ()),
-        (Mesh(tp=4), True, (1,)), (Mesh(dp_replicate=2, tp=2), True, (1, 2)),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_every_rank_has_the_loss_and_gradients_of_one_device(mesh: Mesh, sequence: bool, cuts: tuple[int, ...]) -> None:
-    graph = mlp.mlp_graph()
-    whole = mlp.tensors(graph)
-    loss, gradients = dense(graph, whole)
-    size = 2 if mesh.data == 1 else 1
-    program = mlp_program(graph, mesh, sequence=sequence, micro_batch_size=size, cuts=cuts)
-    assert_as_one_device(program, whole, loss, gradients)
-
-
-def test_a_gradient_is_a_pending_sum_only_where_the_parameter_is_used_by_split_work() -> None:
-    by_name = {p.name: p for p in mlp_program(mlp.mlp_graph(), Mesh(tp=2), sequence=True).graph.parameters}
-    assert by_name["bias0"].gradient_sum_axes == ("tp",)
-    assert by_name["up0"].gradient_sum_axes == ()
-    by_name = {p.name: p for p in mlp_program(mlp.mlp_graph(), Mesh(tp=2), sequence=False).graph.parameters}
-    assert by_name["bias0"].gradient_sum_axes == ()
 
 
 def test_printed_code(golden: Callable[[str, str], None]) -> None:
@@ -232,16 +207,6 @@ def test_names_give_the_same_strategies(plan: Plan) -> None:
     assert batch_typing(plan, graph).strategies == batch.strategies
     local = apply.shard(graph, batch, global_batch_size=4, micro_batch_size=2)
     assert axis_typing(plan, local, "tp").strategies == {op.name: tensor.strategies[op.name] for op in graph.ops}
-
-
-def test_every_name_is_made_once_and_before_it_is_read(plan: Plan) -> None:
-    local = local_graph(plan, traced(GRAPH))
-    known = {leaf.name for leaf in (*local.inputs, *local.parameters, *local.buffers)}
-    for op in (*local.prelude, *local.ops):
-        assert op.name not in known
-        assert all(ref.name in known for ref in op.operands)
-        assert len(op.layouts) == len(op.outputs)
-        known.add(op.name)
 
 
 def test_faults_of_a_plan_are_named(plan: Plan) -> None:

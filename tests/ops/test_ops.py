@@ -9,7 +9,6 @@ import pytest
 import spmd_types
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from spmd_types.checker import typecheck
@@ -137,24 +136,6 @@ def test_every_target_resolves_or_is_named() -> None:
     for missing in ("autopar.nothing", "aten.nothing.default", "nothing"):
         with pytest.raises(RuleError, match="in torch or autopar"):
             kernels.resolve(missing)
-
-
-def test_linear_t_is_a_transposed_linear() -> None:
-    x, weight, bias = torch.randn(2, 3, 4), torch.randn(4, 5), torch.randn(5)
-    assert_close(plain.linear_t(x, weight, bias), x @ weight + bias)
-    assert_close(plain.linear_t(x, weight), x @ weight)
-
-
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_cross_entropy_sum_ignores_what_it_should(smoothing: float) -> None:
-    logits, target = torch.randn(2, 3, 7), torch.randint(0, 7, (2, 3))
-    target[0, 1] = -1
-    expected = F.cross_entropy(
-        logits.flatten(0, 1), target.flatten(), ignore_index=-1, reduction="sum", label_smoothing=smoothing
-    )
-    assert_close(plain.cross_entropy_sum(logits, target, -1, smoothing), expected)
-    half = plain.cross_entropy_sum(logits.bfloat16(), target, -1, smoothing)
-    assert half.dtype == torch.float32
 
 
 # --- random streams ------------------------------------------------------------------------------

@@ -40,12 +40,6 @@ def test_a_micro_batch_has_its_shapes_and_its_sums() -> None:
     assert all(p.gradient_sum_axes == () and p.layout == (("batch", I),) for p in local.parameters)
 
 
-def test_a_micro_batch_may_be_larger_than_the_traced_batch() -> None:
-    graph = mlp.mlp_graph()
-    local = shard(graph, mlp.batch_typing(graph, 8), global_batch_size=8, micro_batch_size=8)
-    assert local.ops[0].spec.shape == (8, 8, 32)
-
-
 def test_consumers_of_one_block_share_a_conversion_and_blocks_do_not() -> None:
     typing = mlp.tensor_typing(2, sequence=True)
     # both read the stream whole: the residual addition of layer 1 and the head
