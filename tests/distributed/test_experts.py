@@ -75,7 +75,6 @@ def test_mixed_precision_keeps_spread_experts_in_float32_at_rest(pool: WorkerPoo
     model(**batch).backward()
     name = "layers.1.experts.down"
     wanted = model.get_parameter(name).grad
-    assert wanted is not None
     for rank in on_ranks(pool, jobs.gradients_both_ways, subject, plan, graph, batch):
         for way in ("step", "call"):
             assert rank[way][name].dtype == torch.float32

@@ -196,7 +196,7 @@ def plan() -> Plan:
 
 def with_block(plan: Plan, index: int, axis: str, **changes: object) -> Plan:
     layout = plan.layouts[index]
-    changed = tuple(replace(t, **changes) if t.axis == axis else t for t in layout.typings)  # type: ignore[arg-type]
+    changed = tuple(replace(t, **changes) if t.axis == axis else t for t in layout.typings)
     layouts = (*plan.layouts[:index], replace(layout, typings=changed), *plan.layouts[index + 1 :])
     return replace(plan, layouts=layouts)
 

@@ -58,7 +58,7 @@ def test_a_count_of_tokens_is_totalled_before_the_step() -> None:
     typing = solve_batch(compact(graph))
     local = shard(graph, replace(typing, size=Fraction(2)), global_batch_size=8, micro_batch_size=1)
     assert local.sums
-    assert all(typing.strategies[graph.producer(ref).name].outputs == (P,) for ref in local.sums)  # type: ignore[union-attr]
+    assert all(typing.strategies[graph.producer(ref).name].outputs == (P,) for ref in local.sums)
 
 
 def test_an_operator_that_mixes_samples_is_named() -> None:

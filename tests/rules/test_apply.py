@@ -22,7 +22,7 @@ def batch_graph() -> Graph:
 
 
 def with_strategy(typing: Typing, **changed: object) -> Typing:
-    return replace(typing, strategies={**typing.strategies, **changed})  # type: ignore[dict-item]
+    return replace(typing, strategies={**typing.strategies, **changed})
 
 
 def conversions(graph: Graph) -> list[Op]:

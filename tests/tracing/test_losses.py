@@ -55,7 +55,7 @@ def _frames(logits: Tensor) -> Tensor:
 
 
 def _of_selected(logits: Tensor, classes: Tensor, mask: Tensor, **options: object) -> Tensor:
-    return F.cross_entropy(logits[mask], classes[mask], **options)  # type: ignore[arg-type]
+    return F.cross_entropy(logits[mask], classes[mask], **options)
 
 
 def _selected_pairs(loss: Callable[..., Tensor], y: Tensor, t: Tensor, mask: Tensor, **options: object) -> Tensor:

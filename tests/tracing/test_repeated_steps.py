@@ -120,7 +120,7 @@ def test_what_is_drawn_after_a_trace_is_what_the_passes_have_left() -> None:
         return random.random(), float(np.random.rand())
 
     found = after(lambda: trace(lucky(draws), (), u.batch()))
-    wanted = {after(lambda n=n: [draws() for _ in range(n)]) for n in range(1, 12)}  # type: ignore[misc]
+    wanted = {after(lambda n=n: [draws() for _ in range(n)]) for n in range(1, 12)}
     assert found in wanted
 
 

@@ -134,6 +134,6 @@ def _typing(graph: Graph, batch: object, index: int) -> AxisTyping:
     block = graph.blocks[index]
     return AxisTyping(
         axis="batch",
-        strategies=tuple(batch.strategies[op.name].name for op in graph.block_ops(block)),  # type: ignore[attr-defined]
-        parameters=tuple(batch.parameters[p.name] for p in graph.block_parameters(block)),  # type: ignore[attr-defined]
+        strategies=tuple(batch.strategies[op.name].name for op in graph.block_ops(block)),
+        parameters=tuple(batch.parameters[p.name] for p in graph.block_parameters(block)),
     )

@@ -21,7 +21,7 @@ def spec(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) ->
 
 
 def op(name: str, target: str, *args: object, out: TensorSpec, **kwargs: object) -> Op:
-    return Op(name=name, target=target, args=args, kwargs=tuple(kwargs.items()), outputs=(out,))  # type: ignore[arg-type]
+    return Op(name=name, target=target, args=args, kwargs=tuple(kwargs.items()), outputs=(out,))
 
 
 def mlp_graph(dropout: float = 0.0) -> Graph:
