@@ -22,7 +22,7 @@ from autopar.rules import apply
 from autopar.rules.strategy import Typing
 from autopar.tracing.trace import trace
 from tests.support.close import assert_close
-from tests.support.distributed.mixtures import Subject, mixture_graph
+from tests.support.distributed.mixtures import mixture, mixture_graph
 from tests.support.lower import chooser, mlp
 from tests.support.lower.models import plan_of, random_program, random_typings, traced, whole_tensors
 from tests.support.lower.ranks import assert_as_one_device, dense, parts, run_program, run_ranks
@@ -31,7 +31,7 @@ from tests.support.lower.ranks import assert_as_one_device, dense, parts, run_pr
 def mlp_program(
     graph: Graph, mesh: Mesh, *, sequence: bool, micro_batch_size: int = 2, cuts: tuple[int, ...] = ()
 ) -> Program:
-    batch = mlp.batch_typing(graph, micro_batch_size)
+    batch = chooser.batch_typing(graph, micro_batch_size)
     local = apply.shard(graph, batch, global_batch_size=mlp.BATCH, micro_batch_size=micro_batch_size)
     if mesh.tp > 1:
         local = apply.shard(local, mlp.tensor_typing(mesh.tp, sequence=sequence))
@@ -142,7 +142,7 @@ def test_loss_and_gradients_are_those_of_one_device_whatever_the_way() -> None:
 
 
 def test_traced_and_eager_agree_and_experts_without_tokens_have_a_gradient() -> None:
-    model = Subject().build()
+    model = mixture().build()
     graph = mixture_graph()
     batch = {"input_ids": torch.randint(0, 64, (4, 8)), "labels": torch.randint(0, 64, (4, 8))}
     with torch.no_grad():
@@ -204,7 +204,10 @@ def with_block(plan: Plan, index: int, axis: str, **changes: object) -> Plan:
 def test_names_give_the_same_strategies(plan: Plan) -> None:
     graph = traced(GRAPH)
     batch, tensor = typings()
-    assert batch_typing(plan, graph).strategies == batch.strategies
+    found = batch_typing(plan, graph).strategies
+    assert {name: (s.name, s.inputs, s.outputs) for name, s in found.items()} == {
+        name: (s.name, s.inputs, s.outputs) for name, s in batch.strategies.items()
+    }
     local = apply.shard(graph, batch, global_batch_size=4, micro_batch_size=2)
     assert axis_typing(plan, local, "tp").strategies == {op.name: tensor.strategies[op.name] for op in graph.ops}
 

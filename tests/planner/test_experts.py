@@ -22,7 +22,7 @@ from autopar.plan.plan import Plan
 from autopar.planner.space.candidates import candidates, conflict
 from autopar.planner.space.pins import Pins
 from tests.planner.test_candidates import PROBLEM
-from tests.support.distributed.mixtures import Subject, mixture_graph
+from tests.support.distributed.mixtures import mixture, mixture_graph
 from tests.support.distributed.subjects import HfSubject, graph_of
 from tests.support.example_plans import at_rest
 from tests.support.planner.graphs import mlp
@@ -100,7 +100,7 @@ def test_what_ep_cannot_be_is_named() -> None:
 
 def test_an_auxiliary_loss_is_no_mean_of_means() -> None:
     """It is a product of two means over tokens, in each of two layers."""
-    graph = graph_of(Subject(balanced=True))
+    graph = graph_of(mixture(balanced=True))
     cluster = Cluster.parse("cpu:1x4")
     plan = estimate(graph, cluster=cluster, global_batch_size=16, pins=["dp=4"])
     assert plan.num_micro_batches == 1
