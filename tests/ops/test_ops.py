@@ -126,6 +126,11 @@ def test_backward_of_a_change_needs_no_mesh() -> None:
     assert all(torch.equal(grad, torch.full((2,), 2.0)) for grad in run_ranks(Mesh(tp=2), work))
 
 
+def test_a_loss_of_logits_in_half_precision_is_summed_in_float32() -> None:
+    loss = plain.cross_entropy_sum(torch.randn(2, 3, 7).bfloat16(), torch.zeros(2, 3, dtype=torch.long))
+    assert loss.dtype == torch.float32
+
+
 def test_every_target_resolves_or_is_named() -> None:
     assert kernels.resolve("aten.linear.default") is torch.ops.aten.linear.default
     assert kernels.resolve("autopar.dropout") is seeded.dropout
