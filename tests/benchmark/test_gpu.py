@@ -79,7 +79,7 @@ def test_measurements_of_a_stopped_run_are_kept(tmp_path: Path) -> None:
     def refused(job: object) -> Sequence[dict[str, dict[str, float]]]:
         raise AssertionError(f"all is measured: {job}")
 
-    again = compare(SMALL, clusters, refused, device_type="cpu", folder=tmp_path)  # type: ignore[arg-type]
+    again = compare(SMALL, clusters, refused, device_type="cpu", folder=tmp_path)
     assert again.outcomes == first.outcomes
 
 
@@ -92,7 +92,7 @@ def test_a_plan_that_runs_out_of_memory_is_a_false_fit(tmp_path: Path) -> None:
         return [found]
 
     clusters = {"shipped": cluster_of(load_profile("cpu"), "cpu")}
-    fake: Launch = launch  # type: ignore[assignment]
+    fake: Launch = launch
     found = compare(SMALL, clusters, fake, device_type="cpu", folder=tmp_path)
     outcome = found.outcomes["shipped"]
     assert len(false_fits(outcome.rows)) == outcome.score.failures == 1

@@ -17,7 +17,7 @@ def row(key: str, predicted_s: float, measured_s: float | None, **others: object
         measured_s=measured_s,
         measured_bytes=None if measured_s is None else 100,
         failure="" if measured_s is not None else "Traceback\nValueError: no",
-        **others,  # type: ignore[arg-type]
+        **others,
     )
 
 

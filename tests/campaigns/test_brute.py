@@ -79,8 +79,8 @@ def test_drawn_problems_are_those_of_their_seed() -> None:
 
 def test_a_front_has_what_nothing_beats() -> None:
     plain = {"stops": (1,), "ways": ("none",), "layout": 0}
-    lean, fast = Point(time_s=2.0, peak_bytes=1, **plain), Point(time_s=1.0, peak_bytes=3, **plain)  # type: ignore[arg-type]
-    beaten = Point(time_s=math.nextafter(2.0, 3.0), peak_bytes=2, **plain)  # type: ignore[arg-type]
+    lean, fast = Point(time_s=2.0, peak_bytes=1, **plain), Point(time_s=1.0, peak_bytes=3, **plain)
+    beaten = Point(time_s=math.nextafter(2.0, 3.0), peak_bytes=2, **plain)
     assert front_of([beaten, fast, lean]) == [lean, fast]
 
 

@@ -17,7 +17,7 @@ from autopar.cli import plans
 from autopar.plan.file import dumps, plan_to_dict, save_plan
 from autopar.plan.mesh import Mesh
 from tests.support.cli_runner import Run
-from tests.support.example_plans import llama_plan, single_plan
+from tests.support.example_plans import llama_plan
 
 
 @pytest.fixture
@@ -71,13 +71,6 @@ def test_show_says_where_it_cannot_write(run: Run, plan_file: Path, tmp_path: Pa
     done = run("show", plan_file, "--html", tmp_path / "no" / "p.html")
     assert done.code == 2
     assert done.error.startswith(f"Cannot write {tmp_path}/no/p.html: no such file or directory")
-
-
-def test_trace_of_a_plan_without_times_says_so(run: Run, tmp_path: Path) -> None:
-    save_plan(single_plan(), tmp_path / "plan.json")
-    done = run("show", tmp_path / "plan.json", "--perfetto", tmp_path / "p.trace")
-    assert done.code == 1
-    assert "Missing predicted times of the stages" in done.error
 
 
 def test_compare_shows_predictions_and_choices(run: Run, plan_file: Path, tmp_path: Path) -> None:

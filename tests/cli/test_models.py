@@ -209,7 +209,6 @@ def test_verify_of_a_model_with_dropout_and_padding(run: Run) -> None:
     assert done.code == 0
     assert "every rank agrees" in done.out
     splits = re.search(r"tp=2 splits (\d+) of (\d+) parameters", done.out)
-    assert splits is not None
     assert int(splits[1]) > int(splits[2]) / 2
 
 

@@ -71,7 +71,7 @@ def _convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, *rest: Any, o
     return int(conv_flop_count(x.shape, weight.shape, grad.shape, transposed=transposed)) * (asked[0] + asked[1])
 
 
-_convolution_backward._get_raw = True  # type: ignore[attr-defined]
+_convolution_backward._get_raw = True
 
 FORMULAS: dict[Any, Callable[..., int]] = {
     aten._scaled_dot_product_flash_attention_for_cpu: _fused,

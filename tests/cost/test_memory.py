@@ -79,7 +79,7 @@ def test_states_of_torchs_optimizers_are_those_that_they_keep() -> None:
     for name, make in made.items():
         parameters = [nn.Parameter(torch.ones(shape)) for shape in ((6, 5), (3, 4, 5), (7,), (1,))]
         optimizer = make(parameters)
-        sum(p.sum() for p in parameters).backward()  # type: ignore[union-attr]
+        sum(p.sum() for p in parameters).backward()
         optimizer.step()
         kept = [
             v for s in optimizer.state.values() for k, v in s.items() if isinstance(v, torch.Tensor) and k != "step"

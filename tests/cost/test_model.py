@@ -31,7 +31,7 @@ SMALL = {"rows": 8, "width": 8}
 
 
 def layers(count: int, **changes: object) -> list[BlockCost]:
-    return [block(f"layer{i}", **changes) for i in range(count)]  # type: ignore[arg-type]
+    return [block(f"layer{i}", **changes) for i in range(count)]
 
 
 def predict(

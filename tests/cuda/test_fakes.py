@@ -54,8 +54,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
             return f"the driver ended with {error.returncode}: {error.stderr[-3000:]}"
         except subprocess.TimeoutExpired:
             return f"the driver took longer than {LIMIT_S:g} s"
-        found: dict[str, Any] = json.loads(output.read_text())
-        return found
+        return json.loads(output.read_text())
 
     def of(group: str) -> dict[str, Any]:
         found = outcome()

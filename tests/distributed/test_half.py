@@ -17,7 +17,7 @@ from autopar.verification.rank_pool import WorkerPool
 from autopar.verification.reference import loss_of
 from tests.support.distributed import scaled
 from tests.support.distributed.layouts import batches, on_ranks, planned, planned_on
-from tests.support.distributed.mixtures import Subject
+from tests.support.distributed.mixtures import mixture
 from tests.support.distributed.subjects import HfSubject, Unpadded
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
@@ -137,8 +137,8 @@ def test_a_checkpoint_without_a_scale_is_loaded(pool: WorkerPool, tmp_path: Path
     [
         (Unpadded("llama"), "cp=2 dp_shard=2 zero=3 cp_attention=ring micro_batch=4"),
         (Unpadded("llama"), "cp=2 tp=2 cp_attention=ulysses micro_batch=4"),
-        (Subject(), "ep=2 dp_replicate=4"),
-        (Subject(), "ep=4 ep_data=2 tp=2"),
+        (mixture(), "ep=2 dp_replicate=4"),
+        (mixture(), "ep=4 ep_data=2 tp=2"),
     ],
     ids=["ring", "ulysses", "ep over data", "ep over both"],
 )

@@ -140,5 +140,4 @@ def test_parallelize_searches_and_runs_with_it(pool: WorkerPool, precision: str,
         assert loss == pytest.approx(wanted.item(), rel=limit)
         assert all(g.dtype == (torch.float32 if precision == "fp32" else torch.float64) for g in gradients.values())
         for name, parameter in model.named_parameters():
-            assert parameter.grad is not None
             assert (gradients[name] - parameter.grad).abs().max() <= 10 * limit * parameter.grad.abs().max()

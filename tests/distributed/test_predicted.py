@@ -27,7 +27,7 @@ from autopar.runtime.monitor import MEASURED_STEPS
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.distributed import jobs, recording
 from tests.support.distributed.layouts import on_batch, planned, traced
-from tests.support.distributed.mixtures import Subject
+from tests.support.distributed.mixtures import mixture
 from tests.support.distributed.subjects import graph_of
 from tests.support.step_traffic import Collective, stages_of, traffic
 
@@ -238,7 +238,7 @@ def test_states_of_other_optimizers(pool: WorkerPool, optimizer: str) -> None:
     ],
 )
 def test_states_of_experts_over_data_ranks(pool: WorkerPool, pins: str) -> None:
-    subject, graph = Subject(), graph_of(Subject())
+    subject, graph = mixture(), graph_of(mixture())
     plan = api.estimate(graph, cluster="cpu:1x4", global_batch_size=8, pins=pins.split())
     assert len(plan.predicted.memory) == 1
     check_states(pool, subject, graph, plan)

@@ -32,8 +32,7 @@ BATCH = 8
 
 @cache
 def traced(subject: OwnSubject) -> Graph:
-    found: Graph = subject.trace(global_batch_size=BATCH)
-    return found
+    return subject.trace(global_batch_size=BATCH)
 
 
 def planned(subject: OwnSubject, pins: str, ranks: int = 4) -> tuple[Plan, Graph]:

@@ -101,7 +101,6 @@ def test_loss_and_gradients_are_those_without_padding(tied: bool, ranks: int, mu
     wanted.backward()
     found.backward()
     for name, value in long.items():
-        assert value.grad is not None
         assert_close(value.grad[:21], parameters[name].grad)
         assert not value.grad[21:].any(), "padding has a gradient of exactly zero"
 

@@ -124,8 +124,6 @@ def test_network_cards_and_host_memory_can_be_stated_on_the_command_line() -> No
     group = Cluster.parse("h100-sxm5-80gb:2x8?nics=4&nic_bandwidth=25GB").groups[0]
     assert (group.nics_per_node, group.nic.bandwidth_bytes_per_s) == (4, 25e9)
     known, stated = (Cluster.parse(f"h100-sxm5-80gb:1x8{more}").devices[0].host for more in ("", "?host_memory=64GiB"))
-    assert known is not None
-    assert stated is not None
     assert (known.memory_bytes, stated.memory_bytes) == (250_000_000_000, 64 * 2**30)
     assert stated.to_host_bytes_per_s == known.to_host_bytes_per_s == 63e9
     assert stated.provenance.endswith("memory stated by the user")

@@ -19,5 +19,4 @@ def pair() -> Iterator[WorkerPool]:
 
 @pytest.fixture(scope="session")
 def graph() -> Graph:
-    found: Graph = SUBJECT.trace()
-    return found
+    return SUBJECT.trace()

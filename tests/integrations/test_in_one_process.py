@@ -6,7 +6,7 @@ import importlib
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -103,8 +103,7 @@ def test_gradients_that_would_not_be_those_of_all_ranks_are_refused(called: bool
     _, par = pair()
 
     def loss() -> Tensor:
-        found: Tensor = par(**BATCHES[0])["loss"] if called else step_loss(par, BATCHES[0])
-        return found
+        return par(**BATCHES[0])["loss"] if called else step_loss(par, BATCHES[0])
 
     parameters = list(par.parameters())
     with pytest.raises(UsageError, match=r"gradient of gradients \(create_graph=True\) is not supported"):
@@ -136,14 +135,14 @@ def test_a_checkpoint_of_another_loop_is_refused_by_name(extra: Any, problem: st
     model = SimpleNamespace(load=lambda *_, **__: extra)
     loop = SimpleNamespace(parallel_model=model, _optimizer=lambda: None, _beside=dict, _custom_objects=[], step=0)
     with pytest.raises(UsageError, match=problem):
-        Accelerator.load_state(cast("Accelerator", loop), "folder")
+        Accelerator.load_state(loop, "folder")
     assert loop.step == 0
 
 
 def test_weights_are_written_in_files_of_the_size_that_was_asked_for() -> None:
     asked: dict[str, Any] = {}
     model = SimpleNamespace(save_pretrained=lambda _, **options: asked.update(options))
-    loop = cast("Accelerator", SimpleNamespace(parallel_model=model))
+    loop = SimpleNamespace(parallel_model=model)
     Accelerator.save_model(loop, torch.nn.Linear(1, 1), "folder", max_shard_size="1GB")
     assert asked == {"max_shard_size": "1GB"}
 
@@ -161,7 +160,7 @@ def test_a_missing_package_is_named(module: str, monkeypatch: pytest.MonkeyPatch
     package, extra = NEEDS[module]
     for name in [name for name in sys.modules if name == module or name.split(".")[0] == package]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, package, None)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(UsageError) as caught:
         importlib.import_module(module)
     assert package in str(caught.value)

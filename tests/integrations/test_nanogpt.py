@@ -30,8 +30,7 @@ def without_autopar(text: str) -> str:
 
 
 def record(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "record.json").read_text())
-    return found
+    return json.loads((folder / "record.json").read_text())
 
 
 class Plans:

@@ -79,7 +79,7 @@ def test_each_change_of_type_is_needed(sequence: bool) -> None:
     program = mlp_program(mlp.mlp_graph(), Mesh(dp_replicate=2, tp=2), sequence=sequence)
     count = 0
     for _place, broken in mutants(program):
-        with pytest.raises(InternalError, match=r"^block \d"):
+        with pytest.raises(InternalError, match=r"^block \d \(.*\): \w+( \([\w.]+\))?: "):
             typecheck(broken)
         count += 1
     assert count == (4 if sequence else 3)
@@ -92,15 +92,6 @@ def test_each_change_of_type_of_a_model_is_needed(name: str) -> None:
     for _place, broken in islice(mutants(program), 0, None, 8):
         with pytest.raises(InternalError, match=r"^block \d"):
             typecheck(broken)
-
-
-def test_the_error_names_block_and_operator() -> None:
-    program = mlp_program(mlp.mlp_graph(), Mesh(tp=2), sequence=False)
-    (broken,) = (broken for place, broken in mutants(program) if place == "block 1: y1_tp_I")
-    with pytest.raises(
-        InternalError, match=r"block 1 \(layers.1\): z1 \(aten.add.Tensor\): The generated program is inconsistent"
-    ):
-        typecheck(broken)
 
 
 def test_a_process_with_a_group_is_refused() -> None:

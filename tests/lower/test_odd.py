@@ -80,12 +80,6 @@ def test_what_does_not_divide_is_refused_with_a_remedy(
         checked(spec, length, pins, samples)
 
 
-@pytest.mark.parametrize("spec", [GPT, THREE_HEADS])
-def test_a_search_tries_tp_whatever_the_heads(spec: str) -> None:
-    """Two ranks of a tiny model split its samples on ``tp``, and the weights at rest as far as these are large."""
-    assert autopar.search(traced(spec, 16)[2], cluster="cpu:1x2", global_batch_size=4).mesh.tp == 2
-
-
 SEGFORMER = (
     "hf:segformer?num_encoder_blocks=4&depths=[1,1,1,1]&sr_ratios=[8,4,2,1]&hidden_sizes=[8,16,40,64]&patch_sizes=[7,3,3,3]"
     "&strides=[4,2,2,2]&num_attention_heads=[1,2,5,8]&mlp_ratios=[2,2,2,2]&decoder_hidden_size=32&num_labels=5"

@@ -6,10 +6,11 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
@@ -18,26 +19,45 @@ from autopar.plan.file import load_plan, save_plan
 from autopar.tracing.trace import trace
 from tests.support.lower import unusual as u
 from tests.support.lower.against_model import check
+from tests.support.small_models import calling, model_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*_functional_collectives.*:FutureWarning")
+
+
+def applies(function: type[torch.autograd.Function]) -> Callable[[], nn.Module]:
+    return lambda: model_of(lambda self, x: function.apply(x))
+
+
+def printed(x: Tensor) -> Tensor:
+    print(f"mean {x.mean().item():.3f}")  # noqa: T201  what people do
+    return 2.0 * x
+
+
+def hooked(x: Tensor) -> Tensor:
+    y = 2.0 * x
+    y.register_hook(lambda gradient: 5.0 * gradient)
+    return y
 
 
 @pytest.mark.parametrize(
     ("inner", "pins"),
     [
         (u.Router, ["tp=2", "dp_shard=2", "recompute=full"]),
-        (u.Numpy, ["dp_replicate=2", "num_micro_batches=2"]),
-        (u.Printing, ["tp=2"]),
-        (partial(u.Applies, u.StraightThrough), ["tp=2", "dp_replicate=2"]),
-        (partial(u.Applies, u.Clipped), ["tp=2"]),
-        (u.GradientHook, ["dp_replicate=2"]),
+        (
+            lambda: calling(lambda x: x + torch.from_numpy(0.5 * x.detach().numpy())),
+            ["dp_replicate=2", "num_micro_batches=2"],
+        ),
+        (lambda: calling(printed), ["tp=2"]),
+        (applies(u.StraightThrough), ["tp=2", "dp_replicate=2"]),
+        (applies(u.Clipped), ["tp=2"]),
+        (lambda: calling(hooked), ["dp_replicate=2"]),
     ],
     ids=["router", "numpy", "print", "straight_through", "clipped", "hook"],
 )
 def test_a_region_runs_as_it_is_written(inner: Callable[[], nn.Module], pins: list[str]) -> None:
     plan = check(u.Around(inner), u.batch(), pins)
     (note,) = (note for note in plan.notes if note.startswith("opaque"))
-    assert "StraightThrough" in note or "Clipped" in note or "unusual.py" in note
+    assert "StraightThrough" in note or "Clipped" in note or ".py:" in note
 
 
 def test_modules_of_a_class_are_found_by_two_exports_that_fail(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,9 +71,11 @@ def test_modules_of_a_class_are_found_by_two_exports_that_fail(monkeypatch: pyte
     assert "Linear" not in "".join(graph.notes)
 
 
-@pytest.mark.parametrize("inner", [u.BatchBranch, u.Item])
-def test_samples_that_meet_in_a_region_are_gathered_for_it(inner: type[nn.Module]) -> None:
-    plan = check(u.Around(inner), u.batch(), ["dp_replicate=2"])
+@pytest.mark.parametrize(
+    "code", [lambda x: F.gelu(x) if x.mean() > 0 else F.relu(x), lambda x: x * x.abs().max().item()]
+)
+def test_samples_that_meet_in_a_region_are_gathered_for_it(code: Callable[[Tensor], Tensor]) -> None:
+    plan = check(u.Around(lambda: calling(code)), u.batch(), ["dp_replicate=2"])
     assert plan.num_micro_batches == 1
     assert any("samples are not known to be apart" in note for note in plan.notes)
     assert any("samples meet in opaque" in note for note in plan.notes)
@@ -79,7 +101,7 @@ def test_a_region_is_tried_where_what_it_gives_is_finite(inner: type[nn.Module],
 
 
 def test_a_backward_that_is_the_usual_one_is_traced() -> None:
-    plan = check(u.Around(partial(u.Applies, u.Square)), u.batch(), ["tp=2"])
+    plan = check(u.Around(applies(u.Square)), u.batch(), ["tp=2"])
     assert not any("opaque" in note for note in plan.notes)
 
 
@@ -123,17 +145,15 @@ class Counting(nn.Module):
         return x if x.sum().item() > 0 else x / self.steps
 
 
-class Draws(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.rand_like(x) if x.mean() > 0 else x
-
-
 def test_a_region_that_draws_random_numbers_is_refused_with_line_reason_and_remedy() -> None:
     said = (
         r"it draws random numbers of its own; it is opaque as .*test_opaque.py:\d+: .*rand_like.*torch.where.*opaque="
     )
     with pytest.raises(AutoparError, match=said):
-        autopar.estimate(u.Around(Draws), example_inputs=u.batch(), cluster="cpu:1x2", global_batch_size=8)
+        autopar.estimate(
+            u.Around(lambda: calling(lambda x: x * torch.rand_like(x) if x.mean() > 0 else x)),
+            example_inputs=u.batch(), cluster="cpu:1x2", global_batch_size=8,
+        )  # fmt: skip
 
 
 class Largest(nn.Module):
@@ -176,23 +196,14 @@ class Reversible(torch.autograd.Function):
         x = x.detach().requires_grad_()
         with torch.enable_grad():
             torch.autograd.backward(x @ weight, gradients)
-        assert x.grad is not None
         return gradients[0] + x.grad, None
 
 
-class Reverses(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.eye(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return cast("Tensor", Reversible.apply(x, self.weight))  # type: ignore[no-untyped-call]
-
-
 def test_a_backward_that_adds_to_gradients_by_itself_is_refused() -> None:
-    for opaque in ([], ["Reverses"]):
+    reverses = model_of(lambda self, x: Reversible.apply(x, self.weight), weight=nn.Parameter(torch.eye(8)))
+    for opaque in ([], ["inner"]):
         with pytest.raises(TraceError, match="adds to gradients by itself"):
-            trace(u.Around(Reverses), (), u.batch(), opaque=opaque)
+            trace(u.Around(lambda: reverses), (), u.batch(), opaque=opaque)
 
 
 class Averaging(nn.Module):
@@ -238,7 +249,17 @@ def test_a_region_that_changes_its_buffers_is_refused() -> None:
 LOCAL = type("Local", (u.StraightThrough,), {"__qualname__": "function.<locals>.Local"})
 
 
-def hooked() -> nn.Module:
+def remembers(self: Any, x: Tensor) -> Tensor:
+    self.seen.append(x)
+    return x * len(self.seen)
+
+
+def counts(self: Any, x: Tensor) -> Tensor:
+    self.calls += 1
+    return x if x.sum().item() > 0 else x / self.calls
+
+
+def with_a_hook() -> nn.Module:
     model = u.Around()
     model.last.weight.register_hook(lambda gradient: 5.0 * gradient)
     return model
@@ -249,19 +270,25 @@ def hooked() -> nn.Module:
     [
         (u.TopBranch, r"unusual.py:\d+: `if x.sum\(\) > 0.*torch.where"),
         (
-            partial(u.Around, u.Remembers),
-            r"unusual.py:\d+: .*left something in the model.*takes 2 in one step, 3 .*sets inner.seen. .*buffer",
+            lambda: u.Around(lambda: model_of(remembers, seen=[])),
+            r"test_opaque.py:\d+: .*left something in the model.*takes 2 in one step, 3 .*sets inner.seen. .*buffer",
         ),
-        (partial(u.Around, u.Counts), r"unusual.py:\d+: .*item.*depends on the values of tensors.*torch.where"),
-        (partial(u.Around, u.OnCuda), r"unusual.py:\d+: .*device.*[Cc]hange that line"),
+        (
+            lambda: u.Around(lambda: model_of(counts, calls=0)),
+            r"test_opaque.py:\d+: .*item.*depends on the values of tensors.*torch.where",
+        ),
+        (
+            lambda: u.Around(lambda: calling(lambda x: x * torch.ones(8, device="cuda"))),
+            r"test_opaque.py:\d+: .*device.*[Cc]hange that line",
+        ),
         (
             partial(u.Around, partial(nn.LazyLinear, 8)),
             r"inner \(LazyLinear\): A lazy parameter has no shape.*one batch",
         ),
         (u.Clamps, "changes a parameter by .data.clamp_. Use what the call returns"),
         (u.Yields, "Yields: .*no scalar loss: a generator.*loss_fn"),
-        (partial(u.Around, partial(u.Applies, LOCAL)), "Local: .*cannot be imported.*top of a module"),
-        (hooked, "last.weight: .*A hook on a parameter is not supported.*train_step"),
+        (lambda: u.Around(applies(LOCAL)), "Local: .*cannot be imported.*top of a module"),
+        (with_a_hook, "last.weight: .*A hook on a parameter is not supported.*train_step"),
     ],
 )
 def test_what_cannot_be_traced_is_named_with_its_remedy(model: Callable[[], nn.Module], said: str) -> None:

@@ -154,7 +154,7 @@ def count(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def counted(*given: object, **named: object) -> object:
         made.append(str(named["name"]))
-        return trace(*given, **named)  # type: ignore[arg-type]
+        return trace(*given, **named)
 
     monkeypatch.setattr(graph_for_plan, "trace_model", counted)
     return made
@@ -163,7 +163,7 @@ def count(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def fingerprint(model: str = MODEL, **changes: object) -> str:
     given = {"sequence": 16, "precision": "fp32", "opaque": (), "global_batch_size": 8, **changes}
     folder = Path(os.environ["AUTOPAR_CACHE"])
-    return traced(model, samples_apart=samples_apart, cache_dir=folder, **given).fingerprint  # type: ignore[arg-type]
+    return traced(model, samples_apart=samples_apart, cache_dir=folder, **given).fingerprint
 
 
 @pytest.mark.slow
@@ -182,7 +182,7 @@ def test_whatever_a_graph_depends_on_makes_another(
     assert fingerprint() == fingerprint()
     other = {"model": MODEL.replace("vocab=64", "vocab=128"), "sequence": 8, "precision": "bf16", "opaque": ("*.mlp",)}
     for made, (name, value) in enumerate(other.items(), start=2):
-        fingerprint(**{name: value})  # type: ignore[arg-type]
+        fingerprint(**{name: value})
         assert len(count) == len(list(folder.iterdir())) == made, name
     monkeypatch.setattr(graph_for_plan, "version", lambda package: "0.0")
     fingerprint()

@@ -62,7 +62,6 @@ def case(
     hidden, weights, gradient = random(TOKENS, WIDTH), random(TOKENS, k), random(TOKENS, WIDTH)
     gate_bias, up_bias = (random(EXPERTS, INNER) if biased and has else None for has in (gated, True))
     if "is_interleaved" in activation:
-        assert gate is not None
         gate, up = None, torch.stack((gate, up), 2).flatten(1, 2)
         if up_bias is not None and gate_bias is not None:
             gate_bias, up_bias = None, torch.stack((gate_bias, up_bias), 2).flatten(1, 2)

@@ -96,7 +96,7 @@ def test_a_module_is_pinned_opaque() -> None:
 )
 def test_what_is_no_pin_is_refused_at_once(wrong: dict[str, object], said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        autopar.pin(Block(), **wrong)  # type: ignore[arg-type]
+        autopar.pin(Block(), **wrong)
 
 
 def test_the_whole_model_has_no_stage() -> None:
@@ -106,7 +106,7 @@ def test_the_whole_model_has_no_stage() -> None:
 
 def test_a_module_inside_of_a_block_names_the_blocks() -> None:
     net = Net()
-    autopar.pin(net.layers[0].up, recompute="full")  # type: ignore[union-attr]
+    autopar.pin(net.layers[0].up, recompute="full")
     with pytest.raises(UsageError, match=r"No block .*layers\.0\.up.*layers\.1"):
         planned(net)
 

@@ -110,12 +110,6 @@ def test_peaks_bound_every_stage(case: tuple[str, int, int, int]) -> None:
             assert peaks[:, turn].max() == _in_flight(queue, turn * pp + rank)
 
 
-def test_in_flight_of_the_known_schedules() -> None:
-    assert [_in_flight(q, s) for s, q in enumerate(schedule_actions("1F1B", 4, 1, 8))] == [4, 3, 2, 1]
-    assert [_in_flight(q, s) for s, q in enumerate(schedule_actions("GPipe", 4, 1, 8))] == [8] * 4
-    assert _in_flight(schedule_actions("none", 1, 1, 8)[0], 0) == 1
-
-
 @pytest.mark.parametrize(
     ("case", "word"),
     [

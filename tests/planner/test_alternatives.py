@@ -94,7 +94,6 @@ def test_several_processes_put_the_same_plan_in_its_place(graph: Graph, monkeypa
         planner = Planner(task_of(graph))
         slow_search(planner, monkeypatch)
         outcome = planner._outcome(Limits())
-        assert outcome.best is not None
         with ProcessGroup(size) as group:
             group.fork([layout_key_of(c) for c in planner.pool[::2]])
             for candidate in planner.pool:

@@ -87,7 +87,7 @@ def test_heads_of_attention_are_no_law_of_tp() -> None:
 def test_each_space_holds_the_smaller_one(world: int) -> None:
     shape = {"experts": (8,), "sequences": (32768,), "key_heads": (8,), "world_size": world}
     quick, default, wide, most = (
-        set(candidates(replace(PROBLEM, space=load_space(name), **shape), Pins()))  # type: ignore[arg-type]
+        set(candidates(replace(PROBLEM, space=load_space(name), **shape), Pins()))
         for name in ("quick", "default", "wide", "exhaustive")
     )
     assert quick < default == wide < most  # optimizers on the host are added to a pool where profiles have the link

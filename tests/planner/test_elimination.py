@@ -55,13 +55,11 @@ class SolverLaws:
         if np.isinf(best):
             assert found is None
         else:
-            assert found is not None
             assert found.value == pytest.approx(best, abs=1e-9)
             assert energy.value(found.assignment) == pytest.approx(best, abs=1e-9)
 
     def test_tiny_costs_are_still_told_apart(self) -> None:
         found = self.solve(pairwise([np.array([3e-9, 1e-9, 2e-9])], {}))
-        assert found is not None
         assert found.assignment == (1,)
 
 

@@ -22,7 +22,7 @@ from autopar.plan.plan import Plan
 from autopar.planner.space.candidates import candidates, conflict
 from autopar.planner.space.pins import Pins
 from tests.planner.test_candidates import PROBLEM
-from tests.support.distributed.mixtures import Subject, mixture_graph
+from tests.support.distributed.mixtures import mixture, mixture_graph
 from tests.support.distributed.subjects import HfSubject, graph_of
 from tests.support.example_plans import at_rest
 from tests.support.planner.graphs import mlp
@@ -75,12 +75,6 @@ def test_a_search_with_ep_finds_ranks_for_it() -> None:
     assert plan.mesh.ep == 2
 
 
-def test_spread_experts_cost_less_memory_and_a_sum_over_the_ranks_that_share_them() -> None:
-    whole, half, quarter = (planned("dp_replicate=4", f"ep={ep}").predicted.memory[0] for ep in (1, 2, 4))
-    assert whole.optimizer > half.optimizer > quarter.optimizer
-    assert whole.parameters > half.parameters > quarter.parameters
-
-
 def test_what_ep_cannot_be_is_named() -> None:
     with pytest.raises(InfeasibleError, match=r"layers\.0.*: The pins leave no strategy to autopar\.experts"):
         planned("ep=3", ranks=3)
@@ -100,7 +94,7 @@ def test_what_ep_cannot_be_is_named() -> None:
 
 def test_an_auxiliary_loss_is_no_mean_of_means() -> None:
     """It is a product of two means over tokens, in each of two layers."""
-    graph = graph_of(Subject(balanced=True))
+    graph = graph_of(mixture(balanced=True))
     cluster = Cluster.parse("cpu:1x4")
     plan = estimate(graph, cluster=cluster, global_batch_size=16, pins=["dp=4"])
     assert plan.num_micro_batches == 1

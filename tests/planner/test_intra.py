@@ -51,8 +51,8 @@ def energy(graph: Graph, size: int, chosen: dict[str, Strategy], rests: dict[str
     def pay(cost: object) -> None:
         nonlocal total
         total += float("inf") if cost is None else (
-            cost.time_s + weights.per_step_s * cost.step_s  # type: ignore[attr-defined]
-            + weights.saved_byte * cost.saved_bytes + weights.state_byte * cost.state_bytes  # type: ignore[attr-defined]
+            cost.time_s + weights.per_step_s * cost.step_s
+            + weights.saved_byte * cost.saved_bytes + weights.state_byte * cost.state_bytes
         )  # fmt: skip
 
     for name, rest in rests.items():
@@ -138,7 +138,7 @@ def test_solutions_can_be_applied_and_end_in_an_invariant_loss() -> None:
         for price in (0.0, 1e-12):
             found = solver(graph, 2).solve(Weights(per_step_s=0.1, saved_byte=price, state_byte=price))
             local = shard(small.graph, found.typing)
-            assert local.producer(local.loss).layouts[-1] == (("tp", I),)  # type: ignore[union-attr]
+            assert local.producer(local.loss).layouts[-1] == (("tp", I),)
 
 
 def test_inner_layers_of_a_run_are_solved_as_one() -> None:
@@ -249,10 +249,10 @@ def test_where_tables_are_still_too_large_values_stay_as_they_are_made(
         ops = graph.block_ops(problem.block)
         made = {
             Ref(op.name): {s.outputs[0] for s in problem.problem.states[problem.problem.ops[op.name]]} for op in ops
-        }  # type: ignore[attr-defined]
+        }
         for op in ops:
             for strategy in problem.problem.states[problem.problem.ops[op.name]]:
-                wanted = zip(op.operands, strategy.inputs, strict=True)  # type: ignore[attr-defined]
+                wanted = zip(op.operands, strategy.inputs, strict=True)
                 assert all(kind in made[ref] for ref, kind in wanted if kind.is_split and ref in made)
     found = narrow.solve(Weights())
     assert free.value * (1 - 1e-9) <= found.value < float("inf")

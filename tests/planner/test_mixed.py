@@ -44,7 +44,6 @@ def test_a_mode_of_recompute_more_makes_no_candidate_slower(graph: Graph, memory
     for candidate in some.pool:
         one, other = (made.evaluator.evaluate(candidate) for made in (some, more))
         if isinstance(one, Evaluation):
-            assert isinstance(other, Evaluation)
             assert other.prediction.step_time_s <= one.prediction.step_time_s * ROUNDING
             compared += candidate.virtual_stages > 1
     assert compared
@@ -273,7 +272,6 @@ def test_bounds_leave_each_group_its_own_memory(shares: str) -> None:
     roomy = of_batch(deep, two_kinds(1, 1), *pins, batch=240)
     for candidate in roomy.pool:
         free = roomy.evaluator.evaluate(candidate)
-        assert isinstance(free, Evaluation)
         fast, slow = (memory.total for memory in free.prediction.memory)
         made = of_batch(deep, two_kinds(1, 1, fast_memory=fast, slow_memory=slow), *pins, batch=240)
         assert made.evaluator.bounds_s(LEVELS - 1, [candidate])[0] <= free.prediction.step_time_s

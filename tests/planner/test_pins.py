@@ -11,7 +11,7 @@ from autopar.errors import UsageError
 from autopar.models.resolve import resolve_model
 from autopar.plan.mesh import S
 from autopar.plan.plan import BUCKET_BYTES
-from autopar.planner.space.pin_syntax import NumberPin, ParameterPin, RecomputePin, StagePin, parse_pin
+from autopar.planner.space.pin_syntax import parse_pin
 from autopar.planner.space.pins import Pins
 from tests.support.planner.graphs import mlp
 
@@ -26,7 +26,6 @@ from tests.support.planner.graphs import mlp
 )  # fmt: skip
 def test_numbers(text: str, key: str, good: int, bad: int) -> None:
     pins = Pins.parse([text])
-    assert isinstance(pins.pins[0], NumberPin)
     assert pins.allows(key, good)
     assert not pins.allows(key, bad)
     assert pins.allows("other", bad)
@@ -44,8 +43,6 @@ def test_names() -> None:
 def test_blocks_are_selected_by_ranges_and_patterns() -> None:
     graph = mlp(layers=6)
     pins = Pins.parse(["recompute=full@layers.0-2", "stage@layers.*=0", "recompute=none@layers.1"])
-    assert isinstance(pins.pins[0], RecomputePin)
-    assert isinstance(pins.pins[1], StagePin)
     assert pins.recompute(graph) == {1: "full", 2: "none", 3: "full"}
     assert pins.stages(graph) == dict.fromkeys(range(1, 7), 0)
     assert set(Pins.parse(["recompute=full"]).recompute(graph)) == set(range(8))
@@ -64,7 +61,6 @@ def test_blocks_of_several_modules_are_selected_by_one_of_them_unless_another_ha
 
 def test_parameters_are_matched_by_pattern() -> None:
     pin = parse_pin("model.layers.*.mlp.up_proj.weight=tp:S(0)")
-    assert isinstance(pin, ParameterPin)
     assert (pin.axis, pin.type) == ("tp", S(0))
     assert pin.matches(["model.layers.11.mlp.up_proj.weight"])
     assert not pin.matches(["model.layers.11.mlp.down_proj.weight"])

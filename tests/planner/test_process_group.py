@@ -28,7 +28,7 @@ from autopar.planner.branch_and_bound.process_group import LostProcessError, Pro
 from autopar.planner.evaluate.evaluator import Evaluator
 from autopar.planner.explain.reasons import compare
 from autopar.planner.planner import Planner
-from autopar.planner.search import Evaluation, Limits
+from autopar.planner.search import Limits
 from autopar.planner.space.space import load_space
 from tests.support.clusters import two_kinds
 from tests.support.planner.graphs import mlp
@@ -85,7 +85,6 @@ def test_several_processes_give_the_plan_and_the_bound_of_one(size: int, alone: 
 def test_other_questions_ask_several_processes_too(alone: Plan, by: By) -> None:
     made = planner()
     plan = made.fastest(Limits(), processes=2)
-    assert plan is not None
     assert same(plan, alone)
     assert made.fastest(Limits(max_step_time_s=alone.search.lower_bound_s / 2), processes=2) is None
     assert no_process_is_left()
@@ -189,7 +188,7 @@ def test_any_times_and_bounds(numbers: list[tuple[float, float]], size: int) -> 
             Known(bounds, times),
             pool,
             limits=Limits(),
-            group=group,  # type: ignore[arg-type]
+            group=group,
         ).run()
         return found.best and pool.index(found.best.candidate), found.lower_bound_s, found.finished
 
@@ -276,7 +275,6 @@ def test_what_was_looked_at_before_is_not_seen_in_the_certificate_and_the_reason
     """Of an evaluator that has searched, and of one that has not been asked for anything."""
     warm = of_space(cluster, space)
     best = warm.branch_and_bound(Limits()).run().best
-    assert isinstance(best, Evaluation)
     best_s = best.prediction.step_time_s
     goals = [best_s, best_s / 1.02]
     fresh_evaluator = of_space(cluster, space).evaluator

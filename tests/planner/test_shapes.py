@@ -93,24 +93,18 @@ def two_ranks(*, spread: float = 0.0, **device: Any) -> Planner:
     return planner_of(GRAPH, cluster=cluster, global_batch_size=8)
 
 
-def replicated(made: Planner) -> Evaluation | Misfit:
+def replicated(made: Planner) -> Any:
     return made.evaluator.evaluate(next(c for c in made.pool if c.mesh.dp_replicate == 2))
 
 
-def fitting(made: Planner) -> Evaluation:
-    found = replicated(made)
-    assert isinstance(found, Evaluation)
-    return found
-
-
 def test_what_fits_by_its_middle_alone_does_not_fit() -> None:
-    found = fitting(two_ranks(spread=SPREAD)).prediction
+    found = replicated(two_ranks(spread=SPREAD)).prediction
     peak = found.peak_memory_bytes
     assert found.peak_memory_interval_bytes == (round(peak / (1 + SPREAD)), round(peak * (1 + SPREAD)))
     assert found.fits
-    free = fitting(two_ranks()).prediction
+    free = replicated(two_ranks()).prediction
     limit = round(free.peak_memory_bytes * 1.1)
-    assert fitting(two_ranks(memory_bytes=limit)).prediction == replace(free, memory_limit_bytes=limit)
+    assert replicated(two_ranks(memory_bytes=limit)).prediction == replace(free, memory_limit_bytes=limit)
     unsure = replicated(two_ranks(memory_bytes=limit, spread=SPREAD))
     if isinstance(unsure, Misfit):
         assert unsure.needs_bytes * (1 + SPREAD) > limit
@@ -120,9 +114,9 @@ def test_what_fits_by_its_middle_alone_does_not_fit() -> None:
 
 
 def test_a_bound_of_what_is_sure_to_fit_stays_below_its_price() -> None:
-    peak = fitting(two_ranks()).prediction.peak_memory_bytes
+    peak = replicated(two_ranks()).prediction.peak_memory_bytes
     tight = two_ranks(memory_bytes=round(peak * 1.25), spread=SPREAD)
-    found = fitting(tight)
+    found = replicated(tight)
     assert tight.evaluator.closest_s(found.candidate, float("inf"))[0] <= found.prediction.step_time_s
 
 

@@ -216,7 +216,7 @@ def test_a_named_study_of_something_else_is_refused(graph: Graph, tmp_path: Path
     search(graph, **options)
     with pytest.raises(UsageError, match=r"The study 'mine' was made with other pins. Take another name"):
         search(graph, pins=["tp=1"], **options)
-    (summary,) = optuna.get_all_study_summaries(options["storage"])  # type: ignore[arg-type]
+    (summary,) = optuna.get_all_study_summaries(options["storage"])
     assert summary.study_name == "mine"
     assert summary.user_attrs["autopar global batch"] == "16"
 

@@ -114,13 +114,6 @@ def test_spaces_without_practice_try_both() -> None:
     assert {c.vocab_multiple for c in planner_of(graph, cluster="cpu:1x8", space="default", **task).pool} == {1}
 
 
-def test_a_pinned_multiple_is_kept() -> None:
-    graph = family(PLAIN, 64, "bf16")
-    plan = api.estimate(graph, cluster="cpu:1x2", global_batch_size=8, pins=["tp=2", "vocab_multiple=128"])
-    assert plan.vocab_multiple == 128
-    assert [entry.length for entry in plan.padding if "wte" in entry.parameter] == [20224]
-
-
 def test_vocabularies_are_counted_with_all_that_has_their_rows_and_without_any_there_is_none_to_pad() -> None:
     assert vocabulary_sizes(family(PLAIN, 64, "bf16")) == ((20011, 512),)
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))

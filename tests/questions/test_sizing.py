@@ -109,7 +109,6 @@ def test_the_longest_sequence_is_that_of_all(memory: str) -> None:
     assert found.value == f"{fitting[-1]:,} tokens"
     assert found.plan.model.tokens_per_sample == fitting[-1]
     last = alone(replace(ask, sequence=fitting[-1]), ask.cluster)
-    assert last is not None
     assert found.plan.predicted == last.predicted
 
 
@@ -300,7 +299,6 @@ def test_less_memory_costs_time_and_every_point_is_the_fastest_under_its_limit()
 
 def _time_s(ask: Ask, cluster: Cluster) -> float:
     plan = alone(ask, cluster)
-    assert plan is not None
     return plan.predicted.step_time_s
 
 

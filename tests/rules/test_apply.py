@@ -13,16 +13,16 @@ from autopar.graph.rewrites import signature
 from autopar.plan.mesh import I, P, R, S
 from autopar.rules.apply import shard
 from autopar.rules.strategy import Typing
-from tests.support.lower import mlp
+from tests.support.lower import chooser, mlp
 
 
 def batch_graph() -> Graph:
     graph = mlp.mlp_graph()
-    return shard(graph, mlp.batch_typing(graph, 2), global_batch_size=8, micro_batch_size=2)
+    return shard(graph, chooser.batch_typing(graph, 2), global_batch_size=8, micro_batch_size=2)
 
 
 def with_strategy(typing: Typing, **changed: object) -> Typing:
-    return replace(typing, strategies={**typing.strategies, **changed})  # type: ignore[dict-item]
+    return replace(typing, strategies={**typing.strategies, **changed})
 
 
 def conversions(graph: Graph) -> list[Op]:
@@ -38,12 +38,6 @@ def test_a_micro_batch_has_its_shapes_and_its_sums() -> None:
     assert local.sums == (Ref("count"),)
     assert not conversions(local)
     assert all(p.gradient_sum_axes == () and p.layout == (("batch", I),) for p in local.parameters)
-
-
-def test_a_micro_batch_may_be_larger_than_the_traced_batch() -> None:
-    graph = mlp.mlp_graph()
-    local = shard(graph, mlp.batch_typing(graph, 8), global_batch_size=8, micro_batch_size=8)
-    assert local.ops[0].spec.shape == (8, 8, 32)
 
 
 def test_consumers_of_one_block_share_a_conversion_and_blocks_do_not() -> None:
@@ -86,7 +80,7 @@ def test_blocks_partition_the_operators_and_equal_blocks_keep_equal_hashes(seque
 
 def test_statistics_over_the_batch_are_refused_by_name() -> None:
     graph = mlp.mlp_graph()
-    typing = mlp.batch_typing(graph, 2)
+    typing = chooser.batch_typing(graph, 2)
     with pytest.raises(RuleError, match="Samples of the batch depend on each other") as error:
         shard(graph, with_strategy(typing, g0=mlp.strategy("whole", (R,), R)), micro_batch_size=2)
     assert "g0 (aten.gelu.default)" in str(error.value)

@@ -24,7 +24,7 @@ LINEAR = "b... k+, n k+, n -> b... n; linear 0+2?, 1+2?"
 
 def by_name(line: str, operands: tuple[TensorSpec, ...], output: TensorSpec, size: object = 2) -> dict[str, Strategy]:
     pattern = bind(parse(line), tuple(o.shape for o in operands), (output.shape,))
-    found = list(enumerate_strategies(pattern, operands, (output,), Fraction(size)))  # type: ignore[arg-type]
+    found = list(enumerate_strategies(pattern, operands, (output,), Fraction(size)))
     assert len({s.name for s in found}) == len(found)
     return {s.name: s for s in found}
 

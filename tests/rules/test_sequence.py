@@ -101,7 +101,7 @@ def test_dropout_in_a_ring_repeats_itself_in_backward() -> None:
 
     def rank(_: int, group: object) -> None:
         def run(*args: torch.Tensor) -> torch.Tensor:
-            return sequence_ops.attention_ring(*args, None, 0.4, True, axis=group, ranks=1, salt=3, seed=5)  # type: ignore[arg-type]
+            return sequence_ops.attention_ring(*args, None, 0.4, True, axis=group, ranks=1, salt=3, seed=5)
 
         found.append(torch.autograd.gradcheck(run, (q, k, v)))
         found.append(not torch.allclose(run(q, k, v), plain))

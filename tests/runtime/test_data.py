@@ -167,7 +167,7 @@ def test_a_stream_is_divided_under_any_plan(plans: dict[str, Plan], name: str, w
 
 def test_a_stream_without_its_rest_and_one_that_is_no_dataset(plans: dict[str, Plan]) -> None:
     assert [len(batch["x"]) for batch in streams(plans["dp2"], drop_last=True)[0]] == [4, 4, 4]
-    plain = planned_loader(plans["dp2"], 1, iter(numbers(8)))  # type: ignore[arg-type]
+    plain = planned_loader(plans["dp2"], 1, iter(numbers(8)))
     assert [batch["x"].tolist() for batch in plain] == [[4, 5, 6, 7]]
     with pytest.raises(TypeError, match="has no len"):
         len(plain)

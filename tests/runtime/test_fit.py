@@ -125,7 +125,6 @@ def test_several_batches_make_one_step_of_their_mean() -> None:
         for batch in batches(3):
             other.train_step(batch)
         for parameter in other.parameters():
-            assert parameter.grad is not None
             parameter.grad /= 3
         norms.append(other.clip_grad_norm_(0.1).item())
         own.step()

@@ -299,7 +299,7 @@ def test_one_machine_takes_all_ranks_and_several_meet() -> None:
 )
 def test_ranks_that_do_not_divide_or_meet_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        command(llama_plan(), ["train.py"], **options)  # type: ignore[arg-type]
+        command(llama_plan(), ["train.py"], **options)
 
 
 def test_the_launcher_says_which_plan_it_was() -> None:

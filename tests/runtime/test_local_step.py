@@ -48,7 +48,7 @@ def trained(make: Callable[..., torch.optim.Optimizer], local: bool = False, on_
         seen.update(type(p) for group in optimizer.param_groups for p in group["params"])
         own()
 
-    optimizer._optimizer_step_code = look  # type: ignore[method-assign]  # the end of a step, before hooks
+    optimizer._optimizer_step_code = look  # the end of a step, before hooks
     for number in range(3):
         step(optimizer, held, 0.5 + number)
         optimizer.zero_grad()
@@ -206,9 +206,9 @@ def test_parameters_go_down_only_where_they_were_written(monkeypatch: pytest.Mon
 def test_one_kernel_steps_on_the_host_unless_the_user_says_how(given: dict[str, bool]) -> None:
     held, seen = parameters(), list[Any]()
     steps = LocalSteps(held, on_host=True, threads=2)
-    optimizer = torch.optim.AdamW(held, lr=0.1, **given)  # type: ignore[arg-type]
+    optimizer = torch.optim.AdamW(held, lr=0.1, **given)
     own, threads = optimizer._optimizer_step_code, torch.get_num_threads()
-    optimizer._optimizer_step_code = lambda: (  # type: ignore[method-assign]
+    optimizer._optimizer_step_code = lambda: (
         seen.append((optimizer.param_groups[0]["fused"], torch.get_num_threads())),
         own(),
     )

@@ -31,9 +31,6 @@ Batch = dict[str, Tensor]
 class Counting(nn.Module):
     """Has a buffer that steps change, and one that they do not."""
 
-    steps: Tensor
-    ones: Tensor
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(4))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import permutations
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from autopar.runtime.step import gradients
-from autopar.runtime.step.gradients import Group, Held, sum_in_place
+from autopar.runtime.step.gradients import Held, sum_in_place
 from autopar.runtime.step.stage import Passed, enter, leave
 
 DTYPES = (
@@ -73,7 +73,7 @@ def test_each_tensor_that_asks_for_a_gradient_gets_one() -> None:
     (h, n, s, _), link = enter(takes, received)
     assert [x.requires_grad for x in (h, n, s)] == [True, False, False]
     (made,) = leave(gives, link, [((2.0 * h).sum(1) * s * (n != 0)).sum()])
-    made.backward()  # type: ignore[no-untyped-call]
+    made.backward()
     for x, p in zip(received, receives, strict=True):
         assert x.grad is not None and x.grad.dtype == p.carrier and x.grad.shape == p.shape
     assert [float(x.grad.double().sum()) for x in received if x.grad is not None] == [12.0, 0.0, 0.0, 0.0]
@@ -108,7 +108,7 @@ def test_without_gradients_nothing_is_recorded() -> None:
 def held(name: str, value: float) -> Held:
     parameter = nn.Parameter(torch.zeros(2))
     parameter.grad = torch.full((2,), value)
-    return Held(name=name, key=name, parameter=parameter, tie_group=cast("Group", "both stages"))
+    return Held(name=name, key=name, parameter=parameter, tie_group="both stages")
 
 
 def test_stages_that_share_parameters_in_another_order_sum_each_with_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 def parameter(shape: tuple[int, ...], **options: object) -> Parameter:
     spec = TensorSpec(shape=shape, dtype=torch.float32, requires_grad=True)
-    return Parameter(name="w", fqn="0.weight", spec=spec, **options)  # type: ignore[arg-type]
+    return Parameter(name="w", fqn="0.weight", spec=spec, **options)
 
 
 def test_slices_of_all_ranks_make_the_part() -> None:

@@ -81,7 +81,7 @@ def elementwise(table: RuleTable, make: Maker) -> Iterator[Example]:
             continue
         if "n k+" in rule.line or target.startswith("autopar."):
             continue
-        schema = resolve(target)._schema  # type: ignore[attr-defined]
+        schema = resolve(target)._schema
         constant = draws_random(target) and target != "aten._standard_gamma.default"
         grad = not constant and not any(mark in target for mark in _WITHOUT_GRADIENT)
         integer = any(mark in target for mark in _INTEGERS)

@@ -22,6 +22,11 @@ def model_of(forward: Callable[..., Any], **parts: Any) -> nn.Module:
     return model
 
 
+def calling(code: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A module that gives what ``code`` makes of a tensor."""
+    return model_of(lambda self, x: code(x))
+
+
 def same_as_the_model(
     model: nn.Module, batch: dict[str, Tensor], graph: Graph | None = None, *, steps: int = 1, exact: bool = False
 ) -> Graph:

@@ -146,7 +146,7 @@ def test_blocks_begin_with_layers_below_modules_with_a_number_of_their_own() -> 
             self.stages = nn.ModuleList([nn.ModuleList(layers)])
 
         def forward(self, x: Tensor) -> Tensor:
-            for layer in self.stages[0]:  # type: ignore[union-attr]
+            for layer in self.stages[0]:
                 x = layer(x)
             return x.square().mean()
 
@@ -166,7 +166,7 @@ def test_layers_of_stochastic_depth_are_equal_blocks_under_the_names_of_their_ow
         def forward(self, x: Tensor) -> Tensor:
             x = self.first(x)
             for stage in self.stages:
-                for layer in stage:  # type: ignore[union-attr]
+                for layer in stage:
                     x = layer(x)
             return x.square().mean()
 

@@ -249,8 +249,8 @@ def test_equal_calls_stay_apart_without_gradients_and_none_runs_before_the_rest(
 
 def offered(target: str, args: tuple[object, ...], *operands: TensorSpec, out: tuple[int, ...]) -> dict[str, bool]:
     spec = TensorSpec(shape=out, dtype=torch.float32)
-    op = Op(name="y", target=target, args=args, outputs=(spec,))  # type: ignore[arg-type]
-    found = rules.default_table().strategies(op, operands, axis="tp", size=2)  # type: ignore[arg-type]
+    op = Op(name="y", target=target, args=args, outputs=(spec,))
+    found = rules.default_table().strategies(op, operands, axis="tp", size=2)
     assert all(R in (*s.inputs, *s.outputs) or s.random for s in found)
     return {s.name: s.random for s in found}
 

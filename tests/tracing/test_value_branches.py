@@ -18,7 +18,7 @@ from tests.support import checked as c
 from tests.support.close import assert_close
 from tests.support.lower import unusual as u
 from tests.support.lower.against_model import check
-from tests.support.small_models import model_of
+from tests.support.small_models import calling, model_of
 
 Code = Callable[[Tensor], Tensor]
 INF = float("inf")
@@ -80,21 +80,12 @@ CHOSEN: dict[str, Code] = {
 TAKEN: dict[str, Code] = {"of transformers": of_transformers, "nested": nested, "infinite": infinite, "in a row": twice}
 
 
-class Clamping(nn.Module):
-    def __init__(self, code: Code) -> None:
-        super().__init__()
-        self.code = code
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.code(x)
-
-
 class Summed(nn.Module):
     """A sum over samples, so that each sample stands for itself."""
 
     def __init__(self, code: Code, shape: tuple[int, ...] = (3,)) -> None:
         super().__init__()
-        self.inner, self.scale = Clamping(code), nn.Parameter(torch.ones(shape))
+        self.inner, self.scale = calling(code), nn.Parameter(torch.ones(shape))
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.inner(x + self.scale)
@@ -151,7 +142,7 @@ def test_chosen_limits_are_to_the_last_bit_those_of_the_model(dtype: torch.dtype
 @pytest.mark.parametrize("code", [of_transformers, of_t5])
 @pytest.mark.parametrize("pins", [["tp=2", "dp_replicate=2", "num_micro_batches=2"], ["dp_shard=2"]])
 def test_ranks_and_micro_batches_clamp_their_samples(code: Code, pins: list[str]) -> None:
-    plan = check(u.Around(partial(Clamping, code)), u.batch(), pins)
+    plan = check(u.Around(lambda: calling(code)), u.batch(), pins)
     assert not any(note.startswith(("opaque", "samples meet")) for note in plan.notes)
 
 
@@ -167,7 +158,7 @@ def test_a_rank_clamps_by_what_overflows_on_another() -> None:
     wide = model.first(batch["x"]).detach()
     least = wide.amax(1).min().item()  # in each sample something overflows, in one of them a single element
     assert not (wide >= least).view(8, 2, -1).any(-1).all()
-    model.inner = Clamping(partial(overflowing, least=least))
+    model.inner = calling(partial(overflowing, least=least))
     pins = ["tp=2", "num_micro_batches=2", "first.weight=tp:S(0)", "last.weight=tp:S(1)"]
     plan = check(model, batch, pins)
     code = lower(plan, api.trace(model, example_inputs=batch)).code

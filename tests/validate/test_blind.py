@@ -168,7 +168,7 @@ def test_what_no_run_saw_stands_at_its_prior() -> None:
 
 
 def _unnamed(**columns: object) -> Run:
-    return replace(read_runs(OWN)[0], source="nobody's runs", **columns)  # type: ignore[arg-type]
+    return replace(read_runs(OWN)[0], source="nobody's runs", **columns)
 
 
 def test_columns_tell_what_software_an_unknown_source_ran() -> None:

@@ -247,7 +247,7 @@ def test_runs_without_repeats_that_differ_say_nothing() -> None:
 def test_equal_times_releases_and_the_worst_are_what_they_are_said_to_be() -> None:
     runs, _ = _made(0.02)
     printed_twice = [replace(run, line=run.line + 100) for run in runs]
-    assert bound([*runs, *printed_twice], draws=2).repeats == bound(runs, draws=2).repeats  # type: ignore[union-attr]
+    assert bound([*runs, *printed_twice], draws=2).repeats == bound(runs, draws=2).repeats
     releases = [replace(run, source=f"runs ({'ab'[i % 2]}); address") for i, run in enumerate(runs)]
     assert bound(releases, draws=2) is not None
     assert bound(releases, releases=True, draws=2) is None
@@ -271,7 +271,6 @@ def test_the_table_names_sources_with_repeats_alone() -> None:
 def test_noise_explains_pairs_of_bigscience_but_not_its_rank_correlation() -> None:
     runs = [run for run in read_runs(PUBLISHED) if run.source.startswith("BigScience")]
     found = bound(runs, draws=200)
-    assert found is not None
     assert found.pairs == 379
     assert found.ordered[2] * found.pairs < 342
     assert found.rho[1] > 0.92

@@ -142,7 +142,6 @@ def test_the_rank_that_is_wrong_is_named() -> None:
     assert split.compare(found, whole, LAYOUT) is None
     found[3, 1][0, 0] += 0.5
     wrong = split.compare(found, whole, LAYOUT)
-    assert wrong is not None
     assert (wrong.ranks, wrong.micro_batches, wrong.local_shape, wrong.shape) == ((3,), (1,), (2, 2), (8, 8))
     assert [sample.index for sample in wrong.samples] == [(0, 0)]
     assert wrong.samples[0].found - wrong.samples[0].expected == pytest.approx(0.5)
@@ -158,7 +157,6 @@ def test_summands_are_added_and_none_is_zero() -> None:
     assert split.compare(found, whole, layout) is None
     found[5, 1] = torch.full((8, 4), 1e-3, dtype=torch.float64)
     wrong = split.compare(found, whole, layout)
-    assert wrong is not None
     assert (wrong.ranks, wrong.micro_batches) == ((1, 5), (0, 1))  # all summands of that part
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -16,12 +16,10 @@ import autopar
 from autopar.errors import VerificationError
 from autopar.graph.interpreter import evaluate
 from autopar.models.resolve import resolve_model
-from autopar.plan.plan import Plan
 from autopar.tracing.modes import in_double
 from autopar.tracing.trace import trace
 from autopar.verification.against_one_device import _Run, verify
 from autopar.verification.compared_models import VerifiedModel
-from autopar.verification.rank_pool import WorkerPool
 from autopar.verification.reference import Compared, traced_in_double, worst
 from autopar.verification.results import NUDGES, Confirmation, RankErrors, VerifyReport
 from tests.support.close import assert_close
@@ -31,7 +29,7 @@ from tests.support.small_models import model_of
 
 def row(**changes: object) -> RankErrors:
     values = {"rank": 1, "losses": (1.0,), "loss": 0.0, "gradient": 0.0, "parameter": 0.0}
-    return RankErrors(**{**values, "gradient_name": "g", "parameter_name": "p", **changes})  # type: ignore[arg-type]
+    return RankErrors(**{**values, "gradient_name": "g", "parameter_name": "p", **changes})
 
 
 @pytest.mark.parametrize(
@@ -153,7 +151,6 @@ def test_a_model_in_float64_rounds_nowhere_to_float32() -> None:
     assert float(found.detach()) == pytest.approx(float(torch.softmax(y, -1).square().sum() + 1), rel=1e-15)
     graph = trace(Casts(), (), CASTS.make_batch(2, seed=0))
     doubled = traced_in_double(wide, graph)
-    assert doubled is not None
     assert doubled.fingerprint == graph.fingerprint
     assert float(evaluate(doubled, batch, {"weight": weight})) == pytest.approx(float(found.detach()), rel=1e-15)
 
@@ -182,7 +179,7 @@ def test_a_model_that_fails_on_one_device_is_told_by_its_line() -> None:
 
 def run_of(global_batch_size: int) -> _Run:
     """Of one device: no ranks are started."""
-    plan, pool = cast("Plan", SimpleNamespace(global_batch_size=global_batch_size)), cast("WorkerPool", None)
+    plan, pool = SimpleNamespace(global_batch_size=global_batch_size), None
     return _Run(plan=plan, steps=1, timeout_s=1.0, pool=pool)
 
 
@@ -219,11 +216,9 @@ def test_one_device_whose_parameters_move_by_a_rounding_shows_a_kink() -> None:
     kink = judged(3.0)
     assert kink.passed
     assert kink.verdict.endswith("one device is off by as much when its parameters move by a rounding")
-    assert kink.confirmation is not None
     assert kink.confirmation.nudged[-1].gradient == pytest.approx(3.0)
     assert len(kink.confirmation.nudged) < NUDGES
     wrong = judged(31.0)
-    assert wrong.confirmation is not None
     assert len(wrong.confirmation.nudged) == NUDGES
     assert wrong.verdict.startswith("wrong in float32: ")
 

@@ -183,7 +183,6 @@ def test_whole_modes_of_given_stages_are_below_every_plan_and_above_parts(instan
     best_s, whole = least_s(instance), chain_bound(instance, math.inf)
     parts = chain_bound(replace(instance, groups=((1,), (2,))), math.inf)  # of several groups no stage is given
     assert instance.given_stops()
-    assert whole is not None
     assert whole.time_s <= best_s * (1 + TINY)
     assert math.isinf(whole.time_s) or (whole.proof is not None and whole.proof.verify(instance))
     # at the moments of the schedule a rank may hold more than when its first backward begins, which parts are weighed by
@@ -196,18 +195,15 @@ def test_whole_modes_are_exact_where_a_rank_recomputes_one_block_of_two() -> Non
     blocks = [nothing, block((1.0, 4.0), (2.0, 0.0)), nothing]
     instance = pipeline("GPipe", 2, 1, [0, 1, 1, 1, 1, 2], blocks, limit_bytes=(5.0,), most_blocks=2)
     bound = chain_bound(instance, math.inf)
-    assert bound is not None
     assert least_s(instance) == pytest.approx(10.0)
     assert bound.time_s == pytest.approx(10.0)
-    assert chain_bound(replace(instance, most_blocks=math.inf), math.inf).time_s < 9.6  # type: ignore[union-attr]
+    assert chain_bound(replace(instance, most_blocks=math.inf), math.inf).time_s < 9.6
     many = replace(instance, num_micro_batches=4, limit_bytes=(20.0,))
     own_s, whole_s = feasible_bounds([many])[0], feasible_bounds([many], whole=True)[0]
     assert whole_s - own_s == pytest.approx(4 * 0.25, abs=0.03)  # a quarter of a block more for each micro-batch
     assert whole_s <= least_s(many)
-    assert bound.proof is not None
     for known in ((), (bound.proof,)):  # a proof of an instance of the same schedule that fits
         full = chain_bound(replace(instance, limit_bytes=(-1.0,)), math.inf, known)
-        assert full is not None
         assert math.isinf(full.time_s)
         assert bound.proof.verify(replace(instance, limit_bytes=(-1.0,)))
 
@@ -227,8 +223,6 @@ def test_messages_are_those_of_the_block_that_a_stage_ends_with(
         chain_proof, "MOST_CHOICES", most_choices
     )  # without any, given stages are weighed by parts of blocks
     bound, least = chain_bound(instance, math.inf), chain_bound(replace(instance, sends_more_s=()), math.inf)
-    assert bound is not None
-    assert least is not None
     assert least.time_s <= bound.time_s <= least_s(instance) * (1 + TINY)
     assert not ends or bound.time_s == pytest.approx(least_s(instance), rel=1e-3)
 
@@ -329,9 +323,7 @@ def test_a_proof_of_one_instance_is_no_proof_of_a_quicker_one() -> None:
         for forward_s in (1.0, 0.5)
     )
     bound = chain_bound(slow, math.inf)
-    assert bound is not None
     proof = bound.proof
-    assert proof is not None
     assert proof.bound_s == pytest.approx(least_s(slow), rel=1e-3)  # three blocks each: the cut of the program is whole
     assert proof.verify(slow)
     assert not proof.verify(quick)

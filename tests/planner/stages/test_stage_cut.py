@@ -99,7 +99,6 @@ def test_a_cut_fits_and_is_the_best_of_all_up_to_a_step_of_recompute_a_stage(
     most_s = max(map(longest_step_s, ranks))
     assert best * (1 - 1e-9) <= own.time_s <= best + (stages + m - 1) * most_s
     free = found(ranks, stages, in_flight, [1e9] * stages, m)  # nothing binds: exactly
-    assert free is not None
     assert free.time_s == pytest.approx(brute_force(ranks, stages, in_flight, [1e9] * stages, m))
     times = []
     for s, (start, stop) in enumerate(zip((0, *own.stops), own.stops, strict=False)):
@@ -163,7 +162,6 @@ def test_the_work_does_not_grow_with_the_product_of_counts() -> None:
     blocks = [kinds[i % 6] for i in range(96)]
     needs = sum(b.static_bytes + b.options[0].held_bytes for b in blocks)
     own = found([blocks], 1, [1], [0.6 * needs], 4)
-    assert own is not None
     assert set(own.modes) > {"none"}
 
 

@@ -55,7 +55,7 @@ def _arrive(subject: Subject, fault: Fault | None) -> Faulty:
         local = local_graph(plan, graph, data_rank)
         return local if fault is None else planted(local, fault)
 
-    autopar.lower.program.local_graph = lowered  # type: ignore[attr-defined]
+    autopar.lower.program.local_graph = lowered
     return Faulty(subject, fault)
 
 

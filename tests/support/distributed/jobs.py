@@ -566,7 +566,6 @@ def watched(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, folder: 
             optimizer.step()
             optimizer.zero_grad()
     record = parallel.monitor.record
-    assert record is not None
     return {
         "measured_s": record.measured_s,
         "parts": {part.name: part.measured_s for part in record.parts},
@@ -616,7 +615,7 @@ def drifting(parallel: ParallelModel, batch: Batch, where: str, folder: str) -> 
 def _heard() -> Iterator[list[logging.LogRecord]]:
     """What is logged inside."""
     handler, records = logging.Handler(), list[logging.LogRecord]()
-    handler.emit = records.append  # type: ignore[method-assign]
+    handler.emit = records.append
     logging.getLogger("autopar").addHandler(handler)
     yield records
     logging.getLogger("autopar").removeHandler(handler)

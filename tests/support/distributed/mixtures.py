@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +11,7 @@ from torch.nn import functional
 from autopar.graph.graph import Graph
 from autopar.nn import Experts
 from autopar.tracing.trace import trace
+from tests.support.distributed.subjects import OwnSubject
 
 
 class Layer(nn.Module):
@@ -57,26 +57,17 @@ class Model(nn.Module):
         return loss + auxiliary if self.balanced else loss
 
 
-@dataclass(frozen=True)
-class Subject:
-    """What is verified, with five tokens a sample: not to be divided by the ranks."""
+def tokens(size: int, generator: torch.Generator) -> dict[str, Tensor]:
+    """Five of each sample: not to be divided by the ranks."""
+    ids, labels = (torch.randint(0, 64, (size, 5), generator=generator) for _ in range(2))
+    labels[: size // 3, 2:] = -100
+    return {"input_ids": ids, "labels": labels}
 
-    top_k: int = 2
-    skewed: bool = False
-    balanced: bool = False
 
-    def build(self, *, drops: bool = False) -> nn.Module:
-        torch.manual_seed(0)
-        return Model(self.top_k, self.skewed, self.balanced)
-
-    def make_batch(self, batch_size: int, *, seed: int, padded: bool = False) -> dict[str, Tensor]:
-        generator = torch.Generator().manual_seed(seed)
-        ids, labels = (torch.randint(0, 64, (batch_size, 5), generator=generator) for _ in range(2))
-        labels[: batch_size // 3, 2:] = -100
-        return {"input_ids": ids, "labels": labels}
-
-    def trace(self) -> Graph:
-        return trace(self.build(), (), self.make_batch(2, seed=0))
+@cache
+def mixture(top_k: int = 2, *, skewed: bool = False, balanced: bool = False) -> OwnSubject:
+    """What is verified."""
+    return OwnSubject(partial(Model, top_k, skewed, balanced), tokens)
 
 
 @cache

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +33,7 @@ class Rolls(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         total = torch.zeros_like(x).float()
         total += x.roll(int(x.mean(0).argmax()), -1)
-        return self.inner(total)  # type: ignore[no-any-return]
+        return self.inner(total)
 
 
 class Rolling(u.Around):
@@ -53,7 +52,7 @@ class Shared(u.Around):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         x = self.first(x)
-        for number, layer in enumerate(cast("nn.ModuleList", self.inner)):
+        for number, layer in enumerate(self.inner):
             x = x + layer(x).tanh()
             if number % 2:
                 x = x + self.shared(x).tanh()
@@ -80,10 +79,10 @@ class Resting(u.Around):
             nn.Linear(8, 8), nn.BatchNorm1d(8, affine=False), nn.Dropout(0.5), Force(), nn.Dropout(0.5)
         )
         super().__init__(lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), frozen))
-        inner = cast("nn.Sequential", self.inner)
+        inner = self.inner
         for norm in (inner[1], frozen[1]):
-            cast("Tensor", norm.running_mean).normal_()
-            cast("Tensor", norm.running_var).uniform_(0.5, 2.0)
+            norm.running_mean.normal_()
+            norm.running_var.uniform_(0.5, 2.0)
         inner[1].eval()
         frozen.eval()
 
@@ -96,7 +95,7 @@ class Checkpointed(u.Around):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         x = self.first(x)
-        for layer in cast("nn.ModuleList", self.inner):
+        for layer in self.inner:
             x = x + checkpoint(layer, x, use_reentrant=True)
         return F.cross_entropy(self.last(x), y)
 
@@ -134,7 +133,7 @@ class Passing(u.Around):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         x = self.first(x)
-        layers = cast("nn.ModuleList", self.inner)
+        layers = self.inner
         x = x + layers[0](x).tanh()
         column, mask, still, wave = x.argmax(-1), x > 0.0, x.detach().sin(), x.cos()
         turned = (2.0 * x).unflatten(-1, (1, 8)).transpose(-2, -1)
@@ -152,7 +151,7 @@ class Unread(u.Around):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         x = self.first(x)
-        *before, last = cast("nn.ModuleList", self.inner)
+        *before, last = self.inner
         for layer in before:
             x = x + layer(x).tanh()
         x = x.detach()
@@ -164,7 +163,7 @@ class Frozen(u.Around):
 
     def __init__(self) -> None:
         super().__init__(lambda: nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))))
-        inner = cast("nn.Sequential", self.inner)
+        inner = self.inner
         for part in (self.first, inner[0], inner[1]):
             part.requires_grad_(requires_grad=False)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from autopar.graph.graph import Graph, Op, Ref, TensorSpec
 from autopar.graph.rewrites import compact
-from autopar.plan.mesh import Mesh, Type
+from autopar.plan.mesh import I, Mesh, Type
 from autopar.plan.plan import (
     FP32,
     AxisTyping,
@@ -27,6 +27,7 @@ from autopar.planner.sharding.block_table import AxisCosts
 from autopar.planner.sharding.energy import Cost, Weights
 from autopar.planner.sharding.input_axes import solve_batch
 from autopar.rules.apply import shard
+from autopar.rules.strategy import Typing
 from tests.support.example_plans import single_plan
 
 
@@ -77,14 +78,11 @@ def make_plan(
     """A plan with everything given but the layouts; ``memory_price``: of a byte at rest, so that parameters split."""
     small = compact(graph)
     batch = solve_batch(small)
-    batch = type(batch)(
-        axis="batch", size=batch.size / micro_batch_size, strategies=batch.strategies, parameters=batch.parameters,
-        inputs=batch.inputs,
-    )  # fmt: skip
+    batch = replace(batch, size=batch.size / micro_batch_size)
     local = shard(small.graph, batch, global_batch_size=global_batch_size, micro_batch_size=micro_batch_size)
-    typings = [[_typing(small.graph, batch, i)] for i in range(len(small.graph.blocks))]
+    typings = [[names_of(small.graph, batch, block.index)] for block in small.graph.blocks]
     if mesh.tp > 1:
-        local_compact = type(small)(graph=local, members=small.members, alike=small.alike)
+        local_compact = replace(small, graph=local)
         costs = AxisCosts(
             graph=local_compact.graph, axis="tp", size=mesh.tp, pricing=SimplePrices(byte_price),
             owners=owners_of(local_compact), rests=rests or {},
@@ -130,10 +128,11 @@ def unpriced(
     )
 
 
-def _typing(graph: Graph, batch: object, index: int) -> AxisTyping:
+def names_of(graph: Graph, typing: Typing, index: int) -> AxisTyping:
+    """The part of a typing that is of one block."""
     block = graph.blocks[index]
     return AxisTyping(
-        axis="batch",
-        strategies=tuple(batch.strategies[op.name].name for op in graph.block_ops(block)),  # type: ignore[attr-defined]
-        parameters=tuple(batch.parameters[p.name] for p in graph.block_parameters(block)),  # type: ignore[attr-defined]
+        axis=typing.axis,
+        strategies=tuple(typing.strategies[op.name].name for op in graph.block_ops(block)),
+        parameters=tuple(typing.parameters.get(p.name, I) for p in graph.block_parameters(block)),
     )

@@ -61,7 +61,7 @@ def _group(func: Any, args: tuple[Any, ...]) -> dist.ProcessGroup:
         if argument.name == "group_name":
             return dist.distributed_c10d._resolve_process_group(value)
         if argument.name == "process_group":
-            return dist.ProcessGroup.unbox(value)  # type: ignore[no-any-return]
+            return dist.ProcessGroup.unbox(value)
     raise AssertionError(f"no group among the arguments of {func}")
 
 

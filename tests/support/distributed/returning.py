@@ -125,7 +125,7 @@ def beside(output: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
 class Experts(Mixture):
     """A mixture that returns its logits."""
 
-    def forward(self, idx: Tensor, targets: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+    def forward(self, idx: Tensor, targets: Tensor) -> dict[str, Tensor]:
         logits, auxiliary = self.scores(idx)
         return {"loss": loss_from(logits, targets), "logits": logits, "auxiliary": auxiliary}
 

@@ -70,7 +70,7 @@ def alone(model: nn.Module, batches: Sequence[Batch], *, scaling: Mapping[str, A
     for batch in batches:
         copies = {name: master.half() for name, master in masters.items()}
         loss = loss_of(functional_call(model, copies, (), dict(batch)))
-        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
         found["gradients"].append({name: m.grad.clone() for name, m in masters.items() if m.grad is not None})
         found["norms"].append(torch.nn.utils.get_total_norm([m.grad for m in masters.values()]).item())

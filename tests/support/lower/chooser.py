@@ -3,49 +3,23 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from fractions import Fraction
 
 from autopar.graph.graph import Graph, Op, Ref
-from autopar.plan.mesh import I, P, R, S, Type
+from autopar.graph.rewrites import compact
+from autopar.plan.mesh import I, P, R, Type
+from autopar.planner.sharding.input_axes import solve_batch
 from autopar.rules import table as rules
 from autopar.rules.local_calls import conversion
 from autopar.rules.strategy import Strategy, Typing
 
-Score = Callable[[Op, Strategy, list[Type], list[Ref]], float]
-
 
 def batch_typing(graph: Graph, micro_batch_size: int) -> Typing:
     """Samples split wherever there are some."""
-    size = Fraction(graph.batch_size, micro_batch_size)
-    types: dict[Ref, Type] = {Ref(i.name): R if i.batch_dim is None else S(i.batch_dim) for i in graph.inputs}
-    types |= {Ref(leaf.name): R for leaf in (*graph.parameters, *graph.buffers)}
-    chosen: dict[str, Strategy] = {}
-    for op in (*graph.prelude, *graph.ops):
-        offered = rules.default_table().strategies(
-            op, tuple(graph.spec(r) for r in op.operands), axis="batch", size=size
-        )
-        fitting = [
-            s
-            for s in offered
-            if all(
-                types[r] == t
-                or (not graph.spec(r).requires_grad and {types[r].kind, t.kind} <= {"I", "R"})
-                or (types[r] == P and t == R and graph.is_prelude(r))
-                or (graph.is_parameter(r) and t == R)
-                for r, t in zip(op.operands, s.inputs, strict=True)
-            )
-        ]
-        assert fitting, f"{op}: {[types[r] for r in op.operands]} in {[s.inputs for s in offered]}"
-        chosen[op.name] = max(fitting, key=_batch_preference)
-        types |= {Ref(op.name, i): t for i, t in enumerate(chosen[op.name].outputs)}
-    return Typing(axis="batch", size=size, strategies=chosen, parameters={})
-
-
-def _batch_preference(strategy: Strategy) -> tuple[bool, ...]:
-    """Split what arrives split, add up nothing before it must be, and split nothing that is not."""
-    splits = any(t.is_split for t in strategy.inputs)
-    return splits, P in strategy.inputs, splits or not strategy.outputs[0].is_split, strategy.outputs[0] != P
+    found = solve_batch(compact(graph, keys=range(len(graph.blocks))))
+    return replace(found, size=Fraction(graph.batch_size, micro_batch_size), parameters={})
 
 
 def named_typing(graph: Graph, axis: str, names: Mapping[str, str]) -> Typing:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from fractions import Fraction
 
 import torch
@@ -11,7 +10,6 @@ from autopar.graph.graph import Block, Graph, Op, Parameter, Ref, TensorSpec
 from autopar.plan.mesh import I, P, R, S, Type
 from autopar.rules.strategy import Strategy, Typing
 from tests.support.graphs_by_hand import graph_of_ops
-from tests.support.lower import chooser
 
 BATCH, SEQ, HIDDEN, FFN, LAYERS = 4, 8, 16, 32, 2
 
@@ -21,7 +19,7 @@ def spec(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) ->
 
 
 def op(name: str, target: str, *args: object, out: TensorSpec, **kwargs: object) -> Op:
-    return Op(name=name, target=target, args=args, kwargs=tuple(kwargs.items()), outputs=(out,))  # type: ignore[arg-type]
+    return Op(name=name, target=target, args=args, kwargs=tuple(kwargs.items()), outputs=(out,))
 
 
 def mlp_graph(dropout: float = 0.0) -> Graph:
@@ -64,12 +62,6 @@ def mlp_graph(dropout: float = 0.0) -> Graph:
 
 def strategy(name: str, inputs: tuple[Type, ...], output: Type, work: Fraction = Fraction(1)) -> Strategy:
     return Strategy(name=name, inputs=inputs, outputs=(output,), work=work)
-
-
-def batch_typing(graph: Graph, micro_batch_size: int) -> Typing:
-    """Samples are split; what is summed over them is the count, as an integer."""
-    typing = chooser.batch_typing(graph, micro_batch_size)
-    return replace(typing, strategies={**typing.strategies, "count_as_float": strategy("replicate", (R,), R)})
 
 
 def tensor_typing(size: int, *, sequence: bool) -> Typing:

@@ -9,12 +9,12 @@ import torch
 
 from autopar.graph.graph import Graph
 from autopar.lower.program import Program, lower
-from autopar.plan.mesh import I, Mesh
-from autopar.plan.plan import AxisTyping, BlockLayout, Plan
+from autopar.plan.mesh import Mesh
+from autopar.plan.plan import BlockLayout, Plan
 from autopar.rules.apply import shard
 from autopar.rules.strategy import Typing
 from autopar.tracing.trace import trace
-from tests.support.distributed.plans import unpriced
+from tests.support.distributed.plans import names_of, unpriced
 from tests.support.distributed.subjects import hf_model
 from tests.support.lower import chooser
 
@@ -77,14 +77,7 @@ def plan_of(
     layouts = [
         BlockLayout(
             block_hash=block.hash,
-            typings=tuple(
-                AxisTyping(
-                    axis=t.axis,
-                    strategies=tuple(t.strategies[op.name].name for op in g.block_ops(g.blocks[block.index])),
-                    parameters=tuple(t.parameters.get(p.name, I) for p in g.block_parameters(g.blocks[block.index])),
-                )
-                for t, g in zip(typings, graphs, strict=True)
-            ),
+            typings=tuple(names_of(g, t, block.index) for t, g in zip(typings, graphs, strict=True)),
         )
         for block in graph.blocks
     ]

@@ -35,7 +35,7 @@ _RUNS = itertools.count()
 _HERE = threading.local()
 
 
-class _Group(ProcessLocalGroup):  # type: ignore[misc]
+class _Group(ProcessLocalGroup):
     """A group whose collectives meet those of the same run alone: what a failed run leaves behind joins no later one."""
 
     @property
@@ -156,8 +156,7 @@ def run_ranks(mesh: Mesh, work: Callable[[int], Any]) -> list[Any]:
 
 def these_meshes() -> tuple[DeviceMesh, ...]:
     """The device meshes of the rank that the calling thread is: the job's last, before it those of experts."""
-    found: tuple[DeviceMesh, ...] = _HERE.meshes
-    return found
+    return _HERE.meshes
 
 
 def this_mesh() -> DeviceMesh:
@@ -238,9 +237,7 @@ def run_program(
             values = call_block(block.module, parameters, [env[name] for name in block.inputs])
             env |= dict(zip(block.outputs, values, strict=True))
         live = {name: env[name] for name in (*stage.sends, *([program.loss] if stage.is_last else ()))}
-    loss = live[program.loss]
-    assert isinstance(loss, torch.Tensor)
-    return loss
+    return live[program.loss]
 
 
 def run_sums(

@@ -28,27 +28,6 @@ class Router(nn.Module):
         return out
 
 
-class BatchBranch(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return F.gelu(x) if x.mean() > 0 else F.relu(x)
-
-
-class Item(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x * x.abs().max().item()
-
-
-class Numpy(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.from_numpy(0.5 * x.detach().numpy())
-
-
-class Printing(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        print(f"mean {x.mean().item():.3f}")  # noqa: T201  what people do
-        return 2.0 * x
-
-
 class StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -82,48 +61,6 @@ class Square(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         return 2.0 * ctx.saved_tensors[0] * gradients[0]
-
-
-class Applies(nn.Module):
-    def __init__(self, function: type[torch.autograd.Function]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.function.apply(x)
-        return result
-
-
-class GradientHook(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        y = 2.0 * x
-        y.register_hook(lambda gradient: 5.0 * gradient)
-        return y
-
-
-class Remembers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[Tensor] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen.append(x)
-        return x * len(self.seen)
-
-
-class Counts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return x if x.sum().item() > 0 else x / self.calls
-
-
-class OnCuda(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.ones(8, device="cuda")
 
 
 class Around(nn.Module):
@@ -175,7 +112,7 @@ class Clamps(Around):
 
 
 class Yields(Around):
-    def forward(self, x: Tensor, y: Tensor) -> Iterator[Tensor]:  # type: ignore[override]
+    def forward(self, x: Tensor, y: Tensor) -> Iterator[Tensor]:
         yield super().forward(x, y)
 
 

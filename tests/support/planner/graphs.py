@@ -18,7 +18,7 @@ def spec(*shape: int, grad: bool = True, dtype: torch.dtype = torch.float32) -> 
 
 
 def op(name: str, target: str, args: tuple[object, ...], *shape: int, grad: bool = True) -> Op:
-    return Op(name=name, target=target, args=args, outputs=(spec(*shape, grad=grad),))  # type: ignore[arg-type]
+    return Op(name=name, target=target, args=args, outputs=(spec(*shape, grad=grad),))
 
 
 def mlp(*, layers: int = 1, batch: int = 4, width: int = 8, hidden: int = 16, turn: int = 0) -> Graph:
@@ -79,7 +79,7 @@ def llama_block(
     ops: list[Op] = []
 
     def add(name: str, target: str, args: tuple[object, ...], *shape: int) -> Ref:
-        ops.append(Op(name=name, target=target, args=args, outputs=(spec(*shape, dtype=half),)))  # type: ignore[arg-type]
+        ops.append(Op(name=name, target=target, args=args, outputs=(spec(*shape, dtype=half),)))
         return Ref(name)
 
     def weight(name: str, *shape: int) -> Ref:

@@ -124,7 +124,7 @@ class Known:
         if self.times[index] * (1 + 2e-9) >= at_most_s:  # by a bound inside, which is above it by rounding
             return Misfit(candidate=found, reason=SLOW)
         prediction = SimpleNamespace(step_time_s=self.times[index], peak_memory_bytes=1)
-        return Evaluation(candidate=found, option=None, stops=(), modes=(), prediction=prediction)  # type: ignore[arg-type]
+        return Evaluation(candidate=found, option=None, stops=(), modes=(), prediction=prediction)
 
 
 @dataclass
@@ -187,7 +187,7 @@ def in_turns(known: Known, make: Callable[[Known], BranchAndBound]) -> tuple[Bra
     known = replace(known)
     made = make(known)
     turns = Turns(made.work)
-    known.pause = made.ledger.pause = turns.pause  # type: ignore[attr-defined]
+    known.pause = made.ledger.pause = turns.pause
     return made, turns
 
 
