@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.errors import RuleError, TraceError, UsageError
 from autopar.graph.graph import Graph
+from autopar.ops.opaque import deep_copy
 from autopar.plan.plan import PRECISIONS, Plan, Precision
 from autopar.rules.missing import complete
 from autopar.tracing.batch import size_of
@@ -33,7 +34,6 @@ from autopar.tracing.failures import EXPORTS, FAILURES, not_copied
 from autopar.tracing.repeated_steps import CountError
 from autopar.tracing.side_effects import check_memory
 from autopar.tracing.trace import LossFunction, trace
-from autopar.util.copies import deep_copy
 from autopar.util.files import sources
 
 Inputs = Mapping[str, Any] | Sequence[Any] | torch.Tensor

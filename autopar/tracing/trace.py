@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from autopar.errors import TraceError
 from autopar.graph.elements import Outputs
 from autopar.graph.graph import Graph
-from autopar.ops.opaque import as_trained
+from autopar.ops.opaque import as_trained, deep_copy
 from autopar.ops.opaque import notes_of as notes_of_modes
 from autopar.pins.on_modules import pins_of
 from autopar.tracing import repeated_steps
@@ -37,7 +37,6 @@ from autopar.tracing.opaque_regions import Found, RegionError, Regions, around, 
 from autopar.tracing.outputs import Calls, calls_of, counts_samples, cut, kept, needed_nodes, with_counts
 from autopar.tracing.program_ends import Kept, declare, loss_output, mutations_of, with_twice, written_back
 from autopar.tracing.value_branches import GuardedClamps, limit_each_sample
-from autopar.util.copies import deep_copy
 
 LossFunction = Callable[[Any, dict[str, Any]], torch.Tensor]
 

@@ -21,11 +21,11 @@ from autopar.hardware.cluster import Cluster
 from autopar.hardware.describe import with_free_links
 from autopar.models.graph_for_plan import is_factory, model_of, samples_of, sequence_of, trace_model
 from autopar.models.resolve import random_example_for, resolve_model, without_dropout
+from autopar.ops.opaque import deep_copy
 from autopar.plan.check import check_model
 from autopar.plan.plan import FP32, Plan, Precision
 from autopar.request import Request
 from autopar.tracing.batch import named_batch
-from autopar.util.copies import deep_copy
 
 if TYPE_CHECKING:
     from autopar.models.resolve import ModelSource
