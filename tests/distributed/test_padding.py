@@ -11,6 +11,7 @@ from autopar import api
 from autopar.graph.graph import Graph
 from autopar.models.resolve import resolve_model
 from autopar.plan.plan import Plan
+from autopar.verification.compared_models import VerifiedModel
 from autopar.verification.rank_pool import WorkerPool
 from autopar.verification.reference import Subject
 from tests.support.distributed.layouts import equals_one_device, goes_on
@@ -27,8 +28,8 @@ MODELS = {
 
 @cache
 def traced(kind: str) -> tuple[Subject, Graph]:
-    subject = resolve_model(MODELS[kind])
-    return subject, api.trace(subject.build(), example_inputs=subject.make_batch(2, seed=0, padded=True))
+    subject = VerifiedModel(resolve_model(MODELS[kind]), masked=True)
+    return subject, api.trace(subject.build(), example_inputs=subject.make_batch(2, seed=0))
 
 
 def planned(kind: str, pins: str) -> tuple[Subject, Plan, Graph]:
@@ -92,7 +93,7 @@ ALIGNED = ("dp_shard=4 zero=3 vocab_multiple=16", PLAIN, "pp=2 dp_shard=2 zero=1
 def test_checkpoints_hold_no_padding(pool: WorkerPool, tmp_path: Path, kind: str, route: list[str]) -> None:
     """So that plans without read those of aligned vocabularies."""
     subject, graph = traced(kind)
-    batches = [subject.make_batch(8, seed=seed, padded=True) for seed in range(3)]
+    batches = [subject.make_batch(8, seed=seed) for seed in range(3)]
     plans = [planned(kind, pins)[1] for pins in route]
     assert [bool(plan.padding) for plan in plans] == [pins != PLAIN for pins in route]
     goes_on(pool, subject, graph, batches, tmp_path, *plans)
