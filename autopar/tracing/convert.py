@@ -15,7 +15,7 @@ from autopar.graph.graph import Argument, Ref, TensorSpec
 from autopar.graph.operator_kinds import draws_random
 from autopar.tracing.builder import Builder, Call, Value
 from autopar.tracing.constants import fold, hint
-from autopar.tracing.failures import FAILURES, NO_VALUES
+from autopar.tracing.failures import FAILURES, NO_VALUES, in_autocast
 from autopar.tracing.forms.basic import COMPOSITES, HANDLERS, generic
 from autopar.tracing.forms.layers import INDEXING, LAYERS, NORMS, PRODUCTS, experts_of, random_call
 from autopar.tracing.forms.losses import LOSSES, SUMS
@@ -129,11 +129,8 @@ class Converter:
             grad, args = bool(args[0]) and grad, args[1:]
         elif name == "wrap_with_autocast":
             if args[2]:
-                raise TraceError(
-                    "A torch.autocast inside of forward cannot be traced",
-                    where=next((place for n in _inner(owner, args[4]).graph.nodes if (place := source_of(n))), ""),
-                    fix="Build the model in the dtype it computes in, or set precision in the plan",
-                )
+                nodes = _inner(owner, args[4]).graph.nodes
+                raise in_autocast(next((place for n in nodes if (place := source_of(n))), ""))
             args = args[4:]
         elif not (args and isinstance(args[0], fx.Node) and args[0].op == "get_attr"):
             raise TraceError(f"'{name}' cannot be traced", where=source_of(node), fix=_REPLACE)

@@ -22,9 +22,13 @@ FAILURES = (
     NameError,
     RuntimeError,
     TypeError,
+    UserWarning,
     ValueError,
 )
-"""What user code and torch.export raise."""
+"""What user code and torch.export raise; of warnings the one of an autocast that this machine does not have."""
+
+NO_AUTOCAST = "Disabling autocast"
+"""In torch's warning of a machine without the devices of an autocast, which takes it as off."""
 
 OWN, TORCH = (str(Path(file).parent) for file in (Path(__file__).parent, torch.__file__))
 """Folders of this package and of torch, whose lines are none of the model's."""
@@ -50,6 +54,15 @@ def not_copied(error: BaseException, model: torch.nn.Module) -> TraceError:
     )
 
 
+def in_autocast(where: str) -> TraceError:
+    """Why an autocast in forward is refused."""
+    return TraceError(
+        "A torch.autocast inside of forward cannot be traced",
+        where=where,
+        fix="Build the model in the dtype it computes in, or set precision in the plan",
+    )
+
+
 def explained(error: BaseException, model: torch.nn.Module) -> TraceError:
     """The failure by the user's line, reason and remedy."""
     text = str(error)
@@ -57,6 +70,8 @@ def explained(error: BaseException, model: torch.nn.Module) -> TraceError:
     reason = f"{type(error).__name__}: {first_line(error).removesuffix('.')}"
     if line:
         reason += f" at `{line}`"
+    if NO_AUTOCAST in text:
+        return in_autocast(place)
     if "DataDependent" in type(error).__name__ or any(word in text for word in _DEPENDENT):
         return TraceError(
             f"`{line}` {NO_VALUES}" if line else f"The model {NO_VALUES}",

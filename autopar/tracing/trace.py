@@ -28,7 +28,16 @@ from autopar.tracing import value_branches as checks
 from autopar.tracing.batch import arguments, fake_batch, inputs_of, named_batch
 from autopar.tracing.builder import Builder
 from autopar.tracing.convert import Converter, needs_decomposition, source_of
-from autopar.tracing.failures import EXPORTS, FAILURES, NO_VALUES, explained, module_of_failure, not_copied, user_line
+from autopar.tracing.failures import (
+    EXPORTS,
+    FAILURES,
+    NO_AUTOCAST,
+    NO_VALUES,
+    explained,
+    module_of_failure,
+    not_copied,
+    user_line,
+)
 from autopar.tracing.finish import finish
 from autopar.tracing.forms.layers import swap_experts, swap_norms
 from autopar.tracing.forms.losses import over_samples
@@ -445,6 +454,7 @@ def _quiet() -> Iterator[None]:
     try:
         with warnings.catch_warnings(), redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
+            warnings.filterwarnings("error", f".*{NO_AUTOCAST}", UserWarning)  # it would be on where the plan runs
             yield
     finally:
         for logger, level in levels.items():

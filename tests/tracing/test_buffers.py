@@ -239,6 +239,15 @@ def _frozen_for_a_while(module: nn.Module, y: Tensor) -> Tensor:
     return y + frozen  # type: ignore[no-any-return]
 
 
+def _in_halves(device: str) -> Write:
+    def write(module: nn.Module, y: Tensor) -> Tensor:
+        with torch.autocast(device, torch.float16 if device == "cuda" else torch.bfloat16):
+            halves = module.linear(y[:, :4])
+        return y + halves.float()  # type: ignore[no-any-return]
+
+    return write
+
+
 def _silently(module: nn.Module, y: Tensor) -> Tensor:
     y = y * 1.0
     with torch.no_grad():
@@ -276,6 +285,8 @@ def _seen(module: nn.Module, y: Tensor) -> Tensor:
         (_normed, r"test_buffers.py:\d+: Forward assigns to .data of a tensor"),
         (_follows, r"test_buffers.py:\d+: Forward assigns to .data of a tensor.*copy_"),
         (_frozen_for_a_while, r"test_buffers.py:\d+: Forward changes requires_grad of a parameter"),
+        (_in_halves("cpu"), r"test_buffers.py:\d+: A torch.autocast inside of forward"),
+        (_in_halves("cuda"), r"test_buffers.py:\d+: A torch.autocast inside of forward"),
         (_silently, "writes in place to mul, which has a gradient"),
         (
             _through_einsum_of_a_buffer,
@@ -285,7 +296,19 @@ def _seen(module: nn.Module, y: Tensor) -> Tensor:
         (_list_of_one, "aten.meshgrid.indexing returns a list of one tensor"),
         (_seen, "A number in the model depends on the batch size"),
     ],
-    ids=["parameter", "normed", "average", "frozen", "no_grad", "buffer", "einsum no_grad", "list of one", "samples"],
+    ids=[
+        "parameter",
+        "normed",
+        "average",
+        "frozen",
+        "autocast",
+        "autocast elsewhere",
+        "no_grad",
+        "buffer",
+        "einsum no_grad",
+        "list of one",
+        "samples",
+    ],
 )
 def test_what_would_train_otherwise_than_on_one_device_is_refused(write: Write, message: str) -> None:
     with pytest.raises(TraceError, match=message) as caught:
