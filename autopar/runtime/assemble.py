@@ -310,7 +310,10 @@ class _Assembler:
 
     def _is_fsdps(self, ir: Parameter) -> bool:
         """Whether FSDP shards it: no experts over data ranks, and neither scalars nor what is empty, which it does not take."""
-        return self.mesh is not None and not _is_spread(ir) and bool(ir.spec.shape) and ir.spec.numel > 0
+        takes = (
+            torch.__version__ >= "2.13" or ir.spec.dtype.is_floating_point
+        )  # FSDP gave whole numbers a gradient before
+        return self.mesh is not None and not _is_spread(ir) and bool(ir.spec.shape) and ir.spec.numel > 0 and takes
 
     def _replicated(self, ir: Parameter) -> tuple[str, ...]:
         """Axes along which ranks hold the same elements."""
