@@ -17,6 +17,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.autograd.function import _SingleLevelFunction
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
@@ -123,19 +124,24 @@ class Regions:
     @contextmanager
     def autograd_functions(self) -> Iterator[None]:
         """While tracing, functions with a backward of their own become regions; what is checkpointed is called."""
-        usual, owner = torch.autograd.Function.__dict__["apply"], threading.get_ident()
+        owner, base = threading.get_ident(), _SingleLevelFunction
 
-        def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-            if cls is CheckpointFunction and threading.get_ident() == owner:  # the plan says what is recomputed
-                return args[0](*args[2:])
-            if threading.get_ident() != owner or cls.__module__.split(".")[0] in ("torch", "autopar", "spmd_types"):
-                return usual.__get__(None, cls)(*args, **kwargs)
-            found, inputs = self._function(cls, args, kwargs)
-            if found is None:
-                return usual.__get__(None, cls)(*args, **kwargs)
-            return _emit(found[0], inputs, ({}, {}), found[1])
+        def replaced(usual: Any) -> Any:
+            def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+                if cls is CheckpointFunction and threading.get_ident() == owner:  # the plan says what is recomputed
+                    return args[0](*args[2:])
+                if threading.get_ident() != owner or cls.__module__.split(".")[0] in ("torch", "autopar", "spmd_types"):
+                    return usual.__get__(None, cls)(*args, **kwargs)
+                found, inputs = self._function(cls, args, kwargs)
+                if found is None:
+                    return usual.__get__(None, cls)(*args, **kwargs)
+                return _emit(found[0], inputs, ({}, {}), found[1])
 
-        with mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)):
+            return classmethod(apply)
+
+        ours, bound = (replaced(one.__dict__["apply"]) for one in (torch.autograd.Function, torch._C._FunctionBase))
+        # an ``op = MyFunction.apply`` that was written before has torch's own method, and comes to that of the base
+        with mock.patch.object(torch.autograd.Function, "apply", ours), mock.patch.object(base, "apply", bound):
             yield
 
     def _function(

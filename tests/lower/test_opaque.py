@@ -28,6 +28,10 @@ def applies(function: type[torch.autograd.Function]) -> Callable[[], nn.Module]:
     return lambda: model_of(lambda self, x: function.apply(x))
 
 
+CLIPPED = u.Clipped.apply
+"""As people bind functions, before any trace."""
+
+
 def printed(x: Tensor) -> Tensor:
     print(f"mean {x.mean().item():.3f}")  # noqa: T201  what people do
     return 2.0 * x
@@ -50,9 +54,10 @@ def hooked(x: Tensor) -> Tensor:
         (lambda: calling(printed), ["tp=2"]),
         (applies(u.StraightThrough), ["tp=2", "dp_replicate=2"]),
         (applies(u.Clipped), ["tp=2"]),
+        (lambda: calling(CLIPPED), ["tp=2"]),
         (lambda: calling(hooked), ["dp_replicate=2"]),
     ],
-    ids=["router", "numpy", "print", "straight_through", "clipped", "hook"],
+    ids=["router", "numpy", "print", "straight_through", "clipped", "bound", "hook"],
 )
 def test_a_region_runs_as_it_is_written(inner: Callable[[], nn.Module], pins: list[str]) -> None:
     plan = check(u.Around(inner), u.batch(), pins)
