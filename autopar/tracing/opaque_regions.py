@@ -10,14 +10,13 @@ from __future__ import annotations
 import fnmatch
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
-from torch.autograd.function import _SingleLevelFunction
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
@@ -124,24 +123,38 @@ class Regions:
     @contextmanager
     def autograd_functions(self) -> Iterator[None]:
         """While tracing, functions with a backward of their own become regions; what is checkpointed is called."""
-        owner, base = threading.get_ident(), _SingleLevelFunction
+        owner = threading.get_ident()
+        usual = torch.autograd.Function.__dict__["apply"]
 
-        def replaced(usual: Any) -> Any:
-            def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-                if cls is CheckpointFunction and threading.get_ident() == owner:  # the plan says what is recomputed
-                    return args[0](*args[2:])
-                if threading.get_ident() != owner or cls.__module__.split(".")[0] in ("torch", "autopar", "spmd_types"):
-                    return usual.__get__(None, cls)(*args, **kwargs)
-                found, inputs = self._function(cls, args, kwargs)
-                if found is None:
-                    return usual.__get__(None, cls)(*args, **kwargs)
-                return _emit(found[0], inputs, ({}, {}), found[1])
+        def instead(cls: type[torch.autograd.Function], work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != owner:
+                return work(*args, **kwargs)
+            found, inputs = self._function(cls, args, kwargs)
+            return work(*args, **kwargs) if found is None else _emit(found[0], inputs, ({}, {}), found[1])
 
-            return classmethod(apply)
+        def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+            if cls is CheckpointFunction and threading.get_ident() == owner:  # the plan says what is recomputed
+                return args[0](*args[2:])
+            work = usual.__get__(None, cls)
+            return instead(cls, work, *args, **kwargs) if _is_of_user(cls) else work(*args, **kwargs)
 
-        ours, bound = (replaced(one.__dict__["apply"]) for one in (torch.autograd.Function, torch._C._FunctionBase))
-        # an ``op = MyFunction.apply`` that was written before has torch's own method, and comes to that of the base
-        with mock.patch.object(torch.autograd.Function, "apply", ours), mock.patch.object(base, "apply", bound):
+        def forward(cls: type[torch.autograd.Function], work: Callable[..., Any]) -> Callable[..., Any]:
+            before = int(cls.setup_context is torch.autograd.Function.setup_context)  # the context
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if torch.is_grad_enabled():  # called by itself, as any function: of apply's it is not
+                    return work(*args, **kwargs)
+                return instead(cls, partial(work, *args[:before]), *args[before:], **kwargs)
+
+            return call
+
+        # An ``op = MyFunction.apply`` that was written before has torch's own apply, which calls ``MyFunction.forward``.
+        functions = filter(_is_of_user, _subclasses(torch.autograd.Function))
+        forwards = [(cls, staticmethod(forward(cls, cls.forward))) for cls in functions]
+        with ExitStack() as stack:
+            stack.enter_context(mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)))
+            for cls, patched in forwards:
+                stack.enter_context(mock.patch.object(cls, "forward", patched))
             yield
 
     def _function(
@@ -273,6 +286,16 @@ def _emit(
         if leaf is not None and not isinstance(leaf, (torch.Tensor, *_LITERALS)):
             raise opaque_trials.Unclear(f"it returns a {type(leaf).__name__}")
     return pytree.tree_unflatten([next(made) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], tree)
+
+
+def _subclasses(cls: type[Any]) -> Iterator[type[Any]]:
+    for one in cls.__subclasses__():
+        yield one
+        yield from _subclasses(one)
+
+
+def _is_of_user(cls: type[torch.autograd.Function]) -> bool:
+    return cls.__module__.split(".")[0] not in ("torch", "autopar", "spmd_types")
 
 
 def _spec(tensor: torch.Tensor) -> TensorSpec:

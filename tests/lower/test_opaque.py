@@ -28,7 +28,7 @@ def applies(function: type[torch.autograd.Function]) -> Callable[[], nn.Module]:
     return lambda: model_of(lambda self, x: function.apply(x))
 
 
-CLIPPED = u.Clipped.apply
+CLIPPED, CLIPPED_APART = u.Clipped.apply, u.ClippedApart.apply
 """As people bind functions, before any trace."""
 
 
@@ -55,9 +55,10 @@ def hooked(x: Tensor) -> Tensor:
         (applies(u.StraightThrough), ["tp=2", "dp_replicate=2"]),
         (applies(u.Clipped), ["tp=2"]),
         (lambda: calling(CLIPPED), ["tp=2"]),
+        (lambda: calling(lambda x: CLIPPED_APART(x) + u.ClippedApart.forward(x)), ["tp=2"]),
         (lambda: calling(hooked), ["dp_replicate=2"]),
     ],
-    ids=["router", "numpy", "print", "straight_through", "clipped", "bound", "hook"],
+    ids=["router", "numpy", "print", "straight_through", "clipped", "bound", "bound_apart", "hook"],
 )
 def test_a_region_runs_as_it_is_written(inner: Callable[[], nn.Module], pins: list[str]) -> None:
     plan = check(u.Around(inner), u.batch(), pins)
