@@ -264,10 +264,10 @@ class BranchAndBound:
             close_gap(self.pool, self.bounds, self.ledger.incumbent_s, asked, self._closest_s)
 
     def _closest_s(
-        self, index: int, goal_s: float, known: Sequence[ChainProof], whole_s: float
+        self, index: int, goal_s: float, known: Sequence[ChainProof]
     ) -> tuple[float, tuple[ChainProof, ...]]:
         """The tightest bound of a candidate, by the process that has worked out its layouts."""
-        ask = partial(self.evaluator.closest_s, self.pool[index], goal_s, known, whole_s=whole_s)
+        ask = partial(self.evaluator.closest_s, self.pool[index], goal_s, known, whole_s=goal_s)
         return self.group.broadcast(ask, self.group.owner(self.frontier.keys[index]))
 
     def _owns(self, key: LayoutKey) -> bool:

@@ -263,9 +263,6 @@ class Frontier:
                 heapq.heappush(self._heap, (self.bounds[self.pool[k]], level + 1, k))
 
 
-WHOLE_GAP = 0.05
-"""Of a bound, up to which the best time above it is near enough to look at no integer program."""
-
 MOST = 256
 """Candidates whose bounds are raised at most."""
 
@@ -275,7 +272,7 @@ def close_gap(
     bounds: MutableMapping[Candidate, float],
     best_s: float,
     asked: Collection[int],
-    closest_s: Callable[[int, float, Sequence[ChainProof], float], tuple[float, tuple[ChainProof, ...]]],
+    closest_s: Callable[[int, float, Sequence[ChainProof]], tuple[float, tuple[ChainProof, ...]]],
 ) -> None:
     """Raise the least of some bounds, until it comes to ``best_s``, or cannot be raised.
 
@@ -283,8 +280,7 @@ def close_gap(
         bounds: of each candidate of the pool; raised in place.
         best_s: of the best plan; infinite: there is none, and nothing to raise.
         asked: positions of those that the search came to, whose bounds are of their priced layouts.
-        closest_s: the tightest bound of the candidate at a position, up to a goal, from proofs of its schedule, whole blocks looked
-            at up to another time; and new proofs.
+        closest_s: the tightest bound of the candidate at a position, up to a goal, from proofs of its schedule; and new proofs.
     """
     if math.isinf(best_s):
         return
@@ -298,7 +294,7 @@ def close_gap(
             return
         made += 1
         known = proofs.setdefault(key_of(pool[i]), [])
-        bound_s, more = closest_s(i, goal_s, known, min(goal_s, best_s / (1 + WHOLE_GAP)))
+        bound_s, more = closest_s(i, goal_s, known)
         known += more
         del known[: len(known) - KEPT]
         bounds[pool[i]] = max(bound_s, before_s)
