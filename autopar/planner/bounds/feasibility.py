@@ -181,6 +181,8 @@ class _InOrder:
         self.c, laws = c, _Laws(c)
         self.again_s = np.zeros((0, 0, 0))
         """Seconds that so many blocks recompute at least if they do so whole [i, blocks, r]; none: they may in part."""
+        self.again_in_run_s: dict[int, Array] = {}
+        """The same of the blocks of one long run, where there are several kinds."""
         self.laws, costs = laws, laws.costs[:, :, 0]  # [i, r, l, k]
         before = np.zeros(costs.shape)
         before[:, :, laws.line(0)] = c.least_forward_s[:, None, None]
@@ -206,20 +208,28 @@ class _InOrder:
         c, most = self.c, int(self.ends[-1])
         if most <= 2:  # nothing stands between the first block and the last one
             return
+        kinds = [k for k in range(len(c.counts)) if c.counts[k] - (k == c.first) - (k == c.last) > 0]
+        self.again_s = self._again_s(kinds)
+        long_runs = [run for run, (kind, size) in enumerate(c.runs) if size > 1 and len(kinds) > 1]
+        self.again_in_run_s = {run: self._again_s([c.runs[run][0]]) for run in long_runs}
+
+    def _again_s(self, kinds: Sequence[int]) -> Array:
+        """Seconds that so many blocks of these kinds recompute at least [i, blocks, r]."""
+        c, most = self.c, int(self.ends[-1])
         rows, count = np.divmod(np.arange(len(c.m) * (most + 1)), most + 1)
-        made = WholeRecompute(c, np.full((len(c.m), c.v), float(most)))
+        made = WholeRecompute(c, np.full((len(c.m), c.v), float(most)), kinds)
         every = made.least_s(rows, np.repeat(count[:, None] * 1.0, c.active.shape[1], axis=1))
-        self.again_s = (c.m[rows][:, None] * every).reshape(len(c.m), most + 1, -1)
+        again_s: Array = (c.m[rows][:, None] * every).reshape(len(c.m), most + 1, -1)
+        return again_s
 
     def _whole(self, rows: NDArray[np.intp], rank: int, left: Array, taken: Array, over: Array) -> Array:
         """Of how many blocks that are left a rank takes those behind, or one or a few more where it has to recompute whole ones."""
         lines = [chain * self.laws.num_prices for chain in range(CHAINS)]
         for _ in range(TRIES):
-            count = left - taken - (taken <= 0) - (left >= self.ends[-1])
             run = np.clip(np.searchsorted(self.ends, taken, side="right") - 1, 0, len(self.sizes) - 1)
             at = rows[:, None], rank, lines, run[:, None]
             spared = self.saved[at] + (taken - self.ends[run])[:, None] * self.less[at]
-            again_s = self.again_s[rows, np.clip(count, 0, None).astype(np.int64), rank]
+            again_s = self._recomputed_s(rows, rank, left, taken)
             is_never = np.isinf(again_s)
             again_s = np.where(is_never, 0.0, again_s)[:, None]
             is_late = is_never | (over[:, lines] - spared + again_s > 1e-9 * again_s).any(axis=1)
@@ -228,6 +238,22 @@ class _InOrder:
                 break
             taken = taken + is_late
         return taken
+
+    def _recomputed_s(self, rows: NDArray[np.intp], rank: int, left: Array, taken: Array) -> Array:
+        """What a rank that has the blocks from ``taken`` up to ``left`` recomputes at least: all of them, or those of one run alone."""
+        end = self.ends[-1]
+
+        def count(start: Array, stop: Array) -> NDArray[np.int64]:
+            """Blocks beside the first and the last one of the model."""
+            inner = np.minimum(stop, end - 1) - np.maximum(start, 1)
+            found: NDArray[np.int64] = np.maximum(inner, 0).astype(np.int64)
+            return found
+
+        again_s: Array = self.again_s[rows, count(taken, left), rank]
+        for run, of_run_s in self.again_in_run_s.items():
+            size = count(np.maximum(taken, self.ends[run]), np.minimum(left, self.ends[run + 1]))
+            again_s = np.maximum(again_s, of_run_s[rows, size, rank])
+        return again_s
 
     def possible(self, rows: NDArray[np.intp], time_s: Array) -> NDArray[np.bool_]:
         """Whether the ranks of each of these rows can take all blocks in a time."""
@@ -310,7 +336,7 @@ class _InAnyOrder:
         if len(counts) > 1:
             work = np.stack([c.least_s[:, own].min(axis=1) for own in kinds], axis=1)
             measures += [(slice(large, large + 1), every), (slice(None), work)]
-        self.whole = WholeRecompute(c, most.sum(axis=2))
+        self.whole = WholeRecompute(c, most.sum(axis=2), [k for own in kinds for k in own])
         self.tables = [self._table(costs[..., own], most[..., own], value[:, own]) for own, value in measures]
         self.totals = [(value * counts)[:, own].sum(axis=1) for own, value in measures]
 

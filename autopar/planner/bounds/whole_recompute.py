@@ -7,6 +7,8 @@ for the micro-batches that its stage holds, on the stages that hold the most fir
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -26,10 +28,10 @@ class WholeRecompute:
     Args:
         c: the instances.
         most: blocks that each virtual stage may have [i, v].
+        inner: kinds of blocks that are counted, the first and the last block of the model aside.
     """
 
-    def __init__(self, c: Columns, most: Array) -> None:
-        inner = [k for k in range(len(c.counts)) if c.counts[k] - (k == c.first) - (k == c.last) > 0]
+    def __init__(self, c: Columns, most: Array, inner: Sequence[int]) -> None:
         kept, seconds = c.kept_bytes[:, :, inner], c.backward_s[:, :, inner]
         first_s = seconds.min(axis=3, keepdims=True)
         full = kept.max(axis=3, keepdims=True)

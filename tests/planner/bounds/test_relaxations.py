@@ -202,6 +202,12 @@ def test_whole_modes_are_exact_where_a_rank_recomputes_one_block_of_two() -> Non
     own_s, whole_s = feasible_bounds([many])[0], feasible_bounds([many], whole=True)[0]
     assert whole_s - own_s == pytest.approx(4 * 0.25, abs=0.03)  # a quarter of a block more for each micro-batch
     assert whole_s <= least_s(many)
+    light = pipeline(
+        "GPipe", 2, 4, [0, 1, 1, 2, 2, 2, 2, 3], [nothing, nothing, blocks[1], nothing], limit_bytes=(20.0,)
+    )
+    assert feasible_bounds([light], whole=True)[0] == pytest.approx(
+        whole_s
+    )  # blocks before that keep nothing spare none
     for known in ((), (bound.proof,)):  # a proof of an instance of the same schedule that fits
         full = chain_bound(replace(instance, limit_bytes=(-1.0,)), math.inf, known)
         assert math.isinf(full.time_s)
@@ -337,7 +343,7 @@ def whole(limit_bytes: float) -> WholeRecompute:
     end, kinds = block((2.0, 0.0)), [0, *[1] * NUM_BLOCKS, 2]
     blocks = [end, block((2.0, 1.1), (2.25, 0.8)), end]
     instance = pipeline("none", 1, 1, kinds, blocks, limit_bytes=(limit_bytes,))
-    return WholeRecompute(Columns([instance]), np.full((1, 1), float(NUM_BLOCKS)))
+    return WholeRecompute(Columns([instance]), np.full((1, 1), float(NUM_BLOCKS)), [1])
 
 
 def seconds(limit_bytes: float) -> float:
