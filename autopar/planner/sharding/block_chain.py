@@ -35,7 +35,7 @@ from autopar.planner.sharding.block_table import (
     crossing_types,
     narrow_boundaries,
 )
-from autopar.planner.sharding.elimination import Entry, Marginals, Prepared, prepare
+from autopar.planner.sharding.elimination import EnergySolver, Entry, Marginals, prepare
 from autopar.planner.sharding.energy import Table, Weights
 from autopar.planner.sharding.resharding import Structures
 from autopar.planner.sharding.strategy_energy import Choice, rests_of
@@ -190,7 +190,7 @@ class AxisSolver:
             yield from zip((*a.inputs, *a.outputs), (*b.inputs, *b.outputs), strict=True)
 
     @cached_property
-    def _chain(self) -> tuple[Mapping[Ref | str, int], list[Table], Prepared]:
+    def _chain(self) -> tuple[Mapping[Ref | str, int], list[Table], EnergySolver]:
         """What the energy of the chain has apart from the tables of the blocks.
 
         Variables of the values, by reference, and parameters, by name; tables that keep pairs of values of one type.
@@ -206,7 +206,7 @@ class AxisSolver:
             if a != b and a in variables and b in variables:
                 scopes.append((variables[a], variables[b]))
                 equal.append(np.array([[0.0 if x == y else np.inf for y in self.types[b]] for x in self.types[a]]))
-        prepared = prepare(tuple(sizes.values()), tuple(scopes), (), known=self.structures.prepared)
+        prepared = prepare(tuple(sizes.values()), tuple(scopes), (), cache=self.structures.solvers)
         return variables, equal, prepared
 
     # --- solutions

@@ -27,9 +27,9 @@ from numpy.typing import NDArray
 
 from autopar.graph.graph import Graph, Op, Parameter, Ref, TensorSpec
 from autopar.plan.mesh import I, P, R, S, Type
-from autopar.planner.sharding.elimination import Marginals, Prepared, prepare
-from autopar.planner.sharding.energy import FREE, Cost, PartedFactor, Table, Weights, columns_of, sums_of
-from autopar.planner.sharding.resharding import Flow, Made, Structures, Wanted, forbidding, one_reader, several_readers
+from autopar.planner.sharding.elimination import EnergySolver, Marginals, prepare
+from autopar.planner.sharding.energy import FREE, Cost, Table, UnweightedFactor, Weights, cost_columns, summed_parts
+from autopar.planner.sharding.resharding import Flow, Produced, Structures, Wanted, flow_to_many, flow_to_one, forbid
 from autopar.rules.strategy import Strategy
 
 MAX_EXTRAS = 2
@@ -105,7 +105,7 @@ class Problem:
         self.alike = alike or {}
         self.structures = Structures() if structures is None else structures
         self.states: list[Sequence[object]] = []
-        self.factors: list[PartedFactor] = []
+        self.factors: list[UnweightedFactor] = []
         self.ops: dict[str, int] = {}
         self.arrivals: dict[Ref, int] = {}
         self.rests: dict[str, int] = {}
@@ -182,10 +182,10 @@ class Problem:
         """Whether the tables of its elimination are small enough; else each entry over ``keep`` takes an integer program."""
         return self._ready(keep).steps is not None
 
-    def _ready(self, keep: tuple[int, ...]) -> Prepared:
+    def _ready(self, keep: tuple[int, ...]) -> EnergySolver:
         sizes = tuple([len(states) for states in self.states])
         scopes = tuple([factor.scope for factor in self.factors])
-        return prepare(sizes, scopes, keep, known=self.structures.prepared)
+        return prepare(sizes, scopes, keep, cache=self.structures.solvers)
 
     def choice(self, assignment: Sequence[int]) -> Choice:
         """An assignment by name."""
@@ -215,14 +215,14 @@ class Problem:
             return self.ops[ref.name]
         return self.arrivals[ref] if ref in self.arrivals else self.rests[ref.name]
 
-    def _made(self, ref: Ref) -> Made:
+    def _made(self, ref: Ref) -> Produced:
         """For each state of the variable that decides the type of a value as made that type."""
         states = self.states[self._source(ref)]
         if ref.name in self.ops:
             return tuple([s.outputs[ref.index] for s in states])  # type: ignore[attr-defined]
         return tuple(states)  # type: ignore[arg-type]
 
-    def _wanted(self, op: Op, where: tuple[int, ...], ref: Ref, made: Made) -> Wanted:
+    def _wanted(self, op: Op, where: tuple[int, ...], ref: Ref, made: Produced) -> Wanted:
         """For each strategy of ``op`` the types in which it reads ``ref``; I and R are one without gradient."""
         strategies: Sequence[Strategy] = self.states[self.ops[op.name]]  # type: ignore[assignment]
         wanted = [frozenset([s.inputs[i] for i in where]) for s in strategies]
@@ -271,7 +271,7 @@ class Problem:
             if table is not None:
                 self._append((maker_or_reader, value), (table,))
 
-    def _flow(self, ref: Ref, made: Made, wanted: tuple[Wanted, ...]) -> tuple[Flow, tuple[Table, ...]]:
+    def _flow(self, ref: Ref, made: Produced, wanted: tuple[Wanted, ...]) -> tuple[Flow, tuple[Table, ...]]:
         """What the types of maker and readers say of a value, and the table of what that costs."""
         price_class = self.costs.price_class(ref)
         if price_class is None:
@@ -288,23 +288,23 @@ class Problem:
             self.costs.tables[priced] = self._parts(ref, flow)
         return flow, self.costs.tables[priced]
 
-    def _new_flow(self, ref: Ref, made: Made, wanted: tuple[Wanted, ...]) -> Flow:
+    def _new_flow(self, ref: Ref, made: Produced, wanted: tuple[Wanted, ...]) -> Flow:
         if len(wanted) == 1:
-            return one_reader(made, wanted[0])
-        return several_readers(made, wanted, self.max_extras, lambda a, b: self._change(ref, a, b) is not None)
+            return flow_to_one(made, wanted[0])
+        return flow_to_many(made, wanted, self.max_extras, lambda a, b: self._change(ref, a, b) is not None)
 
     def _parts(self, ref: Ref, flow: Flow) -> tuple[Table, ...]:
         """The table of a flow; a parameter is used even where it stays as it is."""
-        return sums_of(flow.sums, [FREE, *[self._change(ref, source, target) for source, target in flow.changes]])
+        return summed_parts(flow.terms, [FREE, *[self._change(ref, source, target) for source, target in flow.changes]])
 
     def _add(self, scope: tuple[int, ...], costs: Sequence[Cost | None]) -> None:
         """A factor over one variable; None forbids."""
-        parts = tuple(columns_of(costs))
+        parts = tuple(cost_columns(costs))
         if parts:
             self._append(scope, parts)
 
     def _add_allowed(self, scope: tuple[int, ...], allowed: NDArray[np.bool_]) -> None:
-        table = forbidding(allowed)
+        table = forbid(allowed)
         if table is not None:
             self._append(scope, (table,))
 
@@ -312,7 +312,7 @@ class Problem:
         """A factor; of a table over one variable twice the diagonal."""
         if len(scope) == 2 and scope[0] == scope[1]:
             scope, parts = scope[:1], tuple(np.diagonal(part).copy() for part in parts)
-        self.factors.append(PartedFactor(scope, parts))
+        self.factors.append(UnweightedFactor(scope, parts))
 
 
 def types_of(spec: TensorSpec, size: int) -> tuple[Type, ...]:
