@@ -262,7 +262,7 @@ def test_where_tables_are_still_too_large_values_stay_as_they_are_made(
 def test_the_steps_of_a_loop_in_a_wide_block_have_one_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = scan()
     free = solver(graph, 2).solve(Weights())
-    monkeypatch.setattr(Problem, "is_wide", lambda self, keep: not self.alike)
+    monkeypatch.setattr(Problem, "is_wide", lambda self, keep: not self.op_classes)
     found = solver(graph, 2).solve(Weights())
     keys = {name: key for block in graph.blocks for name, key in repeated(graph, block).items()}
     steps = [o for o in graph.ops if o.target == "aten.tanh.default"]

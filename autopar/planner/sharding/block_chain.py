@@ -278,7 +278,12 @@ _Assignments = Mapping[tuple[int, ...], Sequence[Assignment]]
 
 
 def every_typing(solver: AxisSolver, most: int) -> list[AxisSolution] | None:
-    """Return all typings of a compact graph on an axis; None if there are more than ``most``, or if a block has too many choices."""
+    """Return all typings of a compact graph on an axis; None if there are more than ``most``, or if a block has too many choices.
+
+    Args:
+        solver: the solver of the axis.
+        most: the most typings to return.
+    """
     for block in solver.problems.values():
         if prod(len(block.problem.states[v]) for v in _variables(block)) > MAX_ENTRIES * most:
             return None

@@ -347,20 +347,20 @@ class BlockProblem:
         self.block, self.costs, self.boundary, self.structures = block, costs, boundary, structures
         self.problem, self.keep = self._problem(types, MAX_EXTRAS)
         if self.problem.is_wide(self.keep):
-            alike = repeated(costs.graph, block)
-            self.problem, self.keep = self._problem(types, 1, alike)
+            op_classes = repeated(costs.graph, block)
+            self.problem, self.keep = self._problem(types, 1, op_classes)
             if not self.problem.is_eliminated(self.keep):
                 uncut = self._uncut_strategies(types)
                 self.costs = replace(costs, narrow=lambda op, _: uncut[op.name])
-                self.problem, self.keep = self._problem(types, 1, alike)
+                self.problem, self.keep = self._problem(types, 1, op_classes)
                 if self.problem.is_wide(self.keep):
-                    self.problem, self.keep = self._problem(types, 0, alike)
+                    self.problem, self.keep = self._problem(types, 0, op_classes)
 
     def _problem(
-        self, types: Mapping[Ref, Sequence[Type]], max_extras: int, alike: Mapping[str, object] | None = None
+        self, types: Mapping[Ref, Sequence[Type]], max_extras: int, op_classes: Mapping[str, object] | None = None
     ) -> tuple[Problem, tuple[int, ...]]:
         graph, costs = self.costs.graph, self.costs
-        problem = Problem(graph, costs, max_extras=max_extras, alike=alike, structures=self.structures)
+        problem = Problem(graph, costs, max_extras=max_extras, op_classes=op_classes, structures=self.structures)
         keep = [problem.arrival(ref, types[ref]) for ref in self.boundary.inputs]
         for op in graph.block_ops(self.block):
             problem.operator(op)

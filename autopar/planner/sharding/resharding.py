@@ -73,36 +73,36 @@ class Structures:
         return self.numbers.setdefault(types, len(self.numbers))
 
 
-def flow_to_one(made: Produced, wanted: Wanted) -> Flow:
+def flow_to_one(produced: Produced, wanted: Wanted) -> Flow:
     """Return the flow of a value that one operator reads."""
-    distinct_made, made_index = _numbered(made)
+    distinct_produced, produced_index = _numbered(produced)
     distinct_wanted, wanted_index = _numbered(wanted)
     changes: dict[TypeChange, int] = {}
-    cells = [[_terms(t, types, changes) for types in distinct_wanted] for t in distinct_made]
-    terms = _term_arrays(cells, (len(distinct_made), len(distinct_wanted)), (made_index, wanted_index))
+    cells = [[_terms(t, types, changes) for types in distinct_wanted] for t in distinct_produced]
+    terms = _term_arrays(cells, (len(distinct_produced), len(distinct_wanted)), (produced_index, wanted_index))
     return Flow(changes=tuple(changes), terms=terms)
 
 
 def flow_to_many(
-    made: Produced, wanted: Sequence[Wanted], max_extras: int, allows: Callable[[Type, Type], bool]
+    produced: Produced, wanted: Sequence[Wanted], max_extras: int, allows: Callable[[Type, Type], bool]
 ) -> Flow:
     """Return the flow of a value that several operators read.
 
     Args:
-        made: the types in which it is produced.
+        produced: the types in which it is produced.
         wanted: for each reader the types in which it reads the value.
         max_extras: the most further types that the value may be changed to.
         allows: whether a change from one type to another exists.
     """
     read_types = {t for of_reader in wanted for types in of_reader for t in types}
     states: list[ValueState] = []
-    for t in sorted(set(made)):
+    for t in sorted(set(produced)):
         targets = [w for w in sorted(read_types - {t}) if allows(t, w)]
         for count in range(min(max_extras, len(targets)) + 1):
             states += [(t, frozenset(extras)) for extras in combinations(targets, count)]
     changes: dict[TypeChange, int] = {}
     cells = [[_terms(t, extras, changes)] for t, extras in states]
-    bit_of = {t: 1 << i for i, t in enumerate(sorted(read_types | set(made)))}
+    bit_of = {t: 1 << i for i, t in enumerate(sorted(read_types | set(produced)))}
     produced_bits = np.array([bit_of[t] for t, _ in states])
     available_bits = produced_bits + np.array([sum(bit_of[e] for e in extras) for _, extras in states])
     to_readers = []
@@ -113,7 +113,7 @@ def flow_to_many(
         changes=tuple(changes),
         terms=_term_arrays(cells, (len(states),), ()),
         states=states,
-        from_source=forbid(np.array([bit_of[t] for t in made])[:, None] == produced_bits),
+        from_source=forbid(np.array([bit_of[t] for t in produced])[:, None] == produced_bits),
         to_readers=tuple(to_readers),
     )
 

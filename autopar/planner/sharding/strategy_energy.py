@@ -10,7 +10,7 @@ The energy has these variables and tables:
   shares it inside a block. A table forbids a reader whose type is neither the produced one nor in the set. A value with a single reader
   needs no such variable: it has a table over producer and reader.
 
-Operators with the same key in ``alike`` share one variable (the steps of a loop over time), and so do their values.
+Operators of one class (``op_classes``) share one variable (the steps of a loop over time), and so do their values.
 
 Each cost has four parts that are weighted only when the energy is solved (:class:`autopar.planner.sharding.energy.Cost`).
 """
@@ -99,7 +99,7 @@ class Problem:
         graph: the graph with the specs of values and the parameters.
         costs: the choices and prices.
         max_extras: the most further types that one value may be changed to.
-        alike: a key for operators, by name; operators of one key take the same strategy where they are offered the same ones.
+        op_classes: a class of operators, by name; operators of one class take the same strategy where they are offered the same ones.
         structures: cache of what depends on the structure of problems alone.
 
     Attributes:
@@ -116,11 +116,11 @@ class Problem:
         costs: Costs,
         *,
         max_extras: int = MAX_EXTRAS,
-        alike: Mapping[str, object] | None = None,
+        op_classes: Mapping[str, object] | None = None,
         structures: Structures | None = None,
     ) -> None:
         self.graph, self.costs, self.max_extras = graph, costs, max_extras
-        self.alike = alike or {}
+        self.op_classes = op_classes or {}
         self.structures = Structures() if structures is None else structures
         self.states: list[Sequence[object]] = []
         self.factors: list[UnweightedFactor] = []
@@ -149,8 +149,8 @@ class Problem:
     def operator(self, op: Op) -> None:
         """Add an operator. A value that several operators save for backward is charged to the first of them."""
         strategies = self.costs.offered(op)
-        if op.name in self.alike:
-            v = self._variable_of_class((self.alike[op.name], tuple(strategies)), strategies)
+        if op.name in self.op_classes:
+            v = self._variable_of_class((self.op_classes[op.name], tuple(strategies)), strategies)
         else:
             v = self._variable(strategies)
         self.ops[op.name] = v
@@ -267,7 +267,7 @@ class Problem:
             if parts:
                 self._append((source, self.ops[readers[0][0].name]), parts)
             return
-        if not self.alike:
+        if not self.op_classes:
             pairs = [(self.ops[op.name], a) for (op, _), a in zip(readers, flow.to_readers, strict=True)]
             self._connect(self._variable(flow.states), source, parts, flow, pairs)
             return
