@@ -20,7 +20,7 @@ from autopar.planner.layouts.layout import PricedLayout
 from autopar.planner.search import SearchContext
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.variants import origins
-from autopar.planner.stages.recompute import MOVED, BlockOption, CutBlock, Way, none_if_moved, useful, with_moved
+from autopar.planner.stages.recompute import MOVED, BlockOption, CutBlock, Mode, none_if_moved, undominated, with_moved
 from autopar.planner.stages.stage_cut import CutBlocks
 
 
@@ -58,7 +58,7 @@ class BlockOptions:
             pinned = self.context.recompute.get(index)
             key = (layout.keys[k], pinned, cost.offloads)
             if key not in made:
-                modes: tuple[Way, ...] = (pinned,) if pinned else self.context.modes
+                modes: tuple[Mode, ...] = (pinned,) if pinned else self.context.modes
                 if moves and not cost.offloads:
                     modes = with_moved(modes) if not pinned or pinned == "none" else modes
                 made[key] = self._block(len(made), cost, modes, step, model, beside.get(layout.keys[k], ()))
@@ -86,7 +86,7 @@ class BlockOptions:
         return self._on_hosts[cost]
 
     def _block(
-        self, key: int, cost: BlockCost, modes: tuple[Way, ...], step: Step, model: CostModel, beside: Sequence[Beside]
+        self, key: int, cost: BlockCost, modes: tuple[Mode, ...], step: Step, model: CostModel, beside: Sequence[Beside]
     ) -> CutBlock:
         options = []
         private = without_shared(cost)
@@ -112,14 +112,14 @@ class BlockOptions:
         once_s = model.of(step).block_once_s(private)
         return CutBlock(
             key=key,
-            options=useful(options),
+            options=undominated(options),
             static_bytes=model.of(step).block_static_bytes(cost),
             once_s=once_s,
             more_s=once_s / step.num_micro_batches if self.model.is_mixed and step.mesh.pp > 1 else 0.0,
         )
 
     def stages(
-        self, stops: Sequence[int], modes: Sequence[Way], layout: PricedLayout, pp: int
+        self, stops: Sequence[int], modes: Sequence[Mode], layout: PricedLayout, pp: int
     ) -> tuple[StageCost, ...]:
         """Stages that end at these blocks, as the devices of their ranks run them."""
         costs = [self.costs(own) for own in layout.ranks or (layout,)]

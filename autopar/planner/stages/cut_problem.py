@@ -18,7 +18,7 @@ from autopar.plan.schedule import peak_table
 from autopar.planner.layouts.layout import PricedLayout
 from autopar.planner.search import SearchContext
 from autopar.planner.space.candidates import Candidate
-from autopar.planner.stages.recompute import Way
+from autopar.planner.stages.recompute import Mode
 from autopar.planner.stages.stage_cut import Cut, CutBlocks, Mask, cut, stage_masks
 
 LATE = 6
@@ -125,7 +125,7 @@ MORE = 1.01
 """Of what a rank has too much, by which it is given less: what its device reserves grows with it."""
 
 Stops = tuple[int, ...]
-Modes = tuple[Way, ...]
+Modes = tuple[Mode, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -178,7 +178,7 @@ class CutProblem:
     tensor_limits: tuple[float, ...]
     pinned: dict[int, int]
     allowed_stages: tuple[Sequence[Mask] | None, ...]
-    stages_of: Callable[[Sequence[int], Sequence[Way]], tuple[StageCost, ...]]
+    stages_of: Callable[[Sequence[int], Sequence[Mode]], tuple[StageCost, ...]]
 
     @property
     def num_blocks(self) -> int:
@@ -215,7 +215,7 @@ class CutProblem:
         found: list[int] = by_rank.T.reshape(-1).tolist()
         return found
 
-    def fitting(self, stops: Sequence[int], modes: Sequence[Way]) -> Fitting:
+    def fitting(self, stops: Sequence[int], modes: Sequence[Mode]) -> Fitting:
         """A cut with its memory, which may be too much."""
         made = self.stages_of(stops, modes)
         return Fitting(stops=tuple(stops), modes=tuple(modes), made=made, memory=self.model.memory(made, self.step))
@@ -248,7 +248,7 @@ class CutProblem:
             mode for rank, start, stop in spans for mode in self.block_options[rank].quickest_modes[start:stop]
         )
 
-    def busy_s(self, stops: Sequence[int], modes: Sequence[Way]) -> float:
+    def busy_s(self, stops: Sequence[int], modes: Sequence[Mode]) -> float:
         """A bound from below on the step of a cut.
 
         For some rank its micro-batches, and one through the stages before it, there and back; or, where that is more, what its
@@ -358,7 +358,7 @@ def _lean(problem: CutProblem, masks: Sequence[Mask]) -> Iterator[Fitting]:
     may = allows(masks, even)
     seen = set()
     for stops, passes in product(dict.fromkeys([*([even] if may else []), free.stops]), (0.0, 1.0)):
-        modes: list[Way] = []  # what a block needs in passing may be beside what its stage holds, or in its place
+        modes: list[Mode] = []  # what a block needs in passing may be beside what its stage holds, or in its place
         for s, (rank, start, stop) in enumerate(problem.spans(stops)):
             for block in problem.block_options[rank].blocks[start:stop]:
                 least = min(block.options, key=lambda o: in_flight[s] * o.held_bytes + passes * o.transient_bytes)

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.planner.stages.cut_problem import CutProblem, Fitting, Modes
-from autopar.planner.stages.recompute import MOVED, BlockOption, Way
+from autopar.planner.stages.recompute import MOVED, BlockOption, Mode
 from autopar.planner.stages.refinement import LEAST_GAIN, needs_of
 
 Array = NDArray[np.float64]
@@ -32,7 +32,7 @@ class _Change:
 
     stage: int
     block: int
-    mode: Way
+    mode: Mode
     time_s: float
     held_bytes: float
 
@@ -137,7 +137,7 @@ def _changes_of(problem: CutProblem, found: Fitting, rank: int) -> list[_Change]
     for turn, (_, start, stop) in enumerate(problem.spans(found.stops)[rank :: problem.pp]):
         first = {(blocks[i].key, found.modes[i]): i for i in reversed(range(start, stop))}
         for (_, mode), i in first.items():
-            options: dict[Way, BlockOption] = {o.mode: o for o in blocks[i].options if o.mode != MOVED}
+            options: dict[Mode, BlockOption] = {o.mode: o for o in blocks[i].options if o.mode != MOVED}
             if mode not in options:
                 continue
             changes += [

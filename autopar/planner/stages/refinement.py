@@ -27,7 +27,7 @@ from autopar.cost.step.simulation import Chain
 from autopar.cost.step.step import StageCost
 from autopar.plan.prediction import Memory
 from autopar.planner.stages.cut_problem import CutProblem, Fitting, Modes, Stops, allows, exactly, fitted
-from autopar.planner.stages.recompute import MOVED, Array, Way, lower_hull
+from autopar.planner.stages.recompute import MOVED, Array, Mode, lower_hull
 
 MAX_CHOICES = 4
 """Times that ranks choose again because the memory model finds more than they counted."""
@@ -51,7 +51,7 @@ class _Step:
     turn: int
     blocks: tuple[int, ...]
     previous: int
-    mode: Way
+    mode: Mode
     time_s: float
     freed_bytes: float
 
