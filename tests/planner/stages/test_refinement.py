@@ -194,7 +194,7 @@ def test_what_ranks_recompute_is_the_same_remembered_from_other_cuts(graph: Grap
                     again = problem.fitting(stops, alone.modes)
                     assert problem.fits(again)
                     assert (found.stops, found.modes, found.memory) == (stops, alone.modes, again.memory)
-                    assert found.made == again.made
+                    assert found.stages == again.stages
                     some += {*found.modes} > {"none"}
     assert some
 
