@@ -268,6 +268,7 @@ class Layouts:
         return typed.identity in self.memo(typed.key).priced
 
     def _priced(self, typed: TypedLayout) -> PricedLayout:
+        """Return the layout with the costs of its blocks, worked out anew."""
         key, kind, solution = typed.key, typed.kind, typed.solution
         before_tp = self.graphs.before_tp(key, kind).graph
         graph = before_tp if solution is None else shard(before_tp, solution.typing)

@@ -359,6 +359,7 @@ class BlockProblem:
     def _problem(
         self, types: Mapping[Ref, Sequence[Type]], max_extras: int, op_classes: Mapping[str, object] | None = None
     ) -> tuple[Problem, tuple[int, ...]]:
+        """Return the energy of the block, and the variables of its table in the order of :attr:`Boundary.keys`."""
         graph, costs = self.costs.graph, self.costs
         problem = Problem(graph, costs, max_extras=max_extras, op_classes=op_classes, structures=self.structures)
         keep = [problem.arrival(ref, types[ref]) for ref in self.boundary.inputs]

@@ -119,6 +119,7 @@ class EnergySolver:
         return Marginals(tables=least, chunk_size=chunk_size, decoders=tuple(decoders))
 
     def _solve(self, tables: Sequence[Table]) -> tuple[Table, Decoder]:
+        """Return the table of one chunk of energies over ``keep``, and its decoder."""
         if self.steps is not None:
             return _eliminate(self.steps, tables, self.keep, len(self.sizes))
         factors = tuple(Factor(scope=s, table=t[0]) for s, t in zip(self.scopes, tables, strict=True))

@@ -336,6 +336,7 @@ class SequenceSplit:
         return split if split and has_samples else allowed
 
     def _allows(self, op: Op, strategy: Strategy) -> bool:
+        """Return whether an operator may take a strategy under this kind of attention."""
         if is_attention(op) and strategy.name not in _ATTENTION[self.kind]:
             return False
         if is_scores(op) and strategy.name not in _SCORES[self.kind]:

@@ -254,6 +254,7 @@ class Problem:
         return tuple([frozenset([whole if t in (I, R) else t for t in types]) for types in wanted])
 
     def _change(self, ref: Ref, source: Type, target: Type) -> Cost | None:
+        """Return the cost of a change of type of a value or parameter."""
         if ref.name in self.rests:
             return self.costs.use(self.graph.parameter(ref.name), source, target)
         return self.costs.change(ref, source, target)
@@ -313,6 +314,7 @@ class Problem:
         return flow, self.costs.tables[priced_key]
 
     def _new_flow(self, ref: Ref, produced: Produced, wanted: tuple[Wanted, ...]) -> Flow:
+        """Return the flow of a value to its readers, worked out anew."""
         if len(wanted) == 1:
             return flow_to_one(produced, wanted[0])
         return flow_to_many(produced, wanted, self.max_extras, lambda a, b: self._change(ref, a, b) is not None)

@@ -53,6 +53,7 @@ class BlockOptions:
         return self._cut_blocks[key]
 
     def _blocks(self, layout: PricedLayout, step: Step, model: CostModel, *, moves: bool) -> list[CutBlock]:
+        """Return the blocks in order; equal blocks with equal pins share one object."""
         by_key: dict[tuple[int, Recompute | None, bool], CutBlock] = {}
         blocks, neighbours = [], self._neighbours(layout) if model.of(step).data.sends_always else {}
         for index, (k, cost) in enumerate(zip(self.class_of, self.costs(layout), strict=True)):

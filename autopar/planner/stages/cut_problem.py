@@ -220,7 +220,7 @@ class CutProblem:
         return self.pp * self.candidate.virtual_stages
 
     def masks(self) -> list[list[Mask]]:
-        """Return for each way of :attr:`allowed_stages` and each stage where blocks i:j may form it."""
+        """Return for each way of :attr:`allowed_stages` a mask for every stage, with the pinned blocks taken into account."""
         return [stage_masks(self.num_blocks, self.num_stages, allowed, self.pinned) for allowed in self.allowed_stages]
 
     def peaks(self, rank: int) -> NDArray[np.int64]:
@@ -270,8 +270,9 @@ class CutProblem:
     def busy_s(self, stops: Sequence[int], modes: Sequence[Mode]) -> float:
         """Return a lower bound on the seconds of the step of a cut.
 
-        A rank runs all of its micro-batches. A micro-batch also passes through the first stages of the ranks before it, forward before that
-        and backward after that; or, if this takes longer, the rank spends after its last gradient what its blocks take once a step.
+        A rank runs all of its micro-batches. Before its first forward and after its last backward a micro-batch runs through the first
+        stages of the ranks before it. After its last gradient the rank also spends what its blocks take once a step. Only the longer of
+        these two counts.
         """
         rank_s, first_s, once_s = [0.0] * self.pp, [0.0] * self.pp, [0.0] * self.pp
         for s, (rank, start, stop) in enumerate(self.spans(stops)):

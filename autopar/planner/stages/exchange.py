@@ -98,11 +98,11 @@ class _Chains:
     def add(self, fitting: Fitting) -> float:
         """Return the seconds of the step of a choice, and add its longest chains."""
         blocks_s = self.blocks_s(fitting)
-        known = {*self.backwards}
+        known_counts = {*self.backwards}
         step_s, longest = self.problem.model.longest_chains(fitting.stages, self.problem.step)
         for chain in longest:
             counts = tuple(chain.backwards.tolist())
-            if counts not in known:
+            if counts not in known_counts:
                 self.backwards.append(counts)
                 self.fixed_s.append(chain.time_s - float(chain.backwards @ blocks_s))
         return step_s

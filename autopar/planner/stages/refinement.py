@@ -340,8 +340,8 @@ class _Moves:
         """Take another cut as the current one."""
         sizes = np.diff((0, *fitting.stops))
         source, target = ((sizes[:, None] > 1) & ~np.eye(len(sizes), dtype=bool)).nonzero()
-        one = np.eye(len(sizes), dtype=np.int64)
-        self.stops = np.cumsum(sizes - one[source] + one[target], axis=1)  # [moves, stages]
+        unit = np.eye(len(sizes), dtype=np.int64)
+        self.stops = np.cumsum(sizes - unit[source] + unit[target], axis=1)  # [moves, stages]
         starts = np.pad(self.stops[:, :-1], ((0, 0), (1, 0)))
         self.forward_s, both_s = self.quickest_s[:, self.kind, self.stops] - self.quickest_s[:, self.kind, starts]
         self.backward_s = both_s - self.forward_s
