@@ -23,7 +23,7 @@ from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.pin_syntax import ChoicePin
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import Space, load_space, with_sampler
-from autopar.planner.stages.recompute import Way
+from autopar.planner.stages.recompute import Mode
 from autopar.request import Request
 
 
@@ -339,7 +339,7 @@ class Evaluation:
     candidate: Candidate
     option: PricedLayout
     stops: tuple[int, ...]
-    modes: tuple[Way, ...]
+    modes: tuple[Mode, ...]
     prediction: Prediction
     bucket_bytes: int = BUCKET_BYTES
 

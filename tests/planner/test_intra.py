@@ -262,7 +262,7 @@ def test_where_tables_are_still_too_large_values_stay_as_they_are_made(
 def test_the_steps_of_a_loop_in_a_wide_block_have_one_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = scan()
     free = solver(graph, 2).solve(Weights())
-    monkeypatch.setattr(Problem, "is_wide", lambda self, keep: not self.alike)
+    monkeypatch.setattr(Problem, "is_wide", lambda self, keep: not self.op_classes)
     found = solver(graph, 2).solve(Weights())
     keys = {name: key for block in graph.blocks for name, key in repeated(graph, block).items()}
     steps = [o for o in graph.ops if o.target == "aten.tanh.default"]
@@ -288,14 +288,14 @@ def test_a_layer_called_again_with_many_parameters_has_one_layout(monkeypatch: p
     graph = trace(model, (torch.zeros(4, 8),))
     dear = Weights(state_byte=1e-3)
     free = solver(graph, 2)
-    assert not free.twins
+    assert not free.equal_blocks
     best = free.solve(dear)
     monkeypatch.setattr(chain, "MAX_BOUNDARY_STATES", 100)
     tied = solver(graph, 2)
-    assert tied.twins
+    assert tied.equal_blocks
     assert not any(boundary.shared for boundary in tied.boundaries)
     found = tied.solve(dear)
-    layers = {i for pair in tied.twins for i in pair}
+    layers = {i for pair in tied.equal_blocks for i in pair}
     assert len(layers) == 3
     assert len({(found.blocks[i].strategies, found.blocks[i].parameters) for i in layers}) == 1
     assert any(kind.is_split for kind in found.typing.parameters.values())

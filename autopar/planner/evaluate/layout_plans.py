@@ -24,8 +24,8 @@ from autopar.planner.search import SLOW, Evaluation, Misfit, SearchContext, need
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.stages.block_options import BlockOptions
 from autopar.planner.stages.cut_problem import (
+    EXCESS_FACTOR,
     MAX_CUTS,
-    MORE,
     CutProblem,
     Failure,
     Fitting,
@@ -143,7 +143,7 @@ class LayoutPlans:
             option=problem.layout,
             stops=found.stops,
             modes=found.modes,
-            prediction=problem.model.predict(found.made, problem.step, memory=found.memory),
+            prediction=problem.model.predict(found.stages, problem.step, memory=found.memory),
             bucket_bytes=problem.step.bucket_bytes,
         )
 
@@ -197,7 +197,7 @@ class LayoutPlans:
 
     def _in_buckets(self, problem: CutProblem, found: Fitting) -> tuple[CutProblem, Fitting]:
         """A cut with the first size of buckets with which it fits; as it is where it fits with none."""
-        if not problem.fits(found) and problem.model.sums_in_buckets(found.made, problem.step):
+        if not problem.fits(found) and problem.model.sums_in_buckets(found.stages, problem.step):
             for size in self.buckets[1:]:
                 other = problem.with_buckets(size)
                 smaller = other.fitting(found.stops, found.modes)
@@ -355,7 +355,7 @@ class SharesEvaluator:
             spare = most - model.memory(self.options.stages((blocks,), found.modes, option, 1), step)[0].total
             if spare >= 0:
                 return tuple(map(none_if_moved, found.modes))
-            limit += MORE * spare
+            limit += EXCESS_FACTOR * spare
         return tuple(none_if_moved(min(block.options, key=lambda o: o.held_bytes).mode) for block in options.blocks)
 
     def _all_fit(self, parts: _Shared, memory: Sequence[Memory]) -> bool:

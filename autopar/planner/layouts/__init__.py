@@ -1,8 +1,9 @@
 """Layouts of one micro-batch over all axes inside of the model: typed, then priced.
 
-A layout depends on a :class:`~autopar.planner.layouts.layout.LayoutKey`: samples of a micro-batch, ranks of ``cp`` and ``tp``, data
-ranks that split experts. :class:`~autopar.planner.layouts.rank_graphs.RankGraphs` has the graph of one rank before ``tp``,
-:class:`~autopar.planner.layouts.catalogue.Layouts` its exact typings under several prices of memory (a Lagrangian sweep: each
-price gives a point of the front of seconds against bytes). It is what the rest of the planner asks: ``typed``, ``price``, ``unsplit``,
-``on_device``. What it knows of a key is one :class:`~autopar.planner.layouts.catalogue.LayoutMemo`, which processes exchange.
+- ``layout``: a layout as data. It depends on a :class:`~autopar.planner.layouts.layout.LayoutKey`: samples of a micro-batch, ranks of
+  ``cp`` and ``tp``, and data ranks that split experts.
+- ``rank_graphs``: the graph of one rank before ``tp`` is applied.
+- ``catalogue``: the optimal typings of a key under several prices of memory (a Lagrangian sweep, in which each price gives a point on the
+  Pareto front of seconds against bytes). The rest of the planner uses its :class:`~autopar.planner.layouts.catalogue.Layouts`; processes
+  exchange what it knows as one :class:`~autopar.planner.layouts.catalogue.LayoutMemo` for each key.
 """

@@ -1,7 +1,7 @@
-"""Layouts to choose from: for a layout key the typings worth having, then the same with the costs of their blocks.
+"""The layouts to choose from: for each layout key the typings worth having, then the same with the costs of their blocks.
 
-Everything happens on the compact graph and is kept: many candidates of a search share it. Typings on ``tp`` are the exact optimum for each
-of several prices of memory, solved for when they are asked for.
+All work is done on the compact graph and is cached, as many candidates of a search share it. Typings on ``tp`` are exact optima for each of
+several prices of memory. They are solved when they are first needed.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ SPREAD_EXPERTS = "autopar.experts_dispatch"
 MIXTURES = (EXPERTS, SPREAD_EXPERTS)
 
 Order = tuple[int, int]
-"""Orders of magnitude of the micro-batches over which a gradient sum is spread, and of those that a stage holds."""
+"""The order of magnitude of the number of micro-batches in a step, and that of the micro-batches that a stage holds; see :func:`_magnitude`."""
 
 
 def pinned_types(graph: Graph, pins: Pins) -> dict[str, Type]:
-    """Types at rest of the parameters that are pinned, by name; the last pin that matches wins."""
+    """Return the types at rest of the parameters that are pinned, by name; the last pin that matches decides."""
     types: dict[str, Type] = {}
     for pin in pins.parameters:
         types |= {p.name: pin.type for p in graph.parameters if pin.matches((p.key, p.fqn, *p.aliases))}
@@ -47,12 +47,12 @@ def pinned_types(graph: Graph, pins: Pins) -> dict[str, Type]:
 
 @dataclass(slots=True, kw_only=True)
 class LayoutMemo:
-    """What is known of the layouts of one key; another process can take it over.
+    """All results for the layouts of one key; another process can take them over.
 
     Attributes:
-        typed: by the orders of magnitude of their micro-batches.
-        priced: by their identities.
-        at_best: see :meth:`Layouts.unsplit`; None: nobody asked.
+        typed: typed layouts by the orders of magnitude of their micro-batches.
+        priced: priced layouts by identity.
+        at_best: see :meth:`Layouts.unsplit`; None if it was not needed yet.
     """
 
     typed: dict[Order, tuple[TypedLayout, ...]] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class LayoutMemo:
     at_best: PricedLayout | None = None
 
     def learn(self, other: LayoutMemo) -> None:
-        """What another process has worked out; what is known already stays."""
+        """Add the results of another process; results that are there stay."""
         self.typed = other.typed | self.typed
         self.priced = other.priced | self.priced
         self.at_best = other.at_best if self.at_best is None else self.at_best
@@ -70,17 +70,18 @@ class Layouts:
     """All layouts of one model on one cluster.
 
     Args:
-        graph: as traced.
+        graph: the traced graph.
         model: the cost model.
-        pins: of parameters, of ``ep`` and of attention on ``cp``.
-        space: which prices of memory are tried, and up to how many layouts all.
-        narrow: keeps those of an operator's strategies on ``tp`` that it may take; None: all.
+        global_batch_size: samples of a step.
+        pins: the pins of parameters, of ``ep`` and of attention on ``cp``.
+        space: the search space, with the prices of memory and the number of layouts up to which all are tried.
+        narrow: restricts the strategies of operators on ``tp``; None restricts nothing.
 
     Attributes:
         compact: the compact graph.
         batch: the typing on axis ``batch``.
-        graphs: of one rank before axis ``tp``, what the layouts are made from.
-        pinned: types at rest of the parameters that are pinned, by name.
+        graphs: the graphs of one rank before axis ``tp``, from which layouts are made.
+        pinned: the types at rest of the parameters that are pinned, by name.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class Layouts:
         is_selective = "selective" in {*space.recompute, *pins.recompute(graph).values()}
         self.pinned = pinned_types(graph, pins)
         parameters = [graph.block_parameters(block) for block in graph.blocks] if self.pinned else []
-        self.compact = compact(graph, keys=[tuple(self.pinned.get(p.name) for p in own) for own in parameters])
+        self.compact = compact(graph, keys=[tuple(self.pinned.get(p.name) for p in block) for block in parameters])
         self.graphs = RankGraphs(
             graph, self.compact, model, global_batch_size=global_batch_size, pins=pins, is_selective=is_selective
         )
@@ -106,48 +107,51 @@ class Layouts:
         self._memos: dict[LayoutKey, LayoutMemo] = {}
         self._every: dict[LayoutKey, tuple[TypedLayout, ...]] = {}
         self._on_device: dict[str, PricedLayout] = {}
-        self._local: dict[str, tuple[Graph, tuple[BlockWork, ...]]] = {}  # of layouts that several devices run
+        self._local: dict[str, tuple[Graph, tuple[BlockWork, ...]]] = {}  # by identity of the layout
 
     @property
     def prelude(self) -> tuple[str, ...]:
-        """Strategy names of the prelude on axis ``batch``."""
+        """The names of the strategies of the prelude on axis ``batch``."""
         return tuple(self.batch.strategies[op.name].name for op in self.graph.prelude)
 
     # --- what processes exchange
 
     def memo(self, key: LayoutKey) -> LayoutMemo:
-        """What is known of the layouts of a key."""
+        """Return the results for the layouts of a key."""
         return self._memos.setdefault(key, LayoutMemo())
 
     def memos(self) -> dict[LayoutKey, LayoutMemo]:
-        """What is known of the layouts of all keys, for another process."""
+        """Return the results for the layouts of all keys, for another process."""
         return dict(self._memos)
 
     def learn(self, memos: Mapping[LayoutKey, LayoutMemo]) -> None:
-        """What another process has worked out."""
+        """Add the results of another process."""
         for key, memo in memos.items():
             self.memo(key).learn(memo)
 
     # --- typed
 
     def typed(self, key: LayoutKey, *, num_micro_batches: int, in_flight: int) -> tuple[TypedLayout, ...]:
-        """The layouts that some price of memory makes best, from lean to fast, before anything is priced.
+        """Return the layouts that are best at some price of memory, from lean to fast, before they are priced.
+
+        All layouts of a small problem are returned, if the space asks for that.
 
         Args:
-            num_micro_batches: over which a gradient sum is spread; the order of magnitude alone counts.
-            in_flight: micro-batches that a stage holds, likewise.
+            key: the key of the layouts.
+            num_micro_batches: micro-batches of a step, over which a gradient sum is spread; only the order of magnitude matters.
+            in_flight: micro-batches that a stage holds; only the order of magnitude matters.
 
         Raises:
-            InfeasibleError: the pins of parameters allow none.
+            InfeasibleError: the pins of parameters allow no layout.
         """
         typed = self.memo(key).typed
-        order = (_round(num_micro_batches), _round(in_flight)) if key.tp > 1 else (1, 1)
+        order = (_magnitude(num_micro_batches), _magnitude(in_flight)) if key.tp > 1 else (1, 1)
         if order not in typed:
             typed[order] = self._every_typed(key) or self._front(key, order)
         return typed[order]
 
     def _front(self, key: LayoutKey, order: Order) -> tuple[TypedLayout, ...]:
-        """The best typing at each price of memory, from the leanest to the quickest."""
+        """Return the best typing at each price of memory, from the leanest to the quickest."""
         kinds = self.graphs.kinds(key)
         if key.tp == 1:
             return tuple(TypedLayout(key=key, kind=kind, solution=None) for kind in kinds)
@@ -159,29 +163,29 @@ class Layouts:
             for price in (ratio * byte_s for ratio in sorted(self.space.price_ratios, reverse=True))
         ]
         front: dict[str, TypedLayout] = {}
-        for at_price in zip(*(solver.solve_all(weights) for solver in solvers), strict=True):
-            for kind, solution in zip(kinds, at_price, strict=True):
+        for solutions in zip(*(solver.solve_all(weights) for solver in solvers), strict=True):
+            for kind, solution in zip(kinds, solutions, strict=True):
                 typed = TypedLayout(key=key, kind=kind, solution=solution)
                 front.setdefault(typed.identity, typed)
         return tuple(front.values())
 
     def _every_typed(self, key: LayoutKey) -> tuple[TypedLayout, ...]:
-        """All of them where the space asks for it and they are few; else none."""
+        """Return all typed layouts of a key if the space asks for that and they are few enough; else an empty tuple."""
         if not self.space.every or key.tp == 1:
             return ()
         if key not in self._every:
-            every = [(kind, every_typing(self.solver(key, kind), self.space.every)) for kind in self.graphs.kinds(key)]
-            few = all(some is not None for _, some in every)
+            lists = [(kind, every_typing(self.solver(key, kind), self.space.every)) for kind in self.graphs.kinds(key)]
+            few = all(typings is not None for _, typings in lists)
             self._every[key] = tuple(
-                TypedLayout(key=key, kind=kind, solution=one) for kind, some in every if few for one in some or ()
+                TypedLayout(key=key, kind=kind, solution=t) for kind, typings in lists if few for t in typings or ()
             )
         return self._every[key]
 
     def solver(self, key: LayoutKey, kind: str) -> AxisSolver:
-        """The solver of all typings of a key and kind of attention.
+        """Return the solver of all typings of a key and kind of attention.
 
         Raises:
-            InfeasibleError: a pinned parameter does not divide, or pins leave an operator no strategy.
+            InfeasibleError: the type of a pinned parameter does not divide it, or the pins leave an operator no strategy.
         """
         if (key, kind) not in self._solvers:
             compact = self.graphs.before_tp(key, kind)
@@ -192,23 +196,28 @@ class Layouts:
                 pricing=self.graphs.axis_pricing(TP, key),
                 owners=self.graphs.owners,
                 rests=self._rests(compact.graph, key.tp),
-                narrow=partial(self._kept, key),
+                narrow=partial(self._allowed_strategies, key),
             )
             self._solvers[key, kind] = AxisSolver(compact, costs, self.graphs.structures)
         return self._solvers[key, kind]
 
-    def _kept(self, key: LayoutKey, op: Op, offered: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
-        """Those of an operator's strategies that it may take; the pins of ``ep`` say whether experts are split over ``tp`` as well."""
+    def _allowed_strategies(self, key: LayoutKey, op: Op, offered: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
+        """Return the strategies that an operator may take; the pins of ``ep`` say whether experts are also split over ``tp``."""
         if self.narrow is not None:
             offered = self.narrow(op, offered)
         if op.target not in MIXTURES:
             return offered
-        outside = key.ep_data if op.target == SPREAD_EXPERTS else 1
+        degree = key.ep_data if op.target == SPREAD_EXPERTS else 1
         return tuple(
-            s for s in offered if self.pins.allows("ep", outside * (key.tp if s.target in EXPERT_TARGETS else 1))
+            s for s in offered if self.pins.allows("ep", degree * (key.tp if s.target in EXPERT_TARGETS else 1))
         )
 
     def _rests(self, graph: Graph, tp: int) -> Mapping[str, Sequence[Type]]:
+        """Return the types at rest of the pinned parameters, by name.
+
+        Raises:
+            InfeasibleError: the pinned type does not divide the parameter.
+        """
         rests: dict[str, Sequence[Type]] = {}
         for parameter in graph.parameters:
             pinned = self.pinned.get(parameter.name)
@@ -224,10 +233,11 @@ class Layouts:
     # --- priced
 
     def unsplit(self, key: LayoutKey) -> PricedLayout:
-        """What the parts of a key's layouts are taken of: the layout with neither a context- nor a tensor-parallel axis.
+        """Return the layout without ``cp`` and ``tp`` from which floors for the layouts of a key are derived.
 
-        Where the key has one of these axes, as no padding of vocabularies and no alignment takes it below
-        (:meth:`autopar.hardware.device.Device.at_best`): a part of it is then a floor. Where it has none, this is its layout.
+        If the key has one of these axes, its costs are those of devices at their best rates, which padding of vocabularies and alignment
+        cannot improve (:meth:`autopar.hardware.device.Device.at_best`): the share of a rank in them is a floor. Otherwise it is the layout
+        of the key.
         """
         if key.cp == key.tp == 1:
             return self.price(TypedLayout(key=key, kind="", solution=None))
@@ -237,7 +247,7 @@ class Layouts:
         return memo.at_best
 
     def _at_best(self, key: LayoutKey) -> PricedLayout:
-        """A layout without axes at the least that any padding and alignment makes of it; itself where it is that."""
+        """Return the layout without these axes at the best rates of the devices, or the priced layout if its costs are the same."""
         layout = self.unsplit(key)
         _, works = self.graphs.works(self.local_graph(layout))
         prices = [self.model.price(work, self.graphs.mesh(key), at_best=True) for work in works]
@@ -247,20 +257,21 @@ class Layouts:
         return replace(layout, identity=f"{layout.identity} at best", costs=costs, at_best=True)
 
     def price(self, typed: TypedLayout) -> PricedLayout:
-        """The layout with the costs of its blocks."""
+        """Return the layout with the costs of its blocks."""
         priced = self.memo(typed.key).priced
         if typed.identity not in priced:
             priced[typed.identity] = self._priced(typed)
         return priced[typed.identity]
 
     def is_priced(self, typed: TypedLayout) -> bool:
-        """Whether :meth:`price` was asked for a layout."""
+        """Return whether :meth:`price` has been called for a layout."""
         return typed.identity in self.memo(typed.key).priced
 
     def _priced(self, typed: TypedLayout) -> PricedLayout:
+        """Return the layout with the costs of its blocks, worked out anew."""
         key, kind, solution = typed.key, typed.kind, typed.solution
-        whole = self.graphs.before_tp(key, kind).graph
-        graph = whole if solution is None else shard(whole, solution.typing)
+        before_tp = self.graphs.before_tp(key, kind).graph
+        graph = before_tp if solution is None else shard(before_tp, solution.typing)
         keys, works = self.graphs.works(graph)
         prices = [self.model.price(work, self.graphs.mesh(key)) for work in works]
         return PricedLayout(
@@ -272,12 +283,17 @@ class Layouts:
             costs=tuple(prices[number] for number in keys),
             keys=keys,
             prelude_s=self.model.prelude_time_s(graph),
-            padding=padding_of(whole),
-            totals=tuple(whole.spec(ref).num_bytes for ref in whole.sums),
+            padding=padding_of(before_tp),
+            totals=tuple(before_tp.spec(ref).num_bytes for ref in before_tp.sums),
         )
 
     def on_device(self, layout: PricedLayout, part: CostModel) -> PricedLayout:
-        """A layout of :meth:`price` as the devices of ``part`` run it."""
+        """Return a layout at the prices of the devices of ``part``.
+
+        Args:
+            layout: a layout of :meth:`price`.
+            part: the cost model of some of the node groups.
+        """
         if part is self.model:
             return layout
         identity = f"{layout.identity} on {sorted(part.places or ())}"
@@ -297,11 +313,11 @@ class Layouts:
         return self._on_device[identity]
 
     def local_graph(self, layout: PricedLayout) -> Graph:
-        """One rank's graph of one micro-batch."""
+        """Return the graph of one micro-batch on one rank."""
         graph, solution = self.graphs.before_tp(layout.key, layout.kind).graph, layout.solution
         return graph if solution is None else shard(graph, solution.typing)
 
 
-def _round(n: int) -> int:
-    """The power of 8 at or below: layouts change with the order of magnitude alone."""
+def _magnitude(n: int) -> int:
+    """Return the largest power of 8 that is at most ``n``, as layouts hardly change within an order of magnitude."""
     return int(8 ** ((n.bit_length() - 1) // 3))

@@ -1,4 +1,4 @@
-"""Layouts as data: what they depend on, typings of all axes, and typings with the costs of their blocks."""
+"""Layouts as data: what they depend on, typed layouts of all axes, and priced layouts with the costs of their blocks."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ class LayoutKey:
     """What a layout depends on: samples of a micro-batch and the degrees of the axes inside of the model.
 
     Attributes:
-        micro_batch_size: samples.
+        micro_batch_size: samples of a micro-batch.
         ep_data: data ranks over which experts are split.
-        cp, tp: ranks of these axes.
-        vocab_multiple: of the rows of each rank's part of a vocabulary.
+        cp: ranks of the context-parallel axis.
+        tp: ranks of the tensor-parallel axis.
+        vocab_multiple: the number that must divide the rows of the part of a vocabulary that each rank has.
     """
 
     micro_batch_size: int
@@ -32,11 +33,11 @@ class LayoutKey:
 
     @property
     def unsplit(self) -> LayoutKey:
-        """The same micro-batch with neither ``cp`` nor ``tp``."""
+        """The key of the same micro-batch without ``cp`` and ``tp``."""
         return replace(self, cp=1, tp=1)
 
     def mesh(self, world_size: int) -> Mesh:
-        """Of so many ranks with these degrees; groups of the inner axes are the same in every other."""
+        """Return a mesh of ``world_size`` ranks with these degrees; the groups of the inner axes are the same in every such mesh."""
         outside = max(world_size // (self.cp * self.tp), 1)
         return Mesh(dp_replicate=outside, cp=self.cp, tp=self.tp, ep=self.ep_data, ep_data=self.ep_data)
 
@@ -46,10 +47,10 @@ class TypedLayout:
     """A typing of the whole model on ``cp`` and ``tp``, before its blocks are priced.
 
     Attributes:
-        key: what it depends on.
-        kind: of attention on ``cp``; empty where that axis has one rank.
+        key: what the layout depends on.
+        kind: the kind of attention on ``cp``; empty where that axis has one rank.
         solution: the typing on ``tp``; None where that axis has one rank.
-        identity: a text, equal for equal layouts in every process.
+        identity: a text that is equal for equal layouts, in every process.
     """
 
     key: LayoutKey
@@ -65,19 +66,21 @@ class TypedLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PricedLayout:
-    """One layout of the whole model with the costs of its blocks.
+    """A layout of the whole model with the costs of its blocks.
 
     Attributes:
-        key, kind, solution: as in :class:`TypedLayout`.
-        identity: of the typed layout; with the devices behind it, where costs are those of some groups of devices.
+        key: as in :class:`TypedLayout`.
+        kind: as in :class:`TypedLayout`.
+        solution: as in :class:`TypedLayout`.
+        identity: that of the typed layout; where costs are those of some node groups, their positions follow.
         sequence: the typing on ``cp``; None where that axis has one rank.
-        costs: of each block of the compact graph.
-        keys: for each of these blocks a number, equal where the costs are equal.
-        prelude_s: of the operators that every stage repeats.
-        padding: of vocabularies.
+        costs: the cost of each block of the compact graph.
+        keys: for each of these blocks a number that is equal for blocks of equal cost.
+        prelude_s: seconds of the operators of the prelude, which every stage repeats.
+        padding: the vocabularies that are padded, with their padded lengths.
         totals: bytes of each count of the global batch that the loss divides by.
-        at_best: costs are those of devices at their best rates, which no padding and no alignment goes below.
-        ranks: for each pipeline rank the layout as its devices run it; empty where they are alike.
+        at_best: whether costs are those of devices at their best rates, which padding and alignment cannot improve.
+        ranks: for each pipeline rank the layout at the prices of its devices; empty where all ranks have the same devices.
     """
 
     key: LayoutKey
@@ -94,12 +97,12 @@ class PricedLayout:
     ranks: tuple[PricedLayout, ...] = ()
 
     def of_rank(self, pp_rank: int) -> PricedLayout:
-        """The layout as the devices of a pipeline rank run it."""
+        """Return the layout at the prices of the devices of a pipeline rank."""
         return self.ranks[pp_rank] if self.ranks else self
 
 
 def layout_key_of(candidate: Candidate) -> LayoutKey:
-    """What of a candidate a layout depends on."""
+    """Return the key of the layouts of a candidate."""
     mesh = candidate.mesh
     return LayoutKey(
         micro_batch_size=candidate.micro_batch_size,
@@ -111,6 +114,6 @@ def layout_key_of(candidate: Candidate) -> LayoutKey:
 
 
 def expert_degree(layout: PricedLayout, tp: int) -> int:
-    """Over how many ranks a layout splits experts: those of ``ep_data``, times ``tp`` where any mixture does."""
-    chosen = layout.solution.typing.strategies.values() if layout.solution is not None else ()
-    return layout.key.ep_data * (tp if any(strategy.target in EXPERT_TARGETS for strategy in chosen) else 1)
+    """Return the number of ranks over which a layout splits experts: those of ``ep_data``, times ``tp`` if any mixture is split over it."""
+    strategies = layout.solution.typing.strategies.values() if layout.solution is not None else ()
+    return layout.key.ep_data * (tp if any(strategy.target in EXPERT_TARGETS for strategy in strategies) else 1)

@@ -1,6 +1,7 @@
-"""Graphs before axis ``tp`` is applied: of one micro-batch, with its share of the experts, on one rank of ``cp``, padded.
+"""Graphs of one rank before axis ``tp`` is applied, with the prices of their operators and blocks.
 
-Everything happens on the compact graph and is kept: many layouts share it.
+Such a graph holds one micro-batch on one rank of ``cp``, with its share of the experts and with padded vocabularies. It is a compact graph
+and is cached, as many layouts share it.
 """
 
 from __future__ import annotations
@@ -29,24 +30,27 @@ from autopar.rules.apply import shard
 from autopar.rules.local_graphs import spread
 
 COLLECTIVE_WEIGHT = 1e-3
-"""Of collectives in the typing on ``cp``: the axis is there to split work and what is kept for backward, and a typing
-that repeats them rather than send must not win because a model is small. Plans are compared at full prices."""
+"""Factor on the seconds of collectives in the typing on ``cp``.
+
+The axis is there to split work and what is kept for backward. A typing that repeats work rather than communicate must not win because a
+model is small. Plans are compared at full prices."""
 
 
 class RankGraphs:
-    """The graphs of one model on one cluster, with prices of operators and blocks on them.
+    """The graphs of one model on one cluster, with the prices of their operators and blocks.
 
     Args:
-        graph: as traced.
+        graph: the traced graph.
         compact: its compact graph.
         model: the cost model.
-        pins: which kinds of attention may run on ``cp``.
+        global_batch_size: samples of a step.
+        pins: the pins, which say which kinds of attention may run on ``cp``.
         is_selective: whether blocks may recompute selectively.
 
     Attributes:
         batch: the typing on axis ``batch``.
-        owners: how many blocks read a parameter, by its name.
-        structures: what the problems of all axes and sizes share.
+        owners: how many blocks read each parameter, by its name.
+        structures: cache of what the problems of all axes and sizes share.
     """
 
     def __init__(
@@ -65,7 +69,7 @@ class RankGraphs:
         self.owners: Mapping[str, int] = owners_of(compact)
         self.structures = Structures()
         self._attention = tuple(kind for kind in ATTENTION_KINDS if pins.allows("cp_attention", kind))
-        # by their samples; kept with the graph, as searches of other spaces and clusters have the same ones
+        # by micro-batch size; cached on the graph, as searches in other spaces and on other clusters need the same graphs
         key = RankGraphs.micro, global_batch_size, id(self.batch)
         self._micro: dict[int, Graph] = compact.graph.passes.setdefault(key, {})
         self._before_tp: dict[tuple[LayoutKey, str], Compact] = {}
@@ -74,7 +78,7 @@ class RankGraphs:
     # --- graphs
 
     def micro(self, micro_batch_size: int) -> Graph:
-        """The compact graph of one micro-batch."""
+        """Return the compact graph of one micro-batch."""
         if micro_batch_size not in self._micro:
             typing = replace(self.batch, size=Fraction(self.graph.batch_size, micro_batch_size))
             self._micro[micro_batch_size] = shard(
@@ -83,10 +87,11 @@ class RankGraphs:
         return self._micro[micro_batch_size]
 
     def before_tp(self, key: LayoutKey, kind: str) -> Compact:
-        """The compact graph of one micro-batch and one rank of ``cp``, with its share of the experts and vocabularies padded.
+        """Return the compact graph of one micro-batch on one rank of ``cp``, with its share of the experts and with padded vocabularies.
 
         Args:
-            kind: of attention on ``cp``; empty where that axis has one rank.
+            key: the key of the layout.
+            kind: the kind of attention on ``cp``; empty where that axis has one rank.
         """
         key = self.key_before_tp(key)
         if (key, kind) not in self._before_tp:
@@ -95,44 +100,44 @@ class RankGraphs:
             else:
                 graph = self.micro(key.micro_batch_size)
                 graph = spread(graph, key.ep_data) if key.ep_data > 1 else graph
-                wanted = lengths(graph, key.tp, key.vocab_multiple)
-                graph = pad(graph, wanted) if wanted else graph
+                padded_lengths = lengths(graph, key.tp, key.vocab_multiple)
+                graph = pad(graph, padded_lengths) if padded_lengths else graph
             self._before_tp[key, kind] = replace(self.compact, graph=graph)
         return self._before_tp[key, kind]
 
     def key_before_tp(self, key: LayoutKey) -> LayoutKey:
-        """Equal for keys whose graphs before ``tp`` are the same: its ranks count where they pad vocabularies."""
+        """Return a key that is equal for layouts with the same graph before ``tp``; ``tp`` matters only where it pads vocabularies."""
         is_padded = lengths(self.compact.graph, key.tp, key.vocab_multiple)
         return key if is_padded else replace(key, tp=1, vocab_multiple=1)
 
     # --- context parallelism
 
     def kinds(self, key: LayoutKey) -> tuple[str, ...]:
-        """The kinds of attention that can split the sequence; one without a name where it is not split.
+        """Return the kinds of attention that can split the sequence; a single empty name where ``cp`` has one rank.
 
         Raises:
-            InfeasibleError: there are none; says why the last is none.
+            InfeasibleError: there is no such kind; the error gives the reason of the last one that was tried.
         """
         if key.cp == 1:
             return ("",)
-        possible, failure = [], None
+        feasible, failure = [], None
         for kind in self._attention:
             try:
                 self.sequence(key, kind)
-                possible.append(kind)
+                feasible.append(kind)
             except InfeasibleError as error:
                 failure = error
-        if not possible:
+        if not feasible:
             raise failure or InfeasibleError(
                 "The pins allow no kind of attention on cp", fix="Drop the pin of cp_attention, or pin cp=1"
             )
-        return tuple(possible)
+        return tuple(feasible)
 
     def sequence(self, key: LayoutKey, kind: str) -> AxisSolution:
-        """The typing on ``cp``: work and what is kept for backward are split wherever they can be.
+        """Return the typing on ``cp``, which splits work and what is kept for backward wherever possible.
 
         Raises:
-            InfeasibleError: there is none.
+            InfeasibleError: there is no such typing.
         """
         key = self.key_before_tp(key)
         if (key, kind) not in self._sequences:
@@ -143,15 +148,16 @@ class RankGraphs:
         return solution
 
     def _split_sequence(self, key: LayoutKey, kind: str) -> AxisSolution | InfeasibleError:
-        compact, whole = self.before_tp(replace(key, cp=1), ""), key.unsplit
-        numbers, works = self.works(self.before_tp(whole, "").graph)
-        prices = [self.model.price(work, self.mesh(whole)) for work in works]
-        costs = [prices[number] for number in numbers]
-        saved = sum(cost.saved_bytes for cost in costs)
+        """Return the typing on ``cp``, or the reason why there is none; saving all activations is priced like the time of all blocks."""
+        compact, unsplit = self.before_tp(replace(key, cp=1), ""), key.unsplit
+        cost_numbers, works = self.works(self.before_tp(unsplit, "").graph)
+        prices = [self.model.price(work, self.mesh(unsplit)) for work in works]
+        costs = [prices[number] for number in cost_numbers]
+        saved_bytes = sum(cost.saved_bytes for cost in costs)
         counts = [len(members) for members in self.compact.members]
         time_s = sum(n * (c.forward_s + c.backward_s) for n, c in zip(counts, costs, strict=True))
         try:
-            axis = AxisCosts(
+            axis_costs = AxisCosts(
                 graph=compact.graph,
                 axis=CP,
                 size=key.cp,
@@ -160,31 +166,34 @@ class RankGraphs:
                 rests={p.name: (I,) for p in compact.graph.parameters},
                 narrow=SequenceSplit(compact.graph, kind, key.cp),
             )
-            solver = AxisSolver(compact, axis, self.structures)
-            return solver.solve(Weights(per_step_s=1.0, saved_byte=time_s / max(saved, 1)))
+            solver = AxisSolver(compact, axis_costs, self.structures)
+            return solver.solve(Weights(per_step_s=1.0, saved_byte=time_s / max(saved_bytes, 1)))
         except InfeasibleError as error:
             return error
 
     # --- prices
 
     def works(self, graph: Graph) -> tuple[tuple[int, ...], tuple[BlockWork, ...]]:
-        """For each block of one rank's graph of one micro-batch a number, equal for blocks of equal cost; and the work of each number."""
-        first: dict[Hashable, Block] = {}
+        """Return for each block of a graph of one rank a number that is equal for blocks of equal cost, and the work of each number."""
+        representatives: dict[Hashable, Block] = {}
         classes = [self._cost_class(graph, block) for block in graph.blocks]
         for cost_class, block in zip(classes, graph.blocks, strict=True):
-            first.setdefault(cost_class, block)
-        number = {cost_class: i for i, cost_class in enumerate(first)}
-        works = [self.model.block_work(graph, block, selective=self.is_selective) for block in first.values()]
+            representatives.setdefault(cost_class, block)
+        number = {cost_class: i for i, cost_class in enumerate(representatives)}
+        works = [self.model.block_work(graph, block, selective=self.is_selective) for block in representatives.values()]
         return tuple(number[cost_class] for cost_class in classes), tuple(works)
 
     def _cost_class(self, graph: Graph, block: Block) -> Hashable:
-        """Equal for blocks of equal cost: equal operators at equal shapes, neither shared parameters nor other values sent."""
+        """Return a key that is equal for blocks of equal cost.
+
+        Such blocks have equal operators at equal shapes, the same shared parameters, and send the same values.
+        """
         shared = tuple([p.name for p in graph.block_parameters(block) if self.owners[p.name] > 1])
         sent = tuple([graph.spec(ref) for ref in graph.block_outputs(block)])
         return block.hash, shared, sent, graph._index.block_of.get(graph.loss.name) == block.index
 
     def axis_pricing(self, axis: str, key: LayoutKey) -> AxisPricing:
-        """A parameter's state as without ZeRO; the price of memory that is swept covers the rest."""
+        """Return the prices on an axis, with the state of a parameter as without ZeRO; the sweep over prices of memory covers ZeRO."""
         precision = self.model.precision
         storage, compute, reduce = (itemsize(name) for name in (precision.storage, precision.compute, precision.reduce))
         copies = compute if compute != storage else 0
@@ -200,12 +209,12 @@ class RankGraphs:
         )
 
     def mesh(self, key: LayoutKey) -> Mesh:
-        """A mesh of the whole cluster with these degrees."""
+        """Return a mesh of the whole cluster with the degrees of a key."""
         return key.mesh(self.model.cluster.world_size)
 
 
 def padding_of(graph: Graph) -> tuple[PaddedParameter, ...]:
-    """What is padded in a graph that no axis has split yet."""
+    """Return the vocabularies that are padded in a graph that no axis has split yet."""
     return tuple(
         PaddedParameter(parameter=p.key, length=p.spec.shape[p.padding.dim])
         for p in graph.parameters
@@ -214,16 +223,19 @@ def padding_of(graph: Graph) -> tuple[PaddedParameter, ...]:
 
 
 def padding_notes(graph: Graph, padding: Sequence[PaddedParameter], tp: int, multiple: int) -> tuple[str, ...]:
-    """One line for each length.
+    """Return a note for each padded length.
 
     Args:
-        graph: as traced.
+        graph: the traced graph.
+        padding: the padded vocabularies.
+        tp: ranks of the axis.
+        multiple: the number that divides the rows of each rank.
     """
-    lengths = {p.key: p.spec.shape for p in graph.parameters} if padding else {}
-    why = [f"split over tp={tp}"] * (tp > 1) + [f"aligned to {multiple}"] * (multiple > 1)
+    shapes = {p.key: p.spec.shape for p in graph.parameters} if padding else {}
+    reasons = [f"split over tp={tp}"] * (tp > 1) + [f"aligned to {multiple}"] * (multiple > 1)
     notes = []
     for length in sorted({entry.length for entry in padding}):
         names = [entry.parameter for entry in padding if entry.length == length]
-        before = max(n for n in lengths[names[0]] if n <= length)
-        notes.append(f"{', '.join(names)}: {before} padded to {length} with zeros, {' and '.join(why)}")
+        before = max(n for n in shapes[names[0]] if n <= length)
+        notes.append(f"{', '.join(names)}: {before} padded to {length} with zeros, {' and '.join(reasons)}")
     return tuple(notes)

@@ -1,13 +1,13 @@
-"""Blocks put together: the types of what crosses their boundaries, by dynamic programming over the chain.
+"""The typing of all blocks on one axis: the types of the values between them, by dynamic programming over their chain.
 
-The chain is an energy itself: a variable for each value that crosses a boundary (and each parameter that several
-blocks read), a table for each block. Elimination along a chain is dynamic programming over boundary types; skip
-connections and tied weights merely make it wider. Equal blocks share one table. Inner blocks of a run stand for all
-of theirs and share one layout (:mod:`autopar.graph.rewrites`).
+The chain is an energy itself. It has a variable for each value that crosses a block boundary and for each parameter that several blocks
+read, and a table for each block. Elimination along the chain is dynamic programming over boundary types; skip connections and tied
+weights only make the tables wider. Equal blocks share one table. The inner blocks of a run are represented by one block and share its
+layout (:mod:`autopar.graph.rewrites`).
 
-The solver minimises what adds up; the step of a plan does not quite: gathers hide behind the block before, memory comes in
-steps. So the plan of a small problem may have a typing that no price makes best. A space says up to how many typings are all
-tried (``Space.every``), which :func:`every_typing` lists.
+The solver minimises a sum, but the step of a plan is not quite one: gathers overlap with the block before, and memory comes in steps.
+The best plan of a small problem may therefore have a typing that is optimal at no price of memory. :func:`every_typing` lists all
+typings of problems that have at most ``Space.every`` of them.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ from autopar.planner.sharding.block_table import (
     crossing_types,
     narrow_boundaries,
 )
-from autopar.planner.sharding.elimination import Entry, Marginals, Prepared, prepare
+from autopar.planner.sharding.elimination import EnergySolver, Entry, Marginals, prepare
 from autopar.planner.sharding.energy import Table, Weights
 from autopar.planner.sharding.resharding import Structures
 from autopar.planner.sharding.strategy_energy import Choice, rests_of
 from autopar.rules.strategy import Strategy, Typing
 
 Assignment = tuple[int, ...]
-"""A state for each variable of a block's problem."""
+"""A state for each variable of the problem of a block."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisSolution:
-    """A typing of a whole compact graph.
+    """A typing of all blocks of a compact graph.
 
     Attributes:
-        typing: of all operators and parameters.
-        blocks: for each block of the compact graph its part, as plans write it.
-        value: what it costs under the weights that it was found with.
-        block_s: of each of these blocks seconds of a micro-batch, forward and backward, without what is done once a step.
+        typing: the typing of all operators and parameters.
+        blocks: the part of each block of the compact graph, as plans write it.
+        value: its energy under the weights for which it was found.
+        block_s: seconds of a micro-batch of each of these blocks, forward and backward, without the work of once a step.
     """
 
     typing: Typing
@@ -63,17 +63,24 @@ class AxisSolution:
 
     @property
     def signature(self) -> tuple[object, ...]:
-        """Equal for equal typings."""
+        """A key that is equal for equal typings."""
         return tuple((b.strategies, b.parameters) for b in self.blocks)
 
 
 class AxisSolver:
-    """All typings of one micro-batch graph on one axis; solve it for one price of memory after the other.
+    """Finds the best typings of one micro-batch graph on one axis, for any price of memory.
 
     Args:
         compact: the compact graph before the axis is applied.
-        costs: choices and prices of its operators and parameters.
-        structures: what is known of other problems, whatever they cost; None: nothing.
+        costs: the choices and prices of its operators and parameters.
+        structures: cache of what depends on the structure of problems alone; None starts an empty one.
+
+    Attributes:
+        boundaries: what each block shares with others.
+        types: the types that each value at a boundary may have.
+        equal_blocks: pairs of blocks whose boundary values must have equal types; see :meth:`_untie`.
+        problems: the problem of each distinct block, by its key.
+        keys: for each block the key of its problem.
     """
 
     def __init__(self, compact: Compact, costs: AxisCosts, structures: Structures | None = None) -> None:
@@ -81,7 +88,7 @@ class AxisSolver:
         graph = compact.graph
         self.boundaries = [boundary_of(graph, block, costs.owners) for block in graph.blocks]
         self.types = crossing_types(graph, self.boundaries, costs.size)
-        self.twins = self._untie()
+        self.equal_blocks = self._untie()
         self.types, rests = narrow_boundaries(costs, self.boundaries, self.types)
         self.costs = replace(costs, rests=rests)
         self.problems: dict[Hashable, BlockProblem] = {}
@@ -91,109 +98,111 @@ class AxisSolver:
                 self.problems[key] = BlockProblem(block, self.costs, self.types, boundary, self.structures)
 
     def _untie(self) -> list[tuple[int, int]]:
-        """Blocks that are one module called again, where its parameters are too many to have a table over their types.
+        """Take shared parameters out of the boundaries of repeated calls of one module where a table over their types would be too large.
 
-        They get one layout: pairs of them whose values must have equal types, so that equal parameters come of it.
+        Such blocks get one layout instead. Returns pairs of them whose boundary values must have equal types, which makes the types of
+        their parameters equal too.
         """
-        graph, alike = self.compact.graph, dict[Hashable, list[int]]()
+        graph, calls = self.compact.graph, dict[Hashable, list[int]]()
         for i, block in enumerate(graph.blocks):
             names = tuple(p.name for p in graph.block_parameters(block))
             outputs = len(self.boundaries[i].outputs)
-            alike.setdefault((block.hash, names, outputs, self._crossing(i)), []).append(i)
+            calls.setdefault((block.hash, names, outputs, self._boundary_types(i)), []).append(i)
         pairs: list[tuple[int, int]] = []
-        for group in alike.values():
+        for group in calls.values():
             boundary = self.boundaries[group[0]]
             rests = [rests_of(graph.parameter(name).spec, self.costs.size) for name in boundary.shared]
-            if prod(len(types) for types in (*self._crossing(group[0]), *rests)) <= MAX_BOUNDARY_STATES:
+            if prod(len(types) for types in (*self._boundary_types(group[0]), *rests)) <= MAX_BOUNDARY_STATES:
                 continue
-            kept = tuple(name for name in boundary.shared if self.costs.owners[name] != len(group))
+            still_shared = tuple(name for name in boundary.shared if self.costs.owners[name] != len(group))
             for i in group:
-                self.boundaries[i] = replace(self.boundaries[i], shared=kept)
+                self.boundaries[i] = replace(self.boundaries[i], shared=still_shared)
             pairs += pairwise(group)
         return pairs
 
-    def _crossing(self, index: int) -> tuple[tuple[Type, ...], ...]:
-        """The types that each value at a block's boundary may have."""
+    def _boundary_types(self, index: int) -> tuple[tuple[Type, ...], ...]:
+        """Return the types that each value at the boundary of a block may have."""
         boundary = self.boundaries[index]
         return tuple(self.types[ref] for ref in (*boundary.inputs, *boundary.outputs))
 
     def _key(self, index: int) -> Hashable:
-        """Equal for blocks that have one table."""
+        """Return a key that is equal for blocks that share one table."""
         graph, boundary = self.compact.graph, self.boundaries[index]
         parameters = graph.block_parameters(graph.blocks[index])
         shared = tuple(p.name in boundary.shared and p.name for p in parameters)
         pinned = tuple(tuple(self.costs.rests.get(p.name, ())) for p in parameters)
-        return graph.blocks[index].hash, shared, pinned, len(boundary.outputs), self._crossing(index)
+        return graph.blocks[index].hash, shared, pinned, len(boundary.outputs), self._boundary_types(index)
 
     # --- solving
 
     def solve(self, weights: Weights) -> AxisSolution:
-        """The best typing.
+        """Return the best typing under the weights.
 
         Raises:
-            InfeasibleError: none fits together.
+            InfeasibleError: no layouts of the blocks fit together.
         """
         return self.solve_all([weights])[0]
 
     def solve_all(self, weights: Sequence[Weights]) -> list[AxisSolution]:
-        """The best typing under each of these.
+        """Return the best typing under each of the weights.
 
         Raises:
-            InfeasibleError: none fits together.
+            InfeasibleError: no layouts of the blocks fit together.
         """
         marginals = {key: problem.solve_all(weights) for key, problem in self.problems.items()}
-        return self._together(marginals, len(weights))
+        return self._solve_chain(marginals, len(weights))
 
     @cached_property
     def quickest(self) -> AxisSolution:
-        """The typing of the quickest micro-batch, whatever it keeps.
+        """The typing of the quickest micro-batch, whatever memory it needs.
 
         Raises:
-            InfeasibleError: none fits together.
+            InfeasibleError: no layouts of the blocks fit together.
         """
         return self.solve(Weights())
 
-    def _together(self, marginals: Mapping[Hashable, Marginals], count: int) -> list[AxisSolution]:
-        """The best typings by the tables of the blocks under ``count`` weights."""
+    def _solve_chain(self, marginals: Mapping[Hashable, Marginals], count: int) -> list[AxisSolution]:
+        """Return the best typings under each of ``count`` weights, from the tables of the blocks under these weights."""
         counts = [len(members) for members in self.compact.members]
         tables = [marginals[key].tables * n for key, n in zip(self.keys, counts, strict=True)]
-        variables, equal, prepared = self._chain
-        best = prepared.solve_all([*tables, *(t[None] for t in equal)], count)
+        variables, equal, solver = self._chain
+        best = solver.solve_all([*tables, *(t[None] for t in equal)], count)
         if np.isinf(best.tables).any():
             raise InfeasibleError(
                 f"No layouts of the blocks on axis {self.costs.axis} fit together",
                 where=self.compact.graph.name,
                 fix=f"Drop a pin of parameters, or pin {self.costs.axis}=1",
             )
-        crossing = [[variables[key] for key in boundary.keys] for boundary in self.boundaries]
-        wanted = [
-            [Entry(i, tuple([chosen[v] for v in own])) for own in crossing]
+        boundary_variables = [[variables[key] for key in boundary.keys] for boundary in self.boundaries]
+        entries_by_weights = [
+            [Entry(i, tuple([chosen[v] for v in block_variables])) for block_variables in boundary_variables]
             for i, chosen in enumerate(best.decode([Entry(i, ()) for i in range(count)]))
         ]
-        asked: dict[Hashable, dict[Entry, None]] = {key: {} for key in self.problems}
-        for entries in wanted:
+        query: dict[Hashable, dict[Entry, None]] = {key: {} for key in self.problems}
+        for entries in entries_by_weights:
             for key, entry in zip(self.keys, entries, strict=True):
-                asked[key][entry] = None
+                query[key][entry] = None
         decoded = {
-            key: dict(zip(entries, marginals[key].decode(list(entries)), strict=True)) for key, entries in asked.items()
+            key: dict(zip(entries, marginals[key].decode(list(entries)), strict=True)) for key, entries in query.items()
         }
         return [
             self.solution([decoded[key][e] for key, e in zip(self.keys, entries, strict=True)], float(value))
-            for entries, value in zip(wanted, best.tables, strict=True)
+            for entries, value in zip(entries_by_weights, best.tables, strict=True)
         ]
 
     def equal_values(self) -> Iterator[tuple[Ref, Ref]]:
-        """Pairs of values that must have one type."""
+        """Yield the pairs of values that must have the same type."""
         yield from self.compact.alike
-        for i, j in self.twins:
+        for i, j in self.equal_blocks:
             a, b = self.boundaries[i], self.boundaries[j]
             yield from zip((*a.inputs, *a.outputs), (*b.inputs, *b.outputs), strict=True)
 
     @cached_property
-    def _chain(self) -> tuple[Mapping[Ref | str, int], list[Table], Prepared]:
-        """What the energy of the chain has apart from the tables of the blocks.
+    def _chain(self) -> tuple[Mapping[Ref | str, int], list[Table], EnergySolver]:
+        """The energy of the chain without the tables of the blocks.
 
-        Variables of the values, by reference, and parameters, by name; tables that keep pairs of values of one type.
+        It consists of the variables of values (by reference) and parameters (by name), of tables that force pairs of values to one type,
+        and of the solver.
         """
         sizes: dict[Ref | str, int] = {}
         for boundary, key in zip(self.boundaries, self.keys, strict=True):
@@ -206,45 +215,47 @@ class AxisSolver:
             if a != b and a in variables and b in variables:
                 scopes.append((variables[a], variables[b]))
                 equal.append(np.array([[0.0 if x == y else np.inf for y in self.types[b]] for x in self.types[a]]))
-        prepared = prepare(tuple(sizes.values()), tuple(scopes), (), known=self.structures.prepared)
-        return variables, equal, prepared
+        solver = prepare(tuple(sizes.values()), tuple(scopes), (), cache=self.structures.solvers)
+        return variables, equal, solver
 
     # --- solutions
 
     def solution(self, assignments: Sequence[Assignment], value: float = 0.0) -> AxisSolution:
-        """The typing of an assignment of each block's variables that fit together; ``value``: of its energy.
+        """Return the typing that assignments of all blocks make, which must agree at the boundaries.
 
-        Choices are of the block that a table was made for, carried over to each block that shares it.
+        Args:
+            assignments: for each block the states of the variables of its problem.
+            value: the energy of the typing.
         """
         graph, block_s = self.compact.graph, list[float]()
         strategies: dict[str, Strategy] = {}
         parameters: dict[str, Type] = {}
         blocks = []
         for block, key, assignment in zip(graph.blocks, self.keys, assignments, strict=True):
-            solved, problem = self.problems[key].block, self.problems[key].problem
+            solved_block, problem = self.problems[key].block, self.problems[key].problem
             choice = problem.choice(assignment)
             block_s.append(problem.time_s(assignment))
-            typing = self._typing(block, solved, choice)
+            typing = self._renamed(block, solved_block, choice)
             strategies |= typing.strategies
             parameters |= typing.parameters
-            blocks.append(self._written(solved, choice))
+            blocks.append(self._axis_typing(solved_block, choice))
         typing_of_all = Typing(
             axis=self.costs.axis, size=Fraction(self.costs.size), strategies=strategies, parameters=parameters
         )
         return AxisSolution(typing=typing_of_all, blocks=tuple(blocks), value=value, block_s=tuple(block_s))
 
-    def _typing(self, block: Block, solved: Block, choice: Choice) -> Choice:
-        """A choice for a block under the names of one that is equal to it."""
+    def _renamed(self, block: Block, solved: Block, choice: Choice) -> Choice:
+        """Translate a choice for the block ``solved`` into the names of ``block``, which is equal to it."""
         graph = self.compact.graph
         ops = zip(graph.block_ops(block), graph.block_ops(solved), strict=True)
-        owned = zip(graph.block_parameters(block), graph.block_parameters(solved), strict=True)
+        parameters = zip(graph.block_parameters(block), graph.block_parameters(solved), strict=True)
         return Choice(
             strategies={op.name: choice.strategies[other.name] for op, other in ops},
-            parameters={p.name: choice.parameters[other.name] for p, other in owned},
+            parameters={p.name: choice.parameters[other.name] for p, other in parameters},
         )
 
-    def _written(self, solved: Block, choice: Choice) -> AxisTyping:
-        """A choice as plans write it: equal blocks have equal layouts."""
+    def _axis_typing(self, solved: Block, choice: Choice) -> AxisTyping:
+        """Return a choice for the block ``solved`` as plans write it; it holds for all blocks that are equal to it."""
         graph = self.compact.graph
         return AxisTyping(
             axis=self.costs.axis,
@@ -254,30 +265,35 @@ class AxisSolver:
 
 
 def owners_of(compact: Compact) -> Counter[str]:
-    """How many blocks of a compact graph read a parameter, by its name."""
+    """Return how many blocks of a compact graph read each parameter, by its name."""
     graph = compact.graph
     return Counter(p.name for block in graph.blocks for p in graph.block_parameters(block))
 
 
 MAX_ENTRIES = 64
-"""Combinations of a block's strategies, types at rest and types at its boundary that are looked through, for each typing wanted."""
+"""Combinations of the choices of a block (strategies, types at rest and at its boundary) that may be enumerated for each typing wanted."""
 
 _Assignments = Mapping[tuple[int, ...], Sequence[Assignment]]
-"""For each combination of states at a block's boundary its assignments."""
+"""The assignments of a block by the states of its boundary variables."""
 
 
 def every_typing(solver: AxisSolver, most: int) -> list[AxisSolution] | None:
-    """All typings of a compact graph on an axis; None where there are more than ``most``, or a block is too large to tell."""
+    """Return all typings of a compact graph on an axis; None if there are more than ``most``, or if a block has too many choices.
+
+    Args:
+        solver: the solver of the axis.
+        most: the most typings to return.
+    """
     for block in solver.problems.values():
         if prod(len(block.problem.states[v]) for v in _variables(block)) > MAX_ENTRIES * most:
             return None
-    by_key = {key: _assignments(block) for key, block in solver.problems.items()}
+    assignments_by_key = {key: _assignments(block) for key, block in solver.problems.items()}
     equal = dict[Ref, list[Ref]]()
     for a, b in solver.equal_values():
         equal.setdefault(a, []).append(b)
         equal.setdefault(b, []).append(a)
     solutions: list[AxisSolution] = []
-    for assignments in _fitting(solver, [by_key[key] for key in solver.keys], equal):
+    for assignments in _consistent(solver, [assignments_by_key[key] for key in solver.keys], equal):
         if len(solutions) == most:
             return None
         solutions.append(solver.solution(assignments))
@@ -285,13 +301,13 @@ def every_typing(solver: AxisSolver, most: int) -> list[AxisSolution] | None:
 
 
 def _variables(block: BlockProblem) -> tuple[int, ...]:
-    """Those that a typing is made of, beside the changes of type that follow from them."""
+    """Return the variables that make up a typing; the changes of type between them follow at least cost."""
     problem = block.problem
     return tuple(dict.fromkeys((*block.keep, *problem.ops.values(), *problem.rests.values())))
 
 
 def _assignments(block: BlockProblem) -> _Assignments:
-    """Each with the changes of type that take least time beside it."""
+    """Return all assignments of a block, each with the quickest changes of type, by the states of the boundary variables."""
     marginals = block.problem.solve_all(_variables(block), [Weights()])
     entries = [Entry(0, tuple(index)) for index in np.argwhere(np.isfinite(marginals.tables[0])).tolist()]
     by_boundary: dict[tuple[int, ...], list[Assignment]] = {}
@@ -300,10 +316,10 @@ def _assignments(block: BlockProblem) -> _Assignments:
     return by_boundary
 
 
-def _fitting(
+def _consistent(
     solver: AxisSolver, blocks: Sequence[_Assignments], equal: Mapping[Ref, Sequence[Ref]]
 ) -> Iterator[tuple[Assignment, ...]]:
-    """Assignments of all blocks whose values and shared parameters have one type wherever they are."""
+    """Yield assignments of all blocks in which each boundary value and each shared parameter has the same type everywhere."""
 
     def kind(key: Ref | str, state: int) -> Type | int:
         return solver.types[key][state] if isinstance(key, Ref) else state
@@ -314,15 +330,15 @@ def _fitting(
             return
         for states, assignments in blocks[i].items():
             crossing = {key: kind(key, state) for key, state in zip(solver.boundaries[i].keys, states, strict=True)}
-            both = types | crossing
+            merged = types | crossing
             if all(types.get(key, t) == t for key, t in crossing.items()) and all(
-                both.get(twin, t) == t
+                merged.get(other, t) == t
                 for key, t in crossing.items()
                 if isinstance(key, Ref)
-                for twin in equal.get(key, ())
+                for other in equal.get(key, ())
             ):
-                for rest in after(i + 1, both):
+                for remaining in after(i + 1, merged):
                     for assignment in assignments:
-                        yield (assignment, *rest)
+                        yield (assignment, *remaining)
 
     return after(0, {})

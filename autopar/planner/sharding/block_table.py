@@ -1,10 +1,12 @@
-"""One block on one axis: what the choices of its typing cost, and the least cost for every combination of types at its boundary.
+"""One block on one axis: the prices of its choices, and its least cost for every combination of types at its boundary.
 
-:class:`AxisPricing` asks the cost model for one operator or collective; :class:`AxisCosts` puts the prices of a graph's choices together
-from such answers, as :class:`autopar.planner.sharding.strategy_energy.Costs` asks for them.
+:class:`AxisPricing` asks the cost model for the price of one operator or collective. :class:`AxisCosts` derives from these the prices of
+all choices in a graph, as :class:`autopar.planner.sharding.strategy_energy.Costs` requires. :class:`BlockProblem` is the energy of one
+block.
 
-Blocks exchange values as they were made: a change of type belongs to the block that reads (see ``rules.apply``). So the types of the values
-that cross a boundary are all that two blocks must agree on, and a block is one table over them.
+Blocks exchange values in the types in which they were produced: a change of type belongs to the block that reads the value (see
+``rules.apply``). Two blocks must therefore agree on nothing but the types of the values that cross their boundary and the types at rest of
+the parameters that both read, and a block is one table over these.
 """
 
 from __future__ import annotations
@@ -33,18 +35,22 @@ from autopar.rules.strategy import Local, Strategy
 from autopar.rules.table import without_refs
 
 Narrow = Callable[[Op, tuple[Strategy, ...]], tuple[Strategy, ...]]
-"""Keeps those of an operator's strategies that it may take."""
+"""Returns the strategies that an operator may take out of those that the rules offer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisPricing:
-    """Prices of one axis of a mesh by the cost model.
+    """Prices of operators and collectives on one axis of a mesh, by the cost model.
 
     Attributes:
-        state_bytes_per_element: of a parameter with gradient and optimizer states, on one rank of the data axes.
+        device: the device that runs the operators.
+        collectives: the model of collectives.
+        mesh: the mesh.
+        axis: the axis whose typing is priced.
+        state_bytes_per_element: bytes of an element of a parameter with its gradient and optimizer states, on one rank of the data axes.
         gradient_itemsize: bytes of an element of a gradient sum.
-        measured: times of operators that go before the roofline.
-        collective_weight: what a second of a collective counts beside a second of work.
+        collective_weight: factor on the seconds of collectives.
+        measured: measured times of operators, which take precedence over the roofline; None if there are none.
     """
 
     device: Device
@@ -58,14 +64,15 @@ class AxisPricing:
 
     @property
     def changes_by_bytes(self) -> bool:
-        """Whether changes of type, and elementwise operators, cost the same for tensors of the same bytes.
+        """Whether changes of type and elementwise operators have equal costs for tensors of equal bytes.
 
-        Whatever their shapes, and whichever of the dims after the first is split; what was measured, was measured at a shape.
+        This holds whatever the shapes are and whichever of the dims after the first is split. It does not hold for measured times, which
+        were taken at one shape.
         """
         return self.measured is None
 
     def op_cost(self, op: Op, operands: Sequence[TensorSpec]) -> Cost:
-        """Seconds of one local operator, forward and backward, and bytes that it saves of its own making."""
+        """Return the cost of a local operator: seconds, forward and backward, and bytes of internal tensors that it saves for backward."""
         done = work(op, operands, self.device.kernel_kind)
         time = time_of_work(done, op, self.device)
         if self.measured is not None:
@@ -73,34 +80,44 @@ class AxisPricing:
         return Cost(time.forward_s + time.backward_s, 0.0, done.saved_bytes)
 
     def collective_time_s(self, kind: str, num_bytes: int, axis: str | None = None) -> float:
-        """Seconds of a collective over the axis, or over another one; bytes of the full tensor (all-to-all: of one rank's part)."""
+        """Return the weighted seconds of a collective over the axis, or over another one.
+
+        Args:
+            kind: the kind of collective.
+            num_bytes: bytes of the full tensor; for an all-to-all bytes of the part of one rank.
+            axis: the other axis; None is the axis that is priced.
+        """
         return self.collective_weight * self.collectives.time_s(kind, num_bytes, self.mesh, (axis or self.axis,))
 
     def saves(self, op: Op, operands: Sequence[TensorSpec]) -> Sequence[Ref]:
-        """Operands and outputs that backward needs."""
+        """Return the operands and outputs of an operator that backward needs."""
         done = work(op, operands, self.device.kernel_kind)
         kept = [op.operands[i] for i in done.saved]
         return (*kept, Ref(op.name)) if done.saves_output else tuple(kept)
 
     def gradient_bytes(self, spec: TensorSpec) -> int:
-        """Bytes of a parameter's gradient as it is summed."""
+        """Return the bytes of the gradient of a parameter in the dtype in which it is summed."""
         return spec.numel * self.gradient_itemsize
 
     def state_bytes(self, spec: TensorSpec) -> float:
-        """Bytes of a parameter with its gradient and optimizer states."""
+        """Return the bytes of a parameter with its gradient and optimizer states."""
         return spec.numel * self.state_bytes_per_element
 
 
 @dataclass(slots=True, kw_only=True)
 class AxisCosts:
-    """Choices and prices of typings on an axis of ``size`` ranks.
+    """Choices and prices of typings on an axis of ``size`` ranks; implements :class:`autopar.planner.sharding.strategy_energy.Costs`.
 
     Attributes:
-        graph: before the axis is applied.
-        owners: how many blocks read a parameter; each pays its share of what is paid once.
+        graph: the graph before the axis is applied.
+        axis: the axis.
+        size: the number of its ranks.
+        pricing: the prices of operators and collectives.
+        owners: how many blocks read each parameter, by its name; each block bears an equal share of its costs of state and gradient sums.
         rests: allowed types at rest by parameter name, where pins or :func:`narrow_boundaries` restrict them.
-        narrow: keeps those of an operator's strategies that it may take; None: all.
+        narrow: restricts the strategies of operators; None restricts nothing.
         tables: see :class:`autopar.planner.sharding.strategy_energy.Costs`.
+        parts: ``size`` as the rules expect it.
     """
 
     graph: Graph
@@ -113,7 +130,7 @@ class AxisCosts:
     tables: dict[Hashable, tuple[Table, ...]] = field(default_factory=dict)
     _changes: dict[Hashable, Cost | None] = field(default_factory=dict)
     _calls: dict[Hashable, int] = field(default_factory=dict)
-    _works: dict[tuple[int, Hashable], Cost] = field(default_factory=dict)
+    _op_costs: dict[tuple[int, Hashable], Cost] = field(default_factory=dict)
     parts: Fraction = field(init=False)
 
     def __post_init__(self) -> None:
@@ -122,10 +139,10 @@ class AxisCosts:
     # --- choices
 
     def offered(self, op: Op) -> tuple[Strategy, ...]:
-        """The strategies that an operator may take.
+        """Return the strategies that an operator may take.
 
         Raises:
-            InfeasibleError: pins leave it none.
+            InfeasibleError: the pins leave it no strategy.
         """
         operands = tuple([self.graph.spec(ref) for ref in op.operands])
         offered = rules.default_table().strategies(op, operands, axis=self.axis, size=self.parts, fallback=True)
@@ -141,19 +158,19 @@ class AxisCosts:
         return kept
 
     def rest_types(self, parameter: Parameter) -> Sequence[Type]:
-        """The types at rest that a parameter may have."""
+        """Return the types at rest that a parameter may have."""
         return self.rests.get(parameter.name) or rests_of(parameter.spec, self.size)
 
     # --- operators
 
     def saves(self, op: Op) -> Sequence[Ref]:
-        """Storages that backward needs; what the batch brings and parameters are there anyway."""
+        """Return the values whose storage an operator keeps for backward, without parameters and the prelude, which are kept anyway."""
         kept = self.pricing.saves(op, tuple([self.graph.spec(ref) for ref in op.operands]))
         roots = dict.fromkeys([self._root(ref) for ref in kept])
         return tuple([r for r in roots if not self.graph.is_parameter(r) and not self.graph.is_prelude(r)])
 
     def _root(self, ref: Ref) -> Ref:
-        """The value whose storage ``ref`` lies in."""
+        """Return the value that ``ref`` is a view of, which owns the storage."""
         producer = self.graph.producer(ref)
         while producer is not None and producer.target in VIEWS:
             ref = producer.operands[0]
@@ -161,46 +178,46 @@ class AxisCosts:
         return ref
 
     def operators(self, op: Op, strategies: Sequence[Strategy], saved: Sequence[Ref]) -> list[Cost]:
-        """See :class:`autopar.planner.sharding.strategy_energy.Costs`."""
+        """Return the cost of an operator under each strategy; see :class:`autopar.planner.sharding.strategy_energy.Costs`."""
         specs = tuple([self.graph.spec(ref) for ref in op.operands])
         call = op.target, without_refs(op.args), without_refs(op.kwargs), specs, op.outputs
         number = self._calls.setdefault(call, len(self._calls))
-        by_bytes, works_by_class = self.pricing.changes_by_bytes and is_elementwise(op), self._works
-        works = []
+        by_bytes, cost_by_class = self.pricing.changes_by_bytes and is_elementwise(op), self._op_costs
+        costs = []
         for strategy in strategies:
             key = number, _local_class(strategy, by_bytes)
-            if key not in works_by_class:
-                works_by_class[key] = self._work(op, specs, strategy)
-            works.append(works_by_class[key])
+            if key not in cost_by_class:
+                cost_by_class[key] = self._op_cost(op, specs, strategy)
+            costs.append(cost_by_class[key])
         if not saved:
-            return works
-        where: dict[Ref, tuple[bool, int]] = {Ref(op.name, i): (False, i) for i in range(len(op.outputs))}
-        where |= {self._root(ref): (True, i) for i, ref in enumerate(op.operands)}
-        kept = [(self.graph.spec(ref).num_bytes, *where[ref]) for ref in saved]
+            return costs
+        source_of: dict[Ref, tuple[bool, int]] = {Ref(op.name, i): (False, i) for i in range(len(op.outputs))}
+        source_of |= {self._root(ref): (True, i) for i, ref in enumerate(op.operands)}
+        saved_sources = [(self.graph.spec(ref).num_bytes, *source_of[ref]) for ref in saved]
         return [
             Cost(cost.time_s, 0.0, cost.saved_bytes + sum([
                 num_bytes / (self.size if (strategy.inputs if is_read else strategy.outputs)[i].is_split else 1)
-                for num_bytes, is_read, i in kept
+                for num_bytes, is_read, i in saved_sources
             ]))
-            for strategy, cost in zip(strategies, works, strict=True)
+            for strategy, cost in zip(strategies, costs, strict=True)
         ]  # fmt: skip
 
-    def _work(self, op: Op, specs: Sequence[TensorSpec], strategy: Strategy) -> Cost:
-        """Work of one operator, and what it saves of its own making."""
+    def _op_cost(self, op: Op, specs: Sequence[TensorSpec], strategy: Strategy) -> Cost:
+        """Return the cost of the local operator and its collectives under a strategy; saved operands and outputs are not counted."""
         operands = tuple([self.local(s, t) for s, t in zip(specs, strategy.inputs, strict=True)])
         outputs = tuple([self.local(s, t) for s, t in zip(op.outputs, strategy.outputs, strict=True)])
         local = Local(axis=self.axis, size=self.parts, operands=operands, outputs=outputs)
-        called = localize(op, strategy, local)
-        cost = self.pricing.op_cost(called, operands)
+        local_op = localize(op, strategy, local)
+        cost = self.pricing.op_cost(local_op, operands)
         if op.target in SENDING:  # over axes that were applied before, or over these and this one
-            sent = messages(called, dict(zip(called.operands, operands, strict=True)).__getitem__)
-            sent_s = [self.pricing.collective_time_s(own.kind, own.num_bytes, own.axis) for own in sent]
+            collectives = messages(local_op, dict(zip(local_op.operands, operands, strict=True)).__getitem__)
+            sent_s = [self.pricing.collective_time_s(c.kind, c.num_bytes, c.axis) for c in collectives]
         else:
-            sent_s = [self.pricing.collective_time_s(own.kind, own.num_bytes) for own in strategy.communication]
+            sent_s = [self.pricing.collective_time_s(c.kind, c.num_bytes) for c in strategy.communication]
         return Cost(cost.time_s + sum(sent_s), 0.0, cost.saved_bytes)
 
     def local(self, spec: TensorSpec, kind: Type) -> TensorSpec:
-        """One rank's part."""
+        """Return the spec of the part of a tensor that one rank has."""
         if not kind.is_split:
             return spec
         shape = list(spec.shape)
@@ -210,14 +227,14 @@ class AxisCosts:
     # --- changes of type
 
     def price_class(self, ref: Ref) -> Hashable:
-        """See :class:`autopar.planner.sharding.strategy_energy.Costs`."""
+        """Return a key that is equal for values with equal costs; see :class:`autopar.planner.sharding.strategy_energy.Costs`."""
         spec = self.graph.spec(ref)
         if self.graph.is_parameter(ref):
             return spec, self.owners.get(ref.name, 1)
         return (spec.num_bytes, spec.requires_grad) if self.pricing.changes_by_bytes else spec
 
     def change(self, ref: Ref, source: Type, target: Type) -> Cost | None:
-        """A change of type, forward and backward; None where there is none."""
+        """Return the cost of a change of type, forward and backward; None where there is no such change."""
         spec = self.graph.spec(ref)
         key: Hashable = spec, source, target
         if self.pricing.changes_by_bytes:
@@ -239,9 +256,10 @@ class AxisCosts:
         args = (Ref("value"), *emitted_arguments(self.axis, source, target))
         call = Op(name="change", target=change.target, args=args, outputs=(self.local(spec, target),))
         copied_s = self.pricing.op_cost(call, (local,)).time_s
-        return Cost(copied_s + self._sent_s(change.forward, spec) + self._sent_s(change.backward, spec))
+        return Cost(copied_s + self._collective_s(change.forward, spec) + self._collective_s(change.backward, spec))
 
-    def _sent_s(self, kind: str | None, spec: TensorSpec) -> float:
+    def _collective_s(self, kind: str | None, spec: TensorSpec) -> float:
+        """Return the seconds of the collective of a change of type; 0 where it needs none."""
         if kind is None:
             return 0.0
         num_bytes = collective_bytes(kind, full_num_bytes=spec.num_bytes, size=self.size)
@@ -250,42 +268,43 @@ class AxisCosts:
     # --- parameters
 
     def use(self, parameter: Parameter, rest: Type, wanted: Type) -> Cost | None:
-        """A parameter read in another type than the one at rest."""
+        """Return the cost of reading a parameter as ``wanted`` that is ``rest`` at rest; None where that is impossible."""
         spec = parameter.spec
-        if (rest, wanted) == (I, R) and spec.requires_grad:  # the sum is done once a step
+        if (rest, wanted) == (I, R) and spec.requires_grad:  # the gradient is summed once a step
             time_s = self.pricing.collective_time_s("all_reduce", self.pricing.gradient_bytes(spec))
             return Cost(step_s=time_s / self.owners.get(parameter.name, 1))
         if rest == I and wanted == P:
-            return FREE  # kept on one rank: its gradient is whole on every rank
+            return FREE  # one rank contributes the value to the sum; the gradient is whole on every rank
         return self.change(Ref(parameter.name), rest, wanted)
 
     def at_rest(self, parameter: Parameter, rest: Type) -> Cost:
-        """A parameter's state."""
+        """Return the cost of the state of a parameter."""
         state_bytes = self.pricing.state_bytes(self.local(parameter.spec, rest))
         return Cost(state_bytes=state_bytes / self.owners.get(parameter.name, 1))
 
 
 def _local_class(strategy: Strategy, by_bytes: bool) -> Hashable:
-    """Equal for strategies of one call whose local operators cost the same: they have the same shapes, or as many bytes."""
+    """Return a key that is equal for strategies of one call whose local operators have equal shapes, or equal bytes if ``by_bytes``."""
     if strategy.target or strategy.extra or strategy.communication:
         return strategy.name
-    split = [kind.dim for kind in (*strategy.inputs, *strategy.outputs)]
-    return tuple([dim >= 0 for dim in split] if by_bytes else split)
+    split_dims = [kind.dim for kind in (*strategy.inputs, *strategy.outputs)]
+    return tuple([dim >= 0 for dim in split_dims] if by_bytes else split_dims)
 
 
 MAX_BOUNDARY_STATES = 1 << 14
-"""Entries of a block's boundary table; past it, what crosses the boundary is never partial or replicated, and has fewer types still."""
+"""Most entries of the boundary table of a block; above it values that cross the boundary are offered fewer types."""
 
 REFINEMENTS = 2
-"""How many operators back two operators of one line of code must be the same to count as one that is repeated."""
+"""Two operators of one line of code are the same repeated operator if their operands agree up to this many producers back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Boundary:
-    """What a block shares with others, by position: equal blocks share one table.
+    """What a block shares with other blocks, in an order that equal blocks have in common.
 
     Attributes:
-        inputs, outputs: values.
+        inputs: values that it reads from other blocks.
+        outputs: values that other blocks read.
         shared: names of parameters that other blocks read as well.
     """
 
@@ -295,21 +314,26 @@ class Boundary:
 
     @property
     def keys(self) -> list[Ref | str]:
-        """What the dims of the block's table are over: values by their reference, parameters by name."""
+        """The dims of the table of the block: values by reference, parameters by name."""
         return [*self.inputs, *self.outputs, *self.shared]
 
 
 class BlockProblem:
     """The typing of one block of a graph on one axis.
 
+    If its tables grow too large, choices are restricted step by step: values with several readers get fewer further types, repeated
+    operators share a strategy, and values are not cut inside the block.
+
     Args:
-        costs: of the graph.
-        types: what each value at the boundary may be; see :func:`crossing_types`.
-        boundary: what it has a table over.
-        structures: what is known of other problems.
+        block: the block.
+        costs: the choices and prices of the graph.
+        types: the types that each value at the boundary may have; see :func:`crossing_types`.
+        boundary: the dims of its table.
+        structures: cache of what depends on the structure of problems alone.
 
     Attributes:
-        keep: the variables of ``problem`` that the table is over, as :attr:`Boundary.keys`.
+        problem: the energy of the block.
+        keep: the variables of ``problem`` that the table is over, in the order of :attr:`Boundary.keys`.
     """
 
     def __init__(
@@ -323,20 +347,21 @@ class BlockProblem:
         self.block, self.costs, self.boundary, self.structures = block, costs, boundary, structures
         self.problem, self.keep = self._problem(types, MAX_EXTRAS)
         if self.problem.is_wide(self.keep):
-            alike = repeated(costs.graph, block)
-            self.problem, self.keep = self._problem(types, 1, alike)
+            op_classes = repeated(costs.graph, block)
+            self.problem, self.keep = self._problem(types, 1, op_classes)
             if not self.problem.is_eliminated(self.keep):
-                kept = self._reachable(types)
-                self.costs = replace(costs, narrow=lambda op, _: kept[op.name])
-                self.problem, self.keep = self._problem(types, 1, alike)
+                uncut = self._uncut_strategies(types)
+                self.costs = replace(costs, narrow=lambda op, _: uncut[op.name])
+                self.problem, self.keep = self._problem(types, 1, op_classes)
                 if self.problem.is_wide(self.keep):
-                    self.problem, self.keep = self._problem(types, 0, alike)
+                    self.problem, self.keep = self._problem(types, 0, op_classes)
 
     def _problem(
-        self, types: Mapping[Ref, Sequence[Type]], max_extras: int, alike: Mapping[str, object] | None = None
+        self, types: Mapping[Ref, Sequence[Type]], max_extras: int, op_classes: Mapping[str, object] | None = None
     ) -> tuple[Problem, tuple[int, ...]]:
+        """Return the energy of the block, and the variables of its table in the order of :attr:`Boundary.keys`."""
         graph, costs = self.costs.graph, self.costs
-        problem = Problem(graph, costs, max_extras=max_extras, alike=alike, structures=self.structures)
+        problem = Problem(graph, costs, max_extras=max_extras, op_classes=op_classes, structures=self.structures)
         keep = [problem.arrival(ref, types[ref]) for ref in self.boundary.inputs]
         for op in graph.block_ops(self.block):
             problem.operator(op)
@@ -347,32 +372,37 @@ class BlockProblem:
             problem.end(graph.loss, lambda kind: costs.change(graph.loss, kind, I))
         return problem, tuple(keep)
 
-    def _reachable(self, types: Mapping[Ref, Sequence[Type]]) -> dict[str, tuple[Strategy, ...]]:
-        """The strategies of each operator that read no value in parts but as it is made or arrives: nothing is cut inside the block."""
-        graph, made = self.costs.graph, {ref: {*types[ref]} for ref in self.boundary.inputs}
+    def _uncut_strategies(self, types: Mapping[Ref, Sequence[Type]]) -> dict[str, tuple[Strategy, ...]]:
+        """Return for each operator the strategies that read each value whole, or split as it is produced or arrives.
+
+        No value is then cut inside the block.
+        """
+        graph, produced = self.costs.graph, {ref: {*types[ref]} for ref in self.boundary.inputs}
         kept: dict[str, tuple[Strategy, ...]] = {}
         for op in graph.block_ops(self.block):
             offered = self.costs.offered(op)
             uncut = [
                 strategy for strategy in offered
-                if all(not kind.is_split or kind in made.get(ref, (kind,))
+                if all(not kind.is_split or kind in produced.get(ref, (kind,))
                        for ref, kind in zip(op.operands, strategy.inputs, strict=True))
             ]  # fmt: skip
-            kept[op.name] = tuple(uncut) or offered  # pins may leave others alone
+            kept[op.name] = tuple(uncut) or offered  # pins may leave only strategies that cut a value
             for index in range(len(op.outputs)):
-                made[Ref(op.name, index)] = {strategy.outputs[index] for strategy in kept[op.name]}
+                produced[Ref(op.name, index)] = {strategy.outputs[index] for strategy in kept[op.name]}
         return kept
 
     def solve_all(self, weights: Sequence[Weights]) -> Marginals:
-        """For each of these the table over (inputs, outputs, shared parameters)."""
+        """Return the table over (inputs, outputs, shared parameters) under each of the weights."""
         return self.problem.solve_all(self.keep, weights)
 
 
 def boundary_of(graph: Graph, block: Block, owners: Mapping[str, int]) -> Boundary:
-    """What ``block`` shares with others; the loss is no output.
+    """Return what ``block`` shares with others; the loss is no output unless an operator reads it.
 
     Args:
-        owners: how many blocks read a parameter, by its name.
+        graph: the graph.
+        block: one of its blocks.
+        owners: how many blocks read each parameter, by its name.
     """
     return Boundary(
         inputs=graph.block_inputs(block),
@@ -382,10 +412,10 @@ def boundary_of(graph: Graph, block: Block, owners: Mapping[str, int]) -> Bounda
 
 
 def repeated(graph: Graph, block: Block) -> dict[str, object]:
-    """A key for each operator of ``block``, equal for what one line of code does again and again (a loop over time).
+    """Return a key for each operator of ``block`` that is equal for the repetitions of one line of code (a loop over time).
 
-    Such operators then share one strategy: a choice for each step would be a problem too wide to solve, and layouts
-    that change from step to step are not worth having. Literals (which step it is) do not count.
+    Repeated operators share one strategy. A choice for each repetition would make the problem too wide to solve, and layouts that change
+    from step to step are not worthwhile. Literal arguments, such as the index of the step, do not count.
     """
     ops = graph.block_ops(block)
     keys: dict[str, object] = {
@@ -396,68 +426,77 @@ def repeated(graph: Graph, block: Block) -> dict[str, object]:
     }
     for _ in range(REFINEMENTS):
         number: dict[object, int] = {}
-        short = {name: number.setdefault(key, len(number)) for name, key in keys.items()}
+        numbers = {name: number.setdefault(key, len(number)) for name, key in keys.items()}
         keys = {
-            op.name: (short[op.name], *((short.get(ref.name, ref.name), ref.index) for ref in op.operands))
+            op.name: (numbers[op.name], *((numbers.get(ref.name, ref.name), ref.index) for ref in op.operands))
             for op in ops
         }
     return keys
 
 
 def crossing_types(graph: Graph, boundaries: Iterable[Boundary], size: int) -> dict[Ref, tuple[Type, ...]]:
-    """Types for the values that blocks share: all, or I and S alone at boundaries that too many values cross.
+    """Return the types that each value at a block boundary may have.
 
-    A value is offered the same types by every block that it touches, or their tables would not fit together.
+    They are all types, or only one whole type (I, or R for values without gradient) and splits at boundaries that too many values cross.
+    A value has the same types in all blocks that it touches, as their tables would not fit together otherwise.
     """
-    every: dict[Ref, tuple[Type, ...]] = {}
+    all_types: dict[Ref, tuple[Type, ...]] = {}
     narrow: set[Ref] = set()
     for boundary in boundaries:
         refs = (*boundary.inputs, *boundary.outputs)
-        every |= {ref: types_of(graph.spec(ref), size) for ref in refs if ref not in every}
-        if prod(len(every[ref]) for ref in refs) > MAX_BOUNDARY_STATES:
+        all_types |= {ref: types_of(graph.spec(ref), size) for ref in refs if ref not in all_types}
+        if prod(len(all_types[ref]) for ref in refs) > MAX_BOUNDARY_STATES:
             narrow.update(refs)
     return {
         ref: tuple(t for t in types if t != P and (t != R or I not in types)) if ref in narrow else types
-        for ref, types in every.items()
+        for ref, types in all_types.items()
     }
 
 
 def narrow_boundaries(
-    costs: AxisCosts, boundaries: Iterable[Boundary], types: Mapping[Ref, tuple[Type, ...]]
+    costs: AxisCosts, boundaries: Iterable[Boundary], all_types: Mapping[Ref, tuple[Type, ...]]
 ) -> tuple[dict[Ref, tuple[Type, ...]], dict[str, Sequence[Type]]]:
-    """Fewer types of what crosses boundaries whose tables would still be too large: of values, and of parameters at rest.
+    """Restrict the types at boundaries whose tables would still be too large; return the types of values and of parameters at rest.
 
-    A block that reads what several others made, beside parameters that they read as well, has a table over all of them. First
-    parameters are whole at rest, the smallest first; then values are whole or split along their first dim after the samples;
-    then values are whole: each until the table is small enough.
+    Such a table occurs where a block reads values of several others and parameters that they read as well. The restrictions below are
+    applied one at a time, the smallest tensor first, until the table is small enough:
+
+    1. parameters are whole at rest, unless they are pinned;
+    2. values are whole or split along their first dim after the samples;
+    3. values are whole.
+
+    Args:
+        costs: the choices and prices of the graph.
+        boundaries: the boundaries of its blocks.
+        all_types: the types of each value at a boundary so far.
     """
-    graph, found, rests = costs.graph, dict(types), dict(costs.rests)
+    graph, types, rests = costs.graph, dict(all_types), dict(costs.rests)
 
     def bytes_of(key: Ref | str) -> int:
         return graph.spec(key).num_bytes if isinstance(key, Ref) else graph.parameter(key).spec.num_bytes
 
     def offered(key: Ref | str) -> Sequence[Type]:
-        return found[key] if isinstance(key, Ref) else rests.get(key) or rests_of(graph.parameter(key).spec, costs.size)
+        return types[key] if isinstance(key, Ref) else rests.get(key) or rests_of(graph.parameter(key).spec, costs.size)
 
     for boundary in boundaries:
         values = sorted((*boundary.inputs, *boundary.outputs), key=bytes_of)
-        fewer: list[tuple[Ref | str, tuple[Type, ...]]] = [
+        restrictions: list[tuple[Ref | str, tuple[Type, ...]]] = [
             (name, (I,)) for name in sorted(boundary.shared, key=bytes_of) if name not in costs.rests
         ]
-        fewer += [(ref, _whole_or_split(graph, ref, found[ref])) for ref in values]
-        fewer += [(ref, found[ref][:1]) for ref in values]
-        for key, left in fewer:
+        restrictions += [(ref, _whole_or_split(graph, ref, types[ref])) for ref in values]
+        restrictions += [(ref, types[ref][:1]) for ref in values]
+        for key, restricted in restrictions:
             if prod(len(offered(each)) for each in boundary.keys) <= MAX_BOUNDARY_STATES:
                 break
             if isinstance(key, Ref):
-                found[key] = left
+                types[key] = restricted
             else:
-                rests[key] = left
-    return found, rests
+                rests[key] = restricted
+    return types, rests
 
 
 def _whole_or_split(graph: Graph, ref: Ref, types: Sequence[Type]) -> tuple[Type, ...]:
-    """Of the types of a value the first, which is whole, and a split along its first dim after that of the samples."""
+    """Return the first type of a value, which is whole, and a split along its first dim other than that of the samples."""
     producer = graph.producer(ref)
-    samples = dict(producer.layouts[ref.index]).get(BATCH) if producer is not None and producer.layouts else None
-    return (*types[:1], *[t for t in types[1:] if t.is_split and t != samples][:1])
+    batch_type = dict(producer.layouts[ref.index]).get(BATCH) if producer is not None and producer.layouts else None
+    return (*types[:1], *[t for t in types[1:] if t.is_split and t != batch_type][:1])

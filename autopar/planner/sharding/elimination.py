@@ -1,11 +1,11 @@
-"""Exact minimum of a discrete energy by variable elimination, with an integer program where the tables would grow too large.
+"""Exact minimisation of a discrete energy by variable elimination, or by an integer program where the tables would grow too large.
 
-An energy is a sum of tables over small sets of discrete variables; ``inf`` forbids a combination. Variables are eliminated
-one by one: all tables over a variable are added up and minimised over it, which leaves one table over its neighbours
-(dynamic programming on a graph, after Bertele and Brioschi, 1972; "bucket elimination", Dechter 1999).
+An energy is a sum of tables over small sets of discrete variables; an infinite entry forbids a combination. Elimination adds up all tables
+that contain a variable and minimises the sum over it, which leaves one table over the neighbours of the variable (dynamic programming on a
+graph, after Bertele and Brioschi, 1972; "bucket elimination", Dechter 1999).
 
-What an elimination adds up at each step follows from the scopes of the tables, not from what is in them: :func:`prepare` works it
-out once, and :meth:`Prepared.solve_all` solves many energies of one structure side by side.
+The steps of an elimination depend on the scopes of the tables and not on their entries. :func:`prepare` therefore works them out once, and
+:meth:`EnergySolver.solve_all` solves many energies of one structure side by side.
 """
 
 from __future__ import annotations
@@ -30,59 +30,68 @@ from autopar.planner.sharding.energy import (
 )
 
 MAX_TABLE_ENTRIES = 1 << 23
-"""Largest table that elimination may make (64 MiB of float64); past it the problem goes to the integer program."""
+"""Entries of the largest table that elimination may make (64 MiB of float64). Energies with larger ones go to the integer program."""
 
 MAX_SIDE_BY_SIDE = 1 << 20
-"""Entries of the tables of several energies that are eliminated at once (8 MiB of float64)."""
+"""Limit on the entries of the largest table times the number of energies that are eliminated at once (8 MiB of float64)."""
 
-_NOTHING: Table = np.zeros(0)
+_RELEASED: Table = np.zeros(0)
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An entry of the marginals of several energies: which energy, and the states of its kept variables."""
+    """An entry of the marginals of several energies.
+
+    Attributes:
+        energy: the index of the energy.
+        index: the states of the kept variables.
+    """
 
     energy: int
     index: tuple[int, ...]
 
 
 Decoder = Callable[[Sequence[Entry]], States]
-"""Finds the assignments that reach entries of marginals: the states of all variables [entries, variables]."""
+"""Returns the assignments that attain some entries of marginals, as states [entries, variables]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Marginals:
-    """Of several energies of one structure the least energy for every combination of the kept variables.
+    """The least energy for every combination of states of the kept variables, for several energies of one structure.
 
     Attributes:
-        tables: the energies in front, then one dim for each kept variable; ``inf`` where nothing is allowed.
-        at_once: how many energies were solved side by side.
-        decoders: of each so many of them.
+        tables: least energies [energies, *states of the kept variables]; infinite where every assignment is forbidden.
+        chunk_size: the number of energies that were solved side by side.
+        decoders: one decoder for each chunk of so many energies.
     """
 
     tables: Table
-    at_once: int
+    chunk_size: int
     decoders: tuple[Decoder, ...]
 
     def decode(self, entries: Sequence[Entry]) -> list[tuple[int, ...]]:
-        """The assignments of all variables that reach these entries, which must be finite."""
+        """Return for each entry an assignment of all variables that attains it.
+
+        The entries must be finite.
+        """
         assignments: dict[Entry, tuple[int, ...]] = {}
-        for part, decoder in enumerate(self.decoders):
-            own = [entry for entry in entries if entry.energy // self.at_once == part]
-            inside = [Entry(entry.energy % self.at_once, entry.index) for entry in own]
-            assignments |= zip(own, map(tuple, decoder(inside).tolist()), strict=True)
+        for chunk, decoder in enumerate(self.decoders):
+            in_chunk = [entry for entry in entries if entry.energy // self.chunk_size == chunk]
+            local_entries = [Entry(entry.energy % self.chunk_size, entry.index) for entry in in_chunk]
+            assignments |= zip(in_chunk, map(tuple, decoder(local_entries).tolist()), strict=True)
         return [assignments[entry] for entry in entries]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Prepared:
-    """What solving an energy needs to know apart from its tables.
+class EnergySolver:
+    """A solver for all energies of one structure: it knows everything but the entries of the tables.
 
     Attributes:
-        sizes, scopes: of the energy.
-        keep: variables that stay.
-        largest: entries of the largest table on the way.
-        steps: of the elimination; None where the tables would grow too large.
+        sizes: the number of states of each variable.
+        scopes: the variables of each table.
+        keep: the variables that are not minimised over.
+        largest: the number of entries of the largest table on the way.
+        steps: the steps of the elimination; None where its tables would grow too large.
     """
 
     sizes: tuple[int, ...]
@@ -92,25 +101,25 @@ class Prepared:
     steps: tuple[EliminationStep, ...] | None
 
     def solve_all(self, tables: Sequence[Table], count: int) -> Marginals:
-        """The marginals of several energies, each the same as alone.
+        """Return the marginals of several energies; each is the same as if it were solved alone.
 
         Args:
-            tables: of each factor, with one more dim in front: as long as there are energies, or 1 where a table is that of
-                all.
-            count: of the energies.
+            tables: the tables of each factor, with the energies as first dim. This dim has length 1 where all energies share the table.
+            count: the number of energies.
         """
-        full = np.full([count, *(self.sizes[k] for k in self.keep)], np.inf)
-        if 0 in self.sizes:  # nothing fits together
-            return Marginals(tables=full, at_once=1, decoders=())
-        at_once = 1 if self.steps is None else max(1, MAX_SIDE_BY_SIDE // self.largest)
+        least = np.full([count, *(self.sizes[k] for k in self.keep)], np.inf)
+        if 0 in self.sizes:  # some variable has no state that is allowed
+            return Marginals(tables=least, chunk_size=1, decoders=())
+        chunk_size = 1 if self.steps is None else max(1, MAX_SIDE_BY_SIDE // self.largest)
         decoders: list[Decoder] = []
-        for start in range(0, count, at_once):
-            part = [table if len(table) == 1 else table[start : start + at_once] for table in tables]
-            full[start : start + at_once], decoder = self._solve(part)
+        for start in range(0, count, chunk_size):
+            chunk = [table if len(table) == 1 else table[start : start + chunk_size] for table in tables]
+            least[start : start + chunk_size], decoder = self._solve(chunk)
             decoders.append(decoder)
-        return Marginals(tables=full, at_once=at_once, decoders=tuple(decoders))
+        return Marginals(tables=least, chunk_size=chunk_size, decoders=tuple(decoders))
 
     def _solve(self, tables: Sequence[Table]) -> tuple[Table, Decoder]:
+        """Return the table of one chunk of energies over ``keep``, and its decoder."""
         if self.steps is not None:
             return _eliminate(self.steps, tables, self.keep, len(self.sizes))
         factors = tuple(Factor(scope=s, table=t[0]) for s, t in zip(self.scopes, tables, strict=True))
@@ -126,30 +135,31 @@ def prepare(
     keep: tuple[int, ...],
     *,
     max_entries: int = MAX_TABLE_ENTRIES,
-    known: dict[object, Prepared] | None = None,
-) -> Prepared:
-    """Finds an order of elimination.
+    cache: dict[object, EnergySolver] | None = None,
+) -> EnergySolver:
+    """Return the solver of energies of one structure, with an order of elimination.
 
     Args:
-        sizes: number of states of each variable.
+        sizes: the number of states of each variable.
         scopes: the variables of each table.
-        keep: variables that stay.
-        known: what was prepared for other energies.
+        keep: the variables that are not minimised over.
+        max_entries: the largest table that elimination may make; past it the solver uses an integer program.
+        cache: cache of solvers by structure, which this call extends.
     """
-    known = {} if known is None else known
+    cache = {} if cache is None else cache
     key = keep, max_entries, sizes, scopes
-    if key not in known:
+    if key not in cache:
         order, largest = elimination_order(sizes, scopes, keep)
         steps = elimination_steps(sizes, scopes, order, keep) if largest <= max_entries else None
-        known[key] = Prepared(sizes=sizes, scopes=scopes, keep=keep, largest=largest, steps=steps)
-    return known[key]
+        cache[key] = EnergySolver(sizes=sizes, scopes=scopes, keep=keep, largest=largest, steps=steps)
+    return cache[key]
 
 
 # --- eliminating
 
 
 def _parts(step: EliminationStep, tables: Sequence[Table]) -> list[Table]:
-    """The tables of a step, each with the energies in front and dims for the step's variable and context, of 1 where it has none."""
+    """Return the tables that a step adds up, shaped to be broadcast over [energies, *step.shape]."""
     parts = []
     for k, axes, shape in step.parts:
         part = tables[k] if axes is None else tables[k].transpose(axes)
@@ -158,7 +168,7 @@ def _parts(step: EliminationStep, tables: Sequence[Table]) -> list[Table]:
 
 
 def _sum(step: EliminationStep, parts: Sequence[Table]) -> Table:
-    """The sum of the parts of a step, the energies side by side in front."""
+    """Return the sum of the parts of a step [energies, *step.shape]."""
     total = np.zeros((max([len(part) for part in parts], default=1), *step.shape))
     for part in parts:
         total += part
@@ -166,8 +176,14 @@ def _sum(step: EliminationStep, parts: Sequence[Table]) -> Table:
 
 
 @dataclass(frozen=True, slots=True)
-class _Minima:
-    """Of a step its variable, its context, and the parts whose sum has a minimum for each of the context's states."""
+class _EliminatedVariable:
+    """What a step of the elimination leaves behind to find the best state of its variable.
+
+    Attributes:
+        variable: the eliminated variable.
+        scope: the variables on which its best state depends.
+        parts: the tables whose sum the step minimised.
+    """
 
     variable: int
     scope: tuple[int, ...]
@@ -175,27 +191,30 @@ class _Minima:
 
 
 @dataclass(frozen=True, slots=True)
-class _Backwards:
-    """Decodes an elimination: variables take their best states in the reverse order, of sums worked out again where they are asked for."""
+class _Backtracking:
+    """A decoder that assigns the eliminated variables their best states in reverse order.
+
+    The sums are worked out again at the requested entries only, so that elimination need not store the best states.
+    """
 
     keep: tuple[int, ...]
     num_variables: int
-    minima: tuple[_Minima, ...]
+    eliminated: tuple[_EliminatedVariable, ...]
 
     def __call__(self, entries: Sequence[Entry]) -> States:
         energies = np.array([entry.energy for entry in entries], dtype=np.intp)
-        same = np.zeros_like(energies)  # of a dim of 1
+        zeros = np.zeros_like(energies)  # index into dims of length 1
         indices = np.array([entry.index for entry in entries], dtype=np.intp).reshape(len(entries), len(self.keep))
         assignments = np.zeros((len(entries), self.num_variables), dtype=np.intp)
         assignments[:, self.keep] = indices
-        for step in reversed(self.minima):
+        for step in reversed(self.eliminated):
             context = [energies, *(assignments[:, u] for u in step.scope)]
             total: Table | float = 0.0
             for part in step.parts:
-                row, *others = [
-                    c if n > 1 else same for c, n in zip(context, part.shape[:1] + part.shape[2:], strict=True)
+                energy_index, *others = [
+                    c if n > 1 else zeros for c, n in zip(context, part.shape[:1] + part.shape[2:], strict=True)
                 ]
-                index: tuple[Any, ...] = (row, slice(None), *others)
+                index: tuple[Any, ...] = (energy_index, slice(None), *others)
                 total = total + part[index]
             assignments[:, step.variable] = np.argmin(total, axis=-1)
         return assignments
@@ -204,23 +223,23 @@ class _Backwards:
 def _eliminate(
     steps: Sequence[EliminationStep], tables: Sequence[Table], keep: tuple[int, ...], num_variables: int
 ) -> tuple[Table, Decoder]:
-    """Minimise over the variables of the steps one by one, remembering what the best states follow from."""
-    alive = list(tables)
-    minima = []
+    """Minimise over the variables of the steps one by one; return the table over ``keep`` and its decoder."""
+    live_tables = list(tables)
+    eliminated = []
     for step in steps[:-1]:
-        parts = _parts(step, alive)
-        minima.append(_Minima(step.variable, step.scope, tuple(parts)))
-        alive.append(np.minimum.reduce(_sum(step, parts), axis=1))
+        parts = _parts(step, live_tables)
+        eliminated.append(_EliminatedVariable(step.variable, step.scope, tuple(parts)))
+        live_tables.append(np.minimum.reduce(_sum(step, parts), axis=1))
         for k, _, _ in step.parts:
-            alive[k] = _NOTHING  # nobody asks for it again
-    return _sum(steps[-1], _parts(steps[-1], alive)), _Backwards(keep, num_variables, tuple(minima))
+            live_tables[k] = _RELEASED  # each table is read by one step only
+    return _sum(steps[-1], _parts(steps[-1], live_tables)), _Backtracking(keep, num_variables, tuple(eliminated))
 
 
 # --- the integer program
 
 
 def _by_integer_program(energy: Energy, keep: tuple[int, ...]) -> tuple[Table, Decoder]:
-    """The same by one integer program for each combination of the kept variables; one energy in front."""
+    """Return the same as :func:`_eliminate` by one integer program for each combination of the kept variables, for a single energy."""
     table = np.full([1, *(energy.sizes[k] for k in keep)], np.inf)
     assignments: dict[tuple[int, ...], tuple[int, ...]] = {}
     for index in product(*(range(energy.sizes[k]) for k in keep)):
@@ -230,17 +249,17 @@ def _by_integer_program(energy: Energy, keep: tuple[int, ...]) -> tuple[Table, D
     return table, lambda entries: np.array([assignments[entry.index] for entry in entries], dtype=np.intp)
 
 
-_OPTIMAL, _INFEASIBLE = 0, 2  # status codes of scipy.optimize.milp
+_OPTIMAL, _INFEASIBLE = 0, 2  # of scipy.optimize.milp's status codes
 
 _Row = tuple[list[tuple[int, float]], float]
-"""An equality: columns with their factors, and the right side."""
+"""An equality constraint: columns with their coefficients, and the right-hand side."""
 
 
 def minimise_by_milp(energy: Energy, *, fixed: Mapping[int, int] | None = None) -> Minimum | None:
-    """The exact minimum with the variables of ``fixed`` held; None when every assignment is forbidden.
+    """Return the exact minimum with the variables of ``fixed`` held at their states; None when every assignment is forbidden.
 
-    One 0/1 column for each state of each variable and one column in [0, 1] for each allowed entry of each table of
-    two or more variables, tied to the states by marginalisation (the local polytope of Wainwright and Jordan).
+    The program has a binary column for each state of each variable, and a column in [0, 1] for each allowed entry of each table of two or
+    more variables. Marginalisation constraints tie these entries to the states (the local polytope of Wainwright and Jordan).
 
     Raises:
         InternalError: the solver stops without an answer.
@@ -267,7 +286,10 @@ def minimise_by_milp(energy: Energy, *, fixed: Mapping[int, int] | None = None) 
 
 
 def _add_joint(factor: Factor, sizes: tuple[int, ...], first: np.ndarray, cost: list[float], rows: list[_Row]) -> None:
-    """A column for each allowed entry of a table; those with a state in common add up to that state's column."""
+    """Add a column for each allowed entry of a table; the columns with a state in common add up to the column of that state.
+
+    ``first[v]`` is the column of the first state of variable ``v``; its other states follow.
+    """
     sums: dict[tuple[int, int], list[tuple[int, float]]] = {
         (v, s): [(int(first[v]) + s, -1.0)] for v in factor.scope for s in range(sizes[v])
     }
@@ -281,21 +303,22 @@ def _add_joint(factor: Factor, sizes: tuple[int, ...], first: np.ndarray, cost: 
 
 
 def _solve(energy: Energy, first: np.ndarray, cost: np.ndarray, upper: np.ndarray, rows: list[_Row]) -> Minimum | None:
+    """Solve the integer program and read the assignment off its columns; return None where it is infeasible."""
     from scipy.optimize import Bounds, LinearConstraint, milp  # slow to import: only where it is needed
     from scipy.sparse import coo_array
 
-    scale = float(np.max(np.abs(cost), initial=0.0)) or 1.0  # the solver's tolerances are absolute
+    scale = float(np.max(np.abs(cost), initial=0.0)) or 1.0  # the tolerances of the solver are absolute
     integrality = np.zeros(len(cost))
     integrality[: first[-1]] = 1
-    entries = [(value, row, column) for row, (terms, _) in enumerate(rows) for column, value in terms]
-    values, at, columns = zip(*entries, strict=True)
-    right = [right for _, right in rows]
-    matrix = coo_array((values, (at, columns)), shape=(len(rows), len(cost))).tocsc()
+    entries = [(coefficient, row, column) for row, (terms, _) in enumerate(rows) for column, coefficient in terms]
+    coefficients, row_indices, columns = zip(*entries, strict=True)
+    rhs = [rhs for _, rhs in rows]
+    matrix = coo_array((coefficients, (row_indices, columns)), shape=(len(rows), len(cost))).tocsc()
     result = milp(
         cost / scale * 1e3,
         integrality=integrality,
         bounds=Bounds(np.zeros(len(cost)), upper),
-        constraints=LinearConstraint(matrix, right, right),
+        constraints=LinearConstraint(matrix, rhs, rhs),
         options={"mip_rel_gap": 0.0},
     )
     if result.status == _INFEASIBLE:

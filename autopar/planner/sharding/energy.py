@@ -1,10 +1,11 @@
-"""What a typing costs in parts that are weighted later, tables of such costs, and in which order their variables are eliminated.
+"""Energies of typings: cost tables in four parts, and the order in which variable elimination removes the variables.
 
-Every cost has four parts, so that one problem serves a whole sweep of memory prices: seconds a micro-batch, seconds a step (gradient sums),
-bytes of saved activations, bytes of state.
+An energy is a sum of tables over small sets of discrete variables. Each cost has four parts that are weighted only when an energy is
+solved, so that one problem serves a whole sweep of memory prices: seconds of a micro-batch, seconds of a step (gradient sums), bytes of
+saved activations, and bytes of state.
 
-The order decides how large the tables on the way become. Finding the best order is NP-hard; a greedy order by the fill edges that eliminating a
-variable adds to the graph of variables with a common table comes close (Kjaerulff, 1990).
+The elimination order decides how large the intermediate tables become. Finding the best order is NP-hard. The greedy min-fill order, which
+minimises the edges that eliminating a variable adds to the graph of variables that share a table, comes close (Kjaerulff, 1990).
 """
 
 from __future__ import annotations
@@ -22,7 +23,12 @@ States = NDArray[np.intp]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Factor:
-    """A cost for each combination of the variables of ``scope``; ``table`` has one dim for each, in that order."""
+    """A table of an energy: one cost for each combination of states of the variables in ``scope``.
+
+    Attributes:
+        scope: the variables.
+        table: one dim for each variable of ``scope``, in that order.
+    """
 
     scope: tuple[int, ...]
     table: Table
@@ -30,19 +36,24 @@ class Factor:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Energy:
-    """``sizes``: number of states of each variable. The energy of an assignment is the sum of its table entries."""
+    """A sum of factors over discrete variables.
+
+    Attributes:
+        sizes: the number of states of each variable.
+        factors: their entries at an assignment add up to its energy.
+    """
 
     sizes: tuple[int, ...]
     factors: tuple[Factor, ...]
 
     def value(self, assignment: Sequence[int]) -> float:
-        """The energy of one assignment (a state for each variable)."""
+        """Return the energy of an assignment, which has one state for each variable."""
         return float(sum(f.table[tuple(assignment[v] for v in f.scope)] for f in self.factors))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Minimum:
-    """An assignment of least energy."""
+    """An assignment of least energy, and that energy."""
 
     assignment: tuple[int, ...]
     value: float
@@ -50,12 +61,12 @@ class Minimum:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """What one unit of each part of a cost is worth, in seconds of a micro-batch.
+    """The price of one unit of each part of a :class:`Cost`, in seconds of a micro-batch.
 
     Attributes:
-        per_step_s: a second of once a step: one over the number of micro-batches.
-        saved_byte: a byte that is saved for backward.
-        state_byte: a byte of parameters, gradients and optimizer states.
+        per_step_s: price of a second spent once a step; it is one over the number of micro-batches.
+        saved_byte: price of a byte that is saved for backward.
+        state_byte: price of a byte of parameters, gradients and optimizer states.
     """
 
     per_step_s: float = 0.0
@@ -65,7 +76,14 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Parts of a cost; see :class:`Weights`. ``time_s``: of a micro-batch, forward and backward."""
+    """A cost in four parts, which :class:`Weights` turn into one number.
+
+    Attributes:
+        time_s: seconds of the forward and backward of a micro-batch.
+        step_s: seconds spent once a step.
+        saved_bytes: bytes that are saved for backward.
+        state_bytes: bytes of parameters, gradients and optimizer states.
+    """
 
     time_s: float = 0.0
     step_s: float = 0.0
@@ -77,19 +95,22 @@ FREE = Cost()
 
 
 @dataclass(frozen=True, slots=True)
-class PartedFactor:
-    """A factor of an energy whose table is weighted later.
+class UnweightedFactor:
+    """A factor whose table is kept as the parts of its costs, to be weighted later.
 
     Attributes:
-        scope: its variables.
-        parts: tables of seconds, seconds a step, saved bytes and state bytes; later ones may be missing.
+        scope: the variables.
+        parts: tables of the four parts of :class:`Cost`, in the order of its fields; parts at the end may be missing where they are zero.
     """
 
     scope: tuple[int, ...]
     parts: tuple[Table, ...]
 
     def weighted(self, weights: Sequence[Weights]) -> Table:
-        """The table under each of these, side by side; once where they are all the same."""
+        """Return the tables under the given weights [weights, *states].
+
+        The first dim has length 1 where the table does not depend on the weights.
+        """
         table = self.parts[0][None]
         if len(self.parts) == 1:
             return table
@@ -101,24 +122,27 @@ class PartedFactor:
         return table
 
 
-def sums_of(terms: Sequence[NDArray[np.intp]], costs: Sequence[Cost | None]) -> tuple[Table, ...]:
-    """The parts of a table whose entries are sums of a few costs; empty where all is free.
+def summed_parts(terms: Sequence[NDArray[np.intp]], costs: Sequence[Cost | None]) -> tuple[Table, ...]:
+    """Return the parts of a table whose entries are sums of a few costs; return an empty tuple if every entry is free.
 
     Args:
-        terms: for the first, second, ... term of each entry its place among the costs; 0: none.
-        costs: the first one free; None forbids.
+        terms: the n-th array holds, for each entry of the table, the index in ``costs`` of its n-th term. Index 0 stands for no term.
+        costs: the costs; the first one must be free, and None forbids an entry.
     """
     if not terms:
         return ()
-    columns = columns_of(costs)
+    columns = cost_columns(costs)
     sums = [column[terms[0]] for column in columns]
     for term in terms[1:]:
         sums = [part + column[term] for part, column in zip(sums, columns, strict=True)]
     return tuple(sums)
 
 
-def columns_of(costs: Sequence[Cost | None]) -> list[NDArray[np.float64]]:
-    """The parts of costs in a row, None where it forbids; those that all costs lack at the end are left out."""
+def cost_columns(costs: Sequence[Cost | None]) -> list[NDArray[np.float64]]:
+    """Return the parts of a list of costs as arrays; None becomes an infinite time.
+
+    Parts that are zero for all costs are left out at the end of the list.
+    """
     if not any(c is not None and (c.step_s or c.saved_bytes or c.state_bytes) for c in costs):
         times = np.array([np.inf if c is None else c.time_s for c in costs], dtype=np.float64)
         return [times] if np.count_nonzero(times) else []
@@ -133,57 +157,60 @@ def columns_of(costs: Sequence[Cost | None]) -> list[NDArray[np.float64]]:
 def elimination_order(
     sizes: Sequence[int], scopes: Iterable[Sequence[int]], keep: Iterable[int] = ()
 ) -> tuple[tuple[int, ...], int]:
-    """An order of all variables but those of ``keep``, and the entries of its largest table.
+    """Return an elimination order of all variables outside ``keep``, and the number of entries of the largest table on the way.
 
-    Greedy: least fill first, each edge weighted by the bits of its two variables (after Kjaerulff, 1990), the smallest table on ties.
+    The order is greedy by weighted min-fill (after Kjaerulff, 1990): an edge weighs the product of the bits of its two variables.
+    Ties go to the smallest table.
 
     Args:
-        sizes: number of states of each variable.
+        sizes: the number of states of each variable.
         scopes: the variables of each table.
+        keep: the variables that are not eliminated.
     """
     neighbours: list[set[int]] = [set() for _ in sizes]
     for scope in scopes:
         for v in scope:
             neighbours[v].update(scope)
-    for v, around in enumerate(neighbours):
-        around.discard(v)
-    left = set(range(len(sizes))) - set(keep)
+    for v, adjacent in enumerate(neighbours):
+        adjacent.discard(v)
+    remaining = set(range(len(sizes))) - set(keep)
     bits = [log2(max(size, 1)) for size in sizes]
 
     def score(v: int) -> tuple[float, int, int]:
-        around = neighbours[v]
-        fill = sum([bits[a] * bits[b] for a in around for b in around if a < b and b not in neighbours[a]])
+        adjacent = neighbours[v]
+        fill = sum([bits[a] * bits[b] for a in adjacent for b in adjacent if a < b and b not in neighbours[a]])
         return fill, entries(v), v
 
     def entries(v: int) -> int:
         return prod([sizes[u] for u in neighbours[v]]) * sizes[v]
 
-    scores = {v: score(v) for v in left}
+    scores = {v: score(v) for v in remaining}
     order, largest = list[int](), 1
-    while left:
-        best = min(left, key=scores.__getitem__)
-        left.remove(best)
+    while remaining:
+        best = min(remaining, key=scores.__getitem__)
+        remaining.remove(best)
         order.append(best)
         largest = max(largest, entries(best))
-        around = neighbours[best]
-        for u in around:
-            neighbours[u] |= around
+        adjacent = neighbours[best]
+        for u in adjacent:
+            neighbours[u] |= adjacent
             neighbours[u] -= {u, best}
-        for u in around.union(*(neighbours[w] for w in around)) & left:
+        for u in adjacent.union(*(neighbours[w] for w in adjacent)) & remaining:
             scores[u] = score(u)
     return tuple(order), largest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EliminationStep:
-    """One variable eliminated, or what stays in the end.
+    """The elimination of one variable, or the final sum over the kept variables.
 
     Attributes:
-        variable: -1 in the end.
-        scope: of the table that is left.
-        shape: of the sum, that of the variable in front.
-        parts: the tables that are added up, those of earlier steps counted on; how their dims are ordered, None: as they are;
-            and their shape, None: as they are.
+        variable: the eliminated variable; -1 for the final sum.
+        scope: the variables of the resulting table.
+        shape: the shape of the sum of the tables, with the eliminated variable as first dim.
+        parts: the tables that are added up, each as (index, permutation, shape). The index counts the factors, then the tables of earlier
+            steps. The permutation orders the dims of the table, whose first dim is that of the energies; None keeps their order. The shape
+            has dims of 1 for missing variables; None if there are none.
     """
 
     variable: int
@@ -195,48 +222,55 @@ class EliminationStep:
 def elimination_steps(
     sizes: Sequence[int], scopes: Sequence[tuple[int, ...]], order: Sequence[int], keep: tuple[int, ...]
 ) -> tuple[EliminationStep, ...]:
-    """The variables of ``order`` eliminated one by one."""
-    alive = dict(enumerate(scopes))
+    """Return the steps that eliminate the variables of ``order`` one by one, and the final sum over ``keep``."""
+    live_scopes = dict(enumerate(scopes))
     buckets: list[dict[int, tuple[int, ...]]] = [{} for _ in sizes]
-    for key, scope in alive.items():
+    for key, scope in live_scopes.items():
         for v in scope:
             buckets[v][key] = scope
     steps = []
     for v in order:
         bucket = dict(buckets[v])
-        left = tuple(sorted({u for scope in bucket.values() for u in scope} - {v}))
-        steps.append(_step(v, left, (v, *left), bucket, sizes))
+        neighbours = tuple(sorted({u for scope in bucket.values() for u in scope} - {v}))
+        steps.append(_step(v, neighbours, (v, *neighbours), bucket, sizes))
         for key, scope in bucket.items():
-            del alive[key]
+            del live_scopes[key]
             for u in scope:
                 del buckets[u][key]
         key = len(scopes) + len(steps) - 1
-        alive[key] = left
-        for u in left:
-            buckets[u][key] = left
-    return (*steps, _step(-1, keep, keep, alive, sizes))
+        live_scopes[key] = neighbours
+        for u in neighbours:
+            buckets[u][key] = neighbours
+    return (*steps, _step(-1, keep, keep, live_scopes, sizes))
 
 
 def _step(
     variable: int,
     scope: tuple[int, ...],
-    over: tuple[int, ...],
+    sum_scope: tuple[int, ...],
     parts: dict[int, tuple[int, ...]],
     sizes: Sequence[int],
 ) -> EliminationStep:
-    """``over``: the variables of the sum, in order; ``parts``: scopes of the tables that it adds up."""
-    position = {u: i for i, u in enumerate(over)}
-    full = tuple([sizes[u] for u in over])
+    """Return the step that adds up the tables of ``parts``.
+
+    Args:
+        variable: the variable that the step eliminates, or -1.
+        scope: the variables of the resulting table.
+        sum_scope: the variables of the sum, in the order of its dims.
+        parts: the scopes of the tables that are added up, by index of the table.
+    """
+    dim_of = {u: i for i, u in enumerate(sum_scope)}
+    sum_shape = tuple([sizes[u] for u in sum_scope])
     ordered_parts = []
-    for key, part in parts.items():
-        places = [position[u] for u in part]
-        ordered = sorted(places)
-        axes = None if ordered == places else (0, *[1 + places.index(i) for i in ordered])
+    for key, part_scope in parts.items():
+        dims = [dim_of[u] for u in part_scope]
+        ordered = sorted(dims)
+        axes = None if ordered == dims else (0, *[1 + dims.index(i) for i in ordered])
         shape = None
-        if len(part) < len(over):
-            around = [1] * len(over)
-            for i in places:
-                around[i] = full[i]
-            shape = tuple(around)
+        if len(part_scope) < len(sum_scope):
+            broadcast_shape = [1] * len(sum_scope)
+            for i in dims:
+                broadcast_shape[i] = sum_shape[i]
+            shape = tuple(broadcast_shape)
         ordered_parts.append((key, axes, shape))
-    return EliminationStep(variable=variable, scope=scope, shape=full, parts=tuple(ordered_parts))
+    return EliminationStep(variable=variable, scope=scope, shape=sum_shape, parts=tuple(ordered_parts))

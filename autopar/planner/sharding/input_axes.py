@@ -1,21 +1,19 @@
-"""The axes that split a model's input: the typing on axis ``batch``, and what may be split on axis ``cp``.
+"""The axes that split the input of a model: the typing on axis ``batch``, and the strategies that axis ``cp`` allows.
 
-On ``batch`` samples are independent up to the loss, which is a sum over them. Nothing may change its type, except that a value of the
-prelude without gradient may be totalled before the step (a count of tokens). So the answer is nearly forced; what is left free (an operator
-on constants) is chosen by least work.
+On ``batch`` the samples are independent up to the loss, which is a sum over them. No value changes its type, except that a value of the
+prelude without gradient may be totalled before the step (a count of tokens). The typing is therefore nearly forced; what remains free
+(an operator on constants) is chosen by least work. If there is no such typing, sums over samples may be totalled within the step.
 
-Where that has no answer, sums over samples may be totalled inside of the step, at the price of one micro-batch.
+On ``cp`` strategies split the sequence and nothing else. Parameters are whole (I at rest, R where they are read, with one gradient sum a
+step), samples are not split (the data axes do that), and attention runs in one of these kinds:
 
-On ``cp`` strategies split the sequence, and nothing else. Parameters are whole there (I at rest, R at their use, with one gradient sum a
-step), samples are not split (that is what data axes are for), and attention runs in one of these kinds:
-
-| kind      | q       | k, v    | what moves                                                |
+| kind      | q       | k, v    | communication                                             |
 |-----------|---------|---------|-----------------------------------------------------------|
 | ``gather``  | S(rows) | R       | keys and values are gathered, their gradients scattered |
-| ``ulysses`` | S(heads)| S(heads)| all-to-all between sequence and heads, there and back   |
-| ``ring``    | S(rows) | S(rows) | keys and values go round; zig-zag order                 |
+| ``ulysses`` | S(heads)| S(heads)| all-to-all between sequence and heads, and back         |
+| ``ring``    | S(rows) | S(rows) | keys and values go round the ring, in zig-zag order     |
 
-Attention written out (products and a softmax, as with alibi) has the first two: its softmax splits rows or heads, and the products follow.
+Attention that is written out (products and a softmax, as with alibi) has the first two kinds: its softmax splits rows or heads.
 """
 
 from __future__ import annotations
@@ -40,20 +38,24 @@ from autopar.rules.strategy import ZIGZAG_SAFE, Strategy, Typing
 
 BATCH = "batch"
 TOTAL_ELEMENTS = 1e12
-"""What a total over samples inside of a step counts, in elements made: more than all work of a model, so that there are none where
-there is a typing without, and else as few and as small ones as can be."""
+"""Price of a total over samples within the step, in elements produced.
+
+It exceeds the work of any model, so that a typing without totals is preferred, and otherwise one with few and small totals."""
 _MIXING = frozenset(("autopar.batch_norm", "autopar.batch_norm_running", "autopar.total"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _BatchCosts:
-    """Work in elements made; implements :class:`autopar.planner.sharding.strategy_energy.Costs`.
+    """Costs of typings on axis ``batch``, where work is counted in elements produced.
+
+    It implements :class:`autopar.planner.sharding.strategy_energy.Costs`.
 
     Attributes:
-        graph: compact, with its prelude.
-        strategies: of each operator by name.
-        gathers: values change their types as among the ranks of any other axis, at twice the elements that they move; else only
-            between P and whole values, which is a total.
+        graph: the compact graph with its prelude.
+        strategies: the strategies offered to each operator, by name.
+        gathers: if true, values change their types as on any other axis, at a price of twice the elements that they move.
+            Otherwise only changes between P and a whole value are allowed, which are totals.
+        tables: see ``Costs``; it stays empty, as no price class is known.
     """
 
     graph: Graph
@@ -82,7 +84,7 @@ class _BatchCosts:
         if source == target or (not spec.requires_grad and {source.kind, target.kind} <= {"I", "R"}):
             return FREE
         if source == P and target in (I, R) and self.graph.is_prelude(ref) and not spec.requires_grad:
-            return Cost(time_s=float(spec.numel))  # totalled before the step
+            return Cost(time_s=float(spec.numel))  # totalled once, before the step
         change = conversion(source, target, requires_grad=spec.requires_grad)
         if change is None or (source.is_split and target.is_split):
             return None
@@ -101,54 +103,60 @@ class _BatchCosts:
         return FREE
 
     def price_class(self, ref: Ref) -> None:
-        """Changes depend on whether the prelude makes a value, and on its spec; each problem is solved once."""
+        """Return None: the cost of a change depends on whether the prelude produces the value, and each problem is solved only once."""
 
 
 def solve_batch(compact: Compact) -> Typing:
-    """The typing that cuts the batch into single samples; its strategies hold for every micro-batch size.
+    """Return the typing that cuts the batch into single samples; its strategies hold for every micro-batch size.
+
+    If samples are not independent up to the loss but meet in sums alone (an auxiliary loss of a router, a mean that is squared), these sums
+    are totalled within the step: see :func:`mixes_samples`. If they meet otherwise (``Graph.mixing``), values change their types over the
+    data ranks as on any other axis.
 
     Args:
-        compact: of the traced graph.
-
-    Where samples are not independent up to the loss, but meet in sums alone (an auxiliary loss of a router, a mean
-    that is squared), these are totalled inside of the step: see :func:`mixes_samples`. Where they meet otherwise
-    (``Graph.mixing``), values change their type over the data ranks as on any other axis.
+        compact: the compact graph of the traced graph.
 
     Raises:
-        RuleError: an operator mixes samples otherwise, or the loss is no sum over them; names it.
+        RuleError: an operator, which the error names, mixes samples otherwise, or the loss is no sum over samples.
     """
     key = solve_batch, compact.alike, rules.default_table().version
     if key not in compact.graph.passes:
-        compact.graph.passes[key] = _solved(compact, Fraction(compact.graph.batch_size))
-    found: Typing = compact.graph.passes[key]
-    return found
+        compact.graph.passes[key] = _batch_typing(compact, Fraction(compact.graph.batch_size))
+    typing: Typing = compact.graph.passes[key]
+    return typing
 
 
 def samples_apart(graph: Graph) -> None:
-    """Nothing, where no sample of a batch has to do with another up to the loss.
+    """Check that the samples of a batch do not depend on each other up to the loss.
 
     Raises:
-        RuleError: two meet; its place says where.
+        RuleError: two samples depend on each other; the error says where.
     """
     solve_batch(compact(graph))
 
 
-def _solved(compact: Compact, size: Fraction) -> Typing:
+def _batch_typing(compact: Compact, size: Fraction) -> Typing:
+    """Return the typing on an axis of ``size`` ranks: without totals within the step if there is one, else with them."""
     graph = compact.graph
-    offered = {op.name: _summing_up(graph, op, size) for op in (*graph.prelude, *graph.ops)}
+    offered = {op.name: _data_parallel_strategies(graph, op, size) for op in (*graph.prelude, *graph.ops)}
     for op in (*graph.prelude, *graph.ops):
         if not offered[op.name] and op.target == "autopar.opaque":
-            raise _opaque(graph, op)
+            raise _opaque_error(graph, op)
     if graph.mixing:
         return _solve(compact, size, offered, gathers=True)
     try:
         return _solve(compact, size, _reachable(graph, offered, totals=True), gathers=False)
     except RuleError as error:
-        _reachable(graph, offered, totals=False)  # what mixes samples without any totals says more of the model
+        _reachable(graph, offered, totals=False)  # raises an error that names the operator which mixes samples
         raise error from None
 
 
 def _solve(compact: Compact, size: Fraction, offered: Mapping[str, Sequence[Strategy]], *, gathers: bool) -> Typing:
+    """Return the typing of least cost among the offered strategies.
+
+    Raises:
+        RuleError: no choice of strategies fits together.
+    """
     graph = compact.graph
     inputs = {leaf.name: S(leaf.batch_dim) for leaf in graph.inputs if leaf.batch_dim is not None}
     problem = Problem(graph, _BatchCosts(graph=graph, strategies=offered, gathers=gathers))
@@ -168,13 +176,16 @@ def _solve(compact: Compact, size: Fraction, offered: Mapping[str, Sequence[Stra
             problem.end(mutation.value, dict.fromkeys(ends, FREE).get)
     best = problem.solve_all((), [Weights()])
     if best.tables[0] == float("inf"):
-        raise _mixes(graph, graph.producer(graph.loss), "no choice of strategies fits together")
-    found = problem.choice(best.decode([Entry(0, ())])[0])
-    return Typing(axis=BATCH, size=size, strategies=found.strategies, parameters=found.parameters, inputs=inputs)
+        raise _mixing_error(graph, graph.producer(graph.loss), "no choice of strategies fits together")
+    choice = problem.choice(best.decode([Entry(0, ())])[0])
+    return Typing(axis=BATCH, size=size, strategies=choice.strategies, parameters=choice.parameters, inputs=inputs)
 
 
-def _summing_up(graph: Graph, op: Op, size: Fraction) -> tuple[Strategy, ...]:
-    """Strategies that read no trained parameter as I: data ranks sum its gradient, which would be whole on each of them."""
+def _data_parallel_strategies(graph: Graph, op: Op, size: Fraction) -> tuple[Strategy, ...]:
+    """Return the strategies of an operator that read no trained parameter as I.
+
+    Data ranks sum the gradient of such a parameter; for a parameter of type I each rank would already have the whole gradient.
+    """
     operands = tuple([graph.spec(ref) for ref in op.operands])
     offered = rules.default_table().strategies(op, operands, axis=BATCH, size=size, fallback=True)
     trained = [i for i, ref in enumerate(op.operands) if graph.is_parameter(ref) and operands[i].requires_grad]
@@ -182,36 +193,45 @@ def _summing_up(graph: Graph, op: Op, size: Fraction) -> tuple[Strategy, ...]:
 
 
 def mixes_samples(graph: Graph, typing: Typing) -> tuple[Op, ...]:
-    """Operators that look at the samples of all data ranks: then none may be left for a later micro-batch.
+    """Return the operators that read the samples of all data ranks at once; then no sample may be left for a later micro-batch.
 
     Args:
-        graph: as traced, or compact.
-        typing: of it, on axis ``batch``.
+        graph: the traced graph or its compact graph.
+        typing: its typing on axis ``batch``.
     """
     types = {Ref(name, i): t for name, s in typing.strategies.items() for i, t in enumerate(s.outputs)}
     types |= {Ref(name): kind for name, kind in typing.inputs.items()}
 
     def changes(ref: Ref, wanted: Type) -> bool:
-        found = types.get(ref, R)
-        if found == wanted:
+        produced = types.get(ref, R)
+        if produced == wanted:
             return False
-        total = found == P and not wanted.is_split and graph.is_prelude(ref)
-        return not total and ((found == P) != (wanted == P) or found.is_split != wanted.is_split)
+        total = produced == P and not wanted.is_split and graph.is_prelude(ref)
+        return not total and ((produced == P) != (wanted == P) or produced.is_split != wanted.is_split)
 
-    found = [
+    mixing = [
         op
         for op in (*graph.prelude, *graph.ops)
         if op.target in _MIXING or any(map(changes, op.operands, typing.strategies[op.name].inputs))
     ]
     if graph.loss.name in typing.strategies and types[graph.loss] != P:
-        found += [op for op in graph.ops if op.name == graph.loss.name]
-    return tuple(found)
+        mixing += [op for op in graph.ops if op.name == graph.loss.name]
+    return tuple(mixing)
 
 
 def _reachable(
     graph: Graph, offered: Mapping[str, tuple[Strategy, ...]], *, totals: bool
 ) -> dict[str, tuple[Strategy, ...]]:
-    """Keep the strategies whose operands can arrive as they want them; the first operator without any is named."""
+    """Return the strategies of each operator whose operands can arrive in the types that they read.
+
+    Args:
+        graph: the graph.
+        offered: the strategies of each operator, by name.
+        totals: whether sums over samples may be totalled within the step.
+
+    Raises:
+        RuleError: an operator has no such strategy, a buffer takes a value of single samples, or the loss is no sum over samples.
+    """
     types: dict[str, list[set[Type]]] = {b.name: [{R, I, P} if totals else {R, I}] for b in graph.buffers}
     types |= {i.name: [{R, I} if i.batch_dim is None else {S(i.batch_dim)}] for i in graph.inputs}
     types |= {p.name: [{R} if p.spec.requires_grad else {R, I}] for p in graph.parameters}
@@ -220,41 +240,42 @@ def _reachable(
         arriving = [types[ref.name][ref.index] for ref in op.operands]
         kept[op.name] = tuple([s for s in offered[op.name] if all(map(contains, arriving, s.inputs))])
         if not kept[op.name]:
-            raise _mixes(graph, op, f"operands of types {[sorted(map(str, a)) for a in arriving]}")
-        found = types[op.name] = []
+            raise _mixing_error(graph, op, f"operands of types {[sorted(map(str, a)) for a in arriving]}")
+        output_types = types[op.name] = []
         for i, spec in enumerate(op.outputs):
-            made = {s.outputs[i] for s in kept[op.name]}
-            if not spec.requires_grad and made & {I, R}:
-                made |= {I, R}
-            if P in made and not spec.requires_grad and graph.is_prelude(Ref(op.name, i)):
-                made |= {I, R}
-            if totals and made & {I, R, P}:
-                made |= {P} if graph.is_prelude(Ref(op.name, i)) else {I, R, P}
-            found.append(made)
+            produced = {s.outputs[i] for s in kept[op.name]}
+            if not spec.requires_grad and produced & {I, R}:
+                produced |= {I, R}
+            if P in produced and not spec.requires_grad and graph.is_prelude(Ref(op.name, i)):
+                produced |= {I, R}
+            if totals and produced & {I, R, P}:
+                produced |= {P} if graph.is_prelude(Ref(op.name, i)) else {I, R, P}
+            output_types.append(produced)
     for mutation in graph.mutations:
-        ends = types[mutation.value.name][mutation.value.index]
-        if not ends & {R, I}:
-            raise _changes(graph, mutation, ends)
-    loss = types[graph.loss.name][graph.loss.index]
-    if P not in loss:
-        raise _mixes(graph, graph.producer(graph.loss), f"a loss of type {sorted(map(str, loss))}")
+        value_types = types[mutation.value.name][mutation.value.index]
+        if not value_types & {R, I}:
+            raise _buffer_error(graph, mutation, value_types)
+    loss_types = types[graph.loss.name][graph.loss.index]
+    if P not in loss_types:
+        raise _mixing_error(graph, graph.producer(graph.loss), f"a loss of type {sorted(map(str, loss_types))}")
     return kept
 
 
-def _changes(graph: Graph, mutation: Mutation, found: set[Type]) -> RuleError:
+def _buffer_error(graph: Graph, mutation: Mutation, types: set[Type]) -> RuleError:
+    """Return the error for a buffer whose new value depends on the sample."""
     op = graph.producer(mutation.value)
     fqn = next(b.fqn for b in graph.buffers if b.name == mutation.buffer)
     where = f"{op.name} ({op.target}){f', {op.source}' if op.source else ''}" if op else str(mutation.value)
     return RuleError(
-        f"The new value of this buffer is not the same for all samples (type {', '.join(sorted(map(str, found)))}), "
+        f"The new value of this buffer is not the same for all samples (type {', '.join(sorted(map(str, types)))}), "
         "so the batch cannot be split",
         where=f"{fqn}: {where}",
         fix="Keep sums or means over the batch in buffers, not values of single samples",
     )
 
 
-def _opaque(graph: Graph, op: Op) -> RuleError:
-    """An operator that nothing is offered for: a region of unknown code whose backward is not linear, or not known to be."""
+def _opaque_error(graph: Graph, op: Op) -> RuleError:
+    """Return the error for an opaque operator without strategies: a region whose backward is not linear, or not known to be."""
     region = region_of(str(op.args[0]))
     from autopar.tracing.opaque_regions import reason_of  # the tracer is slow to import
 
@@ -268,7 +289,8 @@ def _opaque(graph: Graph, op: Op) -> RuleError:
     )
 
 
-def _mixes(graph: Graph, op: Op | None, value: str) -> RuleError:
+def _mixing_error(graph: Graph, op: Op | None, reason: str) -> RuleError:
+    """Return the error for an operator, or the loss, that makes samples depend on each other."""
     where = f"{op.name} ({op.target}), {op.module or 'no module'}" if op else str(graph.loss)
     if op is not None and not rules.has_rule(op.target):
         return RuleError(
@@ -277,7 +299,7 @@ def _mixes(graph: Graph, op: Op | None, value: str) -> RuleError:
             fix=f'Add one: autopar.register_rule("{op.target}", "b... -> b..."), or write it with other operators',
         )
     return RuleError(
-        f"Samples of the batch depend on each other ({value}), so it cannot be split",
+        f"Samples of the batch depend on each other ({reason}), so it cannot be split",
         where=f"{where}, {op.source}" if op and op.source else where,
         fix="Keep operators that mix samples (losses over all pairs of a batch, say) out of the model",
     )
@@ -287,14 +309,19 @@ CP = "cp"
 
 _ATTENTION = {"gather": ("split s", "gather"), "ulysses": ("split h",), "ring": ("ring",)}
 _SCORES = {"gather": ("split d2",), "ulysses": ("split d1",), "ring": ()}
-"""Of a softmax over scores [samples, heads, rows, columns]."""
+"""Allowed strategies by kind of attention: of attention operators, above, and of a softmax over scores [samples, heads, rows, columns]."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SequenceSplit:
     """Keeps the strategies that an operator of a micro-batch graph may take on ``cp`` under one kind of attention.
 
-    What is made of samples is split wherever it can be: work is repeated only where nothing else is left.
+    A value that depends on samples is split wherever possible: work is repeated on all ranks only where no strategy splits it.
+
+    Attributes:
+        graph: the compact graph of one micro-batch.
+        kind: the kind of attention.
+        size: the number of ranks of ``cp``.
     """
 
     graph: Graph
@@ -305,10 +332,11 @@ class SequenceSplit:
         allowed = tuple(s for s in offered if self._allows(op, s))
         split = tuple(s for s in allowed if any(t.is_split for t in (*s.inputs, *s.outputs)))
         values = (*op.operands, *(Ref(op.name, i) for i in range(len(op.outputs))))
-        has_samples = any((kind := self._samples(ref)) is not None and kind.is_split for ref in values)
+        has_samples = any((type_ := self._batch_type(ref)) is not None and type_.is_split for ref in values)
         return split if split and has_samples else allowed
 
     def _allows(self, op: Op, strategy: Strategy) -> bool:
+        """Return whether an operator may take a strategy under this kind of attention."""
         if is_attention(op) and strategy.name not in _ATTENTION[self.kind]:
             return False
         if is_scores(op) and strategy.name not in _SCORES[self.kind]:
@@ -316,18 +344,19 @@ class SequenceSplit:
         if self.kind == "ring" and strategy.target not in ZIGZAG_SAFE:
             return False
         operands = zip(op.operands, strategy.inputs, strict=True)
-        outputs = ((Ref(op.name, i), kind) for i, kind in enumerate(strategy.outputs))
-        return all(self._holds(ref, kind) for ref, kind in (*operands, *outputs))
+        outputs = ((Ref(op.name, i), type_) for i, type_ in enumerate(strategy.outputs))
+        return all(self._allows_type(ref, type_) for ref, type_ in (*operands, *outputs))
 
-    def _holds(self, ref: Ref, kind: Type) -> bool:
-        if not kind.is_split:
+    def _allows_type(self, ref: Ref, type_: Type) -> bool:
+        """Return whether a value may have a type; ring attention needs dims that ``2 * size`` divides, for its zig-zag order."""
+        if not type_.is_split:
             return True
-        if self.graph.is_parameter(ref) or (self.graph.batch_size > 1 and kind == self._samples(ref)):
+        if self.graph.is_parameter(ref) or (self.graph.batch_size > 1 and type_ == self._batch_type(ref)):
             return False
-        return self.kind != "ring" or self.graph.spec(ref).shape[kind.dim] % (2 * self.size) == 0
+        return self.kind != "ring" or self.graph.spec(ref).shape[type_.dim] % (2 * self.size) == 0
 
-    def _samples(self, ref: Ref) -> Type | None:
-        """The type of a value on the axis of samples."""
+    def _batch_type(self, ref: Ref) -> Type | None:
+        """Return the type of a value on axis ``batch``; None where it is not known."""
         producer = self.graph.producer(ref)
         if producer is not None:
             return dict(producer.layouts[ref.index]).get(BATCH) if producer.layouts else None

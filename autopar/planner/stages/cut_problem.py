@@ -1,4 +1,4 @@
-"""What a stage cut is asked for: one candidate in one layout, which blocks may be a stage, what ranks can hold, and a cut that fits."""
+"""The problem of a stage cut: one candidate in one layout, the blocks that may form a stage, the limits of ranks, and a cut that fits."""
 
 from __future__ import annotations
 
@@ -18,32 +18,36 @@ from autopar.plan.schedule import peak_table
 from autopar.planner.layouts.layout import PricedLayout
 from autopar.planner.search import SearchContext
 from autopar.planner.space.candidates import Candidate
-from autopar.planner.stages.recompute import Way
+from autopar.planner.stages.recompute import Mode
 from autopar.planner.stages.stage_cut import Cut, CutBlocks, Mask, cut, stage_masks
 
-LATE = 6
-"""Parts of the pipeline's ranks, of which some have short first stages."""
+RANK_SHARES = 6
+"""With short first stages, the ranks that have them are the first sixth, the first third and so on of all ranks (ADR 0011)."""
 
 
 class EqualBlocks:
-    """Blocks of the model of a search, by kind.
+    """The blocks of a model by class of equal blocks, and the laws on the blocks that virtual stages may hold (ADR 0011).
 
     Args:
-        context: of the search.
-        moves: blocks may keep on the host what their backward needs, beside their modes of recompute, of which none is selective then.
+        context: the context of the search.
+        moves: whether blocks may keep on the host what their backward needs; then only pinned blocks recompute selectively.
 
     Attributes:
-        modes: of recompute that each block of the compact graph may have.
-        is_moved: whether what it keeps is pinned to the host.
-        counts: blocks that it stands for.
+        compact: the compact graph.
+        class_of: the block of the compact graph that represents each block.
+        is_pinned: whether pins say what stages hold.
+        every: the number of cuts up to which all are tried.
+        modes: the modes of recompute that each block of the compact graph may have.
+        is_moved: whether each of them is pinned to keep on the host what it needs.
+        counts: how many blocks each of them represents.
     """
 
     def __init__(self, context: SearchContext, *, moves: bool) -> None:
         self.compact = compact = context.layouts.compact
         self.class_of, self.is_pinned, self.moves = compact.class_of, bool(context.stages), moves
         self.every = 0 if context.space.equal_stages else context.space.every
-        plain = tuple(mode for mode in context.modes if mode != "selective") or context.modes
-        modes, pinned = plain if moves else context.modes, context.recompute
+        unselective = tuple(mode for mode in context.modes if mode != "selective") or context.modes
+        modes, pinned = unselective if moves else context.modes, context.recompute
         self.modes = [
             tuple(dict.fromkeys(m for i in members for m in ((pinned[i],) if i in pinned else modes)))
             for members in compact.members
@@ -52,100 +56,114 @@ class EqualBlocks:
         self.counts = [len(members) for members in compact.members]
 
     def largest(self, option: PricedLayout) -> tuple[int, ...]:
-        """The blocks of the compact graph that are the group of equal operators that takes longest.
+        """Return the blocks of the compact graph that make up the group of equal operators with the longest total time.
 
-        The first and the last block of all are no part of it, unless they stand for others too.
+        The first and the last block of the model do not count, unless they represent others too.
         """
         groups, inner = self.groups()
         times = [sum(own_times(cost, recompute="none")) for cost in option.costs]
-        return tuple(max(groups, key=lambda own: sum(inner[k] * times[k] for k in own), default=()))
+        return tuple(max(groups, key=lambda group: sum(inner[k] * times[k] for k in group), default=()))
 
     def groups(self) -> tuple[list[list[int]], list[int]]:
-        """Blocks of the compact graph by equal operators; and how many each stands for, the first and last of all left out."""
+        """Return the groups of blocks of the compact graph with equal operators, and how many blocks each block represents.
+
+        The first and the last block of the model are left out.
+        """
         inner = [*self.counts]
         inner[0] -= 1
         inner[-1] -= 1
-        found: dict[str, list[int]] = {}
+        by_hash: dict[str, list[int]] = {}
         for k, block in enumerate(self.compact.graph.blocks):
             if inner[k] > 0:
-                found.setdefault(block.hash, []).append(k)
-        return list(found.values()), inner
+                by_hash.setdefault(block.hash, []).append(k)
+        return list(by_hash.values()), inner
 
     def most_blocks(self, option: PricedLayout, stages: int) -> float:
-        """How many blocks of the largest group a virtual stage may hold: the model's time in whole blocks, split evenly.
+        """Return how many blocks of the largest group a virtual stage may hold: an even share of the time of the model, in blocks.
 
-        No law with one stage a rank, where pins say what stages hold, or where all cuts are tried.
+        The share is rounded up. The law is for several stages a rank. The result is infinite if pins say what stages hold, if all cuts are
+        tried, or if there is no such group.
         """
-        places = self.largest(option)
-        if self.is_pinned or not places or self.tries_all(stages):
+        group = self.largest(option)
+        if self.is_pinned or not group or self.tries_all(stages):
             return math.inf
         times = [sum(own_times(cost, recompute="none")) for cost in option.costs]
         total_s = sum(n * time_s for n, time_s in zip(self.counts, times, strict=True))
-        return math.ceil(math.floor(total_s / min(times[k] for k in places) + 1e-9) / stages)
+        return math.ceil(math.floor(total_s / min(times[k] for k in group) + 1e-9) / stages)
 
     def tries_all(self, stages: int) -> bool:
-        """Whether all cuts into so many stages with every choice of recompute are few enough to be priced."""
+        """Return whether the cuts into so many stages, with every choice of recompute, are few enough to price them all."""
         choices = [len(self.modes[k]) + self.moves for k in self.class_of]
         return math.comb(len(self.class_of) - 1, stages - 1) * math.prod(choices) <= self.every
 
     def even_stages(self, option: PricedLayout, pp: int, virtual_stages: int) -> list[list[NDArray[np.bool_]]]:
-        """Ways to cut virtual stages: for each stage whether blocks i:j may be one, see :meth:`most_blocks`.
+        """Return the ways to cut virtual stages by the law of :meth:`most_blocks`, each a mask of allowed blocks i:j for every stage.
 
-        Of two stages a rank, where blocks do not divide evenly, the first ranks' first ones may be those that are short: the pipeline
-        fills sooner.
+        If there are two stages a rank and the blocks do not divide evenly, some ways give short first stages to the first ranks, which
+        fills the pipeline sooner.
         """
         stages = pp * virtual_stages
         most = self.most_blocks(option, stages)
         if most == math.inf:
             return []
-        places = set(self.largest(option))
-        counted = np.concatenate([[0], np.cumsum([k in places for k in self.class_of])])
-        held = counted[None, :] - counted[:, None]
-        each, rest = divmod(int(counted[-1]), stages)
-        even = [held <= most] * stages
-        if not rest or virtual_stages != 2:
+        group = set(self.largest(option))
+        prefix_counts = np.concatenate([[0], np.cumsum([k in group for k in self.class_of])])
+        num_blocks = prefix_counts[None, :] - prefix_counts[:, None]
+        each, remainder = divmod(int(prefix_counts[-1]), stages)
+        even = [num_blocks <= most] * stages
+        if not remainder or virtual_stages != 2:
             return [even]
-        fewer, larger = held <= each, held <= each + 1
-        shares = sorted({pp * k // LATE for k in range(1, LATE)} - {0})
-        return [even, *([fewer if s < late else larger for s in range(stages)] for late in shares)]
+        short, long = num_blocks <= each, num_blocks <= each + 1
+        shares = sorted({pp * k // RANK_SHARES for k in range(1, RANK_SHARES)} - {0})
+        return [even, *([short if s < count else long for s in range(stages)] for count in shares)]
 
     def equal_stages(self, option: PricedLayout, stages: int) -> list[list[NDArray[np.bool_]]]:
-        """The way to cut stages that hold equal numbers of blocks of the largest group, or one more; as in :meth:`even_stages`."""
-        places = set(self.largest(option))
-        counted = np.concatenate([[0], np.cumsum([k in places for k in self.class_of])])
-        each, rest = divmod(int(counted[-1]), stages)
-        held = counted[None, :] - counted[:, None]
-        return [[(held >= each) & (held <= each + (rest > 0))] * stages]
+        """Return the one way to cut stages that hold equal numbers of blocks of the largest group, or one more; see :meth:`even_stages`."""
+        group = set(self.largest(option))
+        prefix_counts = np.concatenate([[0], np.cumsum([k in group for k in self.class_of])])
+        each, remainder = divmod(int(prefix_counts[-1]), stages)
+        num_blocks = prefix_counts[None, :] - prefix_counts[:, None]
+        return [[(num_blocks >= each) & (num_blocks <= each + (remainder > 0))] * stages]
 
 
 MAX_CUTS = 4
-"""Times a cut is made again because the memory model finds more than the cut counted."""
+"""How often a cut is made again with lower limits because the memory model finds more bytes than the cut counted."""
 
-MORE = 1.01
-"""Of what a rank has too much, by which it is given less: what its device reserves grows with it."""
+EXCESS_FACTOR = 1.01
+"""How much the limit of a rank is lowered for each byte in excess; more than 1, as what a device reserves grows with its tensors."""
 
 Stops = tuple[int, ...]
-Modes = tuple[Way, ...]
+"""The end of each stage, as the index behind its last block."""
+
+Modes = tuple[Mode, ...]
+"""The activation mode of each block."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Fitting:
-    """A cut with its stages and the memory of each pipeline rank; see :class:`autopar.planner.stages.stage_cut.Cut`."""
+    """A cut with its stages and the memory of each pipeline rank, which may exceed the limits.
+
+    Attributes:
+        stops: the end of each stage.
+        modes: the activation mode of each block.
+        stages: the costs of the stages.
+        memory: the predicted memory of each pipeline rank.
+    """
 
     stops: Stops
     modes: Modes
-    made: tuple[StageCost, ...]
+    stages: tuple[StageCost, ...]
     memory: tuple[Memory, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """Why a layout gave no plan: too slow to matter, or too large.
+    """Why a layout gives no plan: it is too slow to matter, or too large.
 
     Attributes:
-        needs_bytes: of the fullest rank, of the leanest plan that was tried; 0 where that is not known.
-        host_bytes: what it needs of a host that has less.
-        is_slow: it was left unfinished, as no plan of it is faster than what there is.
+        needs_bytes: bytes of the fullest rank in the leanest plan that was tried; 0 if unknown.
+        host_bytes: bytes that it needs of a host that has less.
+        is_slow: whether it was abandoned because none of its plans is faster than the incumbent.
     """
 
     needs_bytes: int = 0
@@ -158,15 +176,16 @@ class CutProblem:
     """One candidate in one layout.
 
     Attributes:
-        candidate, step: what is cut; the step says how it runs.
-        layout: with the prices of its blocks on the devices of each pipeline rank.
-        model: the cost model of the cluster with its ranks in the candidate's order.
-        block_options: for each pipeline rank the blocks as its devices run them; equal devices have the same ones.
+        candidate: the candidate.
+        step: how it runs.
+        layout: the layout, with the prices of its blocks on the devices of each pipeline rank.
+        model: the cost model of the cluster with its ranks in the order of the candidate.
+        block_options: the blocks as the devices of each pipeline rank run them; equal devices share one object.
         memory_limits: the largest predicted peak of each pipeline rank, in bytes.
-        tensor_limits: likewise of its tensors, without what the device reserves.
-        pinned: the stage of blocks that are pinned to one.
-        allowed_stages: ways in which blocks may form stages, each a mask for every stage; None: as they are quickest.
-        stages_of: stages that end at some blocks, whose blocks run in some modes.
+        tensor_limits: the same for tensors, without what the device reserves, in bytes.
+        pinned: the stage of each pinned block, by index of the block.
+        allowed_stages: the ways in which blocks may form stages, each a mask for every stage; None allows all stages.
+        stages_of: returns the costs of the stages of some stops, whose blocks run in some modes.
     """
 
     candidate: Candidate
@@ -178,112 +197,112 @@ class CutProblem:
     tensor_limits: tuple[float, ...]
     pinned: dict[int, int]
     allowed_stages: tuple[Sequence[Mask] | None, ...]
-    stages_of: Callable[[Sequence[int], Sequence[Way]], tuple[StageCost, ...]]
+    stages_of: Callable[[Sequence[int], Sequence[Mode]], tuple[StageCost, ...]]
 
     @property
     def num_blocks(self) -> int:
-        """Of the model."""
+        """The number of blocks of the model."""
         return len(self.block_options[0].blocks)
 
     @property
     def devices_differ(self) -> bool:
-        """Whether some pipeline rank runs the blocks in other times than another one."""
+        """Whether some pipeline rank prices the blocks differently from another one."""
         return len({*self.block_options}) > 1
 
     @property
     def pp(self) -> int:
-        """Pipeline ranks."""
+        """The number of pipeline ranks."""
         return self.candidate.mesh.pp
 
     @property
     def num_stages(self) -> int:
-        """Of all ranks."""
+        """The number of stages of all ranks together."""
         return self.pp * self.candidate.virtual_stages
 
     def masks(self) -> list[list[Mask]]:
-        """For each way of :attr:`allowed_stages` and each stage whether blocks i:j may be it."""
+        """Return for each way of :attr:`allowed_stages` a mask for every stage, with the pinned blocks taken into account."""
         return [stage_masks(self.num_blocks, self.num_stages, allowed, self.pinned) for allowed in self.allowed_stages]
 
     def peaks(self, rank: int) -> NDArray[np.int64]:
-        """Micro-batches on a rank's stages at its fullest moments [moments, turns]."""
-        own = self.candidate
-        return peak_table(own.schedule, self.pp, own.virtual_stages, own.num_micro_batches, rank)
+        """Return the micro-batches on each stage of a rank at the fullest moments of the rank [moments, stages of the rank]."""
+        c = self.candidate
+        return peak_table(c.schedule, self.pp, c.virtual_stages, c.num_micro_batches, rank)
 
     def in_flight(self) -> list[int]:
-        """Micro-batches that each stage holds at its peak."""
+        """Return the micro-batches that each stage holds at its peak."""
         by_rank = np.array([self.peaks(rank).max(axis=0) for rank in range(self.pp)])
-        found: list[int] = by_rank.T.reshape(-1).tolist()
-        return found
+        peaks: list[int] = by_rank.T.reshape(-1).tolist()
+        return peaks
 
-    def fitting(self, stops: Sequence[int], modes: Sequence[Way]) -> Fitting:
-        """A cut with its memory, which may be too much."""
-        made = self.stages_of(stops, modes)
-        return Fitting(stops=tuple(stops), modes=tuple(modes), made=made, memory=self.model.memory(made, self.step))
+    def fitting(self, stops: Sequence[int], modes: Sequence[Mode]) -> Fitting:
+        """Return a cut with its stages and its memory, which may exceed the limits."""
+        cost = self.stages_of(stops, modes)
+        return Fitting(stops=tuple(stops), modes=tuple(modes), stages=cost, memory=self.model.memory(cost, self.step))
 
-    def spare_bytes(self, found: Fitting) -> list[int]:
-        """What each rank has left; below zero: what it has too much."""
-        return [limit - own.total for limit, own in zip(self.memory_limits, found.memory, strict=True)]
+    def spare_bytes(self, fitting: Fitting) -> list[int]:
+        """Return the bytes that each rank has to spare; negative where it exceeds its limit."""
+        return [limit - memory.total for limit, memory in zip(self.memory_limits, fitting.memory, strict=True)]
 
-    def fits(self, found: Fitting) -> bool:
-        """Whether each rank has room for what it needs."""
-        return min(self.spare_bytes(found)) >= 0
+    def fits(self, fitting: Fitting) -> bool:
+        """Return whether no rank exceeds its limit."""
+        return min(self.spare_bytes(fitting)) >= 0
 
-    def time_s(self, found: Fitting) -> float:
-        """Predicted seconds of a step."""
-        return self.model.breakdown(found.made, self.step).total_s
+    def time_s(self, fitting: Fitting) -> float:
+        """Return the predicted seconds of a step."""
+        return self.model.breakdown(fitting.stages, self.step).total_s
 
     def with_buckets(self, num_bytes: int) -> CutProblem:
-        """The same with gradients summed in buckets of another size."""
+        """Return the same problem with gradients summed in buckets of another size, in bytes."""
         return replace(self, step=replace(self.step, bucket_bytes=num_bytes))
 
     def spans(self, stops: Sequence[int]) -> list[tuple[int, int, int]]:
-        """Rank, first block and end of each stage."""
+        """Return the rank, the first block and the end of each stage."""
         edges = zip((0, *stops), stops, strict=False)
         return [(s % self.pp, start, stop) for s, (start, stop) in enumerate(edges)]
 
     def quickest_modes(self, stops: Sequence[int]) -> Modes:
-        """Of each block the mode of the least time, whatever memory it needs."""
+        """Return the quickest mode of each block, whatever memory it needs."""
         spans = self.spans(stops)
         return tuple(
             mode for rank, start, stop in spans for mode in self.block_options[rank].quickest_modes[start:stop]
         )
 
-    def busy_s(self, stops: Sequence[int], modes: Sequence[Way]) -> float:
-        """A bound from below on the step of a cut.
+    def busy_s(self, stops: Sequence[int], modes: Sequence[Mode]) -> float:
+        """Return a lower bound on the seconds of the step of a cut.
 
-        For some rank its micro-batches, and one through the stages before it, there and back; or, where that is more, what its
-        blocks add once a step after its last gradient. A rank's first forward and the last of its gradients are those of its first
-        stage, whatever its virtual stages.
+        A rank runs all of its micro-batches. Before its first forward and after its last backward a micro-batch runs through the first
+        stages of the ranks before it. After its last gradient the rank also spends what its blocks take once a step. Only the longer of
+        these two counts.
         """
-        own_s, first_s, once_s = [0.0] * self.pp, [0.0] * self.pp, [0.0] * self.pp
+        rank_s, first_s, once_s = [0.0] * self.pp, [0.0] * self.pp, [0.0] * self.pp
         for s, (rank, start, stop) in enumerate(self.spans(stops)):
             options = self.block_options[rank]
             blocks = options.blocks[start:stop]
             time_s = sum(options.time_of[b.key, mode] for b, mode in zip(blocks, modes[start:stop], strict=True))
-            own_s[rank] += time_s
+            rank_s[rank] += time_s
             once_s[rank] += sum(block.once_s for block in blocks)
             if s < self.pp:
                 first_s[rank] = time_s
-        count, before_s, found = self.candidate.num_micro_batches, 0.0, 0.0
+        count, before_s, bound_s = self.candidate.num_micro_batches, 0.0, 0.0
         for rank in range(self.pp):
-            found = max(found, max(before_s, once_s[rank]) + count * own_s[rank])
+            bound_s = max(bound_s, max(before_s, once_s[rank]) + count * rank_s[rank])
             before_s += first_s[rank]
-        return found
+        return bound_s
 
 
 def evenly(blocks: int, stages: int) -> Stops:
-    """Where stages of as equal numbers of blocks as can be end."""
+    """Return the stops of stages with numbers of blocks as equal as possible."""
     return tuple(round((s + 1) * blocks / stages) for s in range(stages))
 
 
 def allows(masks: Sequence[Mask], stops: Sequence[int]) -> bool:
-    """Whether stages that end at these blocks are allowed."""
+    """Return whether the masks allow the stages of these stops."""
     edges = zip((0, *stops), stops, strict=False)
     return all(bool(mask[start, stop]) for mask, (start, stop) in zip(masks, edges, strict=True))
 
 
 def exactly(stops: Sequence[int], blocks: int) -> list[Mask]:
-    """For each stage whether blocks i:j may be one: those that end here alone."""
+    """Return masks that allow only the stages of these stops."""
     masks = []
     for start, stop in zip((0, *stops), stops, strict=False):
         mask = np.zeros((blocks + 1, blocks + 1), dtype=bool)
@@ -296,40 +315,48 @@ def exactly(stops: Sequence[int], blocks: int) -> list[Mask]:
 
 
 def fitted(problem: CutProblem, allowed: Sequence[Mask] | None) -> Fitting | Failure:
-    """A cut that fits into stages that are allowed; or why there is none.
+    """Return a cut into allowed stages that fits, or the reason why there is none.
+
+    Args:
+        problem: the problem.
+        allowed: a mask for each stage; None allows all stages.
 
     Raises:
-        InfeasibleError: the stages that are pinned cannot be cut.
+        InfeasibleError: the pinned stages cannot be cut.
     """
     masks = stage_masks(problem.num_blocks, problem.num_stages, allowed, problem.pinned)
-    needs = 0
-    for found in _cuts(problem, masks):
-        needs = max(memory.total for memory in found.memory)
-        if problem.fits(found):
-            return found
+    needs_bytes = 0
+    for fitting in _cuts(problem, masks):
+        needs_bytes = max(memory.total for memory in fitting.memory)
+        if problem.fits(fitting):
+            return fitting
     lean_bytes = []
-    for found in _lean(problem, masks):
-        if problem.fits(found):
-            return found
-        lean_bytes.append(max(memory.total for memory in found.memory))
-    return Failure(needs_bytes=min(lean_bytes, default=needs) or leanest_bytes(problem))
+    for fitting in _lean_cuts(problem, masks):
+        if problem.fits(fitting):
+            return fitting
+        lean_bytes.append(max(memory.total for memory in fitting.memory))
+    return Failure(needs_bytes=min(lean_bytes, default=needs_bytes) or leanest_bytes(problem))
 
 
 def _cuts(problem: CutProblem, masks: Sequence[Mask]) -> Iterator[Fitting]:
-    """Cuts into stages that fit into equal shares of their ranks' memory, less of it each time the memory model finds too much."""
+    """Yield cuts whose stages fit into equal shares of the memory of their ranks.
+
+    The shares shrink each time by what the memory model finds in excess.
+    """
     v, pp = problem.candidate.virtual_stages, problem.pp
     limits = [limit / v for limit in problem.tensor_limits] * v
     for _ in range(MAX_CUTS):
-        own = _cut(problem, masks, limits)
-        if own is None:
+        best = _cut(problem, masks, limits)
+        if best is None:
             return
-        found = problem.fitting(own.stops, own.modes)
-        yield found
-        spare = problem.spare_bytes(found)
-        limits = [limit + MORE * min(spare[s % pp], 0) / v for s, limit in enumerate(limits)]
+        fitting = problem.fitting(best.stops, best.modes)
+        yield fitting
+        spare = problem.spare_bytes(fitting)
+        limits = [limit + EXCESS_FACTOR * min(spare[s % pp], 0) / v for s, limit in enumerate(limits)]
 
 
 def _cut(problem: CutProblem, masks: Sequence[Mask], limits: Sequence[float]) -> Cut | None:
+    """Return the best cut under a limit on the bytes of each stage; None if there is none."""
     if problem.num_stages > problem.num_blocks:
         return None
     return cut(
@@ -341,13 +368,13 @@ def _cut(problem: CutProblem, masks: Sequence[Mask], limits: Sequence[float]) ->
     )
 
 
-def _lean(problem: CutProblem, masks: Sequence[Mask]) -> Iterator[Fitting]:
-    """Stages of equal numbers of blocks, and those that are quickest in memory without end, all blocks as they need the least of it.
+def _lean_cuts(problem: CutProblem, masks: Sequence[Mask]) -> Iterator[Fitting]:
+    """Yield cuts whose blocks all need as little memory as possible: equal numbers of blocks, or the quickest cut without limits.
 
-    They fit where equal shares of a rank's memory hold no cut: a stage with the loss needs more in passing than such a share.
+    They may fit where equal shares of the memory of a rank allow no cut, as the transient bytes of a stage with the loss exceed a share.
     """
-    free = _cut(problem, masks, [math.inf] * problem.num_stages)
-    if free is None:
+    unlimited = _cut(problem, masks, [math.inf] * problem.num_stages)
+    if unlimited is None:
         if problem.pinned and problem.num_stages <= problem.num_blocks:
             raise InfeasibleError(
                 f"The pinned stages cannot be cut into {problem.num_stages} stages",
@@ -355,13 +382,13 @@ def _lean(problem: CutProblem, masks: Sequence[Mask]) -> Iterator[Fitting]:
             )
         return
     even, in_flight = evenly(problem.num_blocks, problem.num_stages), problem.in_flight()
-    may = allows(masks, even)
+    is_allowed = allows(masks, even)
     seen = set()
-    for stops, passes in product(dict.fromkeys([*([even] if may else []), free.stops]), (0.0, 1.0)):
-        modes: list[Way] = []  # what a block needs in passing may be beside what its stage holds, or in its place
+    for stops, weight in product(dict.fromkeys([*([even] if is_allowed else []), unlimited.stops]), (0.0, 1.0)):
+        modes: list[Mode] = []  # the leanest mode by held bytes alone, or by held and transient bytes together
         for s, (rank, start, stop) in enumerate(problem.spans(stops)):
             for block in problem.block_options[rank].blocks[start:stop]:
-                least = min(block.options, key=lambda o: in_flight[s] * o.held_bytes + passes * o.transient_bytes)
+                least = min(block.options, key=lambda o: in_flight[s] * o.held_bytes + weight * o.transient_bytes)
                 modes.append(least.mode)
         if (stops, tuple(modes)) not in seen:
             seen.add((stops, tuple(modes)))
@@ -369,7 +396,7 @@ def _lean(problem: CutProblem, masks: Sequence[Mask]) -> Iterator[Fitting]:
 
 
 def leanest_bytes(problem: CutProblem) -> int:
-    """Bytes of the fullest rank when blocks are spread evenly and recompute wherever they may."""
+    """Return the bytes of the fullest rank if blocks are spread evenly and recompute wherever they may."""
     stops = evenly(problem.num_blocks, problem.num_stages)
     modes = [
         min(block.options, key=lambda option: option.held_bytes).mode

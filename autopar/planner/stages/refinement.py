@@ -1,16 +1,15 @@
-"""A cut made better: blocks of ranks with several stages recompute where it frees most, and move from one stage to another.
+"""Refinement of a cut: ranks with several stages choose their recompute anew, and blocks move from one stage to another.
 
-The cut gives each stage an equal share of its rank's memory and counts the most micro-batches that it ever holds. But a rank's stages are
-full at different moments, so the same block frees more on one stage than on another, and some stages never hold much. Here a rank's blocks
-are weighed together against its fullest moments: of all steps to a leaner mode (of :func:`autopar.planner.stages.recompute.lower_hull`) the
-one is taken that frees most of what the rank has too much for its seconds, until no moment has too much, and steps that turn out not to be
-needed are taken back: the greedy algorithm of covering programs (Dobson 1982).
+The stage cut gives each stage an equal share of the memory of its rank and counts the most micro-batches that the stage ever holds. But the
+stages of a rank are full at different moments, so that the same block frees more on one stage than on another. Here the blocks of a rank
+are weighed together against its fullest moments. Of all steps to a leaner mode (:func:`autopar.planner.stages.recompute.lower_hull`) the
+one that frees most of the excess for its seconds is taken, until no moment is in excess; steps that turn out not to be needed are taken
+back. This is the greedy algorithm for covering programs (Dobson 1982).
 
-A block moves as long as the simulated step gets shorter. The cut balances what each rank takes. Which of several stages has one block more
-decides how the pipeline fills and drains, and what ranks that differ wait for; the simulation works that out action by action. A step is as
-long as its longest chain of actions (:mod:`autopar.cost.step.simulation`), and with other stages the same actions still follow each other:
-so each chain that was the longest of some cut says how long other cuts take at least, if no block recomputes. Moves are simulated in the
-order of the longest of all chains that are known, until none is left that may be shorter than the best cut.
+A block moves as long as the simulated step gets shorter. Which stage has one block more decides how the pipeline fills and drains, and what
+ranks with different devices wait for. The step is as long as its longest chain of actions (:mod:`autopar.cost.step.simulation`). With other
+stages the same actions still follow each other, so that a chain that was the longest of one cut gives a lower bound for other cuts without
+recompute. Moves are simulated in the order of these bounds, until no bound is below the best cut.
 """
 
 from __future__ import annotations
@@ -27,323 +26,347 @@ from autopar.cost.step.simulation import Chain
 from autopar.cost.step.step import StageCost
 from autopar.plan.prediction import Memory
 from autopar.planner.stages.cut_problem import CutProblem, Fitting, Modes, Stops, allows, exactly, fitted
-from autopar.planner.stages.recompute import MOVED, Array, Way, lower_hull
+from autopar.planner.stages.recompute import MOVED, Array, Mode, lower_hull
 
 MAX_CHOICES = 4
-"""Times that ranks choose again because the memory model finds more than they counted."""
+"""How often ranks choose again because the memory model finds more bytes than they counted."""
 
 TINY_S = 1e-12
-"""Seconds that a step takes at least, so that what is freed for each second is finite."""
+"""Least seconds counted for a step to a leaner mode, so that the bytes freed for a second are finite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Step:
-    """To a leaner mode, for the equal blocks of a stage.
+class _LeanerMode:
+    """A step to a leaner mode, which each of the equal blocks of a stage may take.
 
     Attributes:
-        turn: of the stage on its rank.
-        blocks: their positions.
-        previous: the step of the same rank that brings them to the mode before; -1: they have it from the beginning.
-        mode: that they have then.
-        time_s, freed_bytes: of one block.
+        turn: the index of the stage among the stages of its rank.
+        blocks: the indices of the blocks.
+        previous: the step of the same rank that brings the blocks to the mode before; -1 if that is their quickest mode.
+        mode: the mode after the step.
+        time_s: seconds that the step adds for one block.
+        freed_bytes: bytes that the step frees for one block.
     """
 
     turn: int
     blocks: tuple[int, ...]
     previous: int
-    mode: Way
+    mode: Mode
     time_s: float
     freed_bytes: float
 
 
-def refined(problem: CutProblem, found: Fitting) -> Fitting:
-    """The cut with other blocks recomputed where that is quicker and fits; never slower, nor too large where it was not.
+def refined(problem: CutProblem, fitting: Fitting) -> Fitting:
+    """Return the cut with another choice of recompute if that is quicker and fits; else the same cut.
 
-    Cuts whose ranks hold one stage, or whose blocks may keep on the host what they need, are left as they are.
+    Cuts with one stage a rank, or whose blocks may keep on the host what they need, are returned unchanged.
     """
-    if problem.candidate.virtual_stages == 1 or problem.candidate.moves or not {"selective", "full"} & {*found.modes}:
-        return found
-    covered = _covered(problem, found.stops, range(problem.pp))
-    if covered is None or covered[0] == found.modes:
-        return found
-    other = problem.fitting(found.stops, covered[0])
-    return other if problem.fits(other) and problem.time_s(other) < problem.time_s(found) else found
+    if problem.candidate.virtual_stages == 1 or problem.candidate.moves or not {"selective", "full"} & {*fitting.modes}:
+        return fitting
+    covering = _covering_modes(problem, fitting.stops, range(problem.pp))
+    if covering is None or covering[0] == fitting.modes:
+        return fitting
+    other = problem.fitting(fitting.stops, covering[0])
+    return other if problem.fits(other) and problem.time_s(other) < problem.time_s(fitting) else fitting
 
 
-def _covered(problem: CutProblem, stops: Stops, ranks: Sequence[int]) -> tuple[Modes, Sequence[Memory]] | None:
-    """The modes in which some ranks take the least time, and their memory, which is as much as they have; None where there are none.
+def _covering_modes(problem: CutProblem, stops: Stops, ranks: Sequence[int]) -> tuple[Modes, Sequence[Memory]] | None:
+    """Choose modes in which some ranks fit and take as little time as the greedy algorithm finds.
 
-    What a rank needs in passing depends on what it recomputes: it is taken from one choice for the next one, from none at all on.
-    Blocks of other ranks are in their quickest modes.
+    The transient bytes of a rank depend on what it recomputes. Each round counts those of the choice before it; the first round counts
+    those without recompute.
+
+    Args:
+        problem: the problem.
+        stops: the end of each stage.
+        ranks: the ranks; the blocks of other ranks stay in their quickest modes.
+
+    Returns:
+        The modes of all blocks and the memory of these ranks, which is within their limits; None if no such modes are found.
     """
     cover = _Cover(problem, stops, ranks)
     limits = [problem.memory_limits[rank] for rank in ranks]
     modes = problem.quickest_modes(stops)
-    made = problem.stages_of(stops, modes)
-    memory = problem.model.memory(made, problem.step, ranks)
-    held = _held(made)
-    needs = _needs(problem, memory, held)
+    stages = problem.stages_of(stops, modes)
+    memory = problem.model.memory(stages, problem.step, ranks)
+    kept = _kept_bytes(stages)
+    excess = _excess_bytes(problem, memory, kept)
     for _ in range(MAX_CHOICES):
-        if _fit(memory, limits):
+        if _all_fit(memory, limits):
             break
-        taken = cover.taken(needs)
+        taken = cover.taken(excess)
         if taken is None:
             return None
         modes = cover.modes(taken)
         memory = problem.model.memory(problem.stages_of(stops, modes), problem.step, ranks)
-        needs = [
-            own if now.total <= limit else np.maximum(np.maximum(own, more), own + now.total - limit)
-            for own, more, now, limit in zip(needs, _needs(problem, memory, held), memory, limits, strict=True)
+        excess = [
+            old if now.total <= limit else np.maximum(np.maximum(old, new), old + now.total - limit)
+            for old, new, now, limit in zip(excess, _excess_bytes(problem, memory, kept), memory, limits, strict=True)
         ]
-    return (modes, memory) if _fit(memory, limits) else None
+    return (modes, memory) if _all_fit(memory, limits) else None
 
 
-def _fit(memory: Sequence[Memory], limits: Sequence[int]) -> bool:
-    return all(own.total <= limit for own, limit in zip(memory, limits, strict=True))
+def _all_fit(memory: Sequence[Memory], limits: Sequence[int]) -> bool:
+    return all(rank_memory.total <= limit for rank_memory, limit in zip(memory, limits, strict=True))
 
 
-def needs_of(problem: CutProblem, found: Fitting) -> list[Array]:
-    """For each rank the bytes that it has too much at each of its fullest moments; below zero: what it has left."""
-    return _needs(problem, found.memory, _held(found.made))
+def excess_bytes(problem: CutProblem, fitting: Fitting) -> list[Array]:
+    """Return the bytes by which each rank exceeds its limit at each of its fullest moments; negative where it has bytes to spare."""
+    return _excess_bytes(problem, fitting.memory, _kept_bytes(fitting.stages))
 
 
-def _held(made: Sequence[StageCost]) -> Array:
-    """What stages keep of a micro-batch [stages]."""
-    last = len(made) - 1
-    return np.array([kept_bytes(stage, receives=s > 0, sends=s < last) for s, stage in enumerate(made)])
+def _kept_bytes(stages: Sequence[StageCost]) -> Array:
+    """Return the bytes that each stage keeps of a micro-batch between forward and backward [stages]."""
+    last = len(stages) - 1
+    return np.array([kept_bytes(stage, receives=s > 0, sends=s < last) for s, stage in enumerate(stages)])
 
 
-def _needs(problem: CutProblem, memory: Sequence[Memory], held: Array) -> list[Array]:
-    """For each of some ranks the bytes that it has too much at each of its fullest moments if all blocks take their quickest modes.
+def _excess_bytes(problem: CutProblem, memory: Sequence[Memory], kept: Array) -> list[Array]:
+    """Return for each rank the bytes in excess of its limit at each of its fullest moments, with what stages keep as given.
 
     Args:
-        memory: of the ranks; what they have beside what micro-batches keep is taken from it.
-        held: what stages then keep of a micro-batch [stages].
+        problem: the problem.
+        memory: the memory of the ranks, from which all but the kept bytes of micro-batches is taken.
+        kept: the bytes that each stage keeps of a micro-batch [stages].
     """
-    needs = []
-    for own in memory:
-        others = own.parameters + own.gradients + own.optimizer + own.transient
-        kept = held[own.pp_rank :: problem.pp]
-        needs.append(problem.peaks(own.pp_rank) @ kept + others - problem.tensor_limits[own.pp_rank])
-    return needs
+    excess = []
+    for m in memory:
+        other_bytes = m.parameters + m.gradients + m.optimizer + m.transient
+        of_rank = kept[m.pp_rank :: problem.pp]
+        excess.append(problem.peaks(m.pp_rank) @ of_rank + other_bytes - problem.tensor_limits[m.pp_rank])
+    return excess
 
 
-def _rank_steps(problem: CutProblem, stops: Stops, rank: int) -> list[_Step]:
-    """Of all blocks of a rank; steps of the same blocks one after the other."""
+def _leaner_modes(problem: CutProblem, stops: Stops, rank: int) -> list[_LeanerMode]:
+    """Return the steps to leaner modes of all blocks of a rank; the steps of the same blocks follow each other."""
     blocks: dict[tuple[int, int], list[int]] = {}
-    own = problem.block_options[rank].blocks
+    rank_blocks = problem.block_options[rank].blocks
     for turn, (_, start, stop) in enumerate(problem.spans(stops)[rank :: problem.pp]):
         for i in range(start, stop):
-            blocks.setdefault((turn, own[i].key), []).append(i)
-    steps: list[_Step] = []
-    for (turn, _), places in blocks.items():
-        options = [option for option in own[places[0]].options if option.mode != MOVED]
+            blocks.setdefault((turn, rank_blocks[i].key), []).append(i)
+    steps: list[_LeanerMode] = []
+    for (turn, _), members in blocks.items():
+        options = [option for option in rank_blocks[members[0]].options if option.mode != MOVED]
         hull = [options[i] for i in lower_hull(options)]
-        for level, (one, other) in enumerate(pairwise(hull)):
+        for level, (before, after) in enumerate(pairwise(hull)):
             steps.append(
-                _Step(
+                _LeanerMode(
                     turn=turn,
-                    blocks=tuple(places),
+                    blocks=tuple(members),
                     previous=len(steps) - 1 if level else -1,
-                    mode=other.mode,
-                    time_s=other.time_s - one.time_s,
-                    freed_bytes=one.held_bytes - other.held_bytes,
+                    mode=after.mode,
+                    time_s=after.time_s - before.time_s,
+                    freed_bytes=before.held_bytes - after.held_bytes,
                 )
             )
     return steps
 
 
 class _Cover:
-    """The steps of some ranks, and what they free at the ranks' fullest moments.
+    """The covering program of some ranks: their steps to leaner modes, and the bytes that these free at the fullest moments.
 
     Attributes:
-        steps: of each rank.
-        freed: by one block [ranks, steps, moments].
-        time_s, sizes, previous: [ranks, steps]; of fewer steps the rest is of no blocks.
+        steps: the steps of each rank.
+        freed: bytes that a step of one block frees [ranks, steps, moments].
+        time_s: seconds that a step of one block adds [ranks, steps].
+        sizes: how many blocks may take a step [ranks, steps]; 0 pads ranks with fewer steps.
+        previous: the step that must come before [ranks, steps]; -1 if there is none.
     """
 
     def __init__(self, problem: CutProblem, stops: Stops, ranks: Sequence[int]) -> None:
         self.problem, self.stops = problem, stops
-        self.steps = [_rank_steps(problem, stops, rank) for rank in ranks]
+        self.steps = [_leaner_modes(problem, stops, rank) for rank in ranks]
         peaks = [problem.peaks(rank) for rank in ranks]
         shape = len(ranks), max(1, *map(len, self.steps))
         self.freed = np.zeros((*shape, max(map(len, peaks))))
         self.time_s, self.sizes, self.previous = np.ones(shape), np.zeros(shape), np.full(shape, -1)
-        for place, (moments, own) in enumerate(zip(peaks, self.steps, strict=True)):
-            for i, step in enumerate(own):
-                self.freed[place, i, : len(moments)] = moments[:, step.turn] * step.freed_bytes
-                self.time_s[place, i], self.sizes[place, i] = max(step.time_s, TINY_S), len(step.blocks)
-                self.previous[place, i] = step.previous
+        for row, (moments, steps) in enumerate(zip(peaks, self.steps, strict=True)):
+            for i, step in enumerate(steps):
+                self.freed[row, i, : len(moments)] = moments[:, step.turn] * step.freed_bytes
+                self.time_s[row, i], self.sizes[row, i] = max(step.time_s, TINY_S), len(step.blocks)
+                self.previous[row, i] = step.previous
 
     def taken(self, needs: Sequence[Array]) -> Array | None:
-        """How often steps are taken [ranks, steps]; None where too little is freed.
+        """Return how often each step is taken [ranks, steps]; None if all steps free too little.
 
         Args:
-            needs: bytes that each rank has too much at its moments.
+            needs: the bytes in excess of each rank at its moments.
         """
-        every, taken = np.arange(len(needs)), np.zeros(self.sizes.shape)
-        left = np.full((len(needs), self.freed.shape[2]), -np.inf)  # of fewer moments the rest has nothing too much
-        for place, own in enumerate(needs):
-            left[place, : len(own)] = own
+        ranks, taken = np.arange(len(needs)), np.zeros(self.sizes.shape)
+        excess = np.full((len(needs), self.freed.shape[2]), -np.inf)  # no excess where moments are padding
+        for row, needed_bytes in enumerate(needs):
+            excess[row, : len(needed_bytes)] = needed_bytes
         while True:
-            missing = np.maximum(left, 0.0)
-            useful = np.minimum(self.freed, missing[:, None]).sum(axis=2)
-            room = self._limits(taken) - taken
-            gains = np.where((room > 0) & (useful > 0), useful / self.time_s, 0.0)
+            missing = np.maximum(excess, 0.0)
+            covered = np.minimum(self.freed, missing[:, None]).sum(axis=2)
+            available = self._limits(taken) - taken
+            gains = np.where((available > 0) & (covered > 0), covered / self.time_s, 0.0)
             best = gains.argmax(axis=1)
-            may = gains[every, best] > 0
-            if not may.any():
+            is_useful = gains[ranks, best] > 0
+            if not is_useful.any():
                 break
-            freed = self.freed[every, best]
-            whole = np.where((missing > 0) & (freed > 0), missing / np.maximum(freed, 1.0), np.inf).min(axis=1)
-            number = np.clip(np.floor(whole), 1.0, room[every, best]) * may
-            taken[every, best] += number
-            left = left - number[:, None] * freed
-        for place in np.argsort(-self.time_s, axis=1, kind="stable").T:
-            own = taken[every, place]
-            if not own.any():
+            freed = self.freed[ranks, best]
+            repeats = np.where((missing > 0) & (freed > 0), missing / np.maximum(freed, 1.0), np.inf).min(axis=1)
+            number = np.clip(np.floor(repeats), 1.0, available[ranks, best]) * is_useful
+            taken[ranks, best] += number
+            excess = excess - number[:, None] * freed
+        for step in np.argsort(-self.time_s, axis=1, kind="stable").T:
+            count = taken[ranks, step]
+            if not count.any():
                 continue
-            freed = self.freed[every, place]
-            onward = (taken * (self.previous == place[:, None])).sum(axis=1)
-            spare = np.where(freed > 0, -left / np.maximum(freed, 1.0), np.inf).min(axis=1)
-            back = np.clip(np.floor(spare), 0.0, own - onward)
-            taken[every, place] -= back
-            left = left + back[:, None] * freed
-        return None if (left > 0).any() else taken
+            freed = self.freed[ranks, step]
+            needed = (taken * (self.previous == step[:, None])).sum(axis=1)
+            removable = np.where(freed > 0, -excess / np.maximum(freed, 1.0), np.inf).min(axis=1)
+            back = np.clip(np.floor(removable), 0.0, count - needed)
+            taken[ranks, step] -= back
+            excess = excess + back[:, None] * freed
+        return None if (excess > 0).any() else taken
 
     def modes(self, taken: Array) -> Modes:
-        """Of all blocks, by how often each rank takes its steps [ranks, steps]; of equal ones of a stage the first recompute the most.
+        """Return the modes of all blocks; of the equal blocks of a stage the first ones recompute most.
 
-        Those of ranks that are not looked at are in their quickest modes.
+        Blocks of other ranks are in their quickest modes.
+
+        Args:
+            taken: how often each rank takes each of its steps [ranks, steps].
         """
         modes = list(self.problem.quickest_modes(self.stops))
-        for own, counts in zip(self.steps, taken.astype(int).tolist(), strict=True):
-            for step, count in zip(own, counts, strict=False):
+        for steps, counts in zip(self.steps, taken.astype(int).tolist(), strict=True):
+            for step, count in zip(steps, counts, strict=False):
                 for i in step.blocks[:count]:
                     modes[i] = step.mode
         return tuple(modes)
 
     def _limits(self, taken: Array) -> Array:
-        """How often each step may be taken: by the blocks that took the one before it."""
+        """Return how often each step may be taken: at most as often as the step before it."""
         before = np.take_along_axis(taken, np.maximum(self.previous, 0), axis=1)
-        found: Array = np.where(self.previous >= 0, before, self.sizes)
-        return found
+        limits: Array = np.where(self.previous >= 0, before, self.sizes)
+        return limits
 
 
 TRIES = 60
-"""Cuts that are made and simulated, at most."""
+"""The most cuts that a local search makes and simulates."""
 
 LEAST_GAIN = 1e-6
-"""Of a step, below which a move is none."""
+"""The least reduction of the step, relative to it, for which a move is accepted."""
 
 
-def improved(problem: CutProblem, found: Fitting, time_s: float) -> Fitting:
-    """A cut from which no move that was tried shortens the step; that which is given where none does.
+def improved(problem: CutProblem, fitting: Fitting, time_s: float) -> Fitting:
+    """Return a cut that no tried move improves: a local search over moves of one block from one stage to another.
 
     Args:
-        found: a cut that fits.
-        time_s: of its step.
+        problem: the problem.
+        fitting: a cut that fits.
+        time_s: seconds of its step.
     """
-    moves, covers, masks = _Moves(problem, found), RankCovers(problem), problem.masks()
-    seen, best = {found.stops}, found
+    moves, covers, masks = _Moves(problem, fitting), RankCovers(problem), problem.masks()
+    seen, best = {fitting.stops}, fitting
     while len(seen) <= TRIES:
         stops = moves.shortest(seen, time_s * (1 - LEAST_GAIN), masks)
         if stops is None:
             break
         seen.add(stops)
-        other = covers.fitting(stops)
-        if other is None:
+        neighbour = covers.fitting(stops)
+        if neighbour is None:
             continue
-        other_s = moves.add(other)
-        if other_s < time_s * (1 - LEAST_GAIN):
-            best, time_s = other, other_s
+        neighbour_s = moves.add(neighbour)
+        if neighbour_s < time_s * (1 - LEAST_GAIN):
+            best, time_s = neighbour, neighbour_s
             moves.begin(best)
-    return refined(problem, best) if best is not found else found
+    return refined(problem, best) if best is not fitting else fitting
 
 
 class RankCovers:
-    """Cuts with as much recompute as each rank needs, whichever turn it is on.
+    """Cuts with as much recompute as each rank needs, on whichever of its stages.
 
-    That depends on the blocks of the rank's own stages, by which it is remembered.
+    The recompute of a rank depends only on the blocks of its stages, by which it is cached.
     """
 
     def __init__(self, problem: CutProblem) -> None:
         self.problem = problem
-        self._keys = [[block.key for block in own.blocks] for own in problem.block_options]
-        self._known: dict[tuple[object, ...], tuple[list[Modes], Memory]] = {}
-        """By ranks and their blocks the modes of each of their stages."""
+        self._keys = [[block.key for block in rank_blocks.blocks] for rank_blocks in problem.block_options]
+        self._cover_of: dict[tuple[object, ...], tuple[list[Modes], Memory]] = {}
+        """The modes of each stage and the memory of a rank, by the rank and the keys of its blocks."""
 
     def fitting(self, stops: Stops) -> Fitting | None:
-        """Stages that end at these blocks; None where none fits."""
+        """Return the cut into stages of these stops; None if it does not fit."""
         problem, pp = self.problem, self.problem.pp
         if problem.candidate.moves:
-            other = fitted(problem, exactly(stops, problem.num_blocks))
-            return other if isinstance(other, Fitting) else None
+            fitting = fitted(problem, exactly(stops, problem.num_blocks))
+            return fitting if isinstance(fitting, Fitting) else None
         spans = problem.spans(stops)
-        of_rank = [spans[rank::pp] for rank in range(pp)]
+        spans_of = [spans[rank::pp] for rank in range(pp)]
         keys = [
-            (rank, *(tuple(self._keys[rank][start:stop]) for _, start, stop in own)) for rank, own in enumerate(of_rank)
+            (r, *(tuple(self._keys[r][start:stop]) for _, start, stop in parts)) for r, parts in enumerate(spans_of)
         ]
-        asked = [rank for rank, key in enumerate(keys) if key not in self._known]
-        if asked:
-            found = _covered(problem, stops, asked)
-            if found is None:
+        missing = [rank for rank, key in enumerate(keys) if key not in self._cover_of]
+        if missing:
+            covering = _covering_modes(problem, stops, missing)
+            if covering is None:
                 return None
-            for rank, memory in zip(asked, found[1], strict=True):
-                self._known[keys[rank]] = [found[0][start:stop] for _, start, stop in of_rank[rank]], memory
-        known = [self._known[key] for key in keys]
-        modes = tuple(mode for s, (rank, _, _) in enumerate(spans) for mode in known[rank][0][s // pp])
-        made = problem.stages_of(stops, modes)
-        return Fitting(stops=stops, modes=modes, made=made, memory=tuple(memory for _, memory in known))
+            for rank, memory in zip(missing, covering[1], strict=True):
+                self._cover_of[keys[rank]] = [covering[0][start:stop] for _, start, stop in spans_of[rank]], memory
+        covers = [self._cover_of[key] for key in keys]
+        modes = tuple(mode for s, (rank, _, _) in enumerate(spans) for mode in covers[rank][0][s // pp])
+        stages = problem.stages_of(stops, modes)
+        return Fitting(stops=stops, modes=modes, stages=stages, memory=tuple(memory for _, memory in covers))
 
 
 class _Moves:
-    """The cuts one move away from a cut, and how long the chains that are known take in each if no block recomputes.
+    """The cuts that are one move away from a cut, with lower bounds on their steps.
+
+    A bound is the longest of the known chains in the cut, if no block recomputes.
 
     Args:
-        found: the cut.
+        problem: the problem.
+        fitting: the cut.
+
+    Attributes:
+        chains: the known longest chains.
+        stops: the stops of each neighbouring cut [moves, stages].
+        times_s: the bound on the step of each of them [moves].
     """
 
-    def __init__(self, problem: CutProblem, found: Fitting) -> None:
+    def __init__(self, problem: CutProblem, fitting: Fitting) -> None:
         self.problem = problem
         self.chains: list[Chain] = []
         kinds = list(dict.fromkeys(problem.block_options))
-        self.kind = np.array([kinds.index(own) for own in problem.block_options * problem.candidate.virtual_stages])
-        self.quickest_s = np.stack([own.quickest_s for own in kinds], axis=1)
-        self.begin(found)
-        self.add(found)
+        self.kind = np.array([kinds.index(row) for row in problem.block_options * problem.candidate.virtual_stages])
+        self.quickest_s = np.stack([row.quickest_s for row in kinds], axis=1)
+        self.begin(fitting)
+        self.add(fitting)
 
-    def begin(self, found: Fitting) -> None:
-        """Moves from another cut."""
-        sizes = np.diff((0, *found.stops))
+    def begin(self, fitting: Fitting) -> None:
+        """Take another cut as the current one."""
+        sizes = np.diff((0, *fitting.stops))
         source, target = ((sizes[:, None] > 1) & ~np.eye(len(sizes), dtype=bool)).nonzero()
-        one = np.eye(len(sizes), dtype=np.int64)
-        self.stops = np.cumsum(sizes - one[source] + one[target], axis=1)  # [moves, stages]
+        unit = np.eye(len(sizes), dtype=np.int64)
+        self.stops = np.cumsum(sizes - unit[source] + unit[target], axis=1)  # [moves, stages]
         starts = np.pad(self.stops[:, :-1], ((0, 0), (1, 0)))
         self.forward_s, both_s = self.quickest_s[:, self.kind, self.stops] - self.quickest_s[:, self.kind, starts]
         self.backward_s = both_s - self.forward_s
         self.times_s = self._longest_s(self.chains) if self.chains else np.zeros(len(source))
 
-    def add(self, found: Fitting) -> float:
-        """Seconds of the step of a cut, whose longest chains are known then, one for each rank at whose end one stands."""
-        time_s, more = self.problem.model.longest_chains(found.made, self.problem.step)
-        self.chains += more
-        self.times_s = np.maximum(self.times_s, self._longest_s(more))
+    def add(self, fitting: Fitting) -> float:
+        """Return the seconds of the step of a cut, and add its longest chains to the known ones: one chain to the end of each rank."""
+        time_s, new_chains = self.problem.model.longest_chains(fitting.stages, self.problem.step)
+        self.chains += new_chains
+        self.times_s = np.maximum(self.times_s, self._longest_s(new_chains))
         return time_s
 
     def shortest(self, seen: set[Stops], goal_s: float, masks: list[list[NDArray[np.bool_]]]) -> Stops | None:
-        """The cut that is not known yet and takes the least; None where all that are allowed take as long as ``goal_s``."""
-        for place in np.argsort(self.times_s, kind="stable").tolist():
-            if self.times_s[place] >= goal_s:
+        """Return the stops of the neighbouring cut of least bound that is new and allowed; None if no such bound is below ``goal_s``."""
+        for move in np.argsort(self.times_s, kind="stable").tolist():
+            if self.times_s[move] >= goal_s:
                 return None
-            other = tuple(self.stops[place].tolist())
-            if other not in seen and any(allows(own, other) for own in masks):
-                return other
+            stops = tuple(self.stops[move].tolist())
+            if stops not in seen and any(allows(way, stops) for way in masks):
+                return stops
         return None
 
     def _longest_s(self, chains: Sequence[Chain]) -> Array:
-        """The longest of some chains in each cut."""
-        forwards, backwards = (np.array([getattr(own, name) for own in chains]) for name in ("forwards", "backwards"))
-        sends_s = np.array([own.sends_s for own in chains])
-        found: Array = (self.forward_s @ forwards.T + self.backward_s @ backwards.T + sends_s).max(axis=1)
-        return found
+        """Return the seconds of the longest of some chains in each neighbouring cut [moves]."""
+        forwards, backwards = (np.array([getattr(c, name) for c in chains]) for name in ("forwards", "backwards"))
+        sends_s = np.array([c.sends_s for c in chains])
+        longest_s: Array = (self.forward_s @ forwards.T + self.backward_s @ backwards.T + sends_s).max(axis=1)
+        return longest_s

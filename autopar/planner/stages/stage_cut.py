@@ -4,18 +4,15 @@ For stages of f_s + b_s = t_s seconds a micro-batch and m micro-batches the step
 
     sum of t_s  +  (m - 1) * max of t_s                  (GPipe, 1F1B; Huang et al. 2019, Zheng et al. 2022, eq. 2)
 
-which is minimised under a memory limit for each stage. What blocks i:j take as stage s is the least time in which they fit
-(:mod:`autopar.planner.stages.recompute`), at the prices of the devices of rank s; for a bound on the slowest stage a dynamic program
-over prefixes of the blocks minimises the sum. The sum falls as the bound rises, so intervals of bounds in which it cannot fall far
-enough are left out unseen. Work grows with the square of the number of blocks, whatever kinds of blocks there are.
+which is minimised under a memory limit for each stage. The time of blocks i:j as stage s is the least time in which they fit
+(:mod:`autopar.planner.stages.recompute`), at the prices of the devices of rank s. For a bound on the slowest stage a dynamic program over
+prefixes of the blocks minimises the sum. The sum falls as the bound rises, so that whole intervals of bounds are excluded where it cannot
+fall far enough. The work grows with the square of the number of blocks, whatever kinds of blocks there are.
 
-With virtual stages a rank holds several stages; each then gets an equal share of the rank's memory, and the bound on the
-slowest stage stands for that on the slowest rank. That is a heuristic; the event simulation judges the result. Which
-blocks may be a virtual stage at all is a law of the space (``docs/adr/0011-even-stages.md``).
-
-The cut minimises what adds up; the step of a plan does not quite: messages between stages wait for each other, memory comes in
-steps. So the plan of a small problem may have a cut that no solver names. A space says up to how many plans are all tried
-(``Space.every``).
+With virtual stages a rank holds several stages. Each then gets an equal share of the memory of the rank, and the slowest stage stands for
+the slowest rank. This is a heuristic; the event simulation judges the result. Which blocks may form a virtual stage is a law of the space
+(``docs/adr/0011-even-stages.md``). As messages wait for each other and memory comes in steps, the cut of least time need not be the best
+one; :func:`every_cut` lists all cuts of problems that are small enough (``Space.every``).
 """
 
 from __future__ import annotations
@@ -29,27 +26,37 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from autopar.planner.stages.recompute import MOVED, Array, CutBlock, Recomputes, Way
+from autopar.planner.stages.recompute import MOVED, Array, CutBlock, Mode, RecomputeSolver
 
 Mask = NDArray[np.bool_]
+"""Whether blocks i:j may form a stage, at [i, j]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """``stops``: where each stage ends; ``modes``: for each block; ``time_s``: by the formula of this module."""
+    """A cut of the blocks into stages.
+
+    Attributes:
+        stops: the end of each stage, as the index behind its last block.
+        modes: the activation mode of each block.
+        time_s: seconds of the step by the formula of this module.
+    """
 
     stops: tuple[int, ...]
-    modes: tuple[Way, ...]
+    modes: tuple[Mode, ...]
     time_s: float
 
 
 class StageKinds:
-    """Which consecutive blocks are stages of the same blocks, whatever these cost.
+    """Which runs of consecutive blocks consist of the same blocks, whatever these cost.
+
+    Args:
+        keys: the key of each block, in order.
 
     Attributes:
-        keys: one of each kind of block, in order.
-        counts: blocks of each kind of stages that differ [stages, kinds].
-        which: the number of blocks i:j among these at [i, j]; -1 where j is not beyond i.
+        keys: the distinct keys of blocks, sorted.
+        counts: blocks of each key in each distinct stage [distinct stages, keys].
+        which: the distinct stage of blocks i:j at [i, j]; -1 where j is not greater than i.
     """
 
     def __init__(self, keys: Sequence[int]) -> None:
@@ -60,82 +67,101 @@ class StageKinds:
         upper = np.triu_indices(n + 1, 1)
         self.counts, which = np.unique((sums[None, :, :] - sums[:, None, :])[upper], axis=0, return_inverse=True)
         self.which = np.full((n + 1, n + 1), -1, dtype=np.int64)
-        self.which[upper] = which.reshape(-1)  # numpy 2.0 gives it another dim
+        self.which[upper] = which.reshape(-1)  # numpy 2.0 returns another shape
 
 
 @lru_cache(maxsize=64)
 def stage_kinds(keys: tuple[int, ...]) -> StageKinds:
-    """Of blocks of these keys; layouts of one model have the same ones."""
+    """Return the distinct stages of blocks with these keys; the layouts of one model share them."""
     return StageKinds(keys)
 
 
 class CutBlocks:
-    """A model's blocks in order, as the devices of one pipeline rank run them.
+    """The blocks of a model in order, as the devices of one pipeline rank run them.
 
     Args:
-        blocks: equal keys mean equal blocks.
+        blocks: the blocks; equal keys mean equal blocks.
+
+    Attributes:
+        kinds: the distinct stages that they can form.
+        recomputes: the solver for the recompute of a stage.
     """
 
     def __init__(self, blocks: Sequence[CutBlock]) -> None:
         self.blocks = tuple(blocks)
         self.kinds = stage_kinds(tuple(b.key for b in blocks))
-        one_of = {b.key: b for b in blocks}
-        self.recomputes = Recomputes([one_of[key] for key in self.kinds.keys])
+        block_of = {b.key: b for b in blocks}
+        self.recomputes = RecomputeSolver([block_of[key] for key in self.kinds.keys])
         self._times: dict[tuple[int, float], Array] = {}
 
     def times_s(self, in_flight: Sequence[int], limit_bytes: Sequence[float], allowed: Mask) -> list[Array]:
-        """For each number of micro-batches and its limit the least times of stages, as ``kinds`` numbers them, where blocks i:j may be one."""
+        """Return the least times of the distinct stages of ``kinds``, for each number of micro-batches in flight and its limit.
+
+        Args:
+            in_flight: micro-batches that a stage holds.
+            limit_bytes: bytes that the stage may fill, one for each entry of ``in_flight``.
+            allowed: where blocks i:j may form a stage; the times of other stages may be NaN.
+        """
         keys = list(zip(in_flight, limit_bytes, strict=True))
         rows = {key: self._times.setdefault(key, np.full(len(self.kinds.counts), np.nan)) for key in keys}
         used = np.unique(self.kinds.which[allowed])
         new = used[np.isnan([row[used] for row in rows.values()]).any(axis=0)]
         if len(new):
-            held, limits = zip(*rows, strict=True)
-            found = self.recomputes.times_s(self.kinds.counts[new], held, limits)
-            for row, own in zip(rows.values(), found, strict=True):
-                row[new] = own
+            num_held, limits = zip(*rows, strict=True)
+            times = self.recomputes.times_s(self.kinds.counts[new], num_held, limits)
+            for row, new_times in zip(rows.values(), times, strict=True):
+                row[new] = new_times
         return [rows[key] for key in keys]
 
     def modes(
         self, spans: Sequence[tuple[int, int]], in_flight: Sequence[int], limit_bytes: Sequence[float]
-    ) -> list[list[Way]]:
-        """Of the blocks i:j of stages that fit, in the least time in which they do; of equal ones the first recompute the most.
+    ) -> list[list[Mode]]:
+        """Return the modes of the blocks of stages that fit, in the least time in which they fit.
 
-        Those that keep on the host what they need stand evenly between the others.
+        Of equal blocks in a stage the first ones recompute most. Those that keep on the host what they need are spread evenly among them.
+
+        Args:
+            spans: the first block and the end of each stage.
+            in_flight: micro-batches that each stage holds.
+            limit_bytes: bytes that each stage may fill.
         """
         counts = self.kinds.counts[[self.kinds.which[span] for span in spans]]
-        made = self.recomputes.modes(counts, in_flight, limit_bytes)
-        return [self._in_place(*span, own) for span, own in zip(spans, made, strict=True)]
+        mode_counts = self.recomputes.modes(counts, in_flight, limit_bytes)
+        return [self._in_place(*span, stage_counts) for span, stage_counts in zip(spans, mode_counts, strict=True)]
 
-    def _in_place(self, start: int, stop: int, taken: Sequence[Mapping[Way, int]]) -> list[Way]:
-        left = {key: dict(own) for key, own in zip(self.kinds.keys, taken, strict=True)}
-        moving = {key: (own.get(MOVED, 0), sum(own.values())) for key, own in left.items()}
-        seen = dict.fromkeys(left, 0)
-        modes: list[Way] = []
+    def _in_place(self, start: int, stop: int, mode_counts: Sequence[Mapping[Mode, int]]) -> list[Mode]:
+        """Return the mode of each block of a stage from the counts of modes for each kind of block."""
+        remaining = {key: dict(left) for key, left in zip(self.kinds.keys, mode_counts, strict=True)}
+        moving = {key: (left.get(MOVED, 0), sum(left.values())) for key, left in remaining.items()}
+        position = dict.fromkeys(remaining, 0)
+        modes: list[Mode] = []
         for block in self.blocks[start:stop]:
-            (moved, count), i, own = moving[block.key], seen[block.key], left[block.key]
-            seen[block.key] += 1
+            (moved, count), i, left = moving[block.key], position[block.key], remaining[block.key]
+            position[block.key] += 1
             moves = (i + 1) * moved // count > i * moved // count
-            mode = MOVED if moves else next(o.mode for o in reversed(block.options) if o.mode != MOVED and own[o.mode])
-            own[mode] -= 1
+            mode = MOVED if moves else next(o.mode for o in reversed(block.options) if o.mode != MOVED and left[o.mode])
+            left[mode] -= 1
             modes.append(mode)
         return modes
 
     @cached_property
-    def quickest_modes(self) -> tuple[Way, ...]:
-        """Of each block the mode of the least time, whatever memory it needs."""
+    def quickest_modes(self) -> tuple[Mode, ...]:
+        """The quickest mode of each block, whatever memory it needs."""
         return tuple(min(block.options, key=lambda option: option.time_s).mode for block in self.blocks)
 
     @cached_property
     def quickest_s(self) -> Array:
-        """Of the blocks before each one, and of all, in these modes: seconds of the forward, and of both [2, blocks + 1]."""
+        """Seconds of the blocks before each block, and of all blocks, in their quickest modes [2, blocks + 1].
+
+        The first row is the forward, the second row forward and backward together.
+        """
         quickest = [min(block.options, key=lambda option: option.time_s) for block in self.blocks]
-        found: Array = np.cumsum([(0.0, 0.0), *((o.forward_s, o.time_s) for o in quickest)], axis=0).T
-        return found
+        sums: Array = np.cumsum([(0.0, 0.0), *((o.forward_s, o.time_s) for o in quickest)], axis=0).T
+        return sums
 
     @cached_property
-    def time_of(self) -> Mapping[tuple[int, Way], float]:
-        """Seconds of a block of a key in a mode."""
+    def time_of(self) -> Mapping[tuple[int, Mode], float]:
+        """Seconds of a block by its key and mode."""
         return {(b.key, o.mode): o.time_s for b in self.blocks for o in b.options}
 
 
@@ -147,57 +173,58 @@ def cut(
     num_micro_batches: int,
     allowed: Sequence[Mask],
 ) -> Cut | None:
-    """The best cut; None when no cut fits.
+    """Return the cut of least time; None if no cut fits.
 
     Args:
-        ranks: for each pipeline rank the blocks as its devices run them; equal devices have the same ones.
+        ranks: the blocks as the devices of each pipeline rank run them; equal devices share one object.
         in_flight: micro-batches that each stage holds at its peak.
-        limit_bytes: that each stage may fill.
-        num_micro_batches: of a step.
-        allowed: for each stage whether blocks i:j may be it (:func:`stage_masks`).
+        limit_bytes: bytes that each stage may fill.
+        num_micro_batches: micro-batches of a step.
+        allowed: for each stage whether blocks i:j may form it (:func:`stage_masks`).
     """
     stages = len(in_flight)
-    own = [ranks[s % len(ranks)] for s in range(stages)]
-    asked: dict[CutBlocks, list[int]] = {}
-    for s, blocks in enumerate(own):
-        asked.setdefault(blocks, []).append(s)
-    alike: dict[tuple[CutBlocks, int, float, bytes], int] = {}
+    blocks_of = [ranks[s % len(ranks)] for s in range(stages)]
+    stages_of: dict[CutBlocks, list[int]] = {}
+    for s, blocks in enumerate(blocks_of):
+        stages_of.setdefault(blocks, []).append(s)
+    table_of: dict[tuple[CutBlocks, int, float, bytes], int] = {}
     tables: list[Array] = []
-    which = [0] * stages
-    for blocks, mine in asked.items():
-        may = np.logical_or.reduce([allowed[s] for s in mine])
-        found = blocks.times_s([in_flight[s] for s in mine], [limit_bytes[s] for s in mine], may)
-        for s, times_s in zip(mine, found, strict=True):
+    table_index = [0] * stages
+    for blocks, indices in stages_of.items():
+        any_allowed = np.logical_or.reduce([allowed[s] for s in indices])
+        times = blocks.times_s([in_flight[s] for s in indices], [limit_bytes[s] for s in indices], any_allowed)
+        for s, times_s in zip(indices, times, strict=True):
             key = blocks, in_flight[s], limit_bytes[s], allowed[s].tobytes()
-            if key not in alike:
-                alike[key] = len(tables)
+            if key not in table_of:
+                table_of[key] = len(tables)
                 tables.append(np.where(allowed[s], times_s[blocks.kinds.which], np.inf))
-            which[s] = alike[key]
-    best = least_sum_and_slowest(tables, which, num_micro_batches)
+            table_index[s] = table_of[key]
+    best = least_sum_and_slowest(tables, table_index, num_micro_batches)
     if best is None:
         return None
     stops, time_s = best
     spans = list(zip((0, *stops), stops, strict=False))
-    chosen: dict[int, list[Way]] = {}
-    for blocks, mine in asked.items():
-        found_modes = blocks.modes(
-            [spans[s] for s in mine], [in_flight[s] for s in mine], [limit_bytes[s] for s in mine]
+    modes_of: dict[int, list[Mode]] = {}
+    for blocks, indices in stages_of.items():
+        stage_modes = blocks.modes(
+            [spans[s] for s in indices], [in_flight[s] for s in indices], [limit_bytes[s] for s in indices]
         )
-        chosen.update(zip(mine, found_modes, strict=True))
-    modes = [mode for s in range(stages) for mode in chosen[s]]
+        modes_of.update(zip(indices, stage_modes, strict=True))
+    modes = [mode for s in range(stages) for mode in modes_of[s]]
     return Cut(stops=stops, modes=tuple(modes), time_s=time_s)
 
 
 def least_sum_and_slowest(
     tables: Sequence[Array], which: Sequence[int], num_micro_batches: int
 ) -> tuple[tuple[int, ...], float] | None:
-    """Stops of the least sum plus (num_micro_batches - 1) times the slowest stage, and that; None where no stops fit.
+    """Return the stops with the least sum of times plus (num_micro_batches - 1) times the slowest stage, and this value; None if none fit.
 
     Args:
-        tables: times of a stage with blocks i:j at [i, j]; infinite where it may not have them.
-        which: of each stage the number of its table.
+        tables: times of a stage of blocks i:j at [i, j]; infinite where they may not form it.
+        which: the index of the table of each stage.
+        num_micro_batches: micro-batches of a step.
     """
-    more = num_micro_batches - 1
+    repeats = num_micro_batches - 1
     band = _Band(tables, which)
     slowest_s, least_s = band.least(np.maximum), band.least(np.add)
     if np.isinf(slowest_s):
@@ -207,40 +234,41 @@ def least_sum_and_slowest(
     best: tuple[int, ...] = ()
     best_s = np.inf
 
-    def tried(place: int) -> float:
-        """The least sum with no slower stage; a cut that is better than the best is kept."""
+    def evaluate(index: int) -> float:
+        """Return the least sum of stages no slower than a bound, and keep the cut if it is the best so far."""
         nonlocal best, best_s
-        stops, sum_s, own_s = band.stops(times[place])
-        value_s = sum_s + more * own_s
+        stops, sum_s, slowest_stage_s = band.stops(times[index])
+        value_s = sum_s + repeats * slowest_stage_s
         if value_s < best_s:
             best, best_s = stops, value_s
         return sum_s
 
-    waiting = [(0, len(times) - 1, tried(0), least_s)]  # intervals of bounds, with the least sums at their ends
-    while waiting:
-        low, high, low_s, high_s = waiting.pop()
-        if high - low < 1 or high_s >= low_s or high_s + more * times[low + 1] >= best_s:
+    intervals = [(0, len(times) - 1, evaluate(0), least_s)]  # of bounds, with the least sums at their ends
+    while intervals:
+        low, high, low_s, high_s = intervals.pop()
+        if high - low < 1 or high_s >= low_s or high_s + repeats * times[low + 1] >= best_s:
             continue
         if high - low == 1:
-            if high == len(times) - 1:  # every other end was tried
-                tried(high)
+            if high == len(times) - 1:  # all other ends have been evaluated
+                evaluate(high)
             continue
         middle = (low + high) // 2
-        middle_s = tried(middle)
-        waiting += [(middle, high, middle_s, high_s), (low, middle, low_s, middle_s)]
+        middle_s = evaluate(middle)
+        intervals += [(middle, high, middle_s, high_s), (low, middle, low_s, middle_s)]
     return best, float(best_s)
 
 
 class _Band:
-    """Stages by how many blocks they have and where they stop: at [k, j] blocks j - fewest - k : j.
+    """The times of stages by their numbers of blocks and ends: at [k, j] that of blocks j - fewest - k : j.
 
     Attributes:
-        own: the table of each stage.
-        values: of all tables [tables, k, j].
+        table_of: the index of the table of each stage.
+        fewest: the fewest blocks of a stage that may be formed.
+        values: the times of all tables [tables, k, j]; infinite where a stage may not be formed.
     """
 
     def __init__(self, tables: Sequence[Array], which: Sequence[int]) -> None:
-        self.own, stack = list(which), np.array(tables)
+        self.table_of, stack = list(which), np.array(tables)
         start, stop = np.nonzero(np.isfinite(stack).any(axis=0))
         lengths = stop - start if len(start) else np.ones(1, dtype=np.int64)
         self.fewest, most = int(lengths.min()), int(lengths.max())
@@ -249,63 +277,71 @@ class _Band:
         self.values = np.where(starts >= 0, stack[:, np.maximum(starts, 0), stops], np.inf)
 
     def least(self, combine: np.ufunc) -> float:
-        """The least ``combine`` of the stages' times."""
+        """Return the least value of a cut, where ``combine`` accumulates the times of its stages."""
         return float(self._prefixes(self.values, combine)[-1][-1])
 
     def stops(self, bound_s: float) -> tuple[tuple[int, ...], float, float]:
-        """Stops of the least sum of stages none of which takes longer; that sum, and the slowest of the stages."""
+        """Return the stops of the least sum of stages that take at most ``bound_s``, this sum, and the time of the slowest stage."""
         values = np.where(self.values <= bound_s, self.values, np.inf)
         prefixes = self._prefixes(values, np.add)
         stops, times = [values.shape[2] - 1], []
-        for own, before in zip(reversed(self.own), reversed(prefixes[:-1]), strict=True):
+        for table, before in zip(reversed(self.table_of), reversed(prefixes[:-1]), strict=True):
             last = stops[-1]
             lengths = np.arange(self.fewest, min(self.fewest + values.shape[1] - 1, last) + 1)[::-1]
-            place = lengths[np.argmin(before[last - lengths] + values[own, lengths - self.fewest, last])]
-            times.append(float(values[own, place - self.fewest, last]))
-            stops.append(last - int(place))
+            length = lengths[np.argmin(before[last - lengths] + values[table, lengths - self.fewest, last])]
+            times.append(float(values[table, length - self.fewest, last]))
+            stops.append(last - int(length))
         return tuple(stops[-2::-1]), float(prefixes[-1][-1]), max(times)
 
     def _prefixes(self, values: Array, combine: np.ufunc) -> list[Array]:
-        """Before each stage, and behind the last one, the least for blocks 0:j at [j]."""
+        """Return the least values of blocks 0:j at [j], before the first stage and after each stage."""
         width, size = values.shape[1:]
         most = self.fewest + width - 1
-        padded = np.full(size + most, np.inf)  # that of blocks 0:j stands at j + most
+        padded = np.full(size + most, np.inf)  # the value of blocks 0:j is at j + most
         best = padded[most:]
         best[0] = 0.0
-        shifted = sliding_window_view(padded, size)[:width][::-1]  # [k, j]: that of blocks 0:j - fewest - k
-        found, through = [best.copy()], np.empty((width, size))
-        for own in self.own:
-            combine(shifted, values[own], out=through)
+        shifted = sliding_window_view(padded, size)[:width][::-1]  # [k, j]: the value of blocks 0:j - fewest - k
+        prefixes, through = [best.copy()], np.empty((width, size))
+        for table in self.table_of:
+            combine(shifted, values[table], out=through)
             np.minimum.reduce(through, axis=0, out=best)
-            found.append(best.copy())
-        return found
+            prefixes.append(best.copy())
+        return prefixes
 
 
 def stage_masks(num_blocks: int, stages: int, allowed: Sequence[Mask] | None, pinned: Mapping[int, int]) -> list[Mask]:
-    """For each stage whether blocks i:j may be it.
+    """Return for each stage where blocks i:j may form it.
 
     Args:
-        allowed: by what the space says; None: it says nothing.
-        pinned: the stage of blocks that are pinned to one.
+        num_blocks: the number of blocks.
+        stages: the number of stages.
+        allowed: a mask for each stage by the laws of the space; None if there are none.
+        pinned: the stage of each pinned block, by index of the block.
     """
     start, stop = np.indices((num_blocks + 1, num_blocks + 1))
-    every = stop > start
-    found: list[Mask] = []
+    nonempty = stop > start
+    masks: list[Mask] = []
     for s in range(stages):
-        own = every if allowed is None else every & allowed[s]
+        mask = nonempty if allowed is None else nonempty & allowed[s]
         for block, stage in pinned.items():
             holds = (start <= block) & (block < stop)
-            own = own & (holds if stage == s else ~holds)
-        found.append(own)
-    return found
+            mask = mask & (holds if stage == s else ~holds)
+        masks.append(mask)
+    return masks
 
 
 def every_cut(blocks: Sequence[CutBlock], stages: int, fixed: Mapping[int, int]) -> Iterator[Cut]:
-    """All of them; ``fixed``: pinned stage by block index. Their times are left open."""
+    """Yield all cuts with every choice of modes; their ``time_s`` is not computed.
+
+    Args:
+        blocks: the blocks.
+        stages: the number of stages.
+        fixed: the stage of each pinned block, by index of the block.
+    """
     n = len(blocks)
-    modes = list(product(*([option.mode for option in block.options] for block in blocks)))
+    all_modes = list(product(*([option.mode for option in block.options] for block in blocks)))
     for inner in combinations(range(1, n), stages - 1):
         stops = (*inner, n)
         if all(sum(stop <= i for stop in stops) == stage for i, stage in fixed.items()):
-            for own in modes:
-                yield Cut(stops=stops, modes=own, time_s=0.0)
+            for modes in all_modes:
+                yield Cut(stops=stops, modes=modes, time_s=0.0)

@@ -18,7 +18,7 @@ from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.space import load_space
 from autopar.planner.stages.cut_problem import CutProblem, Fitting, allows, evenly, fitted
 from autopar.planner.stages.exchange import exchanged
-from autopar.planner.stages.recompute import Way
+from autopar.planner.stages.recompute import Mode
 from autopar.planner.stages.refinement import RankCovers, improved, refined
 from tests.support.clusters import two_kinds
 from tests.support.planner.graphs import family, mlp
@@ -120,7 +120,7 @@ def choices(problem: CutProblem, found: Fitting) -> Iterator[tuple[tuple[int, ..
     """Every number of blocks that recompute on each stage of a cut, and the cut with them."""
     edges = [0, *found.stops]
     for counts in product(*(range(size + 1) for size in np.diff(edges))):
-        modes: list[Way] = [*problem.quickest_modes(found.stops)]
+        modes: list[Mode] = [*problem.quickest_modes(found.stops)]
         for start, count in zip(edges, counts, strict=False):
             modes[start : start + count] = ["full"] * count
         yield counts, problem.fitting(found.stops, modes)
@@ -194,7 +194,7 @@ def test_what_ranks_recompute_is_the_same_remembered_from_other_cuts(graph: Grap
                     again = problem.fitting(stops, alone.modes)
                     assert problem.fits(again)
                     assert (found.stops, found.modes, found.memory) == (stops, alone.modes, again.memory)
-                    assert found.made == again.made
+                    assert found.stages == again.stages
                     some += {*found.modes} > {"none"}
     assert some
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.plan.plan import Recompute
-from autopar.planner.stages.recompute import BlockOption, CutBlock, lower_hull, useful
+from autopar.planner.stages.recompute import BlockOption, CutBlock, lower_hull, undominated
 from autopar.planner.stages.stage_cut import Cut, CutBlocks, Mask, cut, least_sum_and_slowest, stage_masks
 
 
@@ -167,8 +167,8 @@ def test_the_work_does_not_grow_with_the_product_of_counts() -> None:
 
 def test_what_is_worse_in_everything_is_no_option_and_the_hull_frees_most_for_a_second() -> None:
     plain, same, full = option("none", 4.0, 12.0), option("selective", 4.0, 12.0), option("full", 5.0, 12.0)
-    assert useful([plain, same, full]) == (plain,)
-    assert useful([plain, option("selective", 4.5, 8.0), full]) == (plain, option("selective", 4.5, 8.0))
+    assert undominated([plain, same, full]) == (plain,)
+    assert undominated([plain, option("selective", 4.5, 8.0), full]) == (plain, option("selective", 4.5, 8.0))
     plain, some, full = option("none", 4.0, 12.0), option("selective", 4.1, 8.0), option("full", 5.3, 2.0)
     assert lower_hull([plain, some, full]) == [0, 1, 2]
     assert lower_hull([plain, option("selective", 5.0, 11.0), full]) == [0, 2]
