@@ -1,9 +1,9 @@
 """The cost model: from blocks of one rank's graph to the step time and memory of a plan.
 
-Where data ranks take different numbers of samples (``Plan.data_shares``), each node group is priced alone. All ranks run as many
-micro-batches and meet in the same collectives. What a group does between them are its own devices' times for its own micro-batch;
-gathers, sums of gradients and scalars are those of all ranks. A step ends with the group that takes longest: others wait for it,
-which the parts of its time do not show.
+Where data ranks take different numbers of samples (``Plan.data_shares``), each node group is priced alone. All ranks run the same number of
+micro-batches and take part in the same collectives. Between them a group takes its own devices' times for its own micro-batch; gathers,
+sums of gradients and scalars take the times of all ranks. A step ends with the slowest group. The time that others wait for it is not part
+of the breakdown.
 """
 
 from __future__ import annotations
@@ -33,32 +33,33 @@ from autopar.plan.prediction import Breakdown, Memory, Prediction
 __all__ = ["BlockCost", "CostModel", "StageCost", "Step"]
 
 KNOWN_STEPS = 256
-"""Steps whose prices are kept: those of the candidates that are looked at side by side."""
+"""The limit on steps whose prices are cached; it covers the candidates that a search evaluates side by side."""
 
 
 class CostModel:
-    """Prices of operators, blocks and whole plans on one cluster.
+    """Prices operators, blocks and whole plans on one cluster.
 
-    Where node groups differ, :meth:`parts` has a model for each pipeline rank, and whole plans take blocks that were priced
-    by it (:meth:`price`). A model prices as if every rank were the slowest of its node groups.
+    Where node groups differ, :meth:`parts` returns a model for each pipeline rank, and whole plans take blocks priced by that model
+    (:meth:`price`). A model prices as if every rank were the slowest of its node groups.
 
     Args:
-        cluster: with profiles of its devices, links and collective library.
-        precision: dtypes.
-        optimizer: name of one of ``autopar.cost.step.memory.OPTIMIZERS``.
-        collectives: of the cluster, where their times are known already.
-        places: the node groups that are priced, by position; None: all.
-        runtime: the program that trains.
+        cluster: the cluster, with profiles of its devices, links and collective library.
+        precision: the dtypes of training.
+        optimizer: a name of ``autopar.cost.step.memory.OPTIMIZERS``.
+        collectives: the times of the cluster's collectives, if they exist already.
+        places: the positions of the node groups that are priced; None: all.
+        runtime: the training program.
 
     Attributes:
-        devices, device: of the node groups, and the slowest of them.
-        memory_limit_bytes: what the smallest device has.
-        memory_spread: upper end of a predicted peak's interval over the prediction: the widest of the devices' profiles.
-        unaligned_fraction: of the rate of products, what rows that are no multiple of 16 bytes leave; on the device that loses most.
+        devices, device: the devices of the node groups, and the slowest of them.
+        memory_limit_bytes: the memory of the smallest device.
+        memory_spread: the upper end of a predicted peak's interval over the prediction, by the least certain device profile.
+        unaligned_fraction: the fraction of the product rate that is left if rows are not a multiple of 16 bytes, on the most affected
+            device.
         fitting_bytes: the largest predicted peak that fits: the upper end of its interval is the limit.
 
     Raises:
-        UsageError: the optimizer is unknown, a device's profile does not know the compute dtype, or CPUs and GPUs are mixed.
+        UsageError: the optimizer is unknown, a device's profile does not have the compute dtype, or CPUs and GPUs are mixed.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class CostModel:
     # --- operators and blocks
 
     def op_time_s(self, op: Op, operands: Sequence[TensorSpec]) -> OpTime:
-        """Seconds of one operator, forward and backward, at the shapes of ``op.outputs`` and ``operands``.
+        """Returns the seconds of one operator, forward and backward, at the shapes of ``op.outputs`` and ``operands``.
 
         Raises:
             UsageError: the device's profile has no matmul rate for the dtype.
@@ -113,29 +114,33 @@ class CostModel:
         return op_time(op, operands, self.device, self.measured, quantized=self.quantized)
 
     def block_work(self, graph: Graph, block: Block, *, selective: bool = True) -> BlockWork:
-        """What a block of one rank's graph (``rules.apply.shard`` on all axes) does for one micro-batch, on any device.
+        """Returns what a block of one rank's graph (``rules.apply.shard`` on all axes) does for one micro-batch, on any device.
 
         Args:
-            selective: whether selective recompute is looked at too.
+            graph: the rank's graph, which caches the result.
+            block: the block of it.
+            selective: whether selective recompute is counted too.
         """
         key = block_work, block.start, block.stop, self.device.kernel_kind, selective
         if key not in graph.passes:
             graph.passes[key] = block_work(graph, block, self.device.kernel_kind, selective=selective)
-        found: BlockWork = graph.passes[key]
-        return found
+        work: BlockWork = graph.passes[key]
+        return work
 
     def price(self, work: BlockWork, mesh: Mesh, *, at_best: bool = False) -> BlockCost:
-        """The cost of :meth:`block_work`.
+        """Returns the cost of a block's work.
 
         Args:
-            at_best: what its parts take together at the least, however they are padded and aligned
+            work: the result of :meth:`block_work`.
+            mesh: the mesh whose axes the block's collectives use.
+            at_best: price a lower bound of what the parts of the work take together, however they are padded and aligned
                 (:meth:`autopar.hardware.device.Device.at_best`).
         """
         device = self._at_best if at_best else self.device
         return price_block(work, mesh, device, self.collectives, quantized=self.quantized, measured=self.measured)
 
     def prelude_time_s(self, graph: Graph) -> float:
-        """Seconds of the operators that every stage repeats for each micro-batch."""
+        """Returns the seconds of the operators that every stage repeats for each micro-batch."""
         times = (self.op_time_s(op, [graph.spec(ref) for ref in op.operands]) for op in graph.prelude)
         return sum(time.forward_s for time in times)
 
@@ -143,17 +148,17 @@ class CostModel:
 
     @property
     def host(self) -> HostLink:
-        """What offloading can use; see :attr:`autopar.cost.step.step_model.Ranks.host`."""
+        """The host link for offloading; see :attr:`autopar.cost.step.step_model.Ranks.host`."""
         return self.ranks.host
 
     def parts(self, mesh: Mesh) -> tuple[CostModel, ...]:
-        """For each pipeline rank the model of the node groups that its ranks lie on; this one where all nodes are equal."""
+        """Returns for each pipeline rank the model of the node groups that its ranks lie on; this model where all nodes are equal."""
         if not self.is_mixed:
             return (self,) * mesh.pp
         return tuple(self.part(places) for places in places_of(mesh, self.cluster))
 
     def part(self, places: frozenset[int]) -> CostModel:
-        """The model of some node groups, by position; this one where they are all."""
+        """Returns the model of some node groups, by position; this model where they are all."""
         if not self.is_mixed or len(places) == len(self.cluster.groups):
             return self
         if places not in self._parts:
@@ -161,7 +166,7 @@ class CostModel:
         return self._parts[places]
 
     def in_order(self, order: tuple[int, ...]) -> CostModel:
-        """The model of the same nodes with ranks counted in one of ``Cluster.orders``; empty: as they are."""
+        """Returns the model of the same nodes with ranks in one of ``Cluster.orders``; empty: the present order."""
         if order in ((), tuple(range(len(self.cluster.groups)))):
             return self
         if order not in self._orders:
@@ -169,7 +174,7 @@ class CostModel:
         return self._orders[order]
 
     def alone(self) -> tuple[CostModel, ...]:
-        """For each node group a model of its devices, with the collectives of all ranks: see :mod:`autopar.cost.model`."""
+        """Returns for each node group a model of its devices with the collectives of all ranks; see :mod:`autopar.cost.model`."""
         groups = range(len(self.cluster.groups))
         return tuple(self._like(self.cluster, self.collectives, frozenset({place})) for place in groups)
 
@@ -181,7 +186,7 @@ class CostModel:
     # --- steps and whole plans
 
     def of(self, step: Step) -> StepModel:
-        """Prices of blocks and stages in a step."""
+        """Returns the prices of blocks and stages in a step."""
         return self._step_model(step)
 
     def _pipeline(self, stages: Sequence[StageCost], step: Step) -> PipelineStep:
@@ -189,7 +194,7 @@ class CostModel:
         return PipelineStep(stages, parts, self.collectives, by_hop=self.is_mixed)
 
     def memory(self, stages: Sequence[StageCost], step: Step, ranks: Sequence[int] | None = None) -> tuple[Memory, ...]:
-        """Peak memory of each pipeline rank, or of some of them.
+        """Returns the peak memory of each pipeline rank, or of the given ranks.
 
         Raises:
             UsageError: the schedule cannot serve these stages and micro-batches.
@@ -197,19 +202,19 @@ class CostModel:
         return self._pipeline(stages, step).memory(ranks)
 
     def sums_in_buckets(self, stages: Sequence[StageCost], step: Step) -> bool:
-        """Whether the size of buckets can matter: some gradients are summed in them."""
+        """Returns whether some gradients are summed in buckets, so that the bucket size matters."""
         summed = self.of(step).summed
         return any(summed.of(block.parameters, late=False) for stage in stages for (block, _), _ in stage.runs)
 
     def predict(
         self, stages: Sequence[StageCost], step: Step, *, memory: tuple[Memory, ...] | None = None
     ) -> Prediction:
-        """Step time and memory of a plan.
+        """Returns the step time and memory of a plan.
 
         Args:
-            stages: in order of the model; stage ``s`` runs on pipeline rank ``s % pp``.
+            stages: the stages in the order of the model; stage ``s`` runs on pipeline rank ``s % pp``.
             step: how they are run.
-            memory: what :meth:`memory` gives for them, where it is known already.
+            memory: the result of :meth:`memory`, if it exists already.
 
         Raises:
             UsageError: the schedule cannot serve these stages and micro-batches.
@@ -239,44 +244,44 @@ class CostModel:
         )
 
     def breakdown(self, stages: Sequence[StageCost], step: Step) -> Breakdown:
-        """The step time of :meth:`predict` and what it is made of, without memory."""
+        """Returns the step time of :meth:`predict` and its parts, without memory."""
         return self._pipeline(stages, step).breakdown()
 
     def longest_chains(self, stages: Sequence[StageCost], step: Step) -> tuple[float, list[Chain]]:
-        """The step time, and up to the end of each rank the longest chain of its actions; the longest of all first."""
+        """Returns the step time, and the longest chain of actions up to the end of each rank, the longest of all first."""
         pipeline = self._pipeline(stages, step)
         simulated, chains = with_chains(step.schedule, step.mesh.pp, step.num_micro_batches, pipeline.times)
         return pipeline.breakdown(simulated).total_s, chains
 
 
 def shared_step_s(models: Sequence[CostModel], stages: Sequence[StageCost], steps: Sequence[Step]) -> float:
-    """Seconds of the step; arguments as in :func:`predict_shares`."""
+    """Returns the seconds of the step; arguments as in :func:`predict_shares`."""
     groups = zip(models, stages, steps, strict=True)
     return max(model.breakdown([stage], step).total_s for model, stage, step in groups)
 
 
 def shared_memory(models: Sequence[CostModel], stages: Sequence[StageCost], steps: Sequence[Step]) -> list[Memory]:
-    """Peak memory of a rank of each node group; arguments as in :func:`predict_shares`."""
+    """Returns the peak memory of a rank of each node group; arguments as in :func:`predict_shares`."""
     groups = zip(models, stages, steps, strict=True)
     return [model.memory([stage], step)[0] for model, stage, step in groups]
 
 
 def predict_shares(models: Sequence[CostModel], stages: Sequence[StageCost], steps: Sequence[Step]) -> Prediction:
-    """Step time and memory of a plan without a pipeline whose node groups take different numbers of samples.
+    """Returns the step time and memory of a plan without a pipeline whose node groups take different numbers of samples.
 
     Args:
-        models: of each node group alone (:meth:`CostModel.alone`).
-        stages: for each group all blocks at its own micro-batch, as its devices run them.
-        steps: how they are run; they differ in the prelude alone.
+        models: a model of each node group (:meth:`CostModel.alone`).
+        stages: for each group all blocks at its own micro-batch, priced on its devices.
+        steps: how they are run; they differ only in the prelude.
 
     Returns:
-        The time of the slowest group with its parts; the memory of each group, and the largest peak with the limit there.
+        The time of the slowest group with its parts, the memory of each group, and the largest peak with the limit of its group.
     """
-    found = [model.predict([stage], step) for model, stage, step in zip(models, stages, steps, strict=True)]
-    slowest = max(found, key=lambda p: p.step_time_s)
-    fullest = max(found, key=lambda p: p.peak_memory_bytes)
+    predictions = [model.predict([stage], step) for model, stage, step in zip(models, stages, steps, strict=True)]
+    slowest = max(predictions, key=lambda p: p.step_time_s)
+    fullest = max(predictions, key=lambda p: p.peak_memory_bytes)
     time_s, peak = slowest.step_time_s, fullest.peak_memory_bytes
-    width = max(p.step_time_interval_s[1] / p.step_time_s for p in found)
+    width = max(p.step_time_interval_s[1] / p.step_time_s for p in predictions)
     spread = max(model.memory_spread for model in models)
     return replace(
         slowest,
@@ -284,7 +289,7 @@ def predict_shares(models: Sequence[CostModel], stages: Sequence[StageCost], ste
         peak_memory_bytes=peak,
         peak_memory_interval_bytes=(round(peak / spread), round(peak * spread)),
         memory_limit_bytes=fullest.memory_limit_bytes,
-        memory=tuple(replace(p.memory[0], group=i) for i, p in enumerate(found)),
-        memory_limits_bytes=tuple(p.memory_limit_bytes for p in found),
-        host_memory_limit_bytes=max(p.host_memory_limit_bytes for p in found),
+        memory=tuple(replace(p.memory[0], group=i) for i, p in enumerate(predictions)),
+        memory_limits_bytes=tuple(p.memory_limit_bytes for p in predictions),
+        host_memory_limit_bytes=max(p.host_memory_limit_bytes for p in predictions),
     )

@@ -13,16 +13,16 @@ from autopar.graph.graph import Block, Graph, Op, Ref, TensorSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Wiring:
-    """The values of a block by number, those that it makes first.
+    """The values of a block by number: first those that it makes, then those that it reads.
 
     Attributes:
-        values: by number.
-        maker: position of the operator that makes a value.
-        reads, makes: for each operator its operands and outputs.
-        is_counted: for each value whether it counts where it is kept: what the batch brings and parameters are there anyway.
-        is_parameter: for each value.
-        inputs, outputs: values of earlier blocks that it reads, and its own that others read.
-        prelude: inputs and prelude values that it reads.
+        values: the values by number.
+        maker: the position of the operator that makes a value.
+        reads, makes: the operands and outputs of each operator.
+        is_counted: for each value whether it counts where it is kept; inputs of the batch and parameters exist anyway.
+        is_parameter: for each value whether it is a parameter.
+        inputs, outputs: the values of earlier blocks that it reads, and its values that other blocks read.
+        prelude: the inputs and prelude values that it reads.
     """
 
     values: tuple[Ref, ...]
@@ -37,44 +37,45 @@ class Wiring:
 
 
 def wiring_of(graph: Graph, block: Block) -> Wiring:
-    """The wiring of a block."""
+    """Returns the wiring of a block."""
     ops = graph.block_ops(block)
     number: dict[Ref, int] = {}
     for op in ops:
         for k in range(len(op.outputs)):
             number[Ref(op.name, k)] = len(number)
-    made = len(number)
+    num_made = len(number)
     reads = tuple([tuple([number.setdefault(ref, len(number)) for ref in op.operands]) for op in ops])
     values, parameters, free = tuple(number), graph._index.parameters, graph._index.free
-    counts = iter(range(made))
+    counts = iter(range(num_made))
     makes = tuple([tuple([next(counts) for _ in op.outputs]) for op in ops])
     buffers = {buffer.name for buffer in graph.buffers}
     return Wiring(
         values=values,
-        maker={v: i for i, own in enumerate(makes) for v in own},
+        maker={v: i for i, outputs in enumerate(makes) for v in outputs},
         reads=reads,
         makes=makes,
         is_counted=tuple([ref.name not in parameters and ref.name not in free for ref in values]),
         is_parameter=tuple([ref.name in parameters for ref in values]),
         inputs=tuple([number[ref] for ref in graph.block_inputs(block)]),
         outputs=tuple([number[ref] for ref in graph.block_outputs(block)]),
-        prelude=tuple([number[ref] for ref in values[made:] if ref.name in free and ref.name not in buffers]),
+        prelude=tuple([number[ref] for ref in values[num_made:] if ref.name in free and ref.name not in buffers]),
     )
 
 
 def _lives(
     wiring: Wiring, roots: Sequence[int], reads: Sequence[Sequence[int]], views: Sequence[bool]
 ) -> list[tuple[list[int], list[int]]]:
-    """Of each operator the storages that it makes, and those of this block that nothing reads after it.
+    """Returns for each operator the storages that it makes, and the block's storages that nothing reads after it.
 
     Args:
-        roots: of each value that in whose storage it lies.
-        reads: of each operator the storages that it reads.
-        views: whether an operator makes no storage of its own.
+        wiring: the wiring of the block.
+        roots: for each value the one in whose storage it lies.
+        reads: for each operator the storages that it reads.
+        views: for each operator whether its output has no storage of its own.
     """
     last: dict[int, int] = {}
-    for i, own in enumerate(reads):
-        for v in own:
+    for i, operands in enumerate(reads):
+        for v in operands:
             last[v] = i
         for v in wiring.makes[i]:
             last[roots[v]] = i
@@ -93,7 +94,9 @@ class Storages:
     """Lifetimes of the storages that a block makes, keeps and reads; values by their number in :class:`Wiring`.
 
     Args:
-        specs: of the values.
+        ops, wiring, works: the block's operators, their wiring and their work.
+        specs: the specs of the values.
+        again: the positions of operators that backward recomputes, so that nothing that they make is kept.
     """
 
     def __init__(
@@ -107,14 +110,14 @@ class Storages:
         self.ops, self.wiring, self.works, self._specs = ops, wiring, works, specs
         self._roots = roots = numbered_roots(self.ops, wiring.reads, wiring.makes, specs)
         self.sizes = [spec.num_bytes for spec in specs]
-        """Bytes of each value."""
+        """The bytes of each value."""
         self._reads = [[roots[v] for v in own] for own in wiring.reads]
         self._views = [
             op.target in VIEWS and roots[made[0]] != made[0] for op, made in zip(self.ops, wiring.makes, strict=True)
         ]
         self._lives = _lives(wiring, roots, self._reads, self._views)
         self.saved: dict[int, int] = {}
-        """Kept storages by the position of the first operator that keeps them."""
+        """The kept storages, with the position of the first operator that keeps each."""
         for i, done in enumerate(works):
             for k in done.saved:
                 self._save(self._reads[i][k], i)
@@ -123,7 +126,7 @@ class Storages:
         self._inner = [done.saved_bytes for done in works]
         self.again_bytes = 0
         self.remade: frozenset[int] = frozenset()
-        """Positions of the operators that backward runs once more for what is not kept."""
+        """The positions of the operators that backward recomputes."""
         self._gradients = self._flowing()
         self._forget(again)
 
@@ -133,37 +136,37 @@ class Storages:
 
     @property
     def roots(self) -> dict[Ref, Ref]:
-        """For every value that the block makes the one whose storage it lies in."""
+        """For each value that the block makes, the value in whose storage it lies."""
         values = self.wiring.values
         return {values[v]: values[self._roots[v]] for made in self.wiring.makes for v in made}
 
     def without(self, again: frozenset[int]) -> Storages:
-        """The same block where the operators at these positions are made again and nothing that they make is kept."""
-        found = copy(self)
-        found.saved, found._inner = dict(self.saved), list(self._inner)
-        found._forget(again)
-        return found
+        """Returns the same block with the operators at these positions recomputed in backward, so that nothing that they make is kept."""
+        storages = copy(self)
+        storages.saved, storages._inner = dict(self.saved), list(self._inner)
+        storages._forget(again)
+        return storages
 
     def kept_by(self, is_dear: Callable[[Op], bool]) -> int:
-        """Bytes that are kept of what such operators make, and of what earlier blocks make."""
-        other = {v for op, made in zip(self.ops, self.wiring.makes, strict=True) if not is_dear(op) for v in made}
-        own = sum(size for size, op in zip(self._inner, self.ops, strict=True) if is_dear(op))
-        return own + sum(self.sizes[root] for root in self.saved if root not in other)
+        """Returns the kept bytes of what operators with ``is_dear`` make, and of what earlier blocks make."""
+        cheap = {v for op, made in zip(self.ops, self.wiring.makes, strict=True) if not is_dear(op) for v in made}
+        inner_bytes = sum(size for size, op in zip(self._inner, self.ops, strict=True) if is_dear(op))
+        return inner_bytes + sum(self.sizes[root] for root in self.saved if root not in cheap)
 
     def _forget(self, again: frozenset[int]) -> None:
         self.again_bytes = self._drop(again) if again else 0
         self.saved_bytes = sum([self.sizes[root] for root in self.saved]) + sum(self._inner)
 
     def _drop(self, again: frozenset[int]) -> int:
-        """Forget what the operators at these positions make; keep what they read. Bytes that are made once more."""
+        """Drops what the operators at these positions make and keeps what they read; returns the dropped bytes."""
         makers = {v: i for i in again for v in self.wiring.makes[i]}
-        made = {root for root in self.saved if root in makers}
-        dropped = sum(self.sizes[root] for root in made) + sum(self._inner[i] for i in again)
-        needed = [makers[root] for root in made] + [i for i in again if self._inner[i]]
-        for root in made:
+        dropped_roots = {root for root in self.saved if root in makers}
+        dropped_bytes = sum(self.sizes[root] for root in dropped_roots) + sum(self._inner[i] for i in again)
+        needed = [makers[root] for root in dropped_roots] + [i for i in again if self._inner[i]]
+        for root in dropped_roots:
             del self.saved[root]
         seen: set[int] = set()
-        while needed:  # what the dropped values are made of, as far as it is dropped too
+        while needed:  # the operators that make dropped values, as far as their own operands are dropped too
             i = needed.pop()
             if i in seen:
                 continue
@@ -175,67 +178,68 @@ class Storages:
                 else:
                     self._save(root, i)
         self.remade = frozenset(seen)
-        return dropped
+        return dropped_bytes
 
     def copied(self, i: int) -> Work:
-        """The work of the operator at a position; where it is a view that strides do not allow, so that it copies, that of a copy."""
+        """Returns the work of the operator at a position; a view that strides do not allow is a copy."""
         done = self.works[i]
         if self._views[i] or self.ops[i].target not in VIEWS:
             return done
         return replace(done, launches=1, num_bytes=2 * self.sizes[self.wiring.makes[i][0]])
 
     def inputs(self) -> dict[int, int]:
-        """Storages of earlier blocks that this one reads."""
+        """Returns the storages of earlier blocks that this block reads, with their bytes."""
         return {self._roots[v]: self.sizes[self._roots[v]] for v in self.wiring.inputs}
 
     def prelude(self) -> tuple[tuple[str, int], ...]:
+        """Returns the names and bytes of the inputs and prelude values that the block reads."""
         return tuple([(self.wiring.values[v].name, self.sizes[v]) for v in self.wiring.prelude])
 
     def forward_peak(self) -> int:
-        """Kept so far and still to be read, at the fullest moment of forward; inputs count where they are kept."""
-        kept = peak = now = 0  # ``now``: bytes that are alive and not kept
+        """Returns the bytes that are kept or still to be read at the peak of forward; inputs count where they are kept."""
+        kept = peak = passing = 0  # ``passing``: bytes that are alive and not kept
         sizes, saved = self.sizes, self.saved
         keeps: dict[int, int] = {}
         for root, i in saved.items():
             made_at = self.wiring.maker.get(root, i)
             keeps[made_at] = keeps.get(made_at, 0) + sizes[root]
-        for i, (made, left) in enumerate(self._lives):
+        for i, (made, ended) in enumerate(self._lives):
             for v in made:
                 if v not in saved:
-                    now += sizes[v]
+                    passing += sizes[v]
             kept += keeps.get(i, 0) + self._inner[i]
-            peak = max(peak, kept + now + self.works[i].workspace_bytes)
-            for v in left:
+            peak = max(peak, kept + passing + self.works[i].workspace_bytes)
+            for v in ended:
                 if v not in saved:
-                    now -= sizes[v]
+                    passing -= sizes[v]
         return peak
 
     def backward_peak(self) -> int:
-        """Kept values not yet used up and gradients on their way, at the fullest moment of backward."""
+        """Returns the bytes of kept values not yet used and of gradients in flight at the peak of backward."""
         kept, peak = self.saved_bytes, 0
         frees: dict[int, int] = {}
         for root, first in self.saved.items():
             frees[first] = frees.get(first, 0) + self.sizes[root]
         for i in reversed(range(len(self.ops))):
-            if (beside := self._gradients[i]) is not None:
-                peak = max(peak, kept + beside)
+            if (gradient_bytes := self._gradients[i]) is not None:
+                peak = max(peak, kept + gradient_bytes)
             kept -= frees.get(i, 0) + self._inner[i]
         return peak
 
     def _flowing(self) -> list[int | None]:
-        """Bytes of gradients and of workspace while the backward of each operator runs; None of views."""
+        """Returns the bytes of gradients and workspace during the backward of each operator; None for views."""
         wiring, specs, sizes = self.wiring, self._specs, self.sizes
         outputs = (self._roots[v] for v in wiring.outputs)
         gradients = {root: sizes[root] for root in outputs if specs[root].requires_grad}
         now = sum(gradients.values())
-        found: list[int | None] = [None] * len(self.ops)
+        flowing: list[int | None] = [None] * len(self.ops)
         for i in reversed(range(len(self.ops))):
             if not self._views[i]:
                 for root in self._reads[i]:
                     if root not in gradients and not wiring.is_parameter[root] and specs[root].requires_grad:
                         gradients[root] = sizes[root]
                         now += sizes[root]
-                found[i] = now + self.works[i].backward_workspace_bytes
+                flowing[i] = now + self.works[i].backward_workspace_bytes
                 for v in wiring.makes[i]:
                     now -= gradients.pop(v, 0)
-        return found
+        return flowing

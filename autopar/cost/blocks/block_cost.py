@@ -1,4 +1,4 @@
-"""What one block of one rank's graph costs, as data: time, its collectives, what it keeps and what it needs in passing."""
+"""What one block of one rank's graph costs, as data: its time, collectives, kept activations and peaks."""
 
 from __future__ import annotations
 
@@ -20,10 +20,15 @@ from autopar.rules.strategy import AXIS_AT, PARTS_AT
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """A collective of one block; ``num_bytes`` as :func:`autopar.rules.local_calls.collective_bytes` counts.
+    """A collective of one block.
 
-    ``repeated``: a forward one that runs again when the block is recomputed; torch's checkpoint stops after the last
-    operator that keeps something.
+    Attributes:
+        kind: a name of ``autopar.cost.network.collectives.KINDS``.
+        axis: the mesh axis that it runs over.
+        num_bytes: its bytes as :func:`autopar.rules.local_calls.collective_bytes` counts them.
+        backward: whether it runs in backward.
+        repeated: for a forward collective, whether recompute runs it again; torch's checkpoint stops after the last operator that keeps
+            something.
     """
 
     kind: str
@@ -34,14 +39,19 @@ class Message:
 
 
 TRAVELLING = frozenset(("autopar.experts_dispatch", "autopar.experts_dispatch_split"))
-"""Mixtures whose tokens travel to other ranks."""
+"""Mixtures of experts whose tokens travel to other ranks."""
 
 SENDING = COLLECTIVES | TRAVELLING | {"autopar.cross_entropy_vocabulary", "autopar.attention_ring", OVER_DATA}
-"""Operators that :func:`messages` says something of."""
+"""Operators for which :func:`messages` yields collectives."""
 
 
 def messages(op: Op, spec_of: Callable[[Ref], TensorSpec]) -> Iterator[Message]:
-    """The collectives that an operator of a local graph runs, forward and backward; ``spec_of``: of its operands."""
+    """Yields the collectives that an operator of a local graph runs, forward and backward.
+
+    Args:
+        op: the operator.
+        spec_of: the specs of its operands.
+    """
     if op.target == "autopar.cross_entropy_vocabulary":
         axis, smoothing = str(op.args[2]), op.args[4] if len(op.args) > 4 else 0.0
         logits, target = (spec_of(ref) for ref in op.operands[:2])
@@ -53,10 +63,10 @@ def messages(op: Op, spec_of: Callable[[Ref], TensorSpec]) -> Iterator[Message]:
         yield from _travels(op, spec_of)
         return
     if op.target == "autopar.attention_ring":
-        known = dict(op.kwargs)
-        whole = sum(spec_of(ref).num_bytes for ref in op.operands[1:3]) * cast("int", known["ranks"])
-        for inside in ring_messages(whole, backward=op.spec.requires_grad):
-            yield Message(kind=inside.kind, axis=str(known["axis"]), num_bytes=whole, backward=inside.backward)
+        kwargs = dict(op.kwargs)
+        whole = sum(spec_of(ref).num_bytes for ref in op.operands[1:3]) * cast("int", kwargs["ranks"])
+        for hop in ring_messages(whole, backward=op.spec.requires_grad):
+            yield Message(kind=hop.kind, axis=str(kwargs["axis"]), num_bytes=whole, backward=hop.backward)
         return
     if op.target == OVER_DATA:
         yield from _over_data(op, spec_of)
@@ -74,9 +84,9 @@ def messages(op: Op, spec_of: Callable[[Ref], TensorSpec]) -> Iterator[Message]:
 
 
 def _over_data(op: Op, spec_of: Callable[[Ref], TensorSpec]) -> Iterator[Message]:
-    """A change of type over all data ranks: whole tensors, over one data axis after the other.
+    """Yields the collectives of a change of type over all data ranks: the full tensor over one data axis after the other.
 
-    A gather over both axes moves less on the one inside.
+    A gather over both axes at once would move less on the inner one.
     """
     before, after = (parse_type(str(op.args[i])) for i in (1, 2))
     change = conversion(before, after, requires_grad=op.spec.requires_grad)
@@ -90,7 +100,7 @@ def _over_data(op: Op, spec_of: Callable[[Ref], TensorSpec]) -> Iterator[Message
 
 
 def _travels(op: Op, spec_of: Callable[[Ref], TensorSpec]) -> Iterator[Message]:
-    """Rows to their experts on other ranks and back, as if routing were even."""
+    """Yields the collectives that send rows to their experts on other ranks and back, as if routing were even."""
     hidden, weights = map(spec_of, op.operands[:2])
     sent = hidden.num_bytes * weights.shape[-1]
     if op.target == "autopar.experts_dispatch_split":
@@ -108,22 +118,24 @@ _DIRECTIONS: dict[str, tuple[str, str, str]] = {
     "shard": ("", "all_gather", "I"),
     "invariant_to_replicate": ("", "all_reduce", ""),
 }
-"""Collectives forward and backward of an emitted change of type (the table of ``rules.local_calls``); and the type that it must end
-in for the latter, empty: any."""
+"""The forward and backward collective of each emitted change of type, as in the table of ``rules.local_calls``.
+
+The third entry is the type that the change must end in for the backward collective; empty: any.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterCost:
-    """A parameter as one rank of the tensor-parallel axes has it.
+    """A parameter as one rank of the tensor-parallel axes holds it.
 
     Attributes:
-        name: of the graph; equal where several blocks share it.
-        shape: local.
-        num_bytes: of ``shape`` in the graph's dtype.
-        gradient_sum_axes: axes over which its gradient is summed once a step.
+        name: its name in the graph; equal where several blocks share it.
+        shape: the local shape.
+        num_bytes: the bytes of ``shape`` in the graph's dtype.
+        gradient_sum_axes: the axes over which its gradient is summed once a step.
         trained: whether it has a gradient.
         shared: whether other blocks read it too (tied weights).
-        spread: of experts over data ranks: neither gathered nor sharded by the data axes.
+        spread: whether it belongs to experts over data ranks, so that the data axes neither gather nor shard it.
     """
 
     name: str
@@ -135,33 +147,33 @@ class ParameterCost:
     spread: bool = False
 
     def __hash__(self) -> int:
-        """Of one field: parameters are parts of the keys of many tables."""
+        """Hashes one field: parameters are parts of the keys of many tables."""
         return hash(self.name)
 
     @property
     def numel(self) -> int:
-        """Local elements."""
+        """The number of local elements."""
         return prod(self.shape)
 
     def shard_shape(self, ranks: int) -> tuple[int, ...]:
-        """Of the largest shard; see :meth:`shard_numel`."""
+        """Returns the shape of the largest shard; see :meth:`shard_numel`."""
         if not self.shape or ranks == 1 or self.spread:
             return self.shape
         return (-(-self.shape[0] // ranks), *self.shape[1:])
 
     def shard_numel(self, ranks: int) -> int:
-        """Elements of the largest shard when dim 0 (FSDP2's choice) is split, the last ranks' parts being smaller."""
+        """Returns the elements of the largest shard when dim 0 is split (FSDP2's choice); the last ranks' shards may be smaller."""
         return prod(self.shard_shape(ranks))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remade:
-    """A block that makes again in backward what is cheap (:mod:`autopar.graph.operator_kinds`).
+    """What differs in a block that recomputes its cheap operators in backward (:mod:`autopar.graph.operator_kinds`).
 
     Attributes:
-        time_s: seconds that making it again takes.
-        least_bytes: of the values that are kept in every layout of the block, over all its ranks.
-        saved_bytes, saved_input_bytes, forward_transient_bytes, backward_transient_bytes: as those of :class:`BlockCost`.
+        time_s: the seconds of recompute.
+        least_bytes: the bytes of the values that are kept in every layout of the block, over all its ranks.
+        saved_bytes, saved_input_bytes, forward_transient_bytes, backward_transient_bytes: as in :class:`BlockCost`.
     """
 
     saved_bytes: int
@@ -179,21 +191,20 @@ class BlockCost:
     Attributes:
         key: equal for blocks of equal cost.
         forward_s, backward_s: computation.
-        communication_forward_s, communication_backward_s: collectives of the block's own axes, exposed.
-        communication_again_s: what of the forward ones runs again under recompute.
-        context_forward_s, context_backward_s: what of these belongs to the axis ``cp``.
-        context_again_s: likewise.
-        saved_bytes: what backward needs of the block's own and its inputs' values; shared storages once.
-        input_bytes: values that come from earlier blocks; what recompute keeps instead.
+        communication_forward_s, communication_backward_s: exposed collectives on the block's own axes.
+        communication_again_s: the part of the forward collectives that runs again under recompute.
+        context_forward_s, context_backward_s, context_again_s: the parts of these on the axis ``cp``.
+        saved_bytes: what backward needs of the block's values and its inputs; a storage of several values counts once.
+        input_bytes: the values of earlier blocks, which full recompute keeps instead.
         saved_input_bytes: the part of ``saved_bytes`` that ``input_bytes`` counts too.
-        prelude: name and bytes of the inputs and prelude values that it reads; a stage has them once.
-        forward_transient_bytes, backward_transient_bytes: the most that is alive at once, over ``saved_bytes``.
-        sends, send_gradients: bytes of each tensor that a stage that ends here sends on, and gets back.
-        flops, backward_flops: of matrix products.
+        prelude: the names and bytes of the inputs and prelude values that it reads; a stage holds each once.
+        forward_transient_bytes, backward_transient_bytes: the most that is alive at once beyond ``saved_bytes``.
+        sends, send_gradients: the bytes of each tensor that a stage that ends here sends on, and of each gradient that it receives back.
+        flops, backward_flops: those of matrix products.
         messages: its collectives.
-        parameters: that it reads.
-        offloads: what it keeps lives on the host between its forward and its backward.
-        selective: what differs under selective recompute; None where that was not asked for.
+        parameters: the parameters that it reads.
+        offloads: whether what it keeps is on the host between its forward and its backward.
+        selective: what differs under selective recompute; None where that was not counted.
     """
 
     key: str
@@ -221,22 +232,22 @@ class BlockCost:
     selective: Remade | None = None
 
     def __hash__(self) -> int:
-        """Of a few fields that tell most blocks apart: blocks are keys of many tables, and have 23 fields."""
+        """Hashes a few of the 23 fields, which tell most blocks apart: blocks are keys of many tables."""
         return hash((self.forward_s, self.backward_s, self.saved_bytes, self.forward_transient_bytes))
 
     @property
     def shared_names(self) -> list[str]:
-        """Names of the parameters that other blocks read too."""
+        """The names of the parameters that other blocks read too."""
         return [p.name for p in self.parameters if p.shared]
 
     @property
     def send_bytes(self) -> int:
-        """Of all that is sent on."""
+        """The bytes of all tensors that are sent on."""
         return sum(self.sends)
 
     @property
     def send_gradient_bytes(self) -> int:
-        """Of all that comes back."""
+        """The bytes of all gradients that come back."""
         return sum(self.send_gradients)
 
     @property
@@ -244,24 +255,24 @@ class BlockCost:
         """The block under selective recompute.
 
         Raises:
-            InternalError: it was not asked for when the block's work was counted.
+            InternalError: the block's work was counted without it.
         """
         if self.selective is None:
             raise InternalError(f"Block {self.key} was priced without selective recompute, which is now asked for")
         return self.selective
 
     def recompute_s(self, mode: Recompute) -> float:
-        """What a recomputation in backward adds: the operators made again; of a whole forward its collectives too."""
+        """Returns the seconds that recompute adds to backward; full recompute includes collectives of the forward."""
         if mode == "none":
             return 0.0
         return self.remade.time_s if mode == "selective" else self.forward_s + self.communication_again_s
 
     def kept_bytes(self, mode: Recompute) -> int:
-        """Bytes kept on the device from forward to backward."""
+        """Returns the bytes kept on the device from forward to backward."""
         return 0 if self.offloads else self._saved_bytes(mode)
 
     def moved_bytes(self, mode: Recompute) -> int:
-        """Bytes that live on the host from forward to backward."""
+        """Returns the bytes kept on the host from forward to backward."""
         return self._saved_bytes(mode) if self.offloads else 0
 
     def _saved_bytes(self, mode: Recompute) -> int:
@@ -270,13 +281,13 @@ class BlockCost:
         return self.input_bytes if mode == "full" else self.saved_bytes
 
     def kept_input_bytes(self, mode: Recompute) -> int:
-        """The part of :meth:`kept_bytes` that ``input_bytes`` counts too."""
+        """Returns the part of :meth:`kept_bytes` that ``input_bytes`` counts too."""
         if mode == "selective":
             return self.remade.saved_input_bytes
         return self.input_bytes if mode == "full" else self.saved_input_bytes
 
     def passing_bytes(self, mode: Recompute) -> int:
-        """The most that is alive in passing, over :meth:`kept_bytes`."""
+        """Returns the most that is alive at once beyond :meth:`kept_bytes`."""
         if mode == "selective":
             return max(self.remade.forward_transient_bytes, self.remade.backward_transient_bytes)
         passing = max(self.forward_transient_bytes, self.backward_transient_bytes)

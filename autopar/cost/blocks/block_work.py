@@ -1,4 +1,4 @@
-"""What one block of one rank's graph does for one micro-batch, counted operator by operator, and its price on a device and its links."""
+"""Counts what one block of one rank's graph does for one micro-batch, operator by operator, and prices it on a device and its links."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from autopar.plan.mesh import Mesh
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockWork:
-    """What a block does on one rank for one micro-batch, before any profile prices it; cheap to price again.
+    """What a block does on one rank for one micro-batch, independently of any profile; cheap to price again.
 
     Attributes:
         ops, works: its operators and their work, in order.
-        again: positions of the operators that backward computes once more, whatever the block's mode.
-        remade: positions of those that it computes once more under selective recompute.
-        fan_in: bytes of the gradients that are added up because several operators read a value.
-        shape: everything of :class:`BlockCost` that no profile changes.
-        operands: local specs of each operator's operands; empty where operators are fused, so that none is as measured.
+        again: the positions of the operators that backward recomputes in every mode of the block.
+        remade: the positions of those that it recomputes under selective recompute.
+        fan_in: the bytes of each sum of gradients, where several operators read a value.
+        shape: the parts of :class:`BlockCost` that do not depend on a profile.
+        operands: the local specs of each operator's operands; empty where kernels are fused and measured times do not hold.
     """
 
     ops: tuple[Op, ...]
@@ -41,18 +41,18 @@ class BlockWork:
 
 
 class Kernels(Protocol):
-    """Kernels of a program that does not run torch's operators one by one as eager mode does."""
+    """The kernels of a program that does not run torch's operators one by one as eager mode does."""
 
     def operator(self, graph: Graph, op: Op, operands: Specs, done: Work) -> Work:
-        """The work of one operator; ``done``: by torch's kernel."""
+        """Returns the work of one operator; ``done`` is that of torch's kernel."""
 
     def unkept(self, graph: Graph, ops: Sequence[Op]) -> frozenset[int]:
-        """Positions of operators whose values are not kept for backward, as its kernel makes them again."""
+        """Returns the positions of operators whose values its kernels recompute instead of keeping them for backward."""
 
     def joined(
         self, graph: Graph, ops: Sequence[Op], operands: Sequence[Specs], works: Sequence[Work]
     ) -> tuple[list[Work], Collection[int]]:
-        """The works of operators that run as one kernel with others, and positions of those that add no gradient of their own."""
+        """Returns the works with fused kernels, and the positions of operators that add no gradient of their own."""
 
 
 def block_work(
@@ -64,33 +64,35 @@ def block_work(
     kernels: Kernels | None = None,
     selective: bool = False,
 ) -> BlockWork:
-    """What a block of one rank's graph does for one micro-batch.
+    """Returns what a block of one rank's graph does for one micro-batch.
 
     Args:
-        kind: of the device's kernels.
-        kernels: where they are not those of torch's eager mode.
-        again: operators whose outputs are not kept but made once more in backward, as programs beside autopar do.
-        selective: whether autopar's own selective recompute is looked at too.
+        graph: the rank's graph.
+        block: the block of it.
+        kind: the kind of the device's kernels.
+        again: the operators whose outputs are recomputed in backward in every mode, as programs other than autopar do.
+        kernels: the kernels, where they are not those of torch's eager mode.
+        selective: whether autopar's selective recompute is counted too.
     """
     ops = graph.block_ops(block)
     wiring = wiring_of(graph, block)
     specs = [spec for op in ops for spec in op.outputs]
     specs += [graph.spec(ref) for ref in wiring.values[len(specs) :]]
-    operands = tuple([tuple([specs[v] for v in own]) for own in wiring.reads])
-    works = [work(op, own, kind) for op, own in zip(ops, operands, strict=True)]
+    operands = tuple([tuple([specs[v] for v in numbers]) for numbers in wiring.reads])
+    works = [work(op, operand_specs, kind) for op, operand_specs in zip(ops, operands, strict=True)]
     repeated = frozenset() if again is None else frozenset(i for i, op in enumerate(ops) if again(op))
     unkept = repeated
     if kernels is not None:
-        works = [kernels.operator(graph, *own) for own in zip(ops, operands, works, strict=True)]
+        works = [kernels.operator(graph, *operator) for operator in zip(ops, operands, works, strict=True)]
         unkept = repeated | kernels.unkept(graph, ops)
     storages = Storages(ops, wiring, works, specs, unkept)
     works = [storages.copied(i) for i in range(len(works))]
     remade = storages.without(made_again(graph, block, storages.roots)) if selective else None
     shape = _shape(graph, block, storages, works, remade)
-    inside: Collection[int] = ()
+    joined: Collection[int] = ()
     if kernels is not None:
-        works, inside = kernels.joined(graph, ops, operands, works)
-    fan_in = tuple(fan_in_bytes(ops, wiring, specs, inside))
+        works, joined = kernels.joined(graph, ops, operands, works)
+    fan_in = tuple(fan_in_bytes(ops, wiring, specs, joined))
     if kernels is not None:  # no operator is then one that was measured
         operands = ()
     return BlockWork(
@@ -100,7 +102,7 @@ def block_work(
 
 
 def _shape(graph: Graph, block: Block, storages: Storages, works: Sequence[Work], remade: Storages | None) -> BlockCost:
-    """What no profile changes of a block's cost; ``remade``: its storages under selective recompute, where that is asked for."""
+    """Returns the parts of a block's cost that do not depend on a profile; ``remade`` has its storages under selective recompute."""
     ops, inputs = graph.block_ops(block), storages.inputs()
     across = [graph.spec(ref) for ref in graph.live_across(block.stop)]
     keeping = (i for i, done in enumerate(works) if done.saved or done.saves_output or done.saved_bytes)
@@ -134,7 +136,7 @@ def _shape(graph: Graph, block: Block, storages: Storages, works: Sequence[Work]
 
 
 def _parameters(graph: Graph, block: Block) -> tuple[ParameterCost, ...]:
-    """The parameters that a block reads."""
+    """Returns the parameters that a block reads."""
     return tuple(
         [
             ParameterCost(
@@ -152,7 +154,7 @@ def _parameters(graph: Graph, block: Block) -> tuple[ParameterCost, ...]:
 
 
 def _kept(storages: Storages, inputs: Mapping[int, int]) -> Remade:
-    """What a block keeps and needs in passing; ``inputs``: bytes of the values of earlier blocks that it reads."""
+    """Returns what a block keeps and its peaks; ``inputs`` has the bytes of the values of earlier blocks that it reads."""
     saved = storages.saved_bytes
     return Remade(
         saved_bytes=saved,
@@ -165,16 +167,17 @@ def _kept(storages: Storages, inputs: Mapping[int, int]) -> Remade:
 def fan_in_bytes(
     ops: Sequence[Op], wiring: Wiring, specs: Sequence[TensorSpec], beside: Collection[int]
 ) -> Iterator[int]:
-    """Adding up the gradients of values that several operators of the block read: bytes of each sum.
+    """Yields the bytes of each sum of gradients of a value that several operators of the block read.
 
     Args:
-        specs: of the values of ``wiring``.
-        beside: positions of operators that do not count.
+        ops, wiring: the operators and their wiring.
+        specs: the specs of the values of ``wiring``.
+        beside: the positions of operators that do not count.
     """
     uses: Counter[int] = Counter()
-    for i, (op, own) in enumerate(zip(ops, wiring.reads, strict=True)):
+    for i, (op, operands) in enumerate(zip(ops, wiring.reads, strict=True)):
         if i not in beside and any(spec.requires_grad for spec in op.outputs):
-            uses.update(list(dict.fromkeys(own)))
+            uses.update(list(dict.fromkeys(operands)))
     for v, count in uses.items():
         if count > 1 and specs[v].requires_grad and not wiring.is_parameter[v]:
             yield from (3 * specs[v].num_bytes,) * (count - 1)
@@ -190,16 +193,19 @@ def price_block(
     exposed: Callable[[Message], float] | None = None,
     measured: OperatorTimes | None = None,
 ) -> BlockCost:
-    """The cost of a block's work on a device and its links.
+    """Returns the cost of a block's work on a device and its links.
 
     Args:
+        done: the work.
+        mesh, collectives: the mesh whose axes the block's collectives use, and their times.
+        device: the device.
         quantized: see :func:`time_of_work`.
-        exposed: seconds that the block waits for each second of a collective; None: all of it, as the runtime does.
-        measured: times of operators that go before the roofline, unless they are fused or quantized.
+        exposed: the fraction of each collective that the block waits for; None: all of it, as in autopar's runtime.
+        measured: times of operators that replace the roofline, unless these are fused or quantized.
     """
-    times = [time_of_work(own, op, device, quantized=quantized) for own, op in zip(done.works, done.ops, strict=True)]
+    times = [time_of_work(item, op, device, quantized=quantized) for item, op in zip(done.works, done.ops, strict=True)]
     if measured is not None and quantized is None and done.operands:
-        times = [measured.time(op, own, t) for op, own, t in zip(done.ops, done.operands, times, strict=True)]
+        times = [measured.time(op, specs, t) for op, specs, t in zip(done.ops, done.operands, times, strict=True)]
     bandwidth = device.memory_bandwidth_bytes_per_s * device.kernel_fraction
     fan_in_s = sum(size / bandwidth + device.launch_s for size in done.fan_in)
     calls = [device.overheads.collective_s * (mesh.size((m.axis,)) > 1) for m in done.shape.messages]

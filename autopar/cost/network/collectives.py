@@ -1,7 +1,7 @@
-"""Time of one collective: the cheapest of the library's algorithms on the links that the group has.
+"""Time of one collective: that of the fastest of the library's algorithms on the links of the group.
 
-Steps and volumes are those of NCCL's ``src/graph/tuning.cc`` and of the ring and tree algorithms; all constants stand in
-``profiles/``. What of the links a group has is said by ``placement.py``.
+Steps and volumes are those of NCCL's ``src/graph/tuning.cc`` and of the ring and tree algorithms. All constants are in ``profiles/``.
+``placement.py`` says which share of the links a group has.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """One algorithm's time: ``latency_s + num_bytes * s_per_byte``."""
+    """The time of one algorithm: ``latency_s + num_bytes * s_per_byte``."""
 
     latency_s: float
     s_per_byte: float
 
 
 class CollectiveModel:
-    """Times of collectives on one cluster; remembers what it has worked out.
+    """Computes and caches the times of collectives on one cluster.
 
     Args:
-        only: node groups; see :func:`group_shape`.
+        cluster: the cluster with its collective library.
+        only: the node groups whose ranks count; see :func:`group_shape`.
     """
 
     def __init__(self, cluster: Cluster, only: frozenset[int] | None = None) -> None:
@@ -43,16 +44,16 @@ class CollectiveModel:
         self._measured = _measured_on(cluster)
 
     def time_s(self, kind: str, num_bytes: float, mesh: Mesh, axes: tuple[str, ...]) -> float:
-        """Time of a collective over ``axes`` of the mesh while all its groups do the same.
+        """Returns the seconds of a collective over ``axes`` of the mesh while all its groups do the same.
 
         Args:
             kind: one of :data:`KINDS`.
-            num_bytes: of the full tensor; of one rank's part for ``all_to_all``.
-            mesh: whose ranks are the cluster's first ones.
+            num_bytes: the bytes of the full tensor; of one rank's part for ``all_to_all``.
+            mesh: the mesh, whose ranks are the cluster's first ones.
             axes: mesh axes; a group of one rank costs nothing.
 
         Raises:
-            UsageError: an unknown collective, or a mesh larger than the cluster.
+            UsageError: the collective is unknown, or the mesh is larger than the cluster.
         """
         shapes = self._groups.get((mesh, axes))
         if shapes is None:
@@ -61,59 +62,59 @@ class CollectiveModel:
 
     @property
     def is_measured(self) -> bool:
-        """Whether some times come from a table, and not from straight lines."""
+        """Whether some times come from a measured table instead of a latency and a bandwidth."""
         return bool(self._measured)
 
     def send_time_s(self, num_bytes: float, mesh: Mesh) -> float:
-        """Time of the slowest message between neighbouring pipeline ranks, all of them sending at once."""
+        """Returns the seconds of the slowest message between neighbouring pipeline ranks, all of which send at once."""
         return self.pair_time_s("send", num_bytes, mesh)
 
     def hop_time_s(self, num_bytes: float, mesh: Mesh, here: int) -> float:
-        """Time of the slowest message between the ranks of pipeline rank ``here`` and those of the next one."""
+        """Returns the seconds of the slowest message between the ranks of pipeline rank ``here`` and those of the next one."""
         return max(self.shape_time_s("send", num_bytes, shape) for shape in self._neighbours(mesh, here))
 
     def pair_time_s(self, kind: str, num_bytes: float, mesh: Mesh) -> float:
-        """Time of a collective of two neighbouring pipeline ranks, the first and the last counted as such."""
+        """Returns the seconds of a collective of two neighbouring pipeline ranks; the last and the first one are neighbours too."""
         return max((self.shape_time_s(kind, num_bytes, shape) for shape in self._neighbours(mesh)), default=0.0)
 
     def _neighbours(self, mesh: Mesh, here: int | None = None) -> tuple[GroupShape, ...]:
-        """Shapes of pairs of ranks of neighbouring pipeline ranks; ``here``: of those of one of these and the next one alone."""
-        place = mesh.pp, mesh.world_size, here
-        if place not in self._pairs:
+        """Returns the shapes of pairs of neighbouring pipeline ranks, or those of rank ``here`` and the next one."""
+        key = mesh.pp, mesh.world_size, here
+        if key not in self._pairs:
             hops = (range(mesh.pp) if mesh.pp > 1 else ()) if here is None else (here,)
-            every = (shape for rank in hops for shape in hop_shape(mesh, self._fabric, rank))
-            self._pairs[place] = tuple(dict.fromkeys(every))
-        return self._pairs[place]
+            shapes = (shape for rank in hops for shape in hop_shape(mesh, self._fabric, rank))
+            self._pairs[key] = tuple(dict.fromkeys(shapes))
+        return self._pairs[key]
 
     def shape_time_s(self, kind: str, num_bytes: float, shape: GroupShape) -> float:
-        """Time of a collective of one group."""
+        """Returns the seconds of a collective of one group."""
         if shape.size == 1 or num_bytes == 0:
             return 0.0
         if self._measured:
-            found = self._measured.get((kind, shape.size, shape.num_nodes, shape.ranks_per_node))
-            if found is not None:
-                return found.time_s(num_bytes)
-        known = self._lines.get((kind, shape))
-        if known is None:
-            known = self._lines[kind, shape] = self._options(kind, shape)
-        return min([line.latency_s + num_bytes * line.s_per_byte for line in known])
+            measured = self._measured.get((kind, shape.size, shape.num_nodes, shape.ranks_per_node))
+            if measured is not None:
+                return measured.time_s(num_bytes)
+        lines = self._lines.get((kind, shape))
+        if lines is None:
+            lines = self._lines[kind, shape] = self._options(kind, shape)
+        return min([line.latency_s + num_bytes * line.s_per_byte for line in lines])
 
     def _options(self, kind: str, shape: GroupShape) -> tuple[_Line, ...]:
         library = self.cluster.library
         kind = dict(library.implemented_as).get(kind, kind)
         if kind not in KINDS:
             raise UsageError.unknown("collective", kind, KINDS)
-        found = [
+        lines = [
             _line(kind, shape, algorithm, self._bandwidth(kind, shape, algorithm))
             for algorithm in library.algorithms
             if (not algorithm.collectives or kind in algorithm.collectives) and self._serves(kind, shape, algorithm)
         ]
-        if not found:
+        if not lines:
             raise UsageError(
                 f"The collective library {library.name} has no algorithm for {kind}",
                 fix="Add [[library.algorithms]] for it (profiles/README.md), or name another library",
             )
-        return tuple(found)
+        return tuple(lines)
 
     def _serves(self, kind: str, shape: GroupShape, algorithm: Algorithm) -> bool:
         if algorithm.name == "nvls":
@@ -121,23 +122,24 @@ class CollectiveModel:
         return algorithm.name != "tree" or kind == "all_reduce"
 
     def _switch(self, kind: str, shape: GroupShape) -> float | None:
-        """Bus bandwidth of in-switch reduction for the group's devices of one node."""
+        """Returns the bus bandwidth of in-switch reduction for the group's devices of one node; None where there is none."""
         for entry in self.cluster.library.switch_bandwidths:
             if (entry.link, entry.collective, entry.num_devices) == (shape.intra_node.name, kind, shape.ranks_per_node):
                 return entry.bandwidth_bytes_per_s
         return None
 
     def _bandwidth(self, kind: str, shape: GroupShape, algorithm: Algorithm) -> float:
-        """Bus bandwidth inside a node."""
+        """Returns the bus bandwidth inside a node in bytes per second."""
         switch = self._switch(kind, shape) if algorithm.name == "nvls" else None
         link = shape.intra_node
         return (switch or link.bandwidth_bytes_per_s) * link.step_fraction * algorithm.bandwidth_fraction
 
 
 def _measured_on(cluster: Cluster) -> dict[tuple[str, int, int, int], CollectiveTime]:
-    """The library's measured collectives that hold on the cluster.
+    """Returns the library's measured collectives that hold on the cluster.
 
-    They were taken with all ranks of each node busy, on equal nodes; across nodes nothing is known of other switches.
+    They were measured with all ranks of each node busy, on equal nodes. Across nodes they do not hold for clusters with tiers of other
+    switches.
     """
     if not cluster.is_homogeneous:
         return {}
@@ -149,7 +151,7 @@ def _measured_on(cluster: Cluster) -> dict[tuple[str, int, int, int], Collective
 
 
 def volume_factor(kind: str, size: int) -> float:
-    """Bytes that each rank puts on its link, over the bytes of the collective."""
+    """Returns the bytes that each rank puts on its link, over the bytes of the collective."""
     factors = {"all_reduce": 2.0 * (size - 1) / size, "send": 1.0, "broadcast": 1.0}
     return factors.get(kind, (size - 1) / size)
 
@@ -162,16 +164,16 @@ def _line(kind: str, shape: GroupShape, algorithm: Algorithm, bandwidth: float) 
     steps, inter_steps = _steps(kind, shape, algorithm.name)
     latency += steps * intra + inter_steps * inter
     s_per_byte = _s_per_byte(kind, shape, algorithm, bandwidth)
-    # each link's pipeline fills at its own rate; LL has none, as it sends every line by itself
+    # Each link's pipeline fills at its own rate. LL has none, as it sends every line by itself.
     inside = s_per_byte if shape.num_nodes == 1 else volume_factor(kind, shape.size) / bandwidth
     fill = max(shape.half_bandwidth_bytes * s_per_byte, shape.intra_node.half_bandwidth_bytes * inside)
     return _Line(latency + (0.0 if algorithm.protocol == "LL" else fill), s_per_byte)
 
 
 def _steps(kind: str, shape: GroupShape, name: str) -> tuple[float, float]:
-    """Steps inside nodes and between them, one after the other (NCCL's ``tuning.cc``)."""
+    """Returns the sequential steps inside nodes and between them (NCCL's ``tuning.cc``)."""
     nodes = shape.num_nodes
-    if kind in ("send", "all_to_all"):  # all partners at once
+    if kind in ("send", "all_to_all"):  # to all partners at once
         return (0.0, 1.0) if nodes > 1 else (1.0, 0.0)
     if name == "nvls":
         return 0.0, 2.0 * math.log2(nodes)
@@ -184,7 +186,7 @@ def _steps(kind: str, shape: GroupShape, name: str) -> tuple[float, float]:
 
 
 def _s_per_byte(kind: str, shape: GroupShape, algorithm: Algorithm, bandwidth: float) -> float:
-    """Seconds for each byte: the narrower of the links inside the nodes and of the way out of them."""
+    """Returns the seconds for each byte on the narrower of the links inside nodes and the links out of them."""
     size, nodes = shape.size, shape.num_nodes
     egress = shape.egress_bytes_per_s * algorithm.bandwidth_fraction
     factor = volume_factor(kind, size)
@@ -195,5 +197,5 @@ def _s_per_byte(kind: str, shape: GroupShape, algorithm: Algorithm, bandwidth: f
         return 1.0 / (egress if nodes > 1 else bandwidth)
     if algorithm.name == "ring" or nodes == 1:
         return factor / min(bandwidth, egress)
-    # reduced inside each node first: what leaves a node is one tensor, up and down a double binary tree of nodes
+    # The tensor is reduced inside each node first: one tensor leaves a node, up and down a double binary tree of nodes.
     return max(factor / bandwidth, (1.0 if nodes == 2 else 2.0) / egress)

@@ -1,8 +1,7 @@
-"""Where ranks lie: pipeline ranks on node groups, and the ranks of a collective on nodes, with what siblings leave them of the links.
+"""Where ranks lie: pipeline ranks on node groups, and groups of ranks on nodes and links.
 
-On a hierarchy the ranks of a group that share a node share its cards, and groups that communicate at the same time share
-them as well: a group of m ranks a node, beside k - 1 siblings on a node of R cards, leaves it with
-``min(m * B_nic, R * B_nic / k)``.
+The ranks of a group that share a node share its network cards, and so do groups that communicate at the same time. A group with m ranks on
+a node of R cards, on which k groups communicate, leaves it with ``min(m * B_nic, R * B_nic / k)``.
 """
 
 from __future__ import annotations
@@ -24,43 +23,43 @@ from autopar.plan.mesh import Mesh
 
 
 def places_of(mesh: Mesh, cluster: Cluster) -> tuple[frozenset[int], ...]:
-    """For each pipeline rank the node groups, by position, that its ranks lie on.
+    """Returns for each pipeline rank the positions of the node groups that its ranks lie on.
 
     >>> places_of(Mesh(pp=2, tp=4), Cluster.parse("h100-sxm5-80gb:1x8"))
     (frozenset({0}), frozenset({0}))
     """
-    share, found = mesh.world_size // mesh.pp, []
+    share, places = mesh.world_size // mesh.pp, []
     for rank in range(mesh.pp):
-        first, own = 0, []
+        first, groups = 0, []
         for i, group in enumerate(cluster.groups):
             if first < (rank + 1) * share and rank * share < first + group.num_devices:
-                own.append(i)
+                groups.append(i)
             first += group.num_devices
-        found.append(frozenset(own))
-    return tuple(found)
+        places.append(frozenset(groups))
+    return tuple(places)
 
 
 def slowest(devices: Iterable[Device], dtype: str) -> Device:
-    """The device that multiplies matrices most slowly.
+    """Returns the device with the lowest matmul rate.
 
     Raises:
-        UsageError: a profile does not know the dtype.
+        UsageError: a profile does not have the dtype.
     """
     return min(devices, key=lambda device: device.rate(dtype).ceiling_flops_per_s)
 
 
 def peak_flops(mesh: Mesh, cluster: Cluster, dtype: str) -> float:
-    """What the devices of a mesh could compute in a second, by their datasheets."""
-    total, left = 0.0, mesh.world_size
+    """Returns the FLOP/s of the mesh's devices by their datasheets."""
+    total, remaining = 0.0, mesh.world_size
     for group in cluster.groups:
-        taken = min(left, group.num_devices)
+        taken = min(remaining, group.num_devices)
         total += group.device.rate(dtype).datasheet_flops_per_s * taken
-        left -= taken
+        remaining -= taken
     return total
 
 
 def check_kinds(cluster: Cluster) -> None:
-    """Refuse CPUs beside GPUs: what an operator keeps, and the backend that joins the ranks, differ.
+    """Refuses clusters of CPUs and GPUs: what operators keep and the backend of the process group differ.
 
     Raises:
         UsageError: there are both.
@@ -76,10 +75,11 @@ def check_kinds(cluster: Cluster) -> None:
 
 
 def host_of(device: Device, devices: Iterable[Device]) -> HostLink:
-    """What offloading can use: the slowest device's link to its host.
+    """Returns the link for offloading, that of the slowest device to its host.
 
     Args:
         device: the slowest of ``devices``.
+        devices: the devices, each of which needs a link to a host.
 
     Raises:
         UsageError: a device's profile has no link to a host.
@@ -95,16 +95,16 @@ def host_of(device: Device, devices: Iterable[Device]) -> HostLink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupShape:
-    """What decides the time of a collective of one group.
+    """What determines the time of a collective of one group.
 
     Attributes:
-        size: ranks.
-        num_nodes: nodes that they stand on.
-        ranks_per_node: fewest ranks of the group on one of those nodes.
+        size: the number of ranks.
+        num_nodes: the number of nodes that they lie on.
+        ranks_per_node: the fewest ranks of the group on one of these nodes.
         intra_node: the slowest of their nodes' links.
-        egress_bytes_per_s: what the group gets out of a node (or of a domain of switches); infinite on one node.
-        inter_latency_s: one-way delay between nodes; 0 on one node.
-        half_bandwidth_bytes: message size at half of the bandwidth of the card, or of an uplink where that is larger; 0 on one node.
+        egress_bytes_per_s: the group's bandwidth out of a node (or out of a domain of switches); infinite on one node.
+        inter_latency_s: the one-way delay between nodes; 0 on one node.
+        half_bandwidth_bytes: the message size at half of the bandwidth of the card, or of an uplink where that is larger; 0 on one node.
     """
 
     size: int
@@ -117,22 +117,24 @@ class GroupShape:
 
 
 def shapes_of(groups: Sequence[Sequence[int]], cluster: Cluster) -> tuple[GroupShape, ...]:
-    """The different shapes of groups of ranks that communicate at the same time."""
+    """Returns the distinct shapes of groups of ranks that communicate at the same time."""
     return _shapes(np.array(groups), Fabric(cluster))
 
 
 def group_shape(
     mesh: Mesh, axes: tuple[str, ...], fabric: Fabric, only: frozenset[int] | None = None
 ) -> tuple[GroupShape, ...]:
-    """The different shapes of the groups over ``axes``, all of which communicate at the same time.
+    """Returns the distinct shapes of the groups over ``axes``, all of which communicate at the same time.
 
-    Ranks of the mesh are the cluster's first ones.
+    The ranks of the mesh are the cluster's first ones.
 
     Args:
-        fabric: of the cluster.
-        only: shapes of the pipeline ranks that lie on these node groups, all of them and no others, while the others
-            communicate as well; without a pipeline, of the groups over ``axes`` that lie within them, or where these are
-            larger, of those that have ranks there. None: of all.
+        mesh: the mesh.
+        axes: the axes over which the groups communicate.
+        fabric: the fabric of the cluster.
+        only: node groups whose shapes alone are returned, while all groups communicate; None: all shapes. With a pipeline these are the
+            shapes of the pipeline ranks that lie on exactly these node groups. Without one they are those of the groups within them or, if
+            there are none, of the groups with ranks there.
 
     Raises:
         UsageError: the mesh has more ranks than the cluster.
@@ -153,26 +155,26 @@ def group_shape(
 
 
 def _within(ranks: NDArray[Any], pp: int, cluster: Cluster, only: frozenset[int]) -> NDArray[np.bool_]:
-    """Which rows of ``ranks`` [groups, size], pipeline rank by pipeline rank, :func:`group_shape` asks for."""
+    """Returns which rows of ``ranks`` [groups, size], sorted by pipeline rank, :func:`group_shape` keeps."""
     places = np.repeat(np.arange(len(cluster.groups)), [group.num_devices for group in cluster.groups])[ranks]
     rows = places.reshape(pp, -1) if pp > 1 else places
     covers = np.array([set(row) <= only if pp == 1 else set(row) == only for row in rows.tolist()])
     if pp == 1 and not covers.any():
         covers = np.array([not only.isdisjoint(row) for row in rows.tolist()])
-    found = np.repeat(covers, len(ranks) // len(covers))
-    if not found.any():
+    keep = np.repeat(covers, len(ranks) // len(covers))
+    if not keep.any():
         raise InternalError(f"No group of ranks lies on the node groups {sorted(only)}", where=cluster.name)
-    return found
+    return keep
 
 
 def hop_shape(mesh: Mesh, fabric: Fabric, here: int) -> tuple[GroupShape, ...]:
-    """The pairs of ranks between which pipeline rank ``here`` and the next one send, all at the same time."""
+    """Returns the shapes of the pairs of ranks between which pipeline rank ``here`` and the next one send, all at the same time."""
     grid = np.arange(mesh.world_size).reshape(mesh.pp, -1)
     return _shapes(np.stack([grid[here], grid[(here + 1) % mesh.pp]], axis=1), fabric)
 
 
 def _shapes(ranks: NDArray[Any], fabric: Fabric, keep: NDArray[np.bool_] | None = None) -> tuple[GroupShape, ...]:
-    """Shapes of the rows of ``ranks`` [groups, size], or of those to ``keep`` while the others communicate as well."""
+    """Returns the shapes of the rows of ``ranks`` [groups, size], or of those to ``keep`` while all communicate."""
     cluster, size = fabric.cluster, ranks.shape[1]
     first = cluster.groups[0]
     if int(ranks.max()) < first.devices_per_node:  # all on one node
@@ -182,9 +184,9 @@ def _shapes(ranks: NDArray[Any], fabric: Fabric, keep: NDArray[np.bool_] | None 
     table = np.stack([np.asarray(column, dtype=float) for column in columns], axis=1)
     if keep is not None:
         table = table[keep]
-    found = table[:1] if bool((table == table[0]).all()) else np.unique(table, axis=0)  # mostly all are alike
+    distinct = table[:1] if bool((table == table[0]).all()) else np.unique(table, axis=0)  # mostly all are equal
     shapes = []
-    for num_nodes, fewest, slowest, egress, latency, half in found:
+    for num_nodes, fewest, slowest, egress, latency, half in distinct:
         shapes.append(
             GroupShape(
                 size=size,
@@ -200,7 +202,7 @@ def _shapes(ranks: NDArray[Any], fabric: Fabric, keep: NDArray[np.bool_] | None 
 
 
 def _spread(nodes: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """For each group the number of its nodes and the fewest ranks on one of them."""
+    """Returns for each group the number of its nodes and the fewest ranks on one of them."""
     _, pairs, counts = _members(nodes)
     num_nodes = np.bincount(pairs, minlength=len(nodes))
     fewest = np.full(len(nodes), nodes.shape[1])
@@ -209,7 +211,7 @@ def _spread(nodes: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
 
 
 def _members(domains: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """The distinct (domain, group) pairs and how many ranks of the group stand in the domain."""
+    """Returns the distinct (domain, group) pairs and how many ranks of the group lie in the domain."""
     count, size = domains.shape
     if size > 1 and not bool((domains[:, 1:] >= domains[:, :-1]).all()):
         domains = np.sort(domains, axis=1)
@@ -221,10 +223,10 @@ def _members(domains: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any], NDArray
 
 
 def _crossing(nodes: NDArray[Any], fabric: Fabric) -> tuple[NDArray[Any], ...]:
-    """For each group: index of its slowest node group, egress, one-way delay between nodes, half-bandwidth size.
+    """Returns for each group the index of its slowest node group, its egress, one-way delay and half-bandwidth size.
 
-    A group that does not fit into a domain of a tier leaves each domain that it has ranks in: those ranks use a link each, as far
-    as there are, beside the other groups that leave it (:mod:`autopar.hardware.topology`).
+    A group that does not fit in a domain of a tier leaves each domain that it has ranks in. There each rank uses one link, as far as there
+    are links, and shares them with the other groups that leave the domain (:mod:`autopar.hardware.topology`).
     """
     groups = fabric.cluster.groups
     kinds = np.repeat(np.arange(len(groups)), [group.num_nodes for group in groups])
@@ -240,8 +242,8 @@ def _crossing(nodes: NDArray[Any], fabric: Fabric) -> tuple[NDArray[Any], ...]:
         keep = crosses[group]
         domain, group, counts = domain[keep], group[keep], counts[keep]
         if len(domain):
-            beside = np.bincount(domain)[domain]
-            shared = level.rate_bytes_per_s[domain] * np.minimum(counts, level.num_links[domain] / beside)
+            sharing = np.bincount(domain)[domain]
+            shared = level.rate_bytes_per_s[domain] * np.minimum(counts, level.num_links[domain] / sharing)
             np.minimum.at(egress, group, shared)
             latency += np.where(crosses, level.latency_s[domains].max(axis=1), 0.0)
             half = np.where(crosses, level.half_bandwidth_bytes[domains].max(axis=1), 0.0)

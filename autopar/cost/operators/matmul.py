@@ -1,4 +1,4 @@
-"""Operators that hold products of matrices: linear layers, convolutions, attention, experts, recurrent networks."""
+"""Work of the operators with matrix products: linear layers, convolutions, attention, experts, recurrent networks."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _LINE_BYTES = 64
 def _product(
     op: Op, operands: Specs, flops: float, smallest: int, left: int, right: int, shape: Product | None = None
 ) -> Work:
-    """A product of operands ``left`` and ``right``; further operands (a bias) are added."""
+    """Returns the work of a product of operands ``left`` and ``right``; further operands (a bias) are added."""
     a, b = operands[left], operands[right]
     saved = tuple([i for i, other in ((left, b), (right, a)) if other.requires_grad])
     gradients = with_grad(operands)
     products = [spec for spec in (a, b) if spec.requires_grad]
-    made = op.spec.num_bytes
-    reads = sum([(b if spec is a else a).num_bytes + made for spec in products])
+    output_bytes = op.spec.num_bytes
+    reads = sum([(b if spec is a else a).num_bytes + output_bytes for spec in products])
     back = tuple([g for g, spec in zip(shape.gradients, (a, b), strict=True) if spec.requires_grad]) if shape else ()
     return Work(
         flops=flops,
@@ -37,9 +37,9 @@ def _product(
         backward_matmuls=len(products),
         backward_flops=flops * len(products),
         smallest_dim=max(smallest, 1),
-        num_bytes=total(operands) + made,
+        num_bytes=total(operands) + output_bytes,
         backward_bytes=reads + total(gradients),
-        beside_bytes=made if len(gradients) > len(products) else 0,
+        beside_bytes=output_bytes if len(gradients) > len(products) else 0,
         backward_launches=len(gradients),
         saved=saved,
     )
@@ -78,7 +78,7 @@ def _convolution(op: Op, operands: Specs, kind: KernelKind) -> Work:
 
 
 def _transposed(op: Op, operands: Specs, kind: KernelKind) -> Work:
-    """Every element of the input meets a window of the weight [in, out / groups, ...]."""
+    """Returns the work of a transposed convolution: each input element meets a window of the weight [in, out / groups, ...]."""
     source, weight = operands[0], operands[1]
     contracted = weight.numel // weight.shape[0]
     smallest = min(weight.shape[0], contracted, source.numel // weight.shape[0])
@@ -86,15 +86,15 @@ def _transposed(op: Op, operands: Specs, kind: KernelKind) -> Work:
 
 
 def _attention(op: Op, operands: Specs, kind: KernelKind) -> Work:
-    """Fused attention keeps q, k, v, the output and a row statistic; a causal mask halves the work.
+    """Returns the work of attention; fused attention keeps q, k, v, the output and a row statistic, and a causal mask halves it.
 
-    Of a sequence split over an axis the slowest rank counts: gathered, the last one sees all keys; in a ring, whose
-    order is balanced, each sees half.
+    Of a sequence that is split over an axis, the slowest rank counts. Gathered, the last rank sees all keys; in a ring, whose order is
+    balanced, each rank sees half of them.
 
-    Without flash kernels a ring is of products of float32, and gathered columns are under a mask that is made each time.
+    Without flash kernels a ring multiplies in float32, and gathered columns have a mask that is made on each call.
 
-    On a CPU there is no fused kernel with dropout, for a mask with a gradient, for values of another width than the
-    queries, or without a dim of heads: the whole scores are made there, and probabilities kept.
+    On a CPU there is no fused kernel with dropout, for a mask with a gradient, for values of another width than the queries, or without a
+    dim of heads. The full scores are computed there, and the probabilities kept.
     """
     query, key = operands[0], operands[1]
     rows, columns = query.shape[-2], key.shape[-2] * cast("int", argument(op, 99, "ranks", 1))
@@ -119,8 +119,8 @@ def _attention(op: Op, operands: Specs, kind: KernelKind) -> Work:
                 backward_flops=2.5 * flops, num_bytes=passes[0] + 6 * whole, backward_bytes=passes[1] + 10 * whole,
                 workspace_bytes=3 * block, backward_workspace_bytes=5 * block,
             )  # fmt: skip
-        mask = rows * columns * (1 + query.dtype.itemsize)  # as it is, and as it is added to the scores
-        repeated = 0  # keys and values, one for each head of the queries, where heads share them
+        mask = rows * columns * (1 + query.dtype.itemsize)  # the mask, and its copy that is added to the scores
+        repeated = 0  # repeated keys and values, one for each query head
         if argument(op, 99, "enable_gqa", False):
             repeated = scores * (query.shape[-1] + op.spec.shape[-1]) // rows * query.dtype.itemsize
         common = replace(
@@ -128,7 +128,7 @@ def _attention(op: Op, operands: Specs, kind: KernelKind) -> Work:
             saved_bytes=statistic + repeated, workspace_bytes=mask, backward_workspace_bytes=mask,
         )  # fmt: skip
     elif op.target == "autopar.attention_ring" or (op.target in _SPLIT and kind == "cpu"):
-        blocks = cast("int", argument(op, 99, "ranks", 2))  # gathered: the columns before, and the own ones
+        blocks = cast("int", argument(op, 99, "ranks", 2))  # gathered: earlier columns and the rank's own
         return replace(_in_blocks(op, operands, common, blocks), backward_flops=2.5 * flops)
     if kind == "cpu" and not _is_fused_on_cpu(op, operands):
         return _written_out(op, operands, common, 2.0 * scores * (query.shape[-1] + op.spec.shape[-1]))
@@ -136,13 +136,13 @@ def _attention(op: Op, operands: Specs, kind: KernelKind) -> Work:
 
 
 _SPLIT = frozenset({"autopar.attention_ring", "autopar.attention_gathered"})
-"""Attention over a sequence that is split: by blocks of columns, but gathered on a GPU by one kernel."""
+"""Attention over a split sequence, computed by blocks of columns; gathered on a GPU, by one kernel."""
 
 
 def _is_fused_in_blocks(op: Op, operands: Specs, kind: KernelKind) -> bool:
-    """Whether a fused kernel takes it, or its blocks, as :mod:`autopar.ops.sequence` decides."""
+    """Returns whether a fused kernel computes it, or its blocks, as :mod:`autopar.ops.sequence` decides."""
     query, value = operands[0], operands[2]
-    is_whole = op.target == "autopar.attention_gathered" and kind == "cuda"  # one kernel, which drops as well
+    is_whole = op.target == "autopar.attention_gathered" and kind == "cuda"  # one kernel, which has dropout too
     drops = bool(argument(op, 4, "dropout_p", 0.0)) and not is_whole
     if len(operands) > 3 or drops or len(query.shape) != 4:
         return False
@@ -150,10 +150,10 @@ def _is_fused_in_blocks(op: Op, operands: Specs, kind: KernelKind) -> bool:
 
 
 def _in_blocks(op: Op, operands: Specs, fused: Work, blocks: int) -> Work:
-    """Fused attention on one block of columns after the other (:mod:`autopar.ops.flash`).
+    """Returns the work of fused attention on one block of columns after the other (:mod:`autopar.ops.flash`).
 
-    Forward keeps the sum in fp32 or better and merges each further block into it: it is read and written, the block's output is
-    read, cast and read again. Backward adds each block's gradients to sums in fp32 or better.
+    Forward merges each further block into a sum in fp32 or better: the sum is read and written, the block's output is read, cast and read
+    again. Backward adds each block's gradients to sums in fp32 or better.
     """
     wide = 8 if operands[0].dtype == torch.float64 else FLOAT
     out, sums = op.spec.numel * wide, sum([spec.numel for spec in operands[:3]]) * wide
@@ -165,11 +165,12 @@ def _in_blocks(op: Op, operands: Specs, fused: Work, blocks: int) -> Work:
 
 
 _MERGE, _ADD = 7, 4
-"""Kernels of each further block forward (attention, and six that merge) and of each block backward (attention, and three sums)."""
+"""The number of kernels of each further block forward (attention and six to merge) and of each block backward (attention and three sums).
+"""
 
 
 def _is_fused_on_cpu(op: Op, operands: Specs) -> bool:
-    """Whether torch's fused kernel takes it (``sdp_utils_cpp.cpp``)."""
+    """Returns whether torch's fused CPU kernel computes it (``sdp_utils_cpp.cpp``)."""
     query, value = operands[0], operands[2]
     masks_learn = any(mask.requires_grad for mask in operands[3:])
     if argument(op, 4, "dropout_p", 0.0) or masks_learn:
@@ -178,9 +179,10 @@ def _is_fused_on_cpu(op: Op, operands: Specs) -> bool:
 
 
 def _written_out(op: Op, operands: Specs, fused: Work, flops: float) -> Work:
-    """``_scaled_dot_product_attention_math``; a causal mask spares nothing.
+    """Returns the work of ``_scaled_dot_product_attention_math``, where a causal mask saves nothing.
 
-    Kept in fp32: scaled queries and keys, probabilities; with dropout also noise, what it leaves, and the values.
+    It keeps in fp32 scaled queries and keys, and the probabilities; with dropout also the noise, the probabilities after dropout, and the
+    values.
     """
     query, key = operands[0], operands[1]
     whole = query.numel // query.shape[-1] * key.shape[-2] * FLOAT
@@ -194,35 +196,36 @@ def _written_out(op: Op, operands: Specs, fused: Work, flops: float) -> Work:
 
 
 def _experts(op: Op, operands: Specs, kind: KernelKind) -> Work:
-    """Rows sorted by expert, two or three products for each expert, a weighted sum over each token's choices.
+    """Returns the work of a mixture: rows sorted by expert, two or three products for each expert, a weighted sum for each token.
 
-    The rows of a rank are those of even routing: all choices of its tokens, or the share of its experts in all
-    where it has some of them and every token (``experts_split``, and ``_dispatch_split`` on its inner axis). Kept: rows and what lies between the products.
+    The number of rows is that of even routing: all choices of the rank's tokens, or the share of its experts in all choices where it has
+    some experts and every token (``experts_split``, and ``_dispatch_split`` on its inner axis). It keeps the rows and the values between
+    products.
     """
-    hidden, weights, _, *held = operands
-    matrices = [spec for spec in held if len(spec.shape) == 3]
-    num_experts, width = held[0].shape[0], hidden.shape[-1]
-    inner = sum([spec.numel for spec in matrices[:-1]]) // (num_experts * width)  # what gate and up give
+    hidden, weights, _, *parameters = operands
+    matrices = [spec for spec in parameters if len(spec.shape) == 3]
+    num_experts, width = parameters[0].shape[0], hidden.shape[-1]
+    up_width = sum([spec.numel for spec in matrices[:-1]]) // (num_experts * width)  # the outputs of gate and up
     rows = float(weights.numel)
     if op.target == "autopar.experts_split":
         rows *= num_experts / cast("int", op.args[COUNT_AT])
     elif op.target == "autopar.experts_dispatch_split":
         rows /= cast("int", op.args[PARTS_AT])
-    wide = matrices[-1].numel // (num_experts * width)
-    flops = 2.0 * rows * width * (inner + wide)
-    row_bytes, inner_bytes = (int(rows * n * held[0].dtype.itemsize) for n in (width, wide))
-    gated = inner > wide
+    down_width = matrices[-1].numel // (num_experts * width)
+    flops = 2.0 * rows * width * (up_width + down_width)
+    row_bytes, inner_bytes = (int(rows * n * parameters[0].dtype.itemsize) for n in (width, down_width))
+    gated = up_width > down_width
     products = 1 + sum(spec.requires_grad for spec in matrices) / len(matrices)  # of the rows, and of the weights
     moved = 5 * row_bytes + (6 if gated else 3) * inner_bytes
-    biases = len(held) - len(matrices)
+    biases = len(parameters) - len(matrices)
     return Work(
         flops=flops,
         backward_flops=flops * products,
         matmuls=len(matrices) * num_experts,
         backward_matmuls=int(len(matrices) * num_experts * products),
-        smallest_dim=max(min(int(rows / num_experts), wide, width), 1),
-        num_bytes=moved + total(held) + hidden.num_bytes,
-        backward_bytes=2 * moved + biases * inner_bytes + 2 * total(held) + hidden.num_bytes,
+        smallest_dim=max(min(int(rows / num_experts), down_width, width), 1),
+        num_bytes=moved + total(parameters) + hidden.num_bytes,
+        backward_bytes=2 * moved + biases * inner_bytes + 2 * total(parameters) + hidden.num_bytes,
         launches=12 + (len(matrices) + 2) * num_experts,
         backward_launches=12 + (2 * len(matrices) + 2 + biases) * num_experts,
         saved=(1,),
@@ -236,15 +239,15 @@ def _experts(op: Op, operands: Specs, kind: KernelKind) -> Work:
 
 
 def recurrent(op: Op, operands: Specs, kind: KernelKind) -> Work:
-    """Every row of the input meets each matrix of each layer and direction once.
+    """Returns the work of a recurrent network: each input row meets each matrix of each layer and direction once.
 
-    What meets the state does so one step of time after the other: a product of the samples and a kernel for the gates.
+    The products with the state are sequential: each time step has a product of the samples and a kernel for the gates.
     """
     x = operands[0]
     matrices = [spec for spec in operands[3 if "lstm" in op.target else 2 :] if len(spec.shape) == 2]
     directions = 2 if argument(op, 7, "bidirectional", False) else 1
     networks = cast("int", argument(op, 4, "num_layers", 1)) * directions
-    states = matrices[1 :: len(matrices) // networks]  # each has a matrix for its input, then one for its state
+    states = matrices[1 :: len(matrices) // networks]  # each network has a matrix for its input, then one for its state
     rows = x.numel // max(x.shape[-1], 1)
     steps = x.shape[-2] if len(x.shape) == 2 or argument(op, 8, "batch_first", False) else x.shape[0]
     flops = 2.0 * rows * sum(spec.numel for spec in matrices)
@@ -252,7 +255,7 @@ def recurrent(op: Op, operands: Specs, kind: KernelKind) -> Work:
     products = 1 + trained / max(len(matrices), 1)  # of the rows, and of the weights
     if kind == "cpu":
         kept, keeps_output = _kept_on_cpu(op, x, matrices, networks, directions, rows, steps)
-    else:  # the library's own reserve: gates, state and output of each row
+    else:  # the library's reserve: gates, state and output of each row
         kept = rows * sum(spec.shape[0] + 2 * spec.shape[1] for spec in states) * x.dtype.itemsize
         keeps_output = False
     moved = total(operands) + sum(spec.num_bytes for spec in op.outputs) + kept
@@ -275,36 +278,38 @@ def recurrent(op: Op, operands: Specs, kind: KernelKind) -> Work:
 def _kept_on_cpu(
     op: Op, x: TensorSpec, matrices: list[TensorSpec], networks: int, directions: int, rows: int, steps: int
 ) -> tuple[int, bool]:
-    """Bytes that torch's CPU networks keep beside their operands, and whether they keep their output.
+    """Returns the bytes that torch's CPU networks keep besides their operands, and whether they keep their output.
 
-    An LSTM without projections in a type of at most four bytes runs in oneDNN, any other as one call for each step.
+    An LSTM without projections in a dtype of at most four bytes runs in oneDNN, any other network as one call for each step.
     """
-    each = len(matrices) // networks
-    later = networks // directions - 1  # layers that read another's output, joined where there are two directions
+    per_network = len(matrices) // networks
+    # ``later``: layers that read another layer's output, concatenated where there are two directions.
+    later = networks // directions - 1
     width = matrices[1].shape[1]
     size = x.dtype.itemsize
     joined = later * directions * width
-    if "lstm" in op.target and each == 2 and x.dtype != torch.float64:
-        inputs = matrices[::2]  # by whose matrices the states' are known
-        found = sum(_one_dnn_bytes(spec.shape[1], spec.shape[0] // 4, rows, steps, size) for spec in inputs)
-        own = networks if directions == 2 else networks - 1  # outputs of single networks; the last is the operator's
-        return found + rows * size * (own * width + (joined if directions == 2 else 0)), directions == 1
+    if "lstm" in op.target and per_network == 2 and x.dtype != torch.float64:
+        inputs = matrices[::2]  # their shapes determine those of the state matrices
+        workspace = sum(_one_dnn_bytes(spec.shape[1], spec.shape[0] // 4, rows, steps, size) for spec in inputs)
+        # Outputs of single networks; the last one is the operator's output.
+        count = networks if directions == 2 else networks - 1
+        return workspace + rows * size * (count * width + (joined if directions == 2 else 0)), directions == 1
     gates = {"lstm": 4, "gru": 3}.get(op.target.split(".")[1], 1)
     inner = matrices[0].shape[0] // gates
-    by_step = {4: 6 * inner + width, 3: 7 * inner, 1: inner}[gates] + (inner if each == 3 else 0)
-    first = width / max(steps, 1) if gates == 1 else 0.0  # the first state, which the output does not have
+    by_step = {4: 6 * inner + width, 3: 7 * inner, 1: inner}[gates] + (inner if per_network == 3 else 0)
+    first = width / max(steps, 1) if gates == 1 else 0.0  # the first state, which is not in the output
     return int(rows * size * (networks * (by_step + first) + joined + (directions - 1) * x.shape[-1])), False
 
 
 def _one_dnn_bytes(inputs: int, width: int, rows: int, steps: int, size: int) -> int:
-    """The workspace of one layer in one direction that oneDNN fills for training.
+    """Returns the workspace of one layer in one direction that oneDNN fills for training, in bytes.
 
-    Gates of every step; states and their gradients, in fp32, of every step and one before, for the layer and for its
-    input: ``set_workspace_sizes`` in oneDNN's ``src/cpu/rnn/rnn_utils.hpp``. Rows are whole cache lines; a further one, which
-    oneDNN adds to some long rows, is left out (3 % of 256 values).
+    It has the gates of every step, and the states and their gradients in fp32, of every step and one before, for the layer and for its
+    input: ``set_workspace_sizes`` in oneDNN's ``src/cpu/rnn/rnn_utils.hpp``. Rows are whole cache lines. The additional line of some long
+    rows is left out (3 % of 256 values).
     """
-    wide, own = _row(max(inputs, width), size), _row(width, size)
-    states = wide * (2 * size + 4 * FLOAT) + own * (2 * size + 3 * FLOAT)
+    input_row, state_row = _row(max(inputs, width), size), _row(width, size)
+    states = input_row * (2 * size + 4 * FLOAT) + state_row * (2 * size + 3 * FLOAT)
     return int(rows * (_row(4 * width, size) * size + states * (1 + 1 / max(steps, 1))))
 
 
@@ -334,4 +339,4 @@ PRODUCTS: dict[str, Callable[[Op, Specs, KernelKind], Work]] = {
     ),
     **dict.fromkeys((f"aten.{name}.input" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")), recurrent),
 }  # fmt: skip
-"""By target."""
+"""The function that counts each operator's work, by target."""

@@ -1,9 +1,8 @@
-"""Time of one operator on one device: as it was measured, else by the roofline of the device's profile.
+"""Time of one operator on one device: as measured, or by the roofline of the device's profile.
 
-Operators whose time was measured are looked up by their exact shapes, else interpolated between sizes of their kind. The *size* of an
-operator is the time that the device's roofline gives it, so that one number orders shapes of any rank. Between two measured sizes of a kind
-the time is interpolated in log space; beyond them the roofline is scaled by what the nearest measured size took of it. Kinds without a
-measurement keep the roofline.
+Measured operators are looked up by their exact shapes, and otherwise interpolated between sizes of their kind. The *size* of an operator is
+its roofline time on the device, so that one number orders shapes of any rank. Between two measured sizes of a kind the time is interpolated
+in log space. Beyond them the roofline is scaled by its ratio at the nearest measured size. Kinds without a measurement have the roofline.
 
 Mixtures of experts (``autopar.ops.experts``) run in grouped products or in a loop, and the host waits for their routing.
 """
@@ -36,36 +35,36 @@ ONE_RANK = "autopar.experts"
 EXPERT_TARGETS = SPLIT_EXPERTS | {ONE_RANK}
 
 _GROUPED = re.compile(r"(?<![a-z0-9])(g?h(20|100|200|800)|g?b(100|200|300))(?![a-z0-9])")
-"""Names of GPUs of compute capability 9 and 10; any other one is priced as reading and looping, which all can do."""
+"""Names of GPUs of compute capability 9 and 10, which have grouped products; any other is priced as reading the routing and looping."""
 
 _ALIGNMENT = 8  # elements of bfloat16 in 16 bytes
 
 
 @dataclass(frozen=True, slots=True)
 class OpTime:
-    """Seconds of one operator on one rank."""
+    """The seconds of one operator on one rank."""
 
     forward_s: float
     backward_s: float
 
 
 class OperatorTimes(Protocol):
-    """Times that go before the roofline; see :class:`autopar.cost.operators.operator_times.Measured`."""
+    """Times that replace the roofline; see :class:`autopar.cost.operators.operator_times.Measured`."""
 
     def time(self, op: Op, operands: Specs, roofline: OpTime) -> OpTime:
-        """Seconds of an operator; ``roofline`` where nothing else is known."""
+        """Returns the seconds of an operator; ``roofline`` where nothing else is known."""
 
 
 def op_time(
     op: Op, operands: Specs, device: Device, measured: OperatorTimes | None = None, *, quantized: str | None = None
 ) -> OpTime:
-    """``max(flops / rate, bytes / bandwidth) + launches``, forward and backward, unless it was measured.
+    """Returns ``max(flops / rate, bytes / bandwidth) + launches``, forward and backward, or the measured time.
 
     Args:
-        op: with local output specs.
-        operands: local specs of its operands.
-        device: whose profile gives rate, bandwidth and launch time.
-        measured: times of the device's operators, where there are any; they are of no quantized products.
+        op: the operator, with local output specs.
+        operands: the local specs of its operands.
+        device: the device, whose profile gives rate, bandwidth and launch time.
+        measured: the times of the device's operators, if any; they do not hold for quantized products.
         quantized: see :func:`time_of_work`.
 
     Raises:
@@ -76,11 +75,14 @@ def op_time(
 
 
 def time_of_work(done: Work, op: Op, device: Device, *, quantized: str | None = None) -> OpTime:
-    """The time of work that is known already.
+    """Returns the time of work that is already counted.
 
     Args:
-        quantized: dtype in which products of activations and weights multiply where it is not the operator's own
-            (fp8 recipes); each of their operands is then cast once more.
+        done: the work.
+        op: the operator.
+        device: the device.
+        quantized: the dtype of products of activations and weights where it is not the operator's (fp8 recipes); each of their operands is
+            then cast once more.
     """
     has_experts = op.target in EXPERT_TARGETS
     done = experts_as_run(done, op, device) if has_experts else done
@@ -92,12 +94,12 @@ def time_of_work(done: Work, op: Op, device: Device, *, quantized: str | None = 
         backward = max(backward, done.elements * function.backward_s * bool(done.backward_launches))
     if done.flops:
         dtype = op.spec.dtype
-        own = done.dtype or str(dtype.to_real() if dtype.is_complex else dtype).removeprefix("torch.")
+        product_dtype = done.dtype or str(dtype.to_real() if dtype.is_complex else dtype).removeprefix("torch.")
         is_weighted = quantized is not None and op.target in LINEAR
-        rate = device.rate(quantized if is_weighted and quantized else own)
+        rate = device.rate(quantized if is_weighted and quantized else product_dtype)
         forward = max(forward, _products_s(done.flops, done.products, done, rate, backward=False))
         backward = max(backward, _products_s(done.backward_flops, done.backward_products, done, rate, backward=True))
-        if is_weighted:  # read, and written at one byte an element in both orders
+        if is_weighted:  # each operand is read, and written at one byte an element in both orders
             forward += 2 * done.num_bytes / bandwidth
             backward += done.num_bytes / bandwidth
     backward += done.beside_bytes / bandwidth
@@ -122,25 +124,25 @@ def _products_s(flops: float, products: tuple[Product, ...], done: Work, rate: M
 
 
 def experts_as_run(done: Work, op: Op, device: Device) -> Work:
-    """The work with the launches of grouped products, where these are used: one for all experts instead of one each."""
+    """Returns the work with one launch for all experts where grouped products are used, instead of one for each expert."""
     if not _is_grouped(op, device):
         return done
-    held = 3 if op.args[3] is not None else 2
+    num_matrices = 3 if op.args[3] is not None else 2
     biases = sum(arg is not None for arg in op.args[6:FORM_AT])
-    spared = done.matmuls // held - 1
+    num_spared = done.matmuls // num_matrices - 1
     return replace(
         done,
-        launches=done.launches - (held + 2) * spared,
-        backward_launches=max(done.backward_launches - (2 * held + 2 + biases) * spared, 0),
+        launches=done.launches - (num_matrices + 2) * num_spared,
+        backward_launches=max(done.backward_launches - (2 * num_matrices + 2 + biases) * num_spared, 0),
     )
 
 
 def experts_wait_s(op: Op, device: Device) -> float:
-    """Seconds of a forward, in backward too where that recomputes it, in which the host waits: ``reads * time_of_one``.
+    """Returns the seconds that the host waits in a forward, and in backward where that recomputes it: ``reads * time_of_one``.
 
-    ``reads`` is 1, or 0 on a CPU and for all experts of one rank in grouped products. A read drains the queue, so what
-    is launched next is exposed; ``time_of_one`` is the profile's time of a launch that the host waits for
-    (``blocking_launch_s``, with the provenance of its launches; where it has none, that of a launch).
+    ``reads`` is 1, or 0 on a CPU and for all experts of one rank in grouped products. A read drains the queue, so that the next launch is
+    exposed. ``time_of_one`` is the profile's time of a launch that the host waits for (``blocking_launch_s``, with the provenance of its
+    launches), or that of a launch where the profile has none.
     """
     if device.kind == "cpu" or (op.target == ONE_RANK and _is_grouped(op, device)):
         return 0.0
@@ -156,34 +158,37 @@ Source = Literal["measured", "interpolated", "scaled", "roofline"]
 Key = tuple[object, ...]
 
 NOT_ALONE = SPLIT_EXPERTS | {"autopar.opaque", OVER_DATA, "autopar.attention_ring", "autopar.attention_gathered"}
-"""Operators that cannot be run by one process at one rank's shapes."""
+"""Operators that one process cannot run at the shapes of one rank."""
 
 
 def is_measurable(op: Op) -> bool:
-    """Whether one process can time the operator alone; views and changes of type are no work of their own."""
+    """Returns whether one process can time the operator alone; views and changes of type have no work to time."""
     return op.target not in VIEWS and op.target not in COLLECTIVES and op.target not in NOT_ALONE
 
 
 def key_of(op: Op, operands: Specs) -> Key:
-    """Equal for operators that take equally long: target, literals, specs; of a float only whether it is zero."""
-    rest = iter(operands)
-    args = tuple(_exact(argument, rest) for argument in op.args)
-    kwargs = tuple((name, _exact(value, rest)) for name, value in op.kwargs)
+    """Returns a key that is equal for operators of equal time: target, literals, specs; of a float only whether it is zero."""
+    specs = iter(operands)
+    args = tuple(_exact(argument, specs) for argument in op.args)
+    kwargs = tuple((name, _exact(value, specs)) for name, value in op.kwargs)
     return op.target, args, kwargs, any(spec.requires_grad for spec in op.outputs)
 
 
 def kind_of(op: Op, operands: Specs) -> Key:
-    """Equal for operators that differ in sizes alone: whole numbers and shapes do not count, ranks and dtypes do."""
+    """Returns a key that is equal for operators that differ only in sizes.
+
+    Integers and shapes do not count; the number of dims and dtypes do.
+    """
     literals = (*op.args, *(value for _, value in op.kwargs))
     tensors = tuple((spec.dtype, len(spec.shape), spec.requires_grad) for spec in operands)
     return op.target, tuple(_coarse(literal) for literal in literals), tensors
 
 
-def _exact(argument: Argument, rest: Iterator[TensorSpec]) -> object:
+def _exact(argument: Argument, specs: Iterator[TensorSpec]) -> object:
     if isinstance(argument, Ref):
-        return next(rest)
+        return next(specs)
     if isinstance(argument, tuple):
-        return tuple(_exact(item, rest) for item in argument)
+        return tuple(_exact(item, specs) for item in argument)
     return argument != 0.0 if isinstance(argument, float) else argument
 
 
@@ -199,18 +204,18 @@ def _coarse(argument: Argument) -> object:
 
 
 def encode(op: Op, operands: Specs) -> str:
-    """The call as :class:`autopar.hardware.link.OperatorTime` has it."""
-    rest = iter(operands)
-    args = [_plain(argument, rest) for argument in op.args]
-    kwargs = {name: _plain(value, rest) for name, value in op.kwargs}
+    """Returns the call as :class:`autopar.hardware.link.OperatorTime` stores it."""
+    specs = iter(operands)
+    args = [_plain(argument, specs) for argument in op.args]
+    kwargs = {name: _plain(value, specs) for name, value in op.kwargs}
     return json.dumps([op.target, args, kwargs, [_tensor(spec) for spec in op.outputs]], separators=(",", ":"))
 
 
-def _plain(argument: Argument, rest: Iterator[TensorSpec]) -> object:
+def _plain(argument: Argument, specs: Iterator[TensorSpec]) -> object:
     if isinstance(argument, Ref):
-        return _tensor(next(rest))
+        return _tensor(next(specs))
     if isinstance(argument, tuple):
-        return [_plain(item, rest) for item in argument]
+        return [_plain(item, specs) for item in argument]
     for kind in ("dtype", "device", "memory_format", "layout"):
         if isinstance(argument, getattr(torch, kind)):
             return {kind: str(argument).removeprefix("torch.")}
@@ -222,7 +227,7 @@ def _tensor(spec: TensorSpec) -> dict[str, object]:
 
 
 def decode(text: str) -> tuple[Op, tuple[TensorSpec, ...]]:
-    """What :func:`encode` wrote; operands are named by their position.
+    """Returns what :func:`encode` wrote; operands are named by their position.
 
     Raises:
         UsageError: the text is no call.
@@ -277,7 +282,7 @@ class _Curve:
         self.times = [sum(by_size[size]) / len(by_size[size]) for size in self.sizes]
 
     def time_s(self, size: float) -> tuple[float, bool]:
-        """Seconds, and whether the size lies between measured ones."""
+        """Returns the seconds, and whether the size lies between measured ones."""
         at = math.log(size)
         if self.sizes[0] <= at <= self.sizes[-1]:
             return math.exp(np.interp(at, self.sizes, self.times)), True
@@ -286,11 +291,11 @@ class _Curve:
 
 
 class Measured:
-    """Times of a device's measured operators.
+    """Times of a device's operators by its measured table.
 
     Args:
-        table: what was measured.
-        device: whose roofline orders the sizes.
+        table: the measured times.
+        device: the device whose roofline orders the sizes.
 
     Raises:
         UsageError: an entry of the table is no call, or the device has no rate for its dtype.
@@ -308,39 +313,39 @@ class Measured:
             for backward, size_s, time_s in pairs:
                 if size_s > 0 and time_s > 0:
                     points.setdefault((kind, backward), []).append((size_s, time_s))
-        self._curves = {key: _Curve(found) for key, found in points.items()}
+        self._curves = {key: _Curve(curve_points) for key, curve_points in points.items()}
 
     def time(self, op: Op, operands: Specs, roofline: OpTime) -> OpTime:
-        """Seconds of an operator; ``roofline``: what they are without a measurement."""
+        """Returns the seconds of an operator; ``roofline`` is its time without a measurement."""
         return self.find(op, operands, roofline)[0]
 
     def find(self, op: Op, operands: Specs, roofline: OpTime) -> tuple[OpTime, Source]:
-        """Seconds of an operator, and where they come from."""
+        """Returns the seconds of an operator and their source."""
         if not is_measurable(op):
             return roofline, "roofline"
         exact = self._exact.get(key_of(op, operands))
         if exact is not None:
             return exact, "measured"
         kind = kind_of(op, operands)
-        seconds, inside, found = [roofline.forward_s, roofline.backward_s], True, False
+        seconds, is_between, has_curve = [roofline.forward_s, roofline.backward_s], True, False
         for i, size in enumerate(seconds):
             curve = self._curves.get((kind, i == 1)) if size > 0 else None
             if curve is not None:
-                seconds[i], between = curve.time_s(size)
-                found, inside = True, inside and between
-        if not found:
+                seconds[i], is_inside = curve.time_s(size)
+                has_curve, is_between = True, is_between and is_inside
+        if not has_curve:
             return roofline, "roofline"
-        return OpTime(*seconds), "interpolated" if inside else "scaled"
+        return OpTime(*seconds), "interpolated" if is_between else "scaled"
 
 
 class Recorder:
-    """Stands where :class:`Measured` does and keeps the calls that are asked for; every time is the roofline's."""
+    """Takes the place of :class:`Measured` and records the calls that are asked for; every time is the roofline's."""
 
     def __init__(self) -> None:
         self.calls: dict[Key, str] = {}
 
     def time(self, op: Op, operands: Specs, roofline: OpTime) -> OpTime:
-        """See :class:`Measured`."""
+        """Returns ``roofline`` and records the call; see :class:`Measured`."""
         if is_measurable(op) and roofline.forward_s + roofline.backward_s > 0:
             key = key_of(op, operands)
             if key not in self.calls:
@@ -349,7 +354,7 @@ class Recorder:
 
 
 def measurement_note(counts: Counter[Source]) -> str:
-    """What a plan says of where its operators' times come from."""
+    """Returns a plan's note on the sources of its operators' times."""
     total = counts.total()
     parts = [f"{counts['measured']} of {total} operators at their measured time"]
     parts += [f"{counts['interpolated']} interpolated between measured sizes"] if counts["interpolated"] else []

@@ -1,8 +1,8 @@
-"""What one operator does on its operands: flops, bytes, what backward needs of it.
+"""Counts the work of one operator on its operands: flops, bytes, and what its backward needs.
 
-Counts are those of torch's eager kernels, one operator at a time. A product of matrices costs two flops for each
-multiply-add; its backward is one such product for each operand with a gradient; fused attention's backward computes the
-scores again (five products where forward has two: Dao et al. 2022, FlashAttention). Views cost nothing.
+Counts are those of torch's eager kernels, one operator at a time. A product of matrices costs two flops for each multiply-add, and its
+backward one such product for each operand with a gradient. The backward of fused attention computes the scores again (five products where
+forward has two: Dao et al. 2022, FlashAttention). Views cost nothing.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ FUNCTIONS = {
     **dict.fromkeys(aten_targets("layer_norm.default native_layer_norm.default rms_norm.default"), "norm"),
     "aten.pow.Tensor_Scalar": "pow",
 }
-"""Operators that compute a function which may take longer than its bytes; profiles measure these names."""
+"""Operators with an elementwise function that may take longer than its bytes; profiles measure the functions by these names."""
 
 _PARTIAL_VIEWS = aten_targets("slice.Tensor select.int narrow.default")
 _SAVE_INPUT = aten_targets(_SAVE_INPUT_NAMES)
@@ -62,55 +62,59 @@ _FACTORIES = ("aten.zeros", "aten.ones", "aten.full", "aten.empty", "aten.arange
 
 
 def work(op: Op, operands: Specs, kind: KernelKind = "cuda") -> Work:
-    """The work of an operator.
+    """Counts the work of an operator.
 
     Args:
-        op: ``op.outputs`` are the specs of its outputs on this rank.
-        operands: specs of ``op.operands`` on this rank.
-        kind: of the device's kernels; some exist on one alone.
+        op: the operator; ``op.outputs`` are the specs of its outputs on this rank.
+        operands: the specs of ``op.operands`` on this rank.
+        kind: the kind of the device's kernels; some kernels exist for one kind only.
 
     Returns:
-        An operator that is not known counts as elementwise, and as keeping its operands and output for backward: the
-        larger of what it may be.
+        The work. An unknown operator counts as elementwise and as keeping its operands and output for backward, an upper bound.
     """
     if op.target in VIEWS:
         return _view(op, operands)
     maker = _SPECIAL.get(op.target)
     if op.target == "aten.einsum.default" and len(operands) != 2:
-        maker = None  # no product of two matrices
-    found = maker(op, operands, kind) if maker else _elementwise(op, operands)
-    if found.flops and op.spec.dtype.is_complex:
-        found = _of_complex(found)
+        maker = None  # not a product of two matrices
+    done = maker(op, operands, kind) if maker else _elementwise(op, operands)
+    if done.flops and op.spec.dtype.is_complex:
+        done = _of_complex(done)
     if op.target in FUNCTIONS and operands:
-        found = replace(found, function=FUNCTIONS[op.target], elements=operands[0].numel)
+        done = replace(done, function=FUNCTIONS[op.target], elements=operands[0].numel)
     for spec in op.outputs:
         if spec.requires_grad:
-            return found
+            return done
     return replace(
-        found, backward_flops=0.0, backward_products=(), backward_matmuls=0, backward_bytes=0, beside_bytes=0, backward_launches=0, saved=(),
+        done, backward_flops=0.0, backward_products=(), backward_matmuls=0, backward_bytes=0, beside_bytes=0, backward_launches=0, saved=(),
         saves_output=False, saved_bytes=0, backward_workspace_bytes=0,
     )  # fmt: skip
 
 
 COMPLEX = 4
-"""Real products in one of complex numbers, (a + bi)(c + di), as BLAS counts them: 8 flops for each multiplication and addition,
-where real ones have 2 (LAPACK Working Note 41: 6 for a complex
-multiplication, 2 for an addition)."""
+"""Real products in one product of complex numbers, (a + bi)(c + di).
+
+As BLAS counts them, a complex multiply-add has 8 flops where a real one has 2 (LAPACK Working Note 41: 6 for a complex multiplication, 2
+for an addition).
+"""
 
 
 def _of_complex(work: Work) -> Work:
-    """Products in flops of the real dtype, whose rate prices them: by the curve, as tiles of complex kernels are others."""
+    """Returns complex products as flops of the real dtype, at whose rate they are priced.
+
+    They are priced by the efficiency curve, as complex kernels have other tiles.
+    """
     times = replace(work, flops=COMPLEX * work.flops, backward_flops=COMPLEX * work.backward_flops)
     return replace(times, products=(), backward_products=())
 
 
 def is_elementwise(op: Op) -> bool:
-    """Whether the work of an operator depends on the bytes of its operands and outputs alone, whatever their shapes."""
+    """Returns whether an operator's work depends only on the bytes of its operands and outputs, whatever their shapes."""
     return op.target not in VIEWS and op.target not in _SPECIAL and op.target != "autopar.opaque"
 
 
 def _view(op: Op, operands: Specs) -> Work:
-    """Nothing forward; backward of a part fills a whole gradient, that of an expansion sums."""
+    """Returns the work of a view: none forward; backward fills a full gradient of a part, and sums that of an expansion."""
     if not op.spec.requires_grad:
         return _NOTHING
     source, out = operands[0], op.spec
@@ -129,11 +133,11 @@ def _elementwise(op: Op, operands: Specs) -> Work:
         return _NOTHING
     gradients = with_grad(operands)
     saved, saves_output = _saved(op, operands)
-    needed = sum(operands[i].num_bytes for i in saved) + (op.spec.num_bytes if saves_output else 0)
-    made = total(op.outputs)
+    saved_bytes = sum(operands[i].num_bytes for i in saved) + (op.spec.num_bytes if saves_output else 0)
+    output_bytes = total(op.outputs)
     return Work(
-        num_bytes=total(operands) + made,
-        backward_bytes=made + needed + total(gradients),
+        num_bytes=total(operands) + output_bytes,
+        backward_bytes=output_bytes + saved_bytes + total(gradients),
         backward_launches=len(gradients),
         saved=saved,
         saves_output=saves_output,
@@ -141,7 +145,7 @@ def _elementwise(op: Op, operands: Specs) -> Work:
 
 
 def _saved(op: Op, operands: Specs) -> tuple[tuple[int, ...], bool]:
-    """Positions of the operands that autograd keeps, and whether it keeps the output."""
+    """Returns the positions of the operands that autograd keeps, and whether it keeps the output."""
     target = op.target
     if target in SAVES_NOTHING:
         return (), False
@@ -165,15 +169,15 @@ def _has_gradients(spec: TensorSpec) -> bool:
 
 
 def _cast(logits: TensorSpec) -> tuple[int, int]:
-    """Bytes of logits in the dtype of their loss, and those read and written to make them so: none where they are."""
+    """Returns the bytes of logits in the dtype of their loss, and the bytes of the cast to it; 0 where they have that dtype."""
     whole = logits.numel * max(FLOAT, logits.dtype.itemsize)
     return whole, 0 if logits.dtype.itemsize >= FLOAT else logits.num_bytes + whole
 
 
 def _softmax_loss(op: Op, operands: Specs, kind: KernelKind) -> Work:
-    """cross_entropy_sum: a cast where half, log-softmax (kept), the picked values.
+    """Returns the work of cross_entropy_sum: a cast of half precision, log-softmax (kept), and the selected values.
 
-    Of padded logits the real ones are copied, and their gradient back: that is the cast where there is one.
+    Of padded logits the real ones are copied, and their gradient back; a cast includes this copy.
     """
     whole, cast_bytes = _cast(operands[0])
     is_padded = op.target == "autopar.cross_entropy_sum" and bool(argument(op, 4, "classes", 0))
@@ -190,7 +194,7 @@ def _softmax_loss(op: Op, operands: Specs, kind: KernelKind) -> Work:
 
 
 def _split_softmax_loss(op: Op, operands: Specs, kind: KernelKind) -> Work:
-    """cross_entropy_vocabulary: maximum, difference, exponential in place (kept), sum; one product backward."""
+    """Returns the work of cross_entropy_vocabulary: maximum, difference, exponential in place (kept), sum; one product backward."""
     logits = operands[0]
     whole, cast_bytes = _cast(logits)
     return Work(
@@ -204,9 +208,9 @@ def _split_softmax_loss(op: Op, operands: Specs, kind: KernelKind) -> Work:
 
 
 def _ctc(op: Op, operands: Specs, kind: KernelKind) -> Work:
-    """ctc_losses: for each time and sample the log-probability of each prefix of the labels with blanks between (kept).
+    """Returns the work of ctc_losses: log-probabilities of each prefix of the labels with blanks, by time and sample (kept).
 
-    Backward makes as many of suffixes, and a gradient of all classes (torch: ``ctc_loss_backward``).
+    Backward computes as many for suffixes, and a gradient of all classes (torch: ``ctc_loss_backward``).
     """
     log_probs, targets = operands[:2]
     time, samples, _ = log_probs.shape
@@ -236,7 +240,7 @@ def _norm(op: Op, operands: Specs, kind: KernelKind) -> Work:
 
 
 def _embedding(op: Op, operands: Specs, kind: KernelKind) -> Work:
-    """A look-up; backward fills a gradient of the whole table and adds the rows."""
+    """Returns the work of a look-up; backward fills a gradient of the full table and adds the rows."""
     table, ids = operands[0], operands[1]
     passes = 2 if op.target == "aten.embedding.default" else 4
     masks = 0 if op.target == "aten.embedding.default" else ids.num_bytes + ids.numel
@@ -251,9 +255,9 @@ def _embedding(op: Op, operands: Specs, kind: KernelKind) -> Work:
 
 
 def _bag(op: Op, operands: Specs, kind: KernelKind) -> Work:
-    """Rows are read and added in one kernel; backward fills a gradient of the whole table and adds the rows.
+    """Returns the work of an embedding bag: one kernel reads and adds rows; backward fills a full gradient and adds the rows.
 
-    Kept: ids, and for each the number of its bag; under a maximum the row that each value is of; factors of rows.
+    It keeps the ids and the bag of each, the row of each value under a maximum, and the factors of rows.
     """
     table, ids = operands[0], operands[1]
     read = ids.numel * table.shape[-1] * table.dtype.itemsize
@@ -273,13 +277,13 @@ def _bag(op: Op, operands: Specs, kind: KernelKind) -> Work:
 
 
 def _over_data(op: Op, operands: Specs, kind: KernelKind) -> Work:
-    """A change of type over the data axes: a copy into or out of rank order."""
+    """Returns the work of a change of type over the data axes: a copy into or out of rank order."""
     whole = max(operands[0].num_bytes, op.spec.num_bytes)
     return Work(num_bytes=2 * whole, backward_bytes=2 * whole, backward_launches=1, workspace_bytes=whole)
 
 
 def _opaque(op: Op, operands: Specs, kind: KernelKind) -> Work:
-    """A region of unknown code: what one run of it counted, scaled by its input; elementwise beside that."""
+    """Returns the work of a region of unknown code: the counts of one run, scaled by its input, and elementwise work."""
     region = region_of(str(op.args[0]))
     share = max(1, sum(spec.numel for spec in operands[: len(cast("tuple[object, ...]", op.args[1]))])) / region.numel
     moved = total(operands) + total(op.outputs)
@@ -296,7 +300,10 @@ def _opaque(op: Op, operands: Specs, kind: KernelKind) -> Work:
 
 
 def _dropout(op: Op, operands: Specs, kind: KernelKind) -> Work:
-    """Keeps its mask, one byte an element; one kernel each way on a GPU, three and two on a CPU (draw, product, scale)."""
+    """Returns the work of dropout, which keeps its mask, one byte an element.
+
+    It is one kernel each way on a GPU; on a CPU three forward and two backward (draw, product, scale).
+    """
     x = operands[0]
     if kind != "cpu":
         num_bytes = 2 * x.num_bytes + x.numel
@@ -312,7 +319,7 @@ def _dropout(op: Op, operands: Specs, kind: KernelKind) -> Work:
 
 
 def _change_of_type(op: Op, operands: Specs, kind: KernelKind) -> Work:
-    """Gathering or scattering along an inner dim copies the whole tensor into and out of rank order; zig-zag order too."""
+    """Returns the copies of a change of type: into and out of rank order along an inner dim, and into zig-zag order."""
     in_order = op.target not in ("autopar.all_gather", "autopar.reduce_scatter") or op.args[2] == 0
     if in_order and not op.target.startswith("autopar.zigzag_"):
         return _NOTHING
@@ -330,19 +337,19 @@ def _sum(op: Op, operands: Specs, kind: KernelKind) -> Work:
 
 
 def _mean(op: Op, operands: Specs, kind: KernelKind) -> Work:
-    """A sum; backward divides its expanded gradient, which writes a whole one (torch: ``mean_backward``)."""
-    found = _sum(op, operands, kind)
-    return replace(found, backward_bytes=found.backward_bytes + operands[0].num_bytes)
+    """Returns the work of a sum; backward divides its expanded gradient, which writes a full one (torch: ``mean_backward``)."""
+    sum_work = _sum(op, operands, kind)
+    return replace(sum_work, backward_bytes=sum_work.backward_bytes + operands[0].num_bytes)
 
 
 def _power(op: Op, operands: Specs, kind: KernelKind) -> Work:
-    """Backward is a power of what was kept, times the exponent, times the gradient: three kernels (torch: ``pow_backward``)."""
-    found = _elementwise(op, operands)
-    if not found.backward_launches:
-        return found
+    """Returns the work of a power; backward is a power of what was kept, times exponent, times gradient (torch: ``pow_backward``)."""
+    base = _elementwise(op, operands)
+    if not base.backward_launches:
+        return base
     size = op.spec.num_bytes
     return replace(
-        found, backward_bytes=found.backward_bytes + 4 * size, backward_launches=3, backward_workspace_bytes=size
+        base, backward_bytes=base.backward_bytes + 4 * size, backward_launches=3, backward_workspace_bytes=size
     )
 
 
@@ -367,5 +374,5 @@ _SPECIAL: dict[str, Callable[[Op, Specs, KernelKind], Work]] = {
 
 
 def operand_specs(op: Op, specs: Callable[[Ref], TensorSpec]) -> tuple[TensorSpec, ...]:
-    """Specs of an operator's operands."""
+    """Returns the specs of an operator's operands."""
     return tuple(specs(ref) for ref in op.operands)

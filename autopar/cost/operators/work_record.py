@@ -10,7 +10,7 @@ from autopar.graph.graph import Op, TensorSpec
 Specs = Sequence[TensorSpec]
 
 FLOAT = 4
-"""Bytes of the type in which torch computes the losses of half precision logits."""
+"""The bytes of the dtype in which torch computes losses of half precision logits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +24,12 @@ class Product:
 
     @property
     def flops(self) -> float:
-        """Two for each multiply-add."""
+        """Two flops for each multiply-add."""
         return 2.0 * self.count * self.rows * self.columns * self.depth
 
     @property
     def gradients(self) -> tuple[Product, Product]:
-        """Those that give the gradients of the left and of the right matrix."""
+        """The products that give the gradients of the left and of the right matrix."""
         return (
             Product(self.count, self.rows, self.depth, self.columns),
             Product(self.count, self.depth, self.columns, self.rows),
@@ -38,24 +38,24 @@ class Product:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """One operator, forward and backward.
+    """The work of one operator, forward and backward.
 
     Attributes:
-        flops, backward_flops: of matrix products; elementwise work counts as bytes alone.
-        products, backward_products: where their shapes are known; their flops add up to those above.
-        matmuls, backward_matmuls: calls of a library for them, of which each takes ``Overheads.product_s``.
-        smallest_dim: of the products' m, n, k; where efficiency curves are read.
-        is_attention: the products are those of fused attention, which has a rate of its own.
-        dtype: in which products multiply, where that is not the operator's own.
-        num_bytes, backward_bytes: read and written.
-        beside_bytes: read and written in backward by kernels other than the products' (sums for a bias).
-        launches, backward_launches: kernels; 0 for a view.
-        saved: positions of the operands that backward needs.
-        saves_output: backward needs the output.
-        saved_bytes: what backward needs besides.
+        flops, backward_flops: flops of matrix products; elementwise work counts only as bytes.
+        products, backward_products: the products where their shapes are known; their flops add up to those above.
+        matmuls, backward_matmuls: library calls for products, each of which takes ``Overheads.product_s``.
+        smallest_dim: the smallest of the products' m, n, k, at which efficiency curves are read.
+        is_attention: whether the products are those of fused attention, which has its own rate.
+        dtype: the dtype of products where it is not the operator's.
+        num_bytes, backward_bytes: bytes read and written.
+        beside_bytes: bytes read and written in backward by kernels other than the products' (sums for a bias).
+        launches, backward_launches: kernel launches; 0 for a view.
+        saved: the positions of the operands that backward needs.
+        saves_output: whether backward needs the output.
+        saved_bytes: what else backward needs.
         workspace_bytes, backward_workspace_bytes: temporaries inside the operator.
-        function, elements: the elementwise function that it computes (``autopar.cost.operators.work.FUNCTIONS``; empty: none of them)
-            and of how many elements.
+        function, elements: the elementwise function that it computes (``autopar.cost.operators.work.FUNCTIONS``; empty: none), and the
+            number of its elements.
     """
 
     flops: float = 0.0
@@ -82,17 +82,17 @@ class Work:
 
 
 def total(specs: Specs) -> int:
-    """Bytes of all."""
+    """Returns the bytes of all specs."""
     return sum([spec.num_bytes for spec in specs])
 
 
 def with_grad(operands: Specs) -> list[TensorSpec]:
-    """Those that backward reaches."""
+    """Returns the operands with a gradient."""
     return [spec for spec in operands if spec.requires_grad]
 
 
 def argument(op: Op, position: int, name: str, default: object) -> object:
-    """A positional or named argument of an operator."""
+    """Returns a positional or named argument of an operator."""
     if position < len(op.args):
         return op.args[position]
     return dict(op.kwargs).get(name, default)

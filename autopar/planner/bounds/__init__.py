@@ -1,7 +1,7 @@
-"""Relaxations: lower bounds of the step time of every plan of a candidate, and proofs of them.
+"""Relaxations: lower bounds of the step time of all plans of a candidate, and certificates of these bounds.
 
-A candidate in a layout becomes a ``PipelineInstance`` (``instance_maker``): what blocks take and hold at the least (``floors``), on which
-device each pipeline rank lies, and the schedule. Relaxations read nothing else: the work relaxation (``columns``), the feasibility
-relaxation (``feasibility``: can ranks take all blocks in a time?), the chain program (``chain_program``: chains of the schedule as cutting
-planes, after Kelley 1960, with weights as proofs). ``cascade`` asks them in that order.
+``instance_maker`` turns a candidate in a layout into a ``PipelineInstance``: the least time and memory of each block (``floors``), the
+device of each pipeline rank, and the schedule. Relaxations read nothing else. ``cascade`` runs them from cheap to tight: the work
+relaxation (``columns``), the feasibility relaxation (``feasibility``: can the ranks take all blocks within a time?), and the chain program
+(``chain_program``: chains of the schedule as cutting planes, after Kelley 1960, whose weights are a certificate).
 """

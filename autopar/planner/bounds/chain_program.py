@@ -1,15 +1,15 @@
-"""The tightest relaxation: the chains of actions that a schedule itself names, as cuts of a linear program.
+"""The chain program, the tightest relaxation: a linear program whose cutting planes are chains of a schedule's actions.
 
-What chains and their weights prove is in :mod:`autopar.planner.bounds.chain_proof`. The best weights are those of the linear program
-over cuts into parts of blocks (Kelley's cutting planes): it is solved with the chains that are known, two through each rank at first, a
-cut is simulated, and the longest chain of that simulation is added, until the two agree. The cut that is simulated lies between that of
-the solution, which leaps from one end of what the chains leave open to another, and the quickest one that is known (the in-out
+:mod:`autopar.planner.bounds.chain_proof` says what chains and their weights prove. The best weights are the dual solution of a linear
+program over fractional cuts of blocks into stages (Kelley's cutting planes). It is solved with the known chains, at first two through each
+rank. Then a cut is simulated and the longest chain of that simulation is added, until program and simulation agree. As solutions leap
+between extreme points of what the chains leave open, the simulated cut lies between the solution and the fastest cut so far (the in-out
 separation of Ben-Ameur and Neto 2007).
 
-Where stages are given its variables are the choices of whole modes of each rank. Else blocks in parts spread evenly; of whole ones a slow
-device that has time for 1.6 takes one or two. So where the bound is still below what is aimed at, the same program is solved with whole
-numbers of blocks on each stage, as an integer program whose step is no longer than that time: often there is none. Its bound is the
-solver's alone.
+Where the stages are given, the variables are the choices of whole modes of each rank. Elsewhere fractional blocks spread evenly where whole
+ones cannot: a slow device with time for 1.6 blocks takes one or two. So where the bound falls short of the time aimed at, an integer
+program with whole numbers of blocks on each stage is solved for a step no longer than that; often it is infeasible. This last bound has no
+certificate but the solver's word.
 """
 
 from __future__ import annotations
@@ -26,47 +26,51 @@ from autopar.planner.bounds.chain_proof import ROUNDING, ChainProof, Stages, Who
 from autopar.planner.bounds.instance import Array, PipelineInstance
 
 ROUNDS = 20, 60
-"""Programs that are solved for an instance at most, where they are large and where they are small."""
+"""The limits on linear programs of an instance, for large and for small ones (docs/adr/0023: fewer for small ones widen gaps)."""
 
 COLUMNS = 6000
-"""Of all programs of an instance: the larger they are, the fewer are solved."""
+"""The limit on the variables of all programs of an instance together, within ``ROUNDS``."""
 
 MOST_ACTIONS = 60_000
-"""Of a schedule whose chains are looked for: beyond it a simulation takes too long."""
+"""The limit on actions of a schedule whose chains are sought; a longer simulation takes too long."""
 
 STEP = 0.5
-"""Of the way from the quickest cut that is known to the solution of a program, where a chain is looked for first."""
+"""Where chains are sought first: this fraction of the way from the fastest known cut to the solution (docs/adr/0023 compares others)."""
 
 PRECISION = 2e-4
-"""Of the simulated step, within which a bound is not raised further."""
+"""The relative gap between the simulated step and the bound at which the bound is no longer raised."""
 
 KEPT = 12
-"""Proofs of a schedule that are tried on its other candidates: those that were found last."""
+"""The number of proofs of a schedule, the latest ones, that are tried on its other candidates."""
 
 NEAR = 0.92
-"""Of the time that is aimed at: below, whole blocks are left, as they raise a bound by some percent at most."""
+"""The least ratio of the bound to the time aimed at for which integer programs are solved: they raise a bound by a few percent at most."""
 
 NODES = 2000
-"""Of an integer program, at most."""
+"""The limit on branch-and-bound nodes of an integer program."""
 
 WHOLE_ROUNDS = 3
-"""Integer programs that are solved for an instance at most."""
+"""The limit on integer programs of an instance."""
 
 DIGITS = 9
-"""Of numbers in programs and their solutions: beyond them results of the same sums may differ, and with them which of equal ones is found."""
+"""The digits of coefficients and solutions after rounding.
+
+The last bits of equal sums differ between processes; degenerate programs would then have other solutions.
+"""
 
 WHOLE = 1e-5
-"""Of the bound of an integer program, what the solver's tolerances may be."""
+"""The fraction by which an integer program's bound is lowered for the solver's tolerances."""
 
 INFEASIBLE = 2
-"""What scipy calls a program without a solution."""
+"""The status of :func:`scipy.optimize.milp` for a program without a solution."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainBound:
-    """No plan takes less than ``time_s``: by the proof, or of whole blocks, by the solver of integer programs alone.
+    """A lower bound ``time_s`` of all plans, in seconds, and the best proof.
 
-    Without a proof some rank cannot hold the blocks of its stages, which are given.
+    The proof gives ``time_s``, or less where an integer program has raised the bound. It is None where some rank cannot hold the blocks of
+    its given stages.
     """
 
     time_s: float
@@ -82,17 +86,17 @@ def chain_bound(
     whole_s: float | None = 0.0,
     rounds: int | None = None,
 ) -> ChainBound | None:
-    """The best bound that is found, at least ``goal_s`` where it gets there; infinite where given stages do not fit.
+    """Returns the best bound that is found, at least ``goal_s`` where it gets there; infinite where given stages do not fit.
 
-    None where the schedule is too long, or no parts of blocks fit.
+    None where the schedule is too long, or not even fractional blocks fit.
 
     Args:
-        goal_s: the program is left where its bound is no less.
-        known: proofs of other instances of the schedule: their weights are tried first, and their chains are the first ones.
-        above_s: the program is left where some parts of blocks take no more: its bound then comes to no more than that.
-        whole_s: up to here the bound is raised by whole blocks, where the one of parts of blocks is near. None: it is only asked whether
-            the bound comes to the goal, and the program is left where some parts of blocks take less.
-        rounds: programs that are solved at most; None: as many as are worth it.
+        goal_s: the search for chains ends when the bound reaches it.
+        known: proofs of other instances of the schedule; their weights are tried first, and their chains are the first cutting planes.
+        above_s: the search for chains ends when some fractional cut takes no longer, as the bound cannot exceed this time.
+        whole_s: where the bound of fractional blocks is near this time, integer programs raise it up to here. None: the caller asks only
+            whether the bound reaches the goal; the search ends when some fractional cut takes no longer than the goal.
+        rounds: the limit on linear programs; 0 solves none where proofs are known. None, or 0 without proofs: as many as are worth it.
     """
     if 2 * instance.pp * instance.virtual_stages * instance.num_micro_batches > MOST_ACTIONS:
         return None
@@ -108,7 +112,7 @@ def chain_bound(
             return ChainBound(time_s=best.bound_s, proof=best)
     chains = [chain for proof in known for chain in proof.chains]
     program = _Program(stages, chains) if stages.modes is None else _ModeProgram(stages, stages.modes, chains)
-    least_s, within = goal_s if whole_s is None else above_s, None
+    least_s, fastest = goal_s if whole_s is None else above_s, None
     for _ in range(rounds or int(np.clip(COLUMNS // program.size, *ROUNDS))):
         solved = program.solve()
         if solved is None:
@@ -116,7 +120,7 @@ def chain_bound(
         proof, solution = solved
         if best is None or proof.bound_s > best.bound_s:
             best = proof
-        is_new, within = _separated(program, solution, within)
+        is_new, fastest = _separated(program, solution, fastest)
         is_near = program.step_s - best.bound_s <= PRECISION * program.step_s
         if best.bound_s >= goal_s or is_near or not is_new or program.step_s <= least_s:
             break
@@ -128,66 +132,73 @@ def chain_bound(
     return ChainBound(time_s=time_s, proof=best)
 
 
-def _separated(program: _Program | _ModeProgram, solution: Array, within: Array | None) -> tuple[bool, Array]:
-    """Whether a chain was found, between the quickest cut that is known (None: there is none) and the solution; the quickest one then."""
-    if within is None:
+def _separated(program: _Program | _ModeProgram, solution: Array, fastest: Array | None) -> tuple[bool, Array]:
+    """Separates a chain between the fastest known cut (None: there is none) and the solution.
+
+    Returns whether a new chain was found, and the fastest cut then.
+    """
+    if fastest is None:
         return program.separate(solution), solution
-    known_s, between = program.step_s, (within + STEP * (solution - within)).round(DIGITS)
+    fastest_s, between = program.step_s, (fastest + STEP * (solution - fastest)).round(DIGITS)
     is_new = program.separate(between)
-    return is_new or program.separate(solution), between if program.step_s < known_s else within
+    return is_new or program.separate(solution), between if program.step_s < fastest_s else fastest
 
 
 def _proof(stages: Stages, chains: Sequence[tuple[int, ...]], weights: Array, byte_s: Array) -> ChainProof:
-    """The proof of the chains that have some weight."""
-    some = np.flatnonzero(weights > ROUNDING * weights.sum())
+    """Returns the proof of the chains whose weights are not zero."""
+    used = np.flatnonzero(weights > ROUNDING * weights.sum())
     proof = ChainProof(
-        bound_s=0.0, chains=tuple(chains[int(i)] for i in some),
-        weights=tuple((weights[some] / weights[some].sum()).tolist()), byte_s=tuple(byte_s.tolist()),
+        bound_s=0.0, chains=tuple(chains[int(i)] for i in used),
+        weights=tuple((weights[used] / weights[used].sum()).tolist()), byte_s=tuple(byte_s.tolist()),
     )  # fmt: skip
     return replace(proof, bound_s=float(stages.least_s([proof])[0]) * (1 - ROUNDING))
 
 
 class _ModeProgram:
-    """The shortest step of given stages by some chains; variables: the parts of each choice of whole modes of each rank, and the step.
+    """The linear program of given stages: the shortest step under the constraints of some chains.
+
+    Its variables are the fractions of each rank's choices of whole modes, and the step.
 
     Args:
-        chains: that are known; without any those through each rank.
+        stages: the instance by stages.
+        modes: the choices of each rank.
+        chains: the known chains; if empty, those through each rank.
 
     Attributes:
-        step_s: the shortest step so far of stages whose backwards are means of choices.
-        size: variables.
+        step_s: the shortest simulated step so far, of backwards that are convex combinations of choices.
+        size: the number of variables.
     """
 
     def __init__(self, stages: Stages, modes: WholeModes, chains: Sequence[tuple[int, ...]]) -> None:
         self.stages, self.modes, self.step_s = stages, modes, np.inf
-        self.rank = np.repeat(np.arange(stages.pp), [len(own) for own in modes.choices])
+        self.rank = np.repeat(np.arange(stages.pp), [len(choices) for choices in modes.choices])
         self.backward_s = np.zeros((stages.num, len(self.rank)))
-        for rank, own in enumerate(modes.choices):
-            self.backward_s[rank :: stages.pp, self.rank == rank] = own.T
+        for rank, choices in enumerate(modes.choices):
+            self.backward_s[rank :: stages.pp, self.rank == rank] = choices.T
         self.size = len(self.rank) + 1
         self.scale_s, first = stages.simulated(modes.count, self.backward_s.max(axis=1))
         self.chains = [*dict.fromkeys((first, *(chains or rank_chains(*stages.key))))]
 
     def solve(self) -> tuple[ChainProof, Array] | None:
-        """The proof of the best weights, and the backward seconds of each stage in the solution."""
+        """Returns the proof of the best weights and the backward seconds of each stage in the solution; None without weights."""
         stages = self.stages
         counts = np.array([counts_of(stages.key, chain) for chain in self.chains])
         rows = counts[:, stages.num : 2 * stages.num] @ self.backward_s / self.scale_s
         of_rank = np.arange(stages.pp)[:, None] == self.rank
-        found = linprog(
+        result = linprog(
             np.arange(self.size) == self.size - 1,
             A_ub=np.concatenate([rows.round(DIGITS), -np.ones((len(rows), 1))], axis=1),
             b_ub=(-self.modes.fixed_s(counts) / self.scale_s).round(DIGITS),
             A_eq=np.pad(of_rank, ((0, 0), (0, 1))), b_eq=np.ones(stages.pp), method="highs-ds",
             options={"presolve": False},
         )  # fmt: skip
-        weights = np.maximum(-found.ineqlin.marginals, 0.0) if found.status == 0 else np.zeros(1)
+        weights = np.maximum(-result.ineqlin.marginals, 0.0) if result.status == 0 else np.zeros(1)
         if weights.sum() <= 0:
             return None
-        return _proof(stages, self.chains, weights, np.zeros(stages.pp)), self.backward_s @ found.x[:-1].round(DIGITS)
+        return _proof(stages, self.chains, weights, np.zeros(stages.pp)), self.backward_s @ result.x[:-1].round(DIGITS)
 
     def separate(self, backward_s: Array) -> bool:
-        """Whether a chain is added: the longest one of a solution."""
+        """Simulates a solution and adds its longest chain; returns whether that chain is new."""
         step_s, chain = self.stages.simulated(self.modes.count, backward_s)
         self.step_s = min(self.step_s, step_s)
         is_new = chain not in self.chains
@@ -196,36 +207,38 @@ class _ModeProgram:
 
 
 class _Program:
-    """The shortest step of parts of blocks by some chains.
+    """The linear program of stages that are cut freely: the shortest step of fractional blocks under the constraints of some chains.
 
-    Variables: blocks of each kind on each stage in each mode, the first and the last block where they have to be; the step.
+    Its variables are the blocks of each kind on each stage in each mode, and the step. The first and the last block are on their stages
+    where they are the only ones of their kind.
 
     Args:
-        chains: that are known; without any those through each rank. The longest one of even stages is added.
+        stages: the instance by stages.
+        chains: the known chains; if empty, those through each rank. The longest chain of equal stages is added.
 
     Attributes:
-        step_s: the shortest step of parts of blocks so far.
-        fixed: rows that are of no chain.
+        step_s: the shortest simulated step of fractional blocks so far.
+        fixed: the number of constraints that are not chains; they come first.
     """
 
     def __init__(self, stages: Stages, chains: Sequence[tuple[int, ...]]) -> None:
         self.stages = stages
         self.step_s = np.inf
         num, kinds, _ = shape = stages.backward_s.shape
-        may = np.ones(shape, dtype=bool)
+        is_allowed = np.ones(shape, dtype=bool)
         self.count = np.bincount(stages.kinds, minlength=kinds).astype(float)
         for k, at in ((stages.kinds[0], 0), (stages.kinds[-1], num - 1)):
-            if self.count[k] == 1:  # the only one of its kind: on no other stage
-                may[:, k] &= np.arange(num)[:, None] == at
-        self.may, (stage, kind, _) = may, may.nonzero()
+            if self.count[k] == 1:  # a single block of its kind is on no other stage
+                is_allowed[:, k] &= np.arange(num)[:, None] == at
+        self.is_allowed, (stage, kind, _) = is_allowed, is_allowed.nonzero()
         self.scale_s, even = stages.longest(stages.even())
         self.scale_bytes = max(float(np.abs(stages.room).max()), 1.0)
-        num_bytes = (stages.static[..., None] + stages.held[:, None, None] * stages.kept)[may] / self.scale_bytes
+        num_bytes = (stages.static[..., None] + stages.held[:, None, None] * stages.kept)[is_allowed] / self.scale_bytes
         self.on_stage, self.of_kind = (np.arange(size)[:, None] == own for size, own in ((num, stage), (kinds, kind)))
         memory = (np.arange(stages.pp)[:, None] == stages.rank[stage]) * num_bytes.round(DIGITS)
         self.chains: list[tuple[int, ...]] = []
         ends = np.array(stages.instance.ends[:-1], dtype=float).reshape(-1, 2)
-        behind = np.cumsum(self.on_stage, axis=0)[: len(ends)]  # blocks on the stages up to each one
+        behind = np.cumsum(self.on_stage, axis=0)[: len(ends)]  # the number of blocks on the stages up to each one
         self.rows = np.concatenate([memory, -1.0 * self.on_stage, -1.0 * behind, 1.0 * behind])
         self.rows = np.concatenate([self.rows, np.zeros((len(self.rows), 1))], axis=1)
         self.limits = np.concatenate([stages.room / self.scale_bytes, -np.ones(num), -ends[:, 0], ends[:, 1]])
@@ -234,17 +247,17 @@ class _Program:
 
     @property
     def size(self) -> int:
-        """Variables."""
+        """The number of variables."""
         return int(self.rows.shape[1])
 
     def separate(self, blocks: Array) -> bool:
-        """Whether a chain is added: the longest one of a solution."""
+        """Simulates a solution and adds its longest chain; returns whether that chain is new."""
         step_s, chain = self.stages.longest(blocks)
         self.step_s = min(self.step_s, step_s)
         return self.add(chain)
 
     def add(self, chain: tuple[int, ...]) -> bool:
-        """Whether a chain was not known."""
+        """Adds a chain; returns whether it is new."""
         if chain in self.chains:
             return False
         self._add([chain])
@@ -253,36 +266,36 @@ class _Program:
     def _add(self, chains: Sequence[tuple[int, ...]]) -> None:
         stages = self.stages
         counts = np.array([counts_of(stages.key, chain) for chain in chains])
-        blocks = stages.block_s(counts, np.zeros((len(counts), stages.pp)))[:, self.may] / self.scale_s
+        blocks = stages.block_s(counts, np.zeros((len(counts), stages.pp)))[:, self.is_allowed] / self.scale_s
         self.chains += chains
         rows = np.concatenate([blocks.round(DIGITS), -np.ones((len(counts), 1))], axis=1)
         self.rows = np.concatenate([self.rows, rows])
         self.limits = np.concatenate([self.limits, (-stages.fixed_s(counts) / self.scale_s).round(DIGITS)])
 
     def solve(self) -> tuple[ChainProof, Array] | None:
-        """The proof of the best weights, and the stages of the solution [s, k, o]; None: there is none."""
+        """Returns the proof of the best weights, and the blocks of the solution [s, k, o]; None where the program has no solution."""
         size, stages = self.size, self.stages
-        found = linprog(
+        result = linprog(
             np.arange(size) == size - 1, A_ub=self.rows, b_ub=self.limits, A_eq=np.pad(self.of_kind, ((0, 0), (0, 1))),
             b_eq=self.count, method="highs-ds", options={"presolve": False},
         )  # fmt: skip
-        if found.status != 0:
+        if result.status != 0:
             return None
-        prices = np.maximum(-found.ineqlin.marginals, 0.0)
+        prices = np.maximum(-result.ineqlin.marginals, 0.0)
         weights = prices[self.fixed :]
         if weights.sum() <= 0:
             return None
         byte_s = prices[: stages.pp] / weights.sum() * self.scale_s / self.scale_bytes
-        return _proof(stages, self.chains, weights, byte_s), self._blocks(found.x)
+        return _proof(stages, self.chains, weights, byte_s), self._blocks(result.x)
 
     def whole_s(self, goal_s: float) -> float:
-        """The least step in which each stage, and each rank, has a whole number of blocks, up to ``goal_s``.
+        """Returns a bound of the step with whole numbers of blocks on each stage and each rank, at most ``goal_s``.
 
-        Where there is one below, the longest chain of its stages is added, a few times.
+        While a solution below the goal is found, the longest chain of its stages is added, up to ``WHOLE_ROUNDS`` times.
         """
         stages, bound_s = self.stages, 0.0
         on_rank = (np.arange(stages.pp)[:, None] == stages.rank) @ self.on_stage
-        parts = np.concatenate([self.on_stage, on_rank])  # their blocks are the last variables
+        parts = np.concatenate([self.on_stage, on_rank])  # the last variables are the blocks of each
         equal = np.block([[self.of_kind, np.zeros((len(self.count), 1 + len(parts)))],
                           [parts, np.zeros((len(parts), 1)), -np.eye(len(parts))]])  # fmt: skip
         count = np.append(self.count, np.zeros(len(parts)))
@@ -290,21 +303,24 @@ class _Program:
         most = np.where(place == step, goal_s / self.scale_s * (1 + WHOLE), np.inf)
         for _ in range(WHOLE_ROUNDS):
             rows = np.pad(self.rows, ((0, 0), (0, len(parts))))
-            found = milp(
+            result = milp(
                 place == step, integrality=place > step, bounds=Bounds(0.0, most),
                 constraints=[LinearConstraint(rows, -np.inf, self.limits), LinearConstraint(equal, count, count)],
                 options={"node_limit": NODES, "mip_rel_gap": PRECISION},
             )  # fmt: skip
-            if found.status == INFEASIBLE:
+            if result.status == INFEASIBLE:
                 return goal_s
-            if found.mip_dual_bound is not None:
-                bound_s = max(bound_s, float(found.mip_dual_bound) * self.scale_s * (1 - WHOLE))
-            if found.x is None or not self.add(stages.longest(self._blocks(found.x))[1]):
+            if result.mip_dual_bound is not None:
+                bound_s = max(bound_s, float(result.mip_dual_bound) * self.scale_s * (1 - WHOLE))
+            if result.x is None or not self.add(stages.longest(self._blocks(result.x))[1]):
                 break
         return bound_s
 
     def _blocks(self, values: Array) -> Array:
-        """Of each kind on each stage in each mode [s, k, o]; rounded, so that which chain is the longest does not depend on rounding."""
-        found = np.zeros(self.may.shape)
-        found[self.may] = np.round(values[: self.may.sum()], DIGITS)
-        return found
+        """Returns the blocks of each kind on each stage in each mode [s, k, o].
+
+        They are rounded, so that the choice among equally long chains does not depend on the last bits.
+        """
+        blocks = np.zeros(self.is_allowed.shape)
+        blocks[self.is_allowed] = np.round(values[: self.is_allowed.sum()], DIGITS)
+        return blocks

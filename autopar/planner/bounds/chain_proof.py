@@ -1,18 +1,17 @@
-"""Chains of actions as proofs: what each stage of a schedule adds to them, and the bound that their weights give.
+"""Chains of actions as certificates: what each stage of a schedule adds to a chain, and the bound that weighted chains give.
 
-A schedule's actions wait for each other: each for the one before it on its rank, and for the message that it needs. Any chain of
-actions of which each waits for the one before takes no longer than the step. Let chains weigh y_j (the weights sum to one), and a byte
-of rank r cost p_r seconds. Then a plan takes at least
+An action of a schedule waits for the action before it on its rank and for the message that it needs. A chain of actions of which each waits
+for the one before takes no longer than the step. Let chain j have the weight y_j (the weights sum to one), and a byte of rank r the price
+p_r in seconds. Then a plan takes at least
 
-    sum of y_j * (seconds of chain j)  +  sum of p_r * (bytes of rank r - room of rank r),
+    sum of y_j * (seconds of chain j)  +  sum of p_r * (bytes of rank r - room of rank r).
 
-which is a sum over its blocks, each of which adds what its stage and its mode of recompute say, and over the messages between stages,
-each of which is that of the block that a stage ends with. The least of it over all cuts into consecutive blocks, one at least on each
-stage, is found by dynamic programming, and is a bound whatever the weights are. So a :class:`ChainProof` is data: chains, weights and
-prices, from which the bound is worked out again without a solver.
+This is a sum over blocks, each in the mode of its stage, and over messages between stages, each determined by the block before it. Its
+minimum over all cuts into stages of one or more consecutive blocks is computed by dynamic programming; it is a bound for any weights. So a
+:class:`ChainProof` is data, chains, weights and prices, from which the bound can be recomputed without a solver.
 
-Where the stages are given (:meth:`autopar.planner.bounds.instance.PipelineInstance.given_stops`) bytes need no price: each rank takes
-the choice of whole modes that weighs least of those that it has room for.
+Where the stages are given (:meth:`autopar.planner.bounds.instance.PipelineInstance.given_stops`) bytes have no price. Each rank then takes
+the choice of whole modes of least weight among those that fit in its memory.
 """
 
 from __future__ import annotations
@@ -33,18 +32,18 @@ from autopar.planner.bounds.instance import FIELDS, MODES, Array, PipelineInstan
 from autopar.planner.space.candidates import Candidate
 
 ROUNDING = 1e-9
-"""A bound is below the time of its plan up to this part of it."""
+"""The fraction of a plan's time by which its bound is lowered, for rounding errors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainProof:
-    """Why no plan of an instance takes less than ``bound_s``.
+    """A certificate that no plan of an instance takes less than ``bound_s``.
 
     Attributes:
-        bound_s: seconds.
-        chains: actions of the schedule, as :class:`autopar.cost.step.simulation.Compiled` numbers them, the last one first.
-        weights: of the chains; they sum to one.
-        byte_s: the price of a byte of each pipeline rank.
+        bound_s: the bound in seconds.
+        chains: actions of the schedule as :class:`autopar.cost.step.simulation.Compiled` numbers them, the last one first.
+        weights: one for each chain; they sum to one.
+        byte_s: the price of a byte of each pipeline rank in seconds.
     """
 
     bound_s: float
@@ -53,7 +52,7 @@ class ChainProof:
     byte_s: tuple[float, ...]
 
     def verify(self, instance: PipelineInstance) -> bool:
-        """Whether this proves its bound: each chain is one of the schedule, and the weights give no less than what is stated."""
+        """Returns whether the chains are chains of the schedule and their weights give no less than the stated bound."""
         stages = Stages(instance)
         if not self.weights or min(self.weights) < 0 or sum(self.weights) > 1 + ROUNDING or min(self.byte_s) < 0:
             return False
@@ -66,30 +65,35 @@ Key = tuple[str, int, int, int]
 
 
 def key_of(candidate: Candidate) -> Key:
-    """Of the schedule of a candidate: chains and proofs of one hold for all candidates of it."""
+    """Returns the key of a candidate's schedule; all candidates with this key share chains and proofs."""
     return candidate.schedule, candidate.mesh.pp, candidate.virtual_stages, candidate.num_micro_batches
 
 
 @lru_cache(maxsize=4096)
 def counts_of(key: Key, chain: tuple[int, ...]) -> Array:
-    """How often each stage's actions and messages are in a chain: its counts, and with which rank's end it ends.
+    """Returns how often a chain has each stage's actions and messages, and on which rank it ends [counts].
 
-    Forwards, backwards, both of them, first forwards, messages and messages back of all stages stand one after the other.
+    In this order: forwards, backwards, the smaller of both, first forwards, messages and messages back, each for all stages, and one entry
+    for each rank.
     """
     schedule, pp, v, m = key
     a, num = compiled(schedule, pp, v, m), pp * v
-    found = np.bincount([a.duration[i] for i in chain], minlength=3 * num).reshape(num, 3)
+    actions = np.bincount([a.duration[i] for i in chain], minlength=3 * num).reshape(num, 3)
     sent = [a.message[i] for i, j in itertools.pairwise(chain) if j != a.before[i]]
     messages = np.bincount([i for i in sent if i >= 0], minlength=2 * num).reshape(num, 2)
-    forwards, backwards = found[:, 0] + found[:, 2], found[:, 1]
+    forwards, backwards = actions[:, 0] + actions[:, 2], actions[:, 1]
     end = np.arange(pp) == a.rank[chain[0]]
     return np.concatenate(
-        [forwards, backwards, np.minimum(forwards, backwards), found[:, 2], messages[:, 0], messages[:, 1], end]
+        [forwards, backwards, np.minimum(forwards, backwards), actions[:, 2], messages[:, 0], messages[:, 1], end]
     ).astype(float)
 
 
 class Stages:
-    """An instance by stages [s] and kinds of blocks [k]."""
+    """The floors, messages and memory of an instance, by stage [s], kind of block [k] and mode [o].
+
+    Args:
+        instance: the instance that the arrays describe.
+    """
 
     def __init__(self, instance: PipelineInstance) -> None:
         pp, v, m = instance.pp, instance.virtual_stages, instance.num_micro_batches
@@ -116,20 +120,19 @@ class Stages:
         self.tie_s = np.zeros(pp)
         self.tie_s[[0, -1]] = instance.tie_s
         place = np.arange(self.num)
-        self.beside = instance.sent_bytes * (
-            place < self.num - 1
-        )  # what a stage keeps of a micro-batch beside its blocks
-        self.beside = self.beside + instance.read_bytes * ((place > 0) & (place < self.num - 1))
+        # Bytes that a stage keeps of a micro-batch besides those of its blocks.
+        self.stage_bytes = instance.sent_bytes * (place < self.num - 1)
+        self.stage_bytes = self.stage_bytes + instance.read_bytes * ((place > 0) & (place < self.num - 1))
         least, spare = passing.min(axis=2), len(self.kinds) - self.num
-        # the last block of each stage, before and after which each stage has one at least, is at its peak
+        # Each stage peaks in its last block. Stages before and after it have at least one block each.
         ends = [self.kinds[s : s + spare + 1] if s < self.num - 1 else self.kinds[-1:] for s in range(self.num)]
-        peak = np.array([own[kinds].min(initial=np.inf) for own, kinds in zip(least, ends, strict=True)])
+        peak = np.array([row[kinds].min(initial=np.inf) for row, kinds in zip(least, ends, strict=True)])
         self.limit = np.array(instance.limit_bytes)[device] * (1 + ROUNDING) - peak.reshape(v, pp).max(axis=0)
-        self.room = self.limit - np.bincount(self.rank, weights=self.held * self.beside, minlength=pp)
+        self.room = self.limit - np.bincount(self.rank, weights=self.held * self.stage_bytes, minlength=pp)
         self.actions = compiled(*self.key)
         stops = instance.given_stops()
         self.more_sends_s = self._more_sends_s()
-        if stops and self.more_sends_s is not None:  # then messages are known, and count once
+        if stops and self.more_sends_s is not None:  # the blocks behind which messages are sent are known
             there, back = self.more_sends_s[np.arange(self.num - 1), :, np.array(stops[:-1]) - 1].T
             self.sends_s[:-1] += there
             self.backs_s[1:] += back
@@ -137,7 +140,10 @@ class Stages:
         self.modes = WholeModes.of(self, stops) if stops else None
 
     def _more_sends_s(self) -> Array | None:
-        """What the messages behind a stage that ends with a block take over the least ones, there and back [s, 2, block]; None: nothing."""
+        """Returns by how much the messages behind a stage that ends with each block exceed the least ones, there and back [s, 2, block].
+
+        None where no message does.
+        """
         if not self.instance.sends_more_s:
             return None
         more = np.array(self.instance.sends_more_s)[self.rank[:-1]]  # [s, kind, 2]
@@ -146,60 +152,60 @@ class Stages:
     # --- chains
 
     def is_chain(self, chain: tuple[int, ...]) -> bool:
-        """Whether each action, from the last one on, waits for the next one."""
+        """Returns whether each action of the chain, from the last one on, waits for the next one."""
         a = self.actions
         if not chain or min(chain) < 0 or max(chain) >= len(a.rank):
             return False
         return all(j in (a.before[i], a.need[i]) for i, j in itertools.pairwise(chain))
 
     def longest(self, blocks: Array) -> tuple[float, tuple[int, ...]]:
-        """Seconds of the step of stages with so many blocks of each kind in each mode [s, k, o], and the actions of its longest chain."""
+        """Returns the seconds of a step and the actions of its longest chain, with so many blocks of each kind in each mode [s, k, o]."""
         return self.simulated(blocks.sum(axis=2), (blocks * self.backward_s).sum(axis=(1, 2)))
 
     def simulated(self, count: Array, backward_s: Array) -> tuple[float, tuple[int, ...]]:
-        """Likewise of stages with so many blocks of each kind [s, k], whose backwards take so long [s]."""
+        """Returns the same for so many blocks of each kind [s, k] whose backwards take ``backward_s`` [s] on each stage."""
         forward_s = (count * self.forward_s).sum(axis=1) + self.stage_s[0]
         backward_s = backward_s + (count * self.more_s).sum(axis=1) + self.stage_s[1]
         first_s = (count * self.gather_s).sum(axis=1) + self.instance.first_s
         once_s = np.bincount(self.rank, weights=(count * self.once_s).sum(axis=1), minlength=self.pp) + self.tie_s
         durations = np.array([forward_s, backward_s, forward_s + first_s]).T.ravel().tolist()
         messages = [*np.array([self.sends_s, self.backs_s]).T.ravel().tolist(), 0.0]
-        found = chains_of(self.actions, durations, messages, once_s.tolist(), 1)[0]
-        return found.time_s, found.actions
+        chain = chains_of(self.actions, durations, messages, once_s.tolist(), 1)[0]
+        return chain.time_s, chain.actions
 
     def even(self) -> Array:
-        """Equal parts of all blocks on each stage, in the mode that is quickest there [s, k, o]."""
+        """Returns equal shares of all blocks for each stage, in the fastest mode of each [s, k, o]."""
         count = np.bincount(self.kinds, minlength=self.forward_s.shape[1]) / self.num
         quickest = self.backward_s.argmin(axis=2)[..., None] == np.arange(self.backward_s.shape[2])
-        found: Array = count[:, None] * quickest
-        return found
+        blocks: Array = count[:, None] * quickest
+        return blocks
 
     # --- the bound of some weights
 
     def block_s(self, counts: Array, byte_s: Array) -> Array:
-        """What a block adds to chains [n, counts] on each stage in each mode [n, s, k, o]; bytes at the prices of ranks [n, r]."""
+        """Returns what a block adds to chains [n, counts] on each stage in each mode [n, s, k, o], its bytes priced [n, r]."""
         price, backwards = byte_s[:, self.rank, None], counts[:, self.num : 2 * self.num, None, None]
         kept = (price * self.held[:, None])[..., None] * self.kept
-        found: Array = (self.other_s(counts) + price * self.static)[..., None] + backwards * self.backward_s + kept
-        return found
+        added_s: Array = (self.other_s(counts) + price * self.static)[..., None] + backwards * self.backward_s + kept
+        return added_s
 
     def other_s(self, counts: Array) -> Array:
-        """Likewise without backwards [n, s, k]."""
+        """Returns the same without backwards and bytes [n, s, k]."""
         forwards, _, both, firsts = (x[..., None] for x in np.split(counts[:, : 4 * self.num], 4, axis=1))
         ends = counts[:, 6 * self.num + self.rank, None]
-        found: Array = forwards * self.forward_s + both * self.more_s + firsts * self.gather_s + ends * self.once_s
-        return found
+        added_s: Array = forwards * self.forward_s + both * self.more_s + firsts * self.gather_s + ends * self.once_s
+        return added_s
 
     def fixed_s(self, counts: Array) -> Array:
-        """Seconds of chains [n, counts] without any block."""
-        own = [*self.stage_s, np.zeros(self.num), np.full(self.num, self.instance.first_s), self.sends_s, self.backs_s]
-        found: Array = counts @ np.concatenate([*own, self.tie_s])
-        return found
+        """Returns the seconds of chains [n, counts] without any block."""
+        sec = [*self.stage_s, np.zeros(self.num), np.full(self.num, self.instance.first_s), self.sends_s, self.backs_s]
+        fixed: Array = counts @ np.concatenate([*sec, self.tie_s])
+        return fixed
 
     def least_s(self, proofs: Sequence[ChainProof]) -> Array:
-        """Of all cuts of the blocks into stages the least seconds as each proof weighs them.
+        """Returns the bound that each proof's weights and prices give: the minimum over all cuts into stages, in seconds [n].
 
-        By dynamic programming over stages; where these are given, by the least choice of each rank.
+        It is computed by dynamic programming over stages; where the stages are given, by the least choice of each rank.
         """
         counts = np.array(
             [np.array(p.weights) @ np.array([counts_of(self.key, chain) for chain in p.chains]) for p in proofs]
@@ -212,42 +218,44 @@ class Stages:
         least = np.full((len(proofs), sums.shape[2]), np.inf)
         least[:, 0] = 0.0
         ends = self.instance.ends or ((1, len(self.kinds)),) * self.num
-        for s, (first, last) in enumerate(
-            ends
-        ):  # the blocks up to each one on the stages up to this one, which has one at least
-            begun = np.minimum.accumulate(least - sums[:, s], axis=1)
-            least[:, 1:] = sums[:, s, 1:] + begun[:, :-1]
+        # ``least``: the minimum over cuts of the blocks up to each position into the stages so far, one block or more each.
+        for s, (first, last) in enumerate(ends):
+            before = np.minimum.accumulate(least - sums[:, s], axis=1)
+            least[:, 1:] = sums[:, s, 1:] + before[:, :-1]
             if self.more_sends_s is not None and s < self.num - 1:
                 sent = counts[:, [4 * self.num + s, 5 * self.num + s + 1]]
                 least[:, 1:] += sent @ self.more_sends_s[s]
             least[:, :first] = least[:, last + 1 :] = np.inf
-        found: Array = least[:, -1] + self.fixed_s(counts) - prices @ self.room
-        return found
+        bounds: Array = least[:, -1] + self.fixed_s(counts) - prices @ self.room
+        return bounds
 
 
 MOST_CHOICES = 20_000
-"""Of the modes of a rank's blocks together: of more only parts of blocks are weighed."""
+"""The limit on choices of whole modes of a rank's blocks; with more, bounds are of fractions of blocks.
+
+It guards against products that grow with stages; no problem of docs/adr/0023 reaches it.
+"""
 
 
 class WholeModes:
-    """Ranks whose stages are given: the whole modes in which their blocks fit.
+    """The choices of whole modes with which the blocks of given stages fit in each rank's memory.
 
-    A rank holds the most at one of the moments of its schedule, and at each what its blocks keep has to fit.
+    A rank's activations are largest at one of the moments of its schedule; they have to fit at each of them.
 
     Args:
-        stages: of the instance.
-        count: blocks of each kind on each stage [s, k].
-        choices: for each rank the backward seconds of its stages [choices, v]: of two of which one takes no longer on any stage the
-            other is left out. None at all where the rank cannot hold its blocks.
+        stages: the stages of the instance.
+        count: the blocks of each kind on each stage [s, k].
+        choices: for each rank the backward seconds of its stages [choices, v], without dominated choices; empty where the blocks do not
+            fit.
     """
 
     def __init__(self, stages: Stages, count: Array, choices: Sequence[Array]) -> None:
         self.stages, self.count, self.choices = stages, count, choices
-        self.is_possible = all(len(own) for own in choices)
+        self.is_possible = all(len(of_rank) for of_rank in choices)
 
     @classmethod
     def of(cls, stages: Stages, stops: Sequence[int]) -> WholeModes | None:
-        """Of stages that end at some blocks; None where there are too many choices."""
+        """Returns the choices for stages that end at these blocks; None where there are too many."""
         starts = (0, *stops[:-1])
         count = np.array(
             [
@@ -255,37 +263,37 @@ class WholeModes:
                 for start, stop in zip(starts, stops, strict=True)
             ]
         )
-        own = [_modes_of(stages, s, count[s]) for s in range(stages.num)]
+        modes = [_modes_of(stages, s, count[s]) for s in range(stages.num)]
         choices = []
         for rank in range(stages.pp):
             turns = range(rank, stages.num, stages.pp)
-            if math.prod(len(own[s][0]) for s in turns) > MOST_CHOICES:
+            if math.prod(len(modes[s][0]) for s in turns) > MOST_CHOICES:
                 return None
             room = stages.limit[rank] - (stages.static * count)[[*turns]].sum()
-            fits = _held(stages, rank, [own[s][0] + stages.beside[s] for s in turns]) <= room
-            is_quickest = fits.copy()  # no stage can be one step quicker
+            fits = _held(stages, rank, [modes[s][0] + stages.stage_bytes[s] for s in turns]) <= room
+            is_quickest = fits.copy()  # no stage can take its next faster mode
             for axis in range(fits.ndim):
                 np.swapaxes(is_quickest, 0, axis)[1:] &= ~np.swapaxes(fits, 0, axis)[:-1]
             places = np.nonzero(is_quickest)
-            choices.append(np.stack([own[s][1][place] for s, place in zip(turns, places, strict=True)], axis=1))
+            choices.append(np.stack([modes[s][1][place] for s, place in zip(turns, places, strict=True)], axis=1))
         return cls(stages, count, choices)
 
     def fixed_s(self, counts: Array) -> Array:
-        """Seconds of chains [n, counts] but for the backwards of blocks."""
-        found: Array = self.stages.fixed_s(counts) + (self.stages.other_s(counts) * self.count).sum(axis=(1, 2))
-        return found
+        """Returns the seconds of chains [n, counts] without the backwards of blocks."""
+        fixed: Array = self.stages.fixed_s(counts) + (self.stages.other_s(counts) * self.count).sum(axis=(1, 2))
+        return fixed
 
     def least_s(self, counts: Array) -> Array:
-        """Seconds of the backwards of blocks in chains [n, counts] at the least; infinite where a rank has no choice."""
+        """Returns the least seconds of the backwards of blocks in chains [n, counts]; infinite where a rank has no choice."""
         backwards = counts[:, self.stages.num : 2 * self.stages.num]
-        found = np.zeros(len(counts))
-        for rank, own in enumerate(self.choices):
-            found += (backwards[:, rank :: self.stages.pp] @ own.T).min(axis=1, initial=np.inf)
-        return found
+        least = np.zeros(len(counts))
+        for rank, of_rank in enumerate(self.choices):
+            least += (backwards[:, rank :: self.stages.pp] @ of_rank.T).min(axis=1, initial=np.inf)
+        return least
 
 
 def _modes_of(stages: Stages, s: int, count: NDArray[np.int64]) -> tuple[Array, Array]:
-    """What a stage's blocks keep of a micro-batch and what their backwards take, in their whole modes: the quickest first, and leaner ones."""
+    """Returns the Pareto front of a stage's whole modes: bytes kept of a micro-batch, and backward seconds in ascending order."""
     kept, seconds = np.zeros(1), np.zeros(1)
     for kind in np.repeat(np.arange(len(count)), count):
         kept = np.add.outer(kept, stages.kept[s, kind]).ravel()
@@ -298,8 +306,8 @@ def _modes_of(stages: Stages, s: int, count: NDArray[np.int64]) -> tuple[Array, 
 
 
 def _held(stages: Stages, rank: int, kept: Sequence[Array]) -> Array:
-    """The most that a rank's stages hold of micro-batches at a moment, by what each keeps of one: an axis for each stage."""
+    """Returns the largest activations of a rank over its schedule, by what each stage keeps of a micro-batch: one axis for each stage."""
     schedule, pp, v, m = stages.key
     held = [np.asarray(sum(np.ix_(*map(np.multiply, moment, kept)))) for moment in peak_table(schedule, pp, v, m, rank)]
-    found: Array = np.max(held, axis=0)
-    return found
+    most: Array = np.max(held, axis=0)
+    return most

@@ -1,7 +1,8 @@
-"""Pipeline instances of one model side by side, as arrays; what is common to the relaxations that look at many at once.
+"""Pipeline instances of one model as arrays, so that a relaxation bounds many of them at once; the work relaxation.
 
-Dims are named by letters: i instances, r pipeline ranks (a pipeline with fewer has inactive ones), k kinds of blocks, o modes,
-v virtual stages of a rank (likewise), l lines. A *line* is a law that is linear in what a rank holds, see :class:`Lines`.
+Dims are named by letters: i instances, r pipeline ranks (shorter pipelines have inactive ones), k kinds of blocks, o modes of recompute, v
+virtual stages of a rank (padded likewise), l constraints that are linear in what a rank holds, see
+:mod:`autopar.planner.bounds.feasibility`.
 """
 
 from __future__ import annotations
@@ -15,34 +16,34 @@ from numpy.typing import NDArray
 from autopar.planner.bounds.instance import FIELDS, FITS, Array, PipelineInstance, forwards_done, runs_of
 
 CHUNK = 128
-"""Instances side by side at most, so that tables stay in the cache."""
+"""The limit on instances in one object, so that its tables stay in the cache."""
 
 LARGEST = 2
-"""Groups of blocks whose modes say at which prices memory is weighed against time."""
+"""The number of groups of blocks, the largest first, whose modes give the prices at which memory is weighed against time."""
 
 BITS = 36
-"""Of a bound of work that count."""
+"""The bits of a work bound that are kept; the others depend on which instances are in the same array."""
 
 
 class Columns:
-    """Instances side by side.
+    """Instances as arrays.
 
     Attributes:
-        forward_s, more_s, gather_s, once_s, static_bytes, stepped_bytes: of a block [i, r, k].
-        backward_s, kept_bytes, passing_bytes: in each mode [i, r, k, o].
-        counts: blocks of each kind [k]; ``first``, ``last``: the kinds of the first and of the last block.
-        active: ranks that a pipeline has [i, r]; ``is_last``: its last one.
-        held: micro-batches whose forward a stage has done when its rank's first backward begins [i, r, v].
-        room_bytes: of a rank for the blocks of its stages [i, r]; ``limit_bytes``: when no micro-batch keeps anything.
-        stage_forward_s, stage_backward_s: of each stage beside its blocks [i, r].
-        sends_s, backs_s: messages of a rank to the next one, and back; of the last one with the first [i, r].
+        forward_s, more_s, gather_s, once_s, static_bytes, stepped_bytes: the fields of a block's floor [i, r, k].
+        backward_s, kept_bytes, passing_bytes: those of its modes [i, r, k, o].
+        counts: the number of blocks of each kind [k]; ``first``, ``last``: the kinds of the first and of the last block.
+        active: whether a pipeline has a rank [i, r]; ``is_last``: whether it is the last one.
+        held: the micro-batches whose forward a stage has done when its rank's first backward begins [i, r, v].
+        room_bytes: a rank's memory for the blocks of its stages [i, r]; ``limit_bytes``: likewise when no activations are held.
+        stage_forward_s, stage_backward_s: the seconds of each stage besides its blocks [i, r].
+        sends_s, backs_s: a rank's message to the next rank and the message back [i, r]; the last rank's are with the first one.
     """
 
     def __init__(self, instances: Sequence[PipelineInstance]) -> None:
-        own, tables = instances[0], _tables(instances)
+        first, tables = instances[0], _tables(instances)
         kind_of, num_kinds = same_kinds(tables)
-        self.runs = runs_of([kind_of[kind] for kind in own.kind_of_block])
-        self.groups = _joined([{kind_of[k] for k in group} for group in own.groups])
+        self.runs = runs_of([kind_of[kind] for kind in first.kind_of_block])
+        self.groups = _joined([{kind_of[k] for k in group} for group in first.groups])
         tables = tables[:, :, [kind_of.index(k) for k in range(num_kinds)]]
         self.pp = np.array([one.pp for one in instances])
         self.m = np.array([float(one.num_micro_batches) for one in instances])
@@ -65,19 +66,19 @@ class Columns:
             self.held[i, : one.pp, held.shape[1] :] = held[:, -1:]
             by_device[:, i, : len(one.floors)] = one.limit_bytes, one.forward_s, one.backward_s
         rows = np.arange(num)[:, None]
-        # in memory [columns, k, i, r], as arithmetic runs along what stands last: instances and ranks are the most
-        found = np.ascontiguousarray(tables[rows, device].transpose(3, 2, 0, 1))
+        # Stored as [columns, k, i, r]: arithmetic runs along the last dims, and instances and ranks are the most.
+        numbers = np.ascontiguousarray(tables[rows, device].transpose(3, 2, 0, 1))
         self.num_modes = max(len(block.modes) for one in instances for t in one.floors for block in t.blocks)
-        of_block = found[:FIELDS].transpose(0, 2, 3, 1)
+        of_block = numbers[:FIELDS].transpose(0, 2, 3, 1)
         self.forward_s, self.more_s, self.gather_s, self.once_s, self.static_bytes, self.stepped_bytes = of_block
-        modes = found[FIELDS:].reshape(-1, 3, *found.shape[1:])[: self.num_modes]
+        modes = numbers[FIELDS:].reshape(-1, 3, *numbers.shape[1:])[: self.num_modes]
         self.backward_s, self.kept_bytes, self.passing_bytes = modes.transpose(1, 3, 4, 2, 0)
         limit, self.stage_forward_s, self.stage_backward_s = by_device[:, rows, device]
         self.has_stage = np.arange(self.v) < self.virtual[:, None]
-        """Virtual stages that the ranks of an instance have [i, v]; the others are as its last one."""
-        kept = self._beside(np.array([(one.sent_bytes, one.read_bytes) for one in instances])[:, None])
+        """Which virtual stages the ranks of an instance have [i, v]; padding repeats the last one."""
+        kept_bytes = self._stage_bytes(np.array([(one.sent_bytes, one.read_bytes) for one in instances])[:, None])
         self.limit_bytes = np.where(self.active, limit * FITS, 0.0)
-        self.room_bytes = np.where(self.active, limit * FITS - kept, 0.0)
+        self.room_bytes = np.where(self.active, limit * FITS - kept_bytes, 0.0)
         self.first_s = np.array([one.first_s for one in instances])
         self.tie_s = np.array([one.tie_s for one in instances])
         self.most = np.array([one.most_blocks for one in instances])
@@ -88,11 +89,11 @@ class Columns:
         self._least()
 
     def _least(self) -> None:
-        """Of each kind the least of all ranks [i, k], and the micro-batch that turns first."""
+        """Computes the least of each kind of block over ranks [i, k], and the micro-batches before the first backward."""
         self.turns = np.where(self.virtual == 1.0, (self.held[:, :, 0] * self.is_last).sum(axis=1), 1.0)
-        """Micro-batches whose forward the only stage of the last rank has done when its first backward begins [i]; 1 with several stages a rank."""
+        """Micro-batches whose forward the last rank has done when its first backward begins [i]; 1 with several stages a rank."""
         self.others = np.maximum(self.m[:, None, None] - self.held, 0.0) + (self.turns - 1.0)[:, None, None]
-        """Forwards that a stage has not done at its first backward, and those of the micro-batches that turn before [i, r, v]."""
+        """Forwards left to a stage at its first backward, and those of the micro-batches before the one that chain 3 follows [i, r, v]."""
         far = np.where(self.active, 0.0, np.inf)[:, :, None]
         self.least_forward_s = (self.forward_s + self.gather_s + far).min(axis=1)
         self.plain_forward_s = (self.forward_s + far).min(axis=1)
@@ -100,74 +101,74 @@ class Columns:
         self.least_s = (self.forward_s + self.backward_s.min(axis=3) + self.more_s + far).min(axis=1)
 
     def before(self, values: Array) -> Array:
-        """For each rank the sum of these [i, r] over the ranks before it."""
-        own = np.where(self.active, values, 0.0)
-        found: Array = np.cumsum(own, axis=1) - own
-        return found
+        """Returns for each rank the sum of ``values`` [i, r] over the ranks before it."""
+        active = np.where(self.active, values, 0.0)
+        sums: Array = np.cumsum(active, axis=1) - active
+        return sums
 
     def total(self, values: Array) -> Array:
-        """Over all ranks [i]."""
-        found: Array = np.where(self.active, values, 0.0).sum(axis=1)
-        return found
+        """Returns the sum of ``values`` [i, r] over ranks [i]."""
+        sums: Array = np.where(self.active, values, 0.0).sum(axis=1)
+        return sums
 
     def may_end(self) -> NDArray[np.bool_]:
-        """Of each stage which kinds its last block may have [i, r, v, k]: before and after it each stage has a block at least."""
+        """Returns which kinds of blocks may end each stage [i, r, v, k], as each stage before and after it has at least one block."""
         kinds = np.repeat([kind for kind, _ in self.runs], [count for _, count in self.runs])
         most, size = len(kinds) - 1, self.active.shape[1]
-        seen = np.zeros((len(kinds) + 1, len(self.counts)), dtype=np.int64)
-        np.cumsum(kinds[:, None] == np.arange(len(self.counts)), axis=0, out=seen[1:])
+        up_to = np.zeros((len(kinds) + 1, len(self.counts)), dtype=np.int64)
+        np.cumsum(kinds[:, None] == np.arange(len(self.counts)), axis=0, out=up_to[1:])
         stages = (self.pp * self.virtual).astype(np.int64)[:, None, None]
         stage = np.arange(size)[:, None] + np.arange(self.v) * self.pp[:, None, None]
         last = np.clip(most + 1 - stages + stage, 0, most)
         first = np.where(stage >= stages - 1, most, np.minimum(stage, last))
-        found: NDArray[np.bool_] = seen[last + 1] > seen[first]
-        return found
+        may_end: NDArray[np.bool_] = up_to[last + 1] > up_to[first]
+        return may_end
 
     # --- relaxations that ask for no table
 
     def work_s(self) -> Array:
-        """Total work over total speed [i], without memory and whole blocks.
+        """Returns the work relaxation, total work over total speed, in seconds [i]; memory and whole blocks are left out.
 
-        Let w_r be the work that rank r takes, in seconds of a micro-batch on the devices that are fastest for each block;
-        its own devices take at least s_r w_r. Then, for every rank r and a step of T,
+        Let rank r take work w_r, in seconds of a micro-batch on the device that is fastest for each block; its own device takes at least
+        s_r w_r. Then, for every rank r and a step of T seconds,
 
             sum over q before r of s_q w_q  +  m s_r w_r  <=  T,        sum of w_r = W.
 
-        Weights y_r >= 0 with m s_r y_r + s_r * (sum of y after r) >= 1 add these up to T * (sum of y) >= W: a bound for any
-        such y, and the best one where all inequalities can be equalities. Without the first term, as with virtual stages,
-        y_r = 1 / (m s_r); there the inequalities of the stages, each as if its rank had no other, give a second bound, the
-        larger one of few micro-batches.
+        Weights y_r >= 0 with m s_r y_r + s_r * (sum of y after r) >= 1 combine these to T * (sum of y) >= W. Any such y gives a bound, and
+        it is the best one where all inequalities can be equalities. Without the first term, as with virtual stages, y_r = 1 / (m s_r). With
+        virtual stages a second bound treats each stage as if it had a rank to itself; it is the larger one for few micro-batches.
         """
         work_s = self.least_s @ self.counts
-        own_s = self.forward_s + self.backward_s.min(axis=3) + self.more_s
+        rank_s = self.forward_s + self.backward_s.min(axis=3) + self.more_s
         with np.errstate(divide="ignore", invalid="ignore"):
-            ratio = np.where(self.least_s[:, None] > 0, own_s / self.least_s[:, None], np.inf)
+            ratio = np.where(self.least_s[:, None] > 0, rank_s / self.least_s[:, None], np.inf)
         slowness = ratio.min(axis=2)
         slowness = np.where(np.isfinite(slowness), slowness, 1.0)
         every_s = self.stage_forward_s + self.stage_backward_s
         before_s = self.before(every_s + self.sends_s + self.backs_s)
-        found = self._weighed_s(work_s, slowness, before_s, every_s, is_chain=self.v == 1, repeats=self.virtual)
+        bounds = self._weighed_s(work_s, slowness, before_s, every_s, is_chain=self.v == 1, repeats=self.virtual)
         if self.v == 1:
-            return _rounded_down(found)
-        # as if each stage had a rank of its own, whatever stands before it
+            return _rounded_down(bounds)
+        # each stage as if it had a rank to itself
         one = np.ones(len(self.m))
-        other = self._weighed_s(work_s, slowness, before_s, every_s, is_chain=True, repeats=one)
-        return _rounded_down(np.maximum(found, other))
+        single = self._weighed_s(work_s, slowness, before_s, every_s, is_chain=True, repeats=one)
+        return _rounded_down(np.maximum(bounds, single))
 
     def _weighed_s(
         self, work_s: Array, slowness: Array, before_s: Array, every_s: Array, *, is_chain: bool, repeats: Array,
     ) -> Array:  # fmt: skip
+        """Returns the bound of :meth:`work_s` with the weights y; ``is_chain``: ranks wait for those before them."""
         weights: Array
         turns = self.virtual / repeats
         each_s = before_s + self.m[:, None] * repeats[:, None] * every_s
         if not is_chain:
             weights = turns[:, None] * np.where(self.active, 1 / (slowness * self.m[:, None]), 0.0)
-        elif (slowness == slowness[:, :1]).all():  # of equal ranks each weight is a part of the one after it
-            left = 1 - 1 / self.m[:, None]
-            weights = left ** np.where(self.active, self.pp[:, None] - 1 - np.arange(slowness.shape[1]), 0)
+        elif (slowness == slowness[:, :1]).all():  # the weights of equal ranks are a geometric series
+            factor = 1 - 1 / self.m[:, None]
+            weights = factor ** np.where(self.active, self.pp[:, None] - 1 - np.arange(slowness.shape[1]), 0)
             with np.errstate(divide="ignore", invalid="ignore"):
                 rounds = np.where(
-                    left < 1, (1 - left ** (self.pp * turns)[:, None]) / (1 - left ** self.pp[:, None]), 1
+                    factor < 1, (1 - factor ** (self.pp * turns)[:, None]) / (1 - factor ** self.pp[:, None]), 1
                 )
             weights = np.where(self.active, weights * rounds / (slowness * self.m[:, None]), 0.0)
         else:
@@ -178,101 +179,109 @@ class Columns:
                     weight = np.where(self.active[:, rank] & (turn < turns), weight, 0.0)
                     weights[:, rank] += weight
                     after += weight
-        found: Array = (work_s + (weights * each_s).sum(axis=1)) / weights.sum(axis=1)
-        return found
+        bounds: Array = (work_s + (weights * each_s).sum(axis=1)) / weights.sum(axis=1)
+        return bounds
 
-    def _beside(self, stage_bytes: Array) -> Array:
-        """What ranks keep beside their blocks [i, r]: of each stage but the last, of each but the first and the last or the only one [i, 1, 2]."""
+    def _stage_bytes(self, stage_bytes: Array) -> Array:
+        """Returns the bytes that ranks keep besides their blocks [i, r].
+
+        Args:
+            stage_bytes: bytes of a micro-batch on each stage but the last, and on each stage but the first and the last, or the only one
+                [i, 1, 2].
+        """
         sending = (self.held * self.has_stage[:, None]).sum(axis=2) - self.is_last * self.held[:, :, -1]
         inner = np.where(self.is_first & self.is_last, self.held[:, :, 0], sending - self.is_first * self.held[:, :, 0])
-        found: Array = sending * stage_bytes[..., 0] + inner * stage_bytes[..., 1]
-        return found
+        held_bytes: Array = sending * stage_bytes[..., 0] + inner * stage_bytes[..., 1]
+        return held_bytes
 
     def holds(self) -> NDArray[np.bool_]:
-        """Whether all ranks together can hold all blocks [i], each with the least that it can keep."""
+        """Returns whether all ranks together can hold all blocks [i], each block with the least that it can keep."""
         held = np.where(self.active[:, :, None], self.held, np.inf).min(axis=(1, 2))
         far = np.where(self.active, 0.0, np.inf)[:, :, None]
         least = (self.static_bytes + held[:, None, None] * self.kept_bytes.min(axis=3) + far).min(axis=1)
-        found: NDArray[np.bool_] = np.einsum("ik,k->i", least, self.counts) <= self.room_bytes.sum(axis=1)
-        return found
+        fits: NDArray[np.bool_] = np.einsum("ik,k->i", least, self.counts) <= self.room_bytes.sum(axis=1)
+        return fits
 
     # --- lines
 
     def prices(self) -> Array:
-        """Seconds for a byte at which memory is weighed against time [i, r, l], the first one zero.
+        """Returns the prices of a byte in seconds at which memory is weighed against time [i, r, l]; the first one is zero.
 
-        Any price gives a law; those at which a mode of a large group costs as much as another one give the tightest.
+        Any price gives a valid constraint. The tightest are those at which two modes of a large group of blocks cost the same.
         """
-        found = [np.zeros(self.active.shape)]
-        every = [self.held.max(axis=2), self.held.min(axis=2)][: min(self.v, 2)]
+        prices = [np.zeros(self.active.shape)]
+        most_and_least = [self.held.max(axis=2), self.held.min(axis=2)][: min(self.v, 2)]
         large = sorted(self.groups, key=lambda group: -self.counts[list(group)].sum())[:LARGEST]
         for group in large:
             kind = max(group, key=lambda k: self.counts[k])
             for rate in _rates(self.backward_s[:, :, kind], self.kept_bytes[:, :, kind]):
-                found += [self.m[:, None] * rate / held for held in every]
-        return np.stack(found).transpose(1, 2, 0)
+                prices += [self.m[:, None] * rate / held for held in most_and_least]
+        return np.stack(prices).transpose(1, 2, 0)
 
 
 def side_by_side(instances: Sequence[PipelineInstance]) -> Iterator[tuple[list[int], Columns]]:
-    """The instances by position, those of pipelines of about the same size together."""
-    alike: dict[tuple[int, int], list[int]] = {}
-    for i, one in enumerate(instances):
-        alike.setdefault((min(one.virtual_stages, 2), one.pp.bit_length() // 4), []).append(i)
-    for places in alike.values():
+    """Yields the instances as arrays with their positions; pipelines of about the same size are together."""
+    by_size: dict[tuple[int, int], list[int]] = {}
+    for i, instance in enumerate(instances):
+        by_size.setdefault((min(instance.virtual_stages, 2), instance.pp.bit_length() // 4), []).append(i)
+    for places in by_size.values():
         places.sort(key=lambda i: (instances[i].pp, instances[i].virtual_stages))
         for start in range(0, len(places), CHUNK):
-            some = places[start : start + CHUNK]
-            yield some, Columns([instances[i] for i in some])
+            chunk = places[start : start + CHUNK]
+            yield chunk, Columns([instances[i] for i in chunk])
 
 
 def _rounded_down(values: Array) -> Array:
-    """Values without their last bits, in which sums differ with what stands beside them in an array."""
+    """Rounds values down to ``BITS`` bits: the last bits of a sum depend on what else is in the array."""
     mantissa, exponent = np.frexp(values)
-    found: Array = np.ldexp(np.floor(mantissa * 2.0**BITS) / 2.0**BITS, exponent)
-    return found
+    rounded: Array = np.ldexp(np.floor(mantissa * 2.0**BITS) / 2.0**BITS, exponent)
+    return rounded
 
 
 def _tables(instances: Sequence[PipelineInstance]) -> Array:
-    """The numbers of the floors of each kind of device of each instance [i, device, k, columns]."""
-    own = instances[0].floors[0].numbers
-    found = np.zeros((len(instances), max(len(one.floors) for one in instances), *own.shape))
+    """Returns the floors of each kind of device of each instance [i, device, k, columns]."""
+    first = instances[0].floors[0].numbers
+    numbers = np.zeros((len(instances), max(len(one.floors) for one in instances), *first.shape))
     for i, one in enumerate(instances):
         for d, table in enumerate(one.floors):
-            found[i, d] = table.numbers
-    return found
+            numbers[i, d] = table.numbers
+    return numbers
 
 
 def same_kinds(tables: Array) -> tuple[list[int], int]:
-    """Of each kind of blocks a number, equal for those whose floors are equal in all instances; and how many there are."""
-    found: list[int] = []
+    """Numbers the kinds of blocks, equally where their floors are equal in all instances; returns the numbers and how many there are."""
+    numbers: list[int] = []
     firsts: list[int] = []
     for k in range(tables.shape[2]):
         same = [i for i, other in enumerate(firsts) if np.array_equal(tables[:, :, k], tables[:, :, other])]
-        found.append(same[0] if same else len(firsts))
+        numbers.append(same[0] if same else len(firsts))
         if not same:
             firsts.append(k)
-    return found, len(firsts)
+    return numbers, len(firsts)
 
 
 def _joined(groups: Sequence[set[int]]) -> tuple[tuple[int, ...], ...]:
-    """Groups of kinds, those that have a kind in common as one."""
-    found: list[set[int]] = []
+    """Merges groups of kinds that have a kind in common."""
+    merged: list[set[int]] = []
     for group in groups:
-        apart = [own for own in found if not own & group]
-        found = [*apart, group.union(*(own for own in found if own & group))]
-    return tuple(tuple(sorted(group)) for group in found)
+        disjoint = [other for other in merged if not other & group]
+        merged = [*disjoint, group.union(*(other for other in merged if other & group))]
+    return tuple(tuple(sorted(group)) for group in merged)
 
 
 def _rates(seconds: Array, kept: Array) -> list[Array]:
-    """Seconds for a freed byte from each mode [i, r, o] to the next one on the lower hull of seconds against bytes, of up to three modes."""
+    """Returns seconds per freed byte between neighbouring modes [i, r, o] on the lower hull of seconds over bytes.
+
+    With more than three modes it returns those of all pairs.
+    """
     order = np.argsort(-kept, axis=2)
     seconds, kept = np.take_along_axis(seconds, order, axis=2), np.take_along_axis(kept, order, axis=2)
 
     def rate(one: int, other: int) -> Array:
         more_s, freed = seconds[..., other] - seconds[..., one], kept[..., one] - kept[..., other]
         with np.errstate(divide="ignore", invalid="ignore"):
-            found: Array = np.where((freed > 0) & (more_s > 0), more_s / freed, 0.0)
-        return found
+            per_byte_s: Array = np.where((freed > 0) & (more_s > 0), more_s / freed, 0.0)
+        return per_byte_s
 
     count = seconds.shape[2]
     if count == 3:
@@ -283,15 +292,15 @@ def _rates(seconds: Array, kept: Array) -> list[Array]:
 
 
 CHAINS = 4
-"""Of each rank, see :mod:`autopar.planner.bounds.feasibility`."""
+"""The chains of each rank, see :mod:`autopar.planner.bounds.feasibility`."""
 
 
 def line_costs(c: Columns, prices: Array) -> tuple[list[Array], Array]:
-    """Seconds that a block adds to each chain on a stage, its bytes priced [i, r, v, l, k]; and what the last block's peak adds at least.
+    """Returns what a block adds to each chain on a stage, its bytes priced [i, r, v, l, k], and the least that the last block's peak adds.
 
-    At a price y for a byte a block adds what the cheapest of its modes does: seconds, and y times its bytes. So of any blocks on a
-    rank, seconds + y (bytes - room) <= T is a law, for any y: what they recompute need not be known. All chains have all backwards of
-    the rank. With one stage a rank the last two count the least backward of all blocks already, and it is taken off here.
+    At a price y of a byte a block adds the cheapest of its modes: seconds, and y times its bytes. So for any blocks on a rank and any y,
+    seconds + y (bytes - room) <= T holds whatever they recompute. All chains have all backwards of the rank. With one stage a rank, chains
+    3 and 4 have the least backward of every block already: it is subtracted here.
     """
     price, m = prices[:, :, None, :, None], c.m[:, None, None, None, None]
     held_price = price * c.held[..., None, None]
@@ -312,7 +321,7 @@ def line_costs(c: Columns, prices: Array) -> tuple[list[Array], Array]:
 
 
 def lean_costs(c: Columns) -> tuple[Array, Array]:
-    """Bytes that a block takes of a stage at the least [i, r, v, 1, k], and what the last block's peak adds to them."""
+    """Returns the least bytes that a block takes on a stage [i, r, v, 1, k], and what the last block's peak adds to them."""
     held = c.held[..., None]
     kept = [held * c.kept_bytes[:, :, None, :, mode] for mode in range(c.num_modes)]
     passing = [own + c.passing_bytes[:, :, None, :, mode] for mode, own in enumerate(kept)]

@@ -1,26 +1,24 @@
-"""The feasibility relaxation: can ranks take all blocks in a step time T?
+"""The feasibility relaxation: can the ranks take all blocks within a step time T?
 
-Whatever the cut and whichever blocks recompute, four chains of actions follow each other for each rank r that holds the blocks K_r.
-With F, B the forward and the backward of a micro-batch, m micro-batches, h those that the rank holds when its first backward begins:
+For every cut and every choice of recompute, each rank r with the blocks K_r has four chains of actions that no step can be shorter than.
+Let the pipeline have m micro-batches, h of which the rank holds when its first backward begins.
 
-1. the forwards of the first micro-batch on the stages before the rank's first one, all work of K_r, what follows on the
-   rank once a step (optimizer, exposed reductions);
-2. the same until the rank's last backward, the last micro-batch's backwards on the stages before, what follows on rank 0;
-3. a micro-batch's forwards on *all* stages and its backwards on those after the rank's last one; then the rank's
-   first backward begins: all its backwards and the m - h forwards that it has not done by then, and from there as 2. It is
-   the last micro-batch whose forward the last stage has done before its first backward: the first one, or all m of them (GPipe),
-   whose forwards the rank then does before it goes on;
-4. the same until the rank's own last backward, and what follows on the rank.
+1. The forwards of the first micro-batch on the stages before the rank's first one; all work of K_r; the rank's work once a step (optimizer,
+   exposed reductions).
+2. As 1 up to the rank's last backward; then the last micro-batch's backwards on the stages before, and rank 0's work once a step.
+3. One micro-batch's forwards on *all* stages and its backwards on those after the rank's last one; then the rank's first backward begins:
+   all its backwards and the m - h forwards left; then as 2. The micro-batch is the last one whose forward the last stage has done before
+   its first backward: the first of all, or the last (GPipe), and then the rank's forwards of all earlier ones count too.
+4. As 3 up to the rank's last backward, then the rank's work once a step.
 
-What K_r keeps for the h micro-batches, in the modes of recompute that are taken, has to fit in its memory, and so has what the
-optimizer's step has in passing when they are gone. At any price y of a byte
-(:func:`autopar.planner.bounds.columns.line_costs`) that gives laws that are linear in K_r. A time T is *possible* if ranks can take all
-blocks under these laws. The bound is the largest T of a grid, anchored at the work relaxation, that is not possible: a
-function of the instance alone, and up to a goal the same whatever the goal is.
+Two constraints are of memory alone: what K_r keeps for h micro-batches, and what the optimizer step needs. At any price of a byte
+(:func:`autopar.planner.bounds.columns.line_costs`) all are linear in K_r. T is *possible* if ranks can take all blocks under these
+constraints. The bound is the largest T of a grid, anchored at the work relaxation, that is not possible: a function of the instance, which
+up to the goal does not depend on the goal.
 
-With one stage a rank, blocks are taken in order, whole: from the last rank to the first each takes as many as it can, which may
-be none: the one block that is next may be too long for this rank alone, and fit on an earlier one. The fewer are left, the less
-stands before the ranks that follow, so taking the most is never wrong. With virtual stages a rank's blocks are anywhere: each takes the most of them, the most of the largest group of equal ones, and the most of their work, the cheapest ones first.
+With one stage a rank, whole blocks are taken in order, from the last rank to the first. Each takes as many as it can, or none if the next
+block is too long for it. This is optimal, as fewer remaining blocks mean less before the other ranks. With virtual stages a rank may take
+any blocks, the cheapest ones first: the bounds on its blocks, its blocks of the largest group and their work are added over ranks.
 """
 
 from __future__ import annotations
@@ -35,44 +33,44 @@ from autopar.planner.bounds.instance import Array, PipelineInstance
 from autopar.planner.bounds.whole_recompute import SLACK, WholeRecompute, between
 
 PRECISION = 5e-4
-"""The ratio of a bound to the next one of the grid, less one."""
+"""The ratio of neighbouring times on the grid, less one."""
 
 FARTHEST = 16_384
-"""Steps of the grid from the work relaxation, beyond which a time is not sought: some thousand times the work."""
+"""The length of the grid in steps: times of some thousand times the work relaxation and more are not searched."""
 
 STAGES = 1024
-"""Of all instances and times that are tried at once, where more than one time of each is."""
+"""The limit on stages that are tested at once, over all instances and times, where several times of each instance are tested."""
 
 TRIES = 3
-"""Blocks that are taken off a rank at most, where whole ones recompute longer than there is time."""
+"""The limit on blocks that are taken off a rank because recompute in whole blocks takes longer than the time allows."""
 
 
 def feasible_bounds(
     instances: Sequence[PipelineInstance], goal_s: float = np.inf, *, precision: float = PRECISION, whole: bool = False
 ) -> Array:
-    """For each instance the step time below which no plan exists, at most ``goal_s``; infinite where none fits in memory.
+    """Returns for each instance a step time below which no plan exists, at most ``goal_s``; infinite where none fits in memory.
 
     Args:
-        precision: the ratio of a bound to the next one of the grid, less one.
-        whole: with one stage a rank too, blocks recompute whole or not at all.
+        precision: the ratio of neighbouring times on the grid, less one.
+        whole: if True, a block is in exactly one mode of recompute also where ranks have one stage each.
     """
-    found = np.zeros(len(instances))
+    bounds = np.zeros(len(instances))
     for places, columns in side_by_side(instances):
         test = _test(columns)
         if whole and isinstance(test, _InOrder):
             test.recompute_whole()
         at_once = STAGES // (columns.active.shape[1] * columns.v)
-        found[places] = _least(columns.work_s(), test.possible, goal_s, float(np.log1p(precision)), at_once)
-    return found
+        bounds[places] = _least(columns.work_s(), test.possible, goal_s, float(np.log1p(precision)), at_once)
+    return bounds
 
 
 def excluded(instances: Sequence[PipelineInstance], goal_s: float) -> NDArray[np.bool_]:
-    """Whether :func:`feasible_bounds` of the instances, and of all with higher floors, come to a goal."""
-    found = np.zeros(len(instances), dtype=bool)
+    """Returns whether :func:`feasible_bounds` of each instance, and of any instance with higher floors, reaches the goal."""
+    is_excluded = np.zeros(len(instances), dtype=bool)
     for places, columns in side_by_side(instances):
-        every = np.arange(len(places))
-        found[places] = ~_test(columns).possible(every, np.full(len(every), goal_s * (1 + PRECISION)))
-    return found
+        rows = np.arange(len(places))
+        is_excluded[places] = ~_test(columns).possible(rows, np.full(len(rows), goal_s * (1 + PRECISION)))
+    return is_excluded
 
 
 def _test(columns: Columns) -> _InOrder | _InAnyOrder:
@@ -86,46 +84,56 @@ def _least(
     step: float,
     at_once: int,
 ) -> Array:
-    """The largest time of each row's grid that is not possible, at most ``goal_s``; ``step``: of the logarithms of its times; ``at_once``: times that are tried."""
-    every = np.arange(len(low))
-    found = low.copy()
+    """Returns for each row the largest time of its grid that is not possible, at most ``goal_s``.
+
+    Args:
+        low: the first time of each grid.
+        possible: whether times of some rows are possible.
+        step: the difference of the logarithms of neighbouring times.
+        at_once: the number of pairs of row and time that are tested at once.
+    """
+    rows = np.arange(len(low))
+    bounds = low.copy()
     if np.isinf(goal_s):
-        found[~possible(every, np.full(len(low), np.inf))] = np.inf
-    # the grid grows from the work relaxation by factors: where that is zero (measured parts may be quicker than any share) it stays
-    open_ = every[np.isfinite(found) & (low < goal_s) & (low > 0.0)]
-    # places on the grid: ``least`` is not possible (-1: the work relaxation itself), ``most`` is, or is at the goal
+        bounds[~possible(rows, np.full(len(low), np.inf))] = np.inf
+    # the grid grows by factors: it stays at a work relaxation of zero (measured parts may be faster than any share)
+    open_ = rows[np.isfinite(bounds) & (low < goal_s) & (low > 0.0)]
+    # Positions on the grid: ``least`` is not possible (-1 is the work relaxation); ``most`` is possible or reaches the goal.
     ends = np.full(len(low), FARTHEST)
     if np.isfinite(goal_s):
         with np.errstate(divide="ignore", invalid="ignore"):
             far = np.ceil(np.log(goal_s / low) / step)
         ends = np.clip(np.nan_to_num(far, nan=0.0, posinf=FARTHEST), 0, FARTHEST).astype(np.int64)
     least, most, is_known = np.full(len(low), -1), ends, np.zeros(len(low), dtype=bool)
-    # most are excluded by the goal, or possible soon
+    # Most rows are excluded at the goal, or possible early on the grid.
     shares = np.array([1.0]) if np.isfinite(goal_s) else 2.0 ** -np.arange(10.0)[::-1]
     while len(open_):
         width = most[open_] - least[open_]
         points = least[open_][:, None] + np.maximum(np.ceil(width[:, None] * shares), 1).astype(np.int64)
         points = np.minimum(points, most[open_][:, None])
         times = low[open_][:, None] * np.exp(step * points)
-        good = possible(np.repeat(open_, points.shape[1]), times.reshape(-1)).reshape(points.shape)
-        least[open_] = np.maximum(least[open_], np.where(good, -1, points).max(axis=1))
-        most[open_] = np.minimum(most[open_], np.where(good, points, FARTHEST).min(axis=1))
-        is_known[open_] |= good.any(axis=1)
+        is_possible = possible(np.repeat(open_, points.shape[1]), times.reshape(-1)).reshape(points.shape)
+        least[open_] = np.maximum(least[open_], np.where(is_possible, -1, points).max(axis=1))
+        most[open_] = np.minimum(most[open_], np.where(is_possible, points, FARTHEST).min(axis=1))
+        is_known[open_] |= is_possible.any(axis=1)
         if np.isfinite(goal_s):
-            found[open_[~is_known[open_]]] = goal_s
+            bounds[open_[~is_known[open_]]] = goal_s
         open_ = open_[is_known[open_] & (most[open_] - least[open_] > 1)]
         parts = int(np.clip(at_once // max(len(open_), 1), 2, 24))
         shares = np.arange(1, parts) / parts
     is_open = is_known & (least >= 0)
-    found[is_open] = (low * np.exp(step * least))[is_open]
-    return np.where(np.isfinite(found), np.minimum(found, goal_s), found)
+    bounds[is_open] = (low * np.exp(step * least))[is_open]
+    return np.where(np.isfinite(bounds), np.minimum(bounds, goal_s), bounds)
 
 
-class _Laws:
-    """The laws of ranks: of each line what blocks add [i, r, v, l, k], and what the time has to be without any [i, r, l].
+class _Constraints:
+    """The linear constraints of ranks, four for each price of a byte, and those of memory alone.
 
-    The last lines are of memory alone, whatever the time is: when the rank's first backward begins, and while the optimizer steps,
-    where that may be more.
+    Attributes:
+        costs: what each block adds to each constraint [i, r, v, l, k]; seconds, or bytes in the last ones.
+        fixed: what each constraint has without blocks [i, r, l]; with its blocks it may not exceed the time, or 0 in constraints of memory.
+        is_timed: which constraints are of time [l]. The others are of memory when the rank's first backward begins and, where that may need
+            more, during the optimizer step.
     """
 
     def __init__(self, c: Columns) -> None:
@@ -138,7 +146,7 @@ class _Laws:
         start_s = sends + c.before(forward_s) + place * c.first_s[:, None]
         end_s = backs + c.before(backward_s)
         own_s = v * m * (forward_s + backward_s) + v * c.first_s[:, None]
-        is_first = c.turns == 1.0  # that goes through all stages: it is the one that waits for their gathers
+        is_first = c.turns == 1.0  # the first of all also waits for the gathers of all stages
         all_s = np.where(
             is_first, c.least_forward_s @ c.counts + c.virtual * c.pp * c.first_s, c.plain_forward_s @ c.counts
         )
@@ -162,51 +170,51 @@ class _Laws:
         self.is_timed = np.arange(self.costs.shape[3]) < CHAINS * self.num_prices
 
     def _peaks(self, peaks: Array) -> Array:
-        """What is in passing when the last block of a stage is at its peak, at the least of all stages of a rank [i, r, l]."""
+        """Returns what the peak of a stage's last block adds at least to each constraint, the largest over a rank's stages [i, r, l]."""
         may_end = self.c.may_end()[:, :, :, None]
-        every = [np.where(may_end[..., k], peaks[..., k], np.inf) for k in range(peaks.shape[4])]
-        least = np.minimum.reduce(every)
-        found: Array = np.where(self.c.has_stage[:, None, :, None], least, -np.inf).max(axis=2)
-        return found
+        by_kind = [np.where(may_end[..., k], peaks[..., k], np.inf) for k in range(peaks.shape[4])]
+        least = np.minimum.reduce(by_kind)
+        peak: Array = np.where(self.c.has_stage[:, None, :, None], least, -np.inf).max(axis=2)
+        return peak
 
     def line(self, chain: int) -> slice:
-        """The lines of a chain, from 0."""
+        """Returns the constraints of a chain, numbered from 0, one for each price."""
         return slice(chain * self.num_prices, (chain + 1) * self.num_prices)
 
 
 class _InOrder:
-    """One stage a rank: consecutive blocks, as runs of equal ones."""
+    """The test for one stage a rank: consecutive blocks, as runs of equal ones."""
 
     def __init__(self, c: Columns) -> None:
-        self.c, laws = c, _Laws(c)
+        self.c, system = c, _Constraints(c)
         self.again_s = np.zeros((0, 0, 0))
-        """Seconds that so many blocks recompute at least if they do so whole [i, blocks, r]; none: they may in part."""
+        """Seconds of recompute of so many blocks [i, blocks, r] in whole blocks; empty: blocks may recompute in part."""
         self.again_in_run_s: dict[int, Array] = {}
-        """The same of the blocks of one long run, where there are several kinds."""
-        self.laws, costs = laws, laws.costs[:, :, 0]  # [i, r, l, k]
+        """Likewise of so many blocks of one long run, where there are several kinds."""
+        self.system, costs = system, system.costs[:, :, 0]  # [i, r, l, k]
         before = np.zeros(costs.shape)
-        before[:, :, laws.line(0)] = c.least_forward_s[:, None, None]
-        before[:, :, laws.line(1)] = (c.least_forward_s + c.least_backward_s)[:, None, None]
-        before[:, :, laws.line(3)] = -c.least_backward_s[:, None, None]
-        # the backwards of all blocks, once: those of the rank's own are taken off its lines
+        before[:, :, system.line(0)] = c.least_forward_s[:, None, None]
+        before[:, :, system.line(1)] = (c.least_forward_s + c.least_backward_s)[:, None, None]
+        before[:, :, system.line(3)] = -c.least_backward_s[:, None, None]
+        # Chains 3 and 4 have the least backward of every block once; line_costs takes it off for the rank's blocks.
         for chain in (2, 3):
-            laws.fixed[:, :, laws.line(chain)] += (c.least_backward_s @ c.counts)[:, None, None]
-        before = np.minimum(before, costs)  # a block that a rank takes costs no less than before it
+            system.fixed[:, :, system.line(chain)] += (c.least_backward_s @ c.counts)[:, None, None]
+        before = np.minimum(before, costs)  # a block adds no less on the rank than before it
         kinds, sizes = [kind for kind, _ in c.runs], np.array([count for _, count in c.runs], dtype=float)
         self.sizes, self.ends = sizes, np.concatenate([[0.0], np.cumsum(sizes)])
         zeros = np.zeros((*costs.shape[:3], 1))
         self.slope = costs[..., kinds]
         self.cost = np.concatenate([zeros, np.cumsum(self.slope * sizes, axis=3)], axis=3)
         self.less = self.slope - before[..., kinds]
-        """What a block of each run costs less if it stands before a rank [i, r, l, run], and for the first ones of all up to a run's."""
+        """What a block of each run saves by standing before a rank instead of on it [i, r, l, run]; ``saved`` has the cumulative sums."""
         self.saved = np.concatenate([zeros, np.cumsum(self.less * sizes, axis=3)], axis=3)
         once = c.once_s[:, 0][:, kinds]
         self.once_slope, self.once = once, np.concatenate([zeros[:, 0, 0], np.cumsum(once * sizes, axis=1)], axis=1)
 
     def recompute_whole(self) -> None:
-        """From now on blocks recompute whole or not at all."""
+        """From now on each block is in exactly one mode of recompute."""
         c, most = self.c, int(self.ends[-1])
-        if most <= 2:  # nothing stands between the first block and the last one
+        if most <= 2:  # there is no inner block
             return
         kinds = [k for k in range(len(c.counts)) if c.counts[k] - (k == c.first) - (k == c.last) > 0]
         self.again_s = self._again_s(kinds)
@@ -214,17 +222,23 @@ class _InOrder:
         self.again_in_run_s = {run: self._again_s([c.runs[run][0]]) for run in long_runs}
 
     def _again_s(self, kinds: Sequence[int]) -> Array:
-        """Seconds that so many blocks of these kinds recompute at least [i, blocks, r]."""
+        """Returns the least seconds that so many blocks of these kinds recompute [i, blocks, r]."""
         c, most = self.c, int(self.ends[-1])
         rows, count = np.divmod(np.arange(len(c.m) * (most + 1)), most + 1)
-        made = WholeRecompute(c, np.full((len(c.m), c.v), float(most)), kinds)
-        every = made.least_s(rows, np.repeat(count[:, None] * 1.0, c.active.shape[1], axis=1))
-        again_s: Array = (c.m[rows][:, None] * every).reshape(len(c.m), most + 1, -1)
+        bound = WholeRecompute(c, np.full((len(c.m), c.v), float(most)), kinds)
+        per_micro_batch_s = bound.least_s(rows, np.repeat(count[:, None] * 1.0, c.active.shape[1], axis=1))
+        again_s: Array = (c.m[rows][:, None] * per_micro_batch_s).reshape(len(c.m), most + 1, -1)
         return again_s
 
     def _whole(self, rows: NDArray[np.intp], rank: int, left: Array, taken: Array, over: Array) -> Array:
-        """Of how many blocks that are left a rank takes those behind, or one or a few more where it has to recompute whole ones."""
-        lines = [chain * self.laws.num_prices for chain in range(CHAINS)]
+        """Returns ``taken``, raised by up to ``TRIES`` blocks where the rank's recompute in whole blocks takes too long.
+
+        Args:
+            left: the blocks not taken by later ranks.
+            taken: of these, the blocks that stay for earlier ranks.
+            over: what the rank's constraints exceed the time by if it takes all blocks [n, l].
+        """
+        lines = [chain * self.system.num_prices for chain in range(CHAINS)]
         for _ in range(TRIES):
             run = np.clip(np.searchsorted(self.ends, taken, side="right") - 1, 0, len(self.sizes) - 1)
             at = rows[:, None], rank, lines, run[:, None]
@@ -240,14 +254,14 @@ class _InOrder:
         return taken
 
     def _recomputed_s(self, rows: NDArray[np.intp], rank: int, left: Array, taken: Array) -> Array:
-        """What a rank that has the blocks from ``taken`` up to ``left`` recomputes at least: all of them, or those of one run alone."""
+        """Returns the least seconds that a rank with the blocks ``taken`` to ``left`` recomputes: all of them, or those of one run."""
         end = self.ends[-1]
 
         def count(start: Array, stop: Array) -> NDArray[np.int64]:
-            """Blocks beside the first and the last one of the model."""
+            """Returns the number of blocks without the first and the last one of the model."""
             inner = np.minimum(stop, end - 1) - np.maximum(start, 1)
-            found: NDArray[np.int64] = np.maximum(inner, 0).astype(np.int64)
-            return found
+            size: NDArray[np.int64] = np.maximum(inner, 0).astype(np.int64)
+            return size
 
         again_s: Array = self.again_s[rows, count(taken, left), rank]
         for run, of_run_s in self.again_in_run_s.items():
@@ -256,43 +270,43 @@ class _InOrder:
         return again_s
 
     def possible(self, rows: NDArray[np.intp], time_s: Array) -> NDArray[np.bool_]:
-        """Whether the ranks of each of these rows can take all blocks in a time."""
-        one = self._once(rows, np.ones(len(rows)))
-        found, first = self._takes(rows, time_s, one)
-        again = np.flatnonzero(found & np.isfinite(time_s))
-        if len(again):  # the first rank has what the others leave: what it does once follows every chain
+        """Returns whether the ranks of each row can take all blocks within its time."""
+        least_once_s = self._once(rows, np.ones(len(rows)))
+        fits, first = self._takes(rows, time_s, least_once_s)
+        again = np.flatnonzero(fits & np.isfinite(time_s))
+        if len(again):  # the first rank takes all that is left: its work once a step follows every chain
             once_s = self._once(rows[again], first[again])
-            found[again] = self._takes(rows[again], time_s[again], once_s)[0]
-        return found
+            fits[again] = self._takes(rows[again], time_s[again], once_s)[0]
+        return fits
 
     def _once(self, rows: NDArray[np.intp], count: Array) -> Array:
-        """What the first rank does once a step with so many blocks at least."""
+        """Returns the first rank's work once a step if it has at least so many blocks."""
         run = np.searchsorted(self.ends, count) - 1
-        own: Array = self.once[rows, run] + (count - self.ends[run]) * self.once_slope[rows, run]
-        own += self.c.tie_s[rows]
-        return own
+        once_s: Array = self.once[rows, run] + (count - self.ends[run]) * self.once_slope[rows, run]
+        once_s += self.c.tie_s[rows]
+        return once_s
 
     def _takes(self, rows: NDArray[np.intp], time_s: Array, once_s: Array) -> tuple[NDArray[np.bool_], Array]:
-        """Whether all blocks are taken, and how many are left for the first rank."""
-        c, laws, last = self.c, self.laws, len(self.sizes)
+        """Returns whether ranks can take all blocks, and how many are left for the first rank."""
+        c, system, last = self.c, self.system, len(self.sizes)
         left, first = np.full(len(rows), self.ends[-1]), np.ones(len(rows))
         fits = np.ones(len(rows), dtype=bool)
-        time = np.where(laws.is_timed, time_s[:, None] * (1 + 1e-9), 0.0)
-        time[:, laws.num_prices : 3 * laws.num_prices] -= once_s[:, None]
+        time = np.where(system.is_timed, time_s[:, None] * (1 + 1e-9), 0.0)
+        time[:, system.num_prices : 3 * system.num_prices] -= once_s[:, None]
         place_of, lines = rows[:, None], np.arange(time.shape[1])
         for rank in reversed(range(c.active.shape[1])):
             is_here = c.active[rows, rank]
             run = np.searchsorted(self.ends, left) - 1
             cost = self.cost[rows, rank, :, run] + (left - self.ends[run])[:, None] * self.slope[rows, rank, :, run]
-            over = cost + laws.fixed[rows, rank] - time  # what the blocks before have to spare this rank
-            place = (self.saved[rows, rank] < over[..., None]).sum(axis=2)  # breakpoints at which it takes too much
+            over = cost + system.fixed[rows, rank] - time  # to be saved by leaving blocks to earlier ranks
+            place = (self.saved[rows, rank] < over[..., None]).sum(axis=2)  # runs that do not save enough
             inner = np.minimum(np.maximum(place, 1), last) - 1
             less, base = self.less[place_of, rank, lines, inner], self.saved[place_of, rank, lines, inner]
             with np.errstate(divide="ignore", invalid="ignore"):
-                own = self.ends[inner] + np.ceil((over - base) / less - SLACK)
-            own[place == 0] = 0.0
-            own[place > last] = np.inf
-            taken = np.maximum(own.max(axis=1), rank)
+                remaining = self.ends[inner] + np.ceil((over - base) / less - SLACK)
+            remaining[place == 0] = 0.0
+            remaining[place > last] = np.inf
+            taken = np.maximum(remaining.max(axis=1), rank)
             if self.again_s.size:
                 taken = np.where(
                     np.isfinite(taken), self._whole(rows, rank, left, np.minimum(taken, left), over), taken
@@ -307,64 +321,67 @@ class _InOrder:
 
 
 class _InAnyOrder:
-    """Several stages a rank: any blocks of each group of equal ones; the first and the last block stand where they have to."""
+    """The test for several stages a rank: blocks of each group in any order; the first and the last block on their stages."""
 
     def __init__(self, c: Columns) -> None:
-        self.c, laws = c, _Laws(c)
-        self.laws = laws
+        self.c, system = c, _Constraints(c)
+        self.system = system
         inner = c.counts.copy()
         inner[c.first] -= 1
         inner[c.last] -= 1
-        kinds = [own for group in c.groups if (own := [k for k in group if inner[k] > 0])]
-        counts = np.array([inner[own].sum() for own in kinds])
-        large, stages = int(counts.argmax()), c.pp * c.virtual
-        # blocks of the largest group that every stage has, as the others cannot hold them
-        each = np.where(c.most < counts[large], np.maximum(counts[large] - c.most * (stages - 1), 0.0), 0.0)
-        fixed = laws.fixed
-        fixed += np.where(c.is_first[:, :, None], laws.costs[:, :, 0, :, c.first], 0.0)
-        fixed += np.where(c.is_last[:, :, None], laws.costs[:, :, -1, :, c.last], 0.0)
-        self._before(kinds, large, each)
-        costs = np.stack([laws.costs[..., own].min(axis=4) for own in kinds], axis=4)  # [i, r, v, l, group]
+        kinds = [members for group in c.groups if (members := [k for k in group if inner[k] > 0])]
+        counts = np.array([inner[members].sum() for members in kinds])
+        largest, stages = int(counts.argmax()), c.pp * c.virtual
+        # each stage has at least as many blocks of the largest group as the other stages cannot hold
+        each = np.where(c.most < counts[largest], np.maximum(counts[largest] - c.most * (stages - 1), 0.0), 0.0)
+        fixed = system.fixed
+        fixed += np.where(c.is_first[:, :, None], system.costs[:, :, 0, :, c.first], 0.0)
+        fixed += np.where(c.is_last[:, :, None], system.costs[:, :, -1, :, c.last], 0.0)
+        self._before(kinds, largest, each)
+        costs = np.stack([system.costs[..., members].min(axis=4) for members in kinds], axis=4)  # [i, r, v, l, group]
         costs = np.maximum(costs, 1e-30)
         most = counts * c.has_stage[:, :, None]
-        most[:, :, large] = np.minimum(most[:, :, large], np.where(c.has_stage, c.most[:, None], 0.0))
+        most[:, :, largest] = np.minimum(most[:, :, largest], np.where(c.has_stage, c.most[:, None], 0.0))
         self.needed = c.virtual[:, None] - c.is_first * 1.0 - c.is_last
-        every = np.ones((len(c.m), len(counts)))
-        measures = [
-            (slice(None), every)
-        ]  # whole blocks of all groups; of the largest one, which others may not stand for; work
+        ones = np.ones((len(c.m), len(counts)))
+        measures = [(slice(None), ones)]  # whole blocks of all groups; of the largest group; work of all groups
         if len(counts) > 1:
-            work = np.stack([c.least_s[:, own].min(axis=1) for own in kinds], axis=1)
-            measures += [(slice(large, large + 1), every), (slice(None), work)]
-        self.whole = WholeRecompute(c, most.sum(axis=2), [k for own in kinds for k in own])
-        self.tables = [self._table(costs[..., own], most[..., own], value[:, own]) for own, value in measures]
-        self.totals = [(value * counts)[:, own].sum(axis=1) for own, value in measures]
+            work = np.stack([c.least_s[:, members].min(axis=1) for members in kinds], axis=1)
+            measures += [(slice(largest, largest + 1), ones), (slice(None), work)]
+        self.whole = WholeRecompute(c, most.sum(axis=2), [k for members in kinds for k in members])
+        self.tables = [
+            self._table(costs[..., members], most[..., members], value[:, members]) for members, value in measures
+        ]
+        self.totals = [(value * counts)[:, members].sum(axis=1) for members, value in measures]
 
-    def _before(self, kinds: Sequence[Sequence[int]], large: int, each: Array) -> None:
-        """Adds to the chains what stands before and after a rank's stages at the least, and what the first rank does once."""
-        c, laws = self.c, self.laws
-        some = [k for own in kinds for k in own]
+    def _before(self, kinds: Sequence[Sequence[int]], largest: int, each: Array) -> None:
+        """Adds to the chains the least work on the stages before and after each rank, and the first rank's work once a step."""
+        c, system = self.c, self.system
+        inner = [k for members in kinds for k in members]
 
         def stages(values: Array, count: Array, end: int) -> Array:
-            """The least of so many stages at an end of the model, whose block of that end is on one of them."""
-            some_s, large_s = values[:, some].min(axis=1), values[:, kinds[large]].min(axis=1)
-            others = np.maximum(np.maximum(count - 1, 0) * some_s[:, None], count * (each * large_s)[:, None])
-            found: Array = (count > 0) * values[:, end][:, None] + others
-            return found
+            """Returns the least of ``values`` over so many stages at one end of the model, one of which has the block of that end."""
+            any_s, largest_s = values[:, inner].min(axis=1), values[:, kinds[largest]].min(axis=1)
+            others = np.maximum(np.maximum(count - 1, 0) * any_s[:, None], count * (each * largest_s)[:, None])
+            least: Array = (count > 0) * values[:, end][:, None] + others
+            return least
 
         before = np.broadcast_to(np.arange(float(c.active.shape[1])), c.active.shape)
         before_s = stages(c.least_forward_s, before, c.first)
         end_s = stages(c.least_backward_s, before, c.first)
         after_s = stages(c.least_backward_s, np.maximum(c.pp[:, None] - 1 - before, 0), c.last)
         once_s = c.once_s[:, 0, c.first] + c.tie_s
-        once_s = once_s + (c.virtual - 1) * np.maximum(each, 1.0) * c.once_s[:, 0][:, some].min(axis=1)
-        laws.fixed[:, :, laws.line(0)] += before_s[:, :, None]
-        laws.fixed[:, :, laws.line(1)] += (before_s + end_s + once_s[:, None])[:, :, None]
-        laws.fixed[:, :, laws.line(2)] += (after_s + end_s + once_s[:, None])[:, :, None]
-        laws.fixed[:, :, laws.line(3)] += after_s[:, :, None]
+        once_s = once_s + (c.virtual - 1) * np.maximum(each, 1.0) * c.once_s[:, 0][:, inner].min(axis=1)
+        system.fixed[:, :, system.line(0)] += before_s[:, :, None]
+        system.fixed[:, :, system.line(1)] += (before_s + end_s + once_s[:, None])[:, :, None]
+        system.fixed[:, :, system.line(2)] += (after_s + end_s + once_s[:, None])[:, :, None]
+        system.fixed[:, :, system.line(3)] += after_s[:, :, None]
 
     def _table(self, costs: Array, most: Array, value: Array) -> tuple[Array, Array, Array]:
-        """The cheapest blocks first, on the stages where they cost least: their cost and their value together [i, r, l, places]."""
+        """Returns cumulative costs and values of blocks and their ratio [i, r, l, places], the cheapest blocks for their value first.
+
+        These are the greedy solutions of fractional knapsacks, one for each constraint of each rank.
+        """
         i, r, v, lines, groups = costs.shape
         cost = np.moveaxis(costs, 3, 2).reshape(i, r, lines, v * groups)
         worth = np.broadcast_to(value[:, None], (i, v, groups)).reshape(i, 1, 1, v * groups)
@@ -372,28 +389,28 @@ class _InAnyOrder:
         with np.errstate(divide="ignore"):
             order = np.argsort(cost / worth, axis=3)
         spent = np.take_along_axis(cost * size, order, axis=3)
-        had = np.take_along_axis(np.broadcast_to(worth * size, cost.shape), order, axis=3)
+        values = np.take_along_axis(np.broadcast_to(worth * size, cost.shape), order, axis=3)
         with np.errstate(divide="ignore", invalid="ignore"):
-            rate = np.nan_to_num(had / spent)
+            rate = np.nan_to_num(values / spent)
         sums = np.zeros((3, i, r, lines, v * groups + 1))
         np.cumsum(spent, axis=3, out=sums[0, ..., 1:])
-        np.cumsum(had, axis=3, out=sums[1, ..., 1:])
+        np.cumsum(values, axis=3, out=sums[1, ..., 1:])
         sums[2, ..., :-1] = rate
         return sums[0], sums[1], sums[2]
 
     def possible(self, rows: NDArray[np.intp], time_s: Array) -> NDArray[np.bool_]:
-        """Whether the ranks of each of these rows can take all blocks in a time."""
-        c, laws = self.c, self.laws
+        """Returns whether the ranks of each row can take all blocks within its time."""
+        c, system = self.c, self.system
         is_here = c.active[rows]
-        time = np.where(laws.is_timed, time_s[:, None, None] * (1 + 1e-9), 0.0)
-        budget = np.where(is_here[:, :, None], time - laws.fixed[rows], 0.0)
+        time = np.where(system.is_timed, time_s[:, None, None] * (1 + 1e-9), 0.0)
+        budget = np.where(is_here[:, :, None], time - system.fixed[rows], 0.0)
         fits: NDArray[np.bool_] = np.asarray((budget >= 0.0).all(axis=(1, 2)))
         at = rows[:, None, None], np.arange(budget.shape[1])[:, None], np.arange(budget.shape[2])
-        for number, ((spent, had, rate), total) in enumerate(zip(self.tables, self.totals, strict=True)):
+        for number, ((spent, values, rate), total) in enumerate(zip(self.tables, self.totals, strict=True)):
             place = np.maximum((spent[rows] <= budget[..., None]).sum(axis=3) - 1, 0)
-            begun, done, more = (x[*at, place] for x in (spent, had, rate))
+            spent_before, value_before, slope = (x[*at, place] for x in (spent, values, rate))
             with np.errstate(invalid="ignore"):
-                value = np.where(more > 0, done + (budget - begun) * more, done).min(axis=2)
+                value = np.where(slope > 0, value_before + (budget - spent_before) * slope, value_before).min(axis=2)
             if number < 2:
                 value = np.floor(value + SLACK)
             value = np.where(is_here, value, 0.0)
@@ -402,21 +419,21 @@ class _InAnyOrder:
                 fits &= ((value >= self.needed[rows]) | ~is_here).all(axis=1)
                 blocks = value
         value = blocks
-        # no rank has more than a few blocks taken off
+        # Recompute in whole blocks takes at most TRIES blocks off a rank, so that only close cases are tested.
         is_near = value.sum(axis=1) - TRIES * c.pp[rows] < self.totals[0][rows]
-        left = np.flatnonzero(fits & is_near & np.isfinite(time_s))
-        if len(left):
-            some = self._whole(rows[left], value[left], budget[left])
-            fits[left] = some.sum(axis=1) >= self.totals[0][rows[left]] * (1 - 1e-9)
+        close = np.flatnonzero(fits & is_near & np.isfinite(time_s))
+        if len(close):
+            lowered = self._whole(rows[close], value[close], budget[close])
+            fits[close] = lowered.sum(axis=1) >= self.totals[0][rows[close]] * (1 - 1e-9)
         return fits
 
     def _whole(self, rows: NDArray[np.intp], value: Array, budget: Array) -> Array:
-        """So many blocks, or fewer where those that recompute have to do so whole."""
-        lines = [chain * self.laws.num_prices for chain in range(CHAINS)]  # those of time alone
-        spent, had, _ = (table[:, :, lines][rows] for table in self.tables[0])
+        """Returns the number of blocks of each rank, lowered by up to ``TRIES`` where recompute in whole blocks takes too long."""
+        lines = [chain * self.system.num_prices for chain in range(CHAINS)]  # at price 0
+        spent, values, _ = (table[:, :, lines][rows] for table in self.tables[0])
         for _ in range(TRIES):
             again_s = self.c.m[rows][:, None] * self.whole.least_s(rows, value)
-            cost = between(value[:, :, None, None], had, spent)[..., 0]
+            cost = between(value[:, :, None, None], values, spent)[..., 0]
             is_late = (cost + again_s[:, :, None] > budget[:, :, lines]).any(axis=2)
             is_late &= self.c.active[rows] & (value > 0)
             if not is_late.any():

@@ -1,10 +1,10 @@
-"""What the blocks of a candidate take and hold at the least: divided perfectly, or in a priced layout.
+"""The floors of a candidate's blocks, the least time and memory of each: under perfect division, or in a priced layout.
 
-What the data axes add to each micro-batch follows from the parameters of a block, which need no pricing: no layout on ``tp`` has less
-than one part of each on a rank. Bytes that a collective moves beside work are hidden but for the device's interference (see
-``DataParallel``). Without a pipeline what runs beside a block is known from those before and after it: X seconds of collectives
-beside work of T seconds, forward and backward, take X - (1 - i) min(X, T) at the least, however they are divided. In a pipeline
-a stage's gathers may run beside any block of it.
+What the data axes add to a micro-batch follows from a block's parameters and needs no pricing: no layout on ``tp`` puts less than a 1/tp
+share of each on a rank. Collectives that run beside computation are hidden, but for the device's interference i (see ``DataParallel``).
+Without a pipeline the collectives beside a block are known from the blocks before and after it: collectives of X seconds beside work of T
+seconds, forward and backward, add at least X - (1 - i) min(X, T), however they are divided between the passes. In a pipeline a stage's
+gathers may run beside any of its blocks.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from autopar.rules.local_graphs import AXIS as EXPERTS_OVER_DATA
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Added:
-    """What the data axes add to the work of a block for one micro-batch.
+    """What the data axes add to a block's work for one micro-batch.
 
     Attributes:
-        always_s: whatever the work is.
-        moved_s: of collectives that run beside it.
-        is_beside: no other block hides them.
-        interference: of the device.
+        always_s: seconds that are added whatever the work is.
+        moved_s: seconds of collectives that run beside the block.
+        is_beside: whether this block alone hides them.
+        interference: the fraction of a hidden collective by which the device's computation slows down.
     """
 
     always_s: float
@@ -40,25 +40,25 @@ class Added:
     interference: float
 
     def least_s(self, work_s: float) -> float:
-        """Seconds of a block whose work takes no less than ``work_s``, forward and backward."""
+        """Returns the least seconds of a block whose forward and backward take at least ``work_s``."""
         i, moved_s = self.interference, self.moved_s
         exposed_s = moved_s + i * work_s if self.is_beside else 0.0
         return self.always_s + max(work_s + i * moved_s, exposed_s)
 
 
 class BlockFloors:
-    """The floors of one model's blocks on one kind of device; remembers what candidates share.
+    """Computes and caches the floors of one model's blocks on one kind of device.
 
     Args:
-        blocks: of the model, by kind.
-        model: prices of the device.
+        blocks: the kinds of blocks of the model.
+        model: the cost model of the device.
     """
 
     def __init__(self, blocks: EqualBlocks, model: CostModel) -> None:
         self.blocks, self.model = blocks, model
         ends = [-1, *blocks.class_of, -1]
         self.neighbours: list[set[tuple[int, int]]] = [set() for _ in blocks.counts]
-        """Of each block of the compact graph those before and after the blocks that it stands for; -1: there is none."""
+        """For each block of the compact graph, the blocks before and after those that it stands for; -1: there is none."""
         for before, k, after in zip(ends, blocks.class_of, ends[2:], strict=False):
             self.neighbours[k].add((before, after))
         self._costs: dict[PricedLayout, list[BlockCost]] = {}
@@ -71,11 +71,12 @@ class BlockFloors:
     # --- divided perfectly
 
     def perfect_split(self, unsplit: PricedLayout, step: Step, block_s: tuple[float, ...] = ()) -> FloorTable:
-        """As if ``cp`` and ``tp`` divided everything and sent nothing but tokens to experts.
+        """Returns the floors as if ``cp`` and ``tp`` divided everything and blocks sent nothing but tokens to experts.
 
         Args:
             unsplit: the layout of the same micro-batch with neither axis.
-            block_s: of each block what it takes in a typing; empty: in any.
+            step: the step of the candidate.
+            block_s: the seconds of each block in one typing; empty: for any typing.
         """
         key = (unsplit, *_kind(step), block_s)
         if key not in self._tables:
@@ -94,15 +95,15 @@ class BlockFloors:
         self, cost: BlockCost, part: BlockCost, ideal: list[tuple[float, float, float]], added: Added,
         step: Step, tp: int, typed_s: float,
     ) -> BlockFloor:  # fmt: skip
-        """Of a block, from seconds of work (forward first), bytes kept and in passing of each mode; ``typed_s``: of both passes at least."""
+        """Returns the floor of a block from its ideal work; ``typed_s`` is a bound of its forward and backward in the typing."""
         (forward_s, work_s, _), *modes = ideal
         return BlockFloor(
             forward_s=forward_s,
             modes=tuple(
                 ModeFloor(
-                    backward_s=added.least_s(work_s + again_s) - forward_s, kept_bytes=kept, passing_bytes=passing
+                    backward_s=added.least_s(work_s + recompute_s) - forward_s, kept_bytes=kept, passing_bytes=passing
                 )
-                for again_s, kept, passing in modes
+                for recompute_s, kept, passing in modes
             ),
             more_s=added.least_s(max(work_s, typed_s)) - added.least_s(work_s),
             once_s=self.model.of(step).block_once_s(part),
@@ -111,57 +112,63 @@ class BlockFloors:
         )
 
     def _ideal_work(self, key: LayoutKey, unsplit: PricedLayout) -> list[list[tuple[float, float, float]]]:
-        """Of each block: seconds of a forward, of both passes, and a zero; then of each mode what recompute adds, keeps, and has in passing."""
+        """Returns the work of each block under perfect division.
+
+        The first entry has the seconds of a forward, those of both passes, and 0; then there is one entry for each mode: seconds of
+        recompute, bytes kept, and passing bytes.
+        """
         if (key, unsplit) not in self._ideal:
             costs = zip(self.costs(unsplit), self.blocks.modes, strict=True)
             self._ideal[key, unsplit] = [self._ideal_modes(cost, modes, key) for cost, modes in costs]
         return self._ideal[key, unsplit]
 
     def _travels_s(self, cost: BlockCost, key: LayoutKey) -> tuple[float, float, float]:
-        """Seconds in which tokens travel to experts of other data ranks and back: forward, backward, and of a whole recompute.
+        """Returns the least seconds in which tokens travel to experts of other data ranks and back: forward, backward, and full recompute.
 
-        However the mixture is laid out on ``cp`` and ``tp``, each rank sends a part of the tokens at the least, to the data ranks
-        alone or to those of ``tp`` too.
+        However the mixture is laid out on ``cp`` and ``tp``, each rank sends at least its share of the tokens, either over the data ranks
+        or over those and ``tp``.
         """
         sent = [message for message in cost.messages if message.axis == EXPERTS_OVER_DATA]
         collectives = self.model.collectives
-        if not sent or collectives.is_measured:  # a table of times need not grow with bytes
+        if not sent or collectives.is_measured:  # a measured table need not be monotonic in bytes
             return 0.0, 0.0, 0.0
         mesh, call_s = key.mesh(self.model.cluster.world_size), self.model.device.overheads.collective_s
-        ways = [EXPERTS_OVER_DATA, EXPERT_AXIS][: 1 + (key.tp > 1)]
+        axes = [EXPERTS_OVER_DATA, EXPERT_AXIS][: 1 + (key.tp > 1)]
         seconds = [
-            call_s + min(collectives.time_s(m.kind, m.num_bytes // (key.cp * key.tp), mesh, (axis,)) for axis in ways)
+            call_s + min(collectives.time_s(m.kind, m.num_bytes // (key.cp * key.tp), mesh, (axis,)) for axis in axes)
             for m in sent
         ]
-        forward_s = sum(own for own, m in zip(seconds, sent, strict=True) if not m.backward)
-        again_s = sum(own for own, m in zip(seconds, sent, strict=True) if m.repeated and not m.backward)
-        return forward_s, sum(seconds) - forward_s, again_s
+        forward_s = sum(sec for sec, m in zip(seconds, sent, strict=True) if not m.backward)
+        recompute_s = sum(sec for sec, m in zip(seconds, sent, strict=True) if m.repeated and not m.backward)
+        return forward_s, sum(seconds) - forward_s, recompute_s
 
     def _ideal_modes(
         self, cost: BlockCost, modes: tuple[Recompute, ...], key: LayoutKey
     ) -> list[tuple[float, float, float]]:
-        ranks, (there_s, back_s, again_s) = key.cp * key.tp, self._travels_s(cost, key)
-        # a measured part may be quicker than its share of the whole (caches): then nothing is known before it is priced
+        ranks, (travel_forward_s, travel_backward_s, travel_again_s) = key.cp * key.tp, self._travels_s(cost, key)
+        # A measured part may be faster than its share of the whole (caches): before it is priced, nothing is known.
         share = 0.0 if ranks > 1 and self.model.measured is not None else 1.0 / ranks
         device = self.model.device
         byte_s = bool(share) / (device.memory_bandwidth_bytes_per_s * device.kernel_fraction)
         forward_s = cost.forward_s * share
-        # without other axes this is the layout; else what is made again may be other operators there
+        # Without other axes this is the layout itself; other layouts may recompute other operators.
         kept = [(cost.kept_bytes(mode) if ranks == 1 else _least_kept(cost, mode)) / ranks for mode in modes]
-        seconds = {"none": 0.0, "selective": 0.0, "full": forward_s + again_s}
+        seconds = {"none": 0.0, "selective": 0.0, "full": forward_s + travel_again_s}
         if "selective" in modes:
-            # what is made again is written again, whichever layout says what that is
+            # recomputed values are written again, whichever these are
             written_s = byte_s * (max(kept) - kept[modes.index("selective")])
             seconds["selective"] = cost.remade.time_s if ranks == 1 else written_s
-        # a layout may need less in passing than its share of the whole: but for what backward needs, kept or made again
+        # A layout may need less passing memory than its share of the whole, but not less than what backward needs, kept or recomputed.
         needed = cost.kept_bytes("none") / ranks
-        passing = [_least_passing(cost, m) if ranks == 1 else needed - own for m, own in zip(modes, kept, strict=True)]
+        passing = [
+            _least_passing(cost, m) if ranks == 1 else needed - size for m, size in zip(modes, kept, strict=True)
+        ]
         work_s = (cost.forward_s + cost.backward_s) * share
-        found = [(forward_s + there_s, work_s + there_s + back_s, 0.0)]
-        return found + [(seconds[m], own, pass_) for m, own, pass_ in zip(modes, kept, passing, strict=True)]
+        ideal = [(forward_s + travel_forward_s, work_s + travel_forward_s + travel_backward_s, 0.0)]
+        return ideal + [(seconds[m], size, pass_) for m, size, pass_ in zip(modes, kept, passing, strict=True)]
 
     def _added_by(self, unsplit: PricedLayout, step: Step) -> tuple[list[Added], list[BlockCost]]:
-        """What the data axes add to each block with one part of its parameters on ``tp``, and these blocks."""
+        """Returns what the data axes add to each block, and the blocks with a 1/tp share of their parameters."""
         key = (unsplit, *_kind(step))
         if key not in self._added:
             tp = step.mesh.tp
@@ -172,10 +179,10 @@ class BlockFloors:
     def _added_to(self, costs: Sequence[BlockCost], k: int, step: Step) -> Added:
         data, unit = self.model.of(step).data, self.model.of(step).unit(costs[k])
         passes = 1 if data.is_pipelined else 2
-        moved_s = unit.gather_s * data.gathers_always  # in a pipeline of the backward alone
+        moved_s = unit.gather_s * data.gathers_always  # in a pipeline, beside the backward alone
         if not data.is_pipelined and data.sends_always:
             moved_s = min(self._beside_s(costs, before, after, step) for before, after in self.neighbours[k])
-        if self.model.collectives.is_measured:  # a table of times need not grow with bytes
+        if self.model.collectives.is_measured:  # a measured table need not be monotonic in bytes
             moved_s = 0.0
         always_s = passes * unit.hooks_s + self.model.of(step).block_adding_s(costs[k])
         return Added(
@@ -184,17 +191,17 @@ class BlockFloors:
         )  # fmt: skip
 
     def _beside_s(self, costs: Sequence[BlockCost], before: int, after: int, step: Step) -> float:
-        """Seconds of collectives beside a block between these: the next one's gather and reduction, the last one's gather."""
-        data, found = self.model.of(step).data, 0.0
+        """Returns the seconds of collectives beside a block: the next block's gather and reduction, and the previous block's gather."""
+        data, seconds_s = self.model.of(step).data, 0.0
         if before >= 0:
-            found += data.gathers_always * self.model.of(step).unit(costs[before]).gather_s
+            seconds_s += data.gathers_always * self.model.of(step).unit(costs[before]).gather_s
         if after >= 0:
             unit = self.model.of(step).unit(costs[after])
-            found += data.gathers_always * unit.gather_s + data.reduces_always * unit.reduce_s
-        return found
+            seconds_s += data.gathers_always * unit.gather_s + data.reduces_always * unit.reduce_s
+        return seconds_s
 
     def _part(self, parameters: tuple[ParameterCost, ...], tp: int) -> tuple[ParameterCost, ...]:
-        """The parameters that one rank of ``tp`` has at the least."""
+        """Returns the smallest shares of parameters that a rank of ``tp`` may have."""
         if tp == 1:
             return parameters
         if (parameters, tp) not in self._parts:
@@ -206,21 +213,23 @@ class BlockFloors:
     # --- a priced layout
 
     def priced(self, layout: PricedLayout, step: Step) -> tuple[FloorTable, float]:
-        """Of a layout whose blocks are priced, with sums of gradients; and what a stage's first gather takes longer, as no forward is beside it."""
+        """Returns the floors of a priced layout, sums of gradients included, and the least exposed seconds of a stage's first gather.
+
+        No forward runs beside that gather.
+        """
         key = (layout, *_kind(step))
         if key not in self._priced:
             shared = at_both_ends(layout.costs) if step.mesh.pp > 1 else ()
             costs = [*self.costs(layout)]
-            if shared and not are_inside(
-                layout.costs, shared
-            ):  # the rank of the last block has no other that brings these
+            # No other block of the last rank counts the shared parameters.
+            if shared and not are_inside(layout.costs, shared):
                 costs[-1] = layout.costs[-1]
-            found, first_s = self._priced_blocks(layout, costs, step)
-            more_s = self._sums_s(layout, costs, [floor.once_s for floor in found], step)
+            floors, first_s = self._priced_blocks(layout, costs, step)
+            more_s = self._sums_s(layout, costs, [floor.once_s for floor in floors], step)
             table = FloorTable(
                 blocks=tuple(
-                    replace(floor, once_s=floor.once_s + own_s) if own_s else floor
-                    for floor, own_s in zip(found, more_s, strict=True)
+                    replace(floor, once_s=floor.once_s + sum_s) if sum_s else floor
+                    for floor, sum_s in zip(floors, more_s, strict=True)
                 )
             )
             self._priced[key] = table, first_s
@@ -229,27 +238,27 @@ class BlockFloors:
     def _sums_s(
         self, layout: PricedLayout, costs: Sequence[BlockCost], once_s: Sequence[float], step: Step
     ) -> list[float]:
-        """What sums of gradients add once a step to each block, none of whose terms is negative then."""
+        """Returns what sums of gradients add once a step to each block; no block's ``once_s`` becomes negative."""
         counts = self.blocks.counts
         others = sum(counts) - sum(counts[k] for k in self.blocks.largest(layout)) > 2
-        found = least_sums_s(self.model, costs, counts, step, others=others)
-        if any(own_s + more_s < 0 for own_s, more_s in zip(once_s, found, strict=True)):
+        sums_s = least_sums_s(self.model, costs, counts, step, others=others)
+        if any(floor_s + sum_s < 0 for floor_s, sum_s in zip(once_s, sums_s, strict=True)):
             return least_sums_s(self.model, costs, counts, step, others=True)
-        return found
+        return sums_s
 
     def _priced_blocks(
         self, layout: PricedLayout, costs: Sequence[BlockCost], step: Step
     ) -> tuple[list[BlockFloor], float]:
         longest_s = max(cost.forward_s + cost.communication_forward_s for cost in costs)
-        found, first_s = [], float("inf")
-        matters = self.model.of(step).data.sends_always
+        floors, first_s = [], float("inf")
+        has_collectives = self.model.of(step).data.sends_always
         for k, cost in enumerate(costs):
-            pairs = self.beside(costs, k) if matters else []
+            pairs = self.beside(costs, k) if has_collectives else []
             gather_s = self.model.of(step).block_gather_s(cost)
             hidden_s = (1 - self.model.device.interference) * min(gather_s, longest_s)
             first_s = min(first_s, hidden_s)
-            found.append(self._priced_floor(cost, step, self.blocks.modes[k], gather_s - hidden_s, pairs))
-        return found, first_s
+            floors.append(self._priced_floor(cost, step, self.blocks.modes[k], gather_s - hidden_s, pairs))
+        return floors, first_s
 
     def _priced_floor(
         self, cost: BlockCost, step: Step, modes: Sequence[Recompute], gather_s: float, beside: Sequence[Beside]
@@ -263,9 +272,9 @@ class BlockFloors:
             modes=tuple(
                 ModeFloor(
                     backward_s=time.forward_s + time.backward_s + adding_s - forward_s,
-                    kept_bytes=cost.kept_bytes(mode), passing_bytes=own,
+                    kept_bytes=cost.kept_bytes(mode), passing_bytes=peak,
                 )
-                for time, mode, own in zip(times, modes, passing, strict=True)
+                for time, mode, peak in zip(times, modes, passing, strict=True)
             ),
             gather_s=gather_s,
             once_s=model.of(step).block_once_s(cost),
@@ -274,31 +283,31 @@ class BlockFloors:
         )  # fmt: skip
 
     def beside(self, costs: Sequence[BlockCost], k: int) -> list[Beside]:
-        """The blocks before and after those that block ``k`` of the compact graph stands for."""
+        """Returns the blocks before and after each of those that block ``k`` of the compact graph stands for."""
         return [(None if i < 0 else costs[i], None if j < 0 else costs[j]) for i, j in sorted(self.neighbours[k])]
 
     # --- costs
 
     def costs(self, layout: PricedLayout) -> list[BlockCost]:
-        """Blocks without parameters that earlier ones have too; nothing kept where that is, or may be, on the host."""
+        """Returns the costs of blocks without parameters of earlier blocks, and without activations that are, or may be, on the host."""
         if layout not in self._costs:
-            found = []
+            costs = []
             for k, cost in enumerate(layout.costs):
                 if self.blocks.is_moved[k] or self.blocks.moves:
                     cost = replace(cost, saved_bytes=0, input_bytes=0, saved_input_bytes=0)
-                found.append(without_shared(cost) if k else cost)
-            self._costs[layout] = found
+                costs.append(without_shared(cost) if k else cost)
+            self._costs[layout] = costs
         return self._costs[layout]
 
 
 def without_shared(cost: BlockCost) -> BlockCost:
-    """A block without parameters that others read too: a rank that holds several of those has them once."""
-    own = tuple(p for p in cost.parameters if not p.shared)
-    return cost if len(own) == len(cost.parameters) else replace(cost, parameters=own)
+    """Returns a block without parameters that other blocks read too: a rank with several of these blocks has them once."""
+    parameters = tuple(p for p in cost.parameters if not p.shared)
+    return cost if len(parameters) == len(cost.parameters) else replace(cost, parameters=parameters)
 
 
 def _least_kept(cost: BlockCost, mode: Recompute) -> int:
-    """Bytes that a block keeps at least in any layout, over its ranks: what is made again may be other operators there."""
+    """Returns the least bytes that a block keeps in any layout, over all its ranks; other layouts may recompute other operators."""
     return cost.remade.least_bytes if mode == "selective" else cost.kept_bytes(mode)
 
 
@@ -307,5 +316,5 @@ def _least_passing(cost: BlockCost, mode: Recompute) -> int:
 
 
 def _kind(step: Step) -> tuple[object, ...]:
-    """What of a step its floors depend on, whatever the schedule."""
+    """Returns what the floors depend on in a step; the schedule is not part of it."""
     return step.mesh, step.zero_stage, step.num_micro_batches, step.adds_gradients, step.offload

@@ -1,4 +1,4 @@
-"""The pipelines that relaxations read: each candidate with the floors of its blocks on its devices, in any layout or in a priced one."""
+"""Makes the pipeline instances that relaxations read: a candidate under perfect division or in a priced layout, with its devices."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Places = frozenset[int]
 
 
 class InstanceMaker:
-    """Makes the pipeline instances of one search's candidates; remembers what they share.
+    """Makes the pipeline instances of one search's candidates, and caches what candidates share.
 
     Args:
-        context: of the search.
+        context: the context of the search.
     """
 
     def __init__(self, context: SearchContext) -> None:
@@ -38,10 +38,10 @@ class InstanceMaker:
         self._floors: dict[tuple[CostModel, bool], BlockFloors] = {}
 
     def perfect_split(self, candidate: Candidate, typed: TypedLayout | None = None) -> PipelineInstance:
-        """A candidate as if ``cp`` and ``tp`` divided everything and sent nothing but tokens to experts.
+        """Returns a candidate's instance as if ``cp`` and ``tp`` divided everything and blocks sent nothing but tokens to experts.
 
         Args:
-            typed: a layout that is not priced, whose blocks take what they do in it at least; None: any.
+            typed: a layout that is not priced, whose seconds of typed blocks raise the floors; None: floors for any layout.
         """
         unsplit = self.context.unsplit(candidate)
         step, tables = self.context.step(candidate, unsplit), {}
@@ -51,20 +51,20 @@ class InstanceMaker:
         return self._instance(candidate, tables)
 
     def priced(self, candidate: Candidate, layout: PricedLayout) -> PipelineInstance:
-        """A candidate in a layout."""
+        """Returns a candidate's instance in a priced layout."""
         if candidate.mesh.pp == 1:
             return self._one_rank(candidate, layout, self._of(self._everywhere, candidate))
         step, places = self.context.step(candidate, layout), dict.fromkeys(self.places(candidate))
         layouts = {own: self._on(own, layout) for own in places}
         found = {own: self._of(own, candidate).priced(layouts[own], step) for own in places}
-        made = self._instance(candidate, {own: table for own, (table, _) in found.items()})
+        base = self._instance(candidate, {own: table for own, (table, _) in found.items()})
         prelude_s = [layouts[own].prelude_s for own in places]
         there, back = _sent_bytes(layout)
         sends_s, back_s = self._sent_s(candidate, there), self._sent_s(candidate, back)
         reads, shared = [sum(own.values()) for own in self._reads(layout)], at_both_ends(layout.costs)
         return replace(
-            made,
-            forward_s=tuple(prelude + own for prelude, own in zip(prelude_s, made.forward_s, strict=True)),
+            base,
+            forward_s=tuple(prelude + own for prelude, own in zip(prelude_s, base.forward_s, strict=True)),
             first_s=min(first_s for _, first_s in found.values()),
             sends_s=sends_s,
             sends_back_s=back_s,
@@ -79,45 +79,45 @@ class InstanceMaker:
         )
 
     def _one_rank(self, candidate: Candidate, layout: PricedLayout, floors: BlockFloors) -> PipelineInstance:
-        """A candidate without a pipeline on some devices."""
+        """Returns the instance of a candidate without a pipeline, on the devices of ``floors``."""
         step, costs = self.context.step(candidate, layout), floors.costs(layout)
         forward_s = layout.prelude_s + floors.model.of(step).ends_s(costs[0], costs[-1])
-        made = self._instance(candidate, {self._everywhere: floors.priced(layout, step)[0]})
+        base = self._instance(candidate, {self._everywhere: floors.priced(layout, step)[0]})
         read_bytes = float(sum(ChainMap(*self._reads(layout)).values()))
         return replace(
-            made, forward_s=(forward_s,), limit_bytes=(self.placed.tensor_bytes(floors.model),), read_bytes=read_bytes
+            base, forward_s=(forward_s,), limit_bytes=(self.placed.tensor_bytes(floors.model),), read_bytes=read_bytes
         )
 
     def _reads(self, layout: PricedLayout) -> list[dict[str, int]]:
-        """The inputs and prelude values that each block of the model reads, in bytes; a stage keeps them once."""
+        """Returns the inputs and prelude values that each block of the model reads, in bytes; a stage keeps each once."""
         return [dict(layout.costs[k].prelude) for k in self.context.layouts.compact.class_of]
 
     def of_group(self, candidate: Candidate, layout: PricedLayout, model: CostModel) -> PipelineInstance:
-        """A candidate with unequal shares as one of its node groups runs it, as :meth:`one_stage`.
+        """Returns the instance of one node group of a candidate with unequal shares, made as by :meth:`one_stage`.
 
         Args:
-            layout: of the group's own micro-batch, at the prices of its devices.
-            model: of the group alone.
+            layout: the layout of the group's micro-batch, at the prices of its devices.
+            model: the cost model of the group alone.
         """
         return self._with_ends(candidate, layout, self._floors_on(model, moves=False))
 
     def one_stage(self, candidate: Candidate, layout: PricedLayout) -> PipelineInstance:
-        """A candidate without a pipeline, with what every step of it takes beside the floors of its blocks."""
+        """Returns the instance of a candidate without a pipeline, including what a step takes over the floors of its blocks."""
         return self._with_ends(candidate, layout, self._of(self._everywhere, candidate))
 
     def _with_ends(self, candidate: Candidate, layout: PricedLayout, on: BlockFloors) -> PipelineInstance:
-        """One rank, with what every step of it takes beside the floors of its blocks.
+        """Returns the instance of one rank, including what every step of it takes over the floors of its blocks.
 
-        Beside what is counted of each block the step has parts that depend on what is beside what: gathers and reductions at
-        both ends of the model, those of the last micro-batch, sums in buckets. The more a block recomputes, the more is hidden
-        beside it, so that they are least where all blocks recompute as much as they may: what the whole step then takes over
-        the floors is a part of every step, whatever recomputes. Sums take as long as in the quickest size of buckets.
+        A step has parts that no single block's floor counts: gathers and reductions at both ends of the model, those of the last
+        micro-batch, and sums in buckets. The more a block recomputes, the more of them it hides. So they are least where every block
+        recomputes as much as it may, and what that step takes over its floors is a lower bound for any choice of recompute. Sums take as
+        long as with the fastest bucket size.
         """
-        model, made = on.model, self._one_rank(candidate, layout, on)
+        model, base = on.model, self._one_rank(candidate, layout, on)
         step, compact = self.context.step(candidate, layout), self.context.layouts.compact
-        m, floors = made.num_micro_batches, made.floors[0].blocks
+        m, floors = base.num_micro_batches, base.floors[0].blocks
         slowest: list[Recompute] = []
-        counted_s = m * made.forward_s[0] + made.first_s
+        counted_s = m * base.forward_s[0] + base.first_s
         for modes, floor, members in zip(self._blocks[False].modes, floors, compact.members, strict=True):
             seconds = [mode.backward_s for mode in floor.modes]
             place = seconds.index(max(seconds))
@@ -129,46 +129,52 @@ class InstanceMaker:
         sizes = self.context.buckets if model.sums_in_buckets([stage], step) else (step.bucket_bytes,)
         least_s = min(model.breakdown([stage], replace(step, bucket_bytes=size)).total_s for size in sizes)
         beside_s = max(least_s - counted_s, 0.0)
-        return replace(made, first_s=made.first_s + beside_s)
+        return replace(base, first_s=base.first_s + beside_s)
 
     def _most_blocks(self, candidate: Candidate, layout: PricedLayout) -> float:
-        """Of the largest group on a stage: virtual stages of equal devices are cut as evenly as whole blocks allow."""
+        """Returns the most blocks of the largest group on a stage.
+
+        Virtual stages on equal devices are cut as evenly as whole blocks allow.
+        """
         if candidate.virtual_stages == 1 or self.placed.is_mixed(candidate):
             return math.inf
         return self._blocks[False].most_blocks(layout, candidate.mesh.pp * candidate.virtual_stages)
 
     def _ends(self, candidate: Candidate) -> tuple[tuple[int, int], ...]:
-        """Between which numbers of blocks each stage ends, if some block is pinned to a stage: behind those of this stage, before those of later ones."""
+        """Returns the least and the largest number of blocks up to the end of each stage, if some block is pinned to a stage.
+
+        A stage ends behind the blocks pinned to it and to earlier stages, and before those pinned to later stages.
+        """
         pinned, blocks = self.context.stages.items(), len(self.context.layouts.compact.class_of)
         if not pinned:
             return ()
         num = candidate.mesh.pp * candidate.virtual_stages
-        found = []
+        ends = []
         for s in range(num - 1):
             before, behind = ([i for i, stage in pinned if (stage > s) == is_later] for is_later in (False, True))
-            found.append((max(before, default=0) + 1, min(behind, default=blocks - 1)))
-        return (*found, (blocks, blocks))
+            ends.append((max(before, default=0) + 1, min(behind, default=blocks - 1)))
+        return (*ends, (blocks, blocks))
 
     @property
     def has_several_groups(self) -> bool:
-        """Whether the blocks between the first and the last one are not all of equal operators."""
+        """Whether the blocks between the first and the last one have different operators."""
         return len(self._groups) > 1
 
     # --- what stage cuts read of the same blocks
 
     @property
     def floors(self) -> BlockFloors:
-        """Of blocks on the slowest device, none of which keeps anything on the host but where pins say so."""
+        """The floors of blocks on the slowest device; only activations that pins put on the host are left out."""
         return self._floors_on(self.context.model, moves=False)
 
     def blocks_of(self, candidate: Candidate) -> EqualBlocks:
-        """Which blocks of a candidate may form stages."""
+        """Returns which blocks of a candidate may form stages."""
         return self._blocks[candidate.moves]
 
     # --- devices
 
     def places(self, candidate: Candidate) -> tuple[Places, ...]:
-        """For each pipeline rank the node groups that it lies on."""
+        """Returns for each pipeline rank the node groups that it lies on."""
         return (
             self.placed.places(candidate)
             if self.placed.is_mixed(candidate)
@@ -177,7 +183,8 @@ class InstanceMaker:
 
     def _of(self, places: Places, candidate: Candidate) -> BlockFloors:
         model, order = self.context.model.part(places), candidate.order
-        # which data ranks meet depends on the order of node groups where a pipeline rank lies on several; else each holds whole ones
+        # Which data ranks communicate depends on the order of node groups where a pipeline rank lies on several; elsewhere a rank holds
+        # whole groups.
         if order and self.placed.is_mixed(candidate) and any(len(own) > 1 for own in self.places(candidate)):
             model = self.context.model.in_order(order).part(frozenset(map(order.index, places)))
         return self._floors_on(model, moves=candidate.moves)
@@ -188,7 +195,7 @@ class InstanceMaker:
         return self._floors[model, moves]
 
     def _on(self, places: Places, layout: PricedLayout) -> PricedLayout:
-        """A layout at the prices of some devices."""
+        """Returns a layout at the prices of the devices of these node groups."""
         return self.context.layouts.on_device(layout, self.context.model.part(places))
 
     def _instance(self, candidate: Candidate, tables: dict[Places, FloorTable]) -> PipelineInstance:
@@ -212,7 +219,7 @@ class InstanceMaker:
     # --- messages
 
     def _sent_s(self, candidate: Candidate, num_bytes: int) -> tuple[float, ...]:
-        """For each pipeline rank a message of so many bytes to the next one, or back; of the last one with the first."""
+        """Returns the seconds of each pipeline rank's message of ``num_bytes`` to the next rank or back; the last sends to the first."""
         mesh, model = candidate.mesh, self.context.model.in_order(candidate.order)
         if model.is_mixed:
             return tuple(model.collectives.hop_time_s(num_bytes, mesh, r) for r in range(mesh.pp))
@@ -221,7 +228,7 @@ class InstanceMaker:
     def _more_s(
         self, candidate: Candidate, layout: PricedLayout, sends_s: Sequence[float], back_s: Sequence[float]
     ) -> tuple[tuple[tuple[float, float], ...], ...]:
-        """What messages behind each kind of block take over the least ones."""
+        """Returns by how much the messages behind each kind of block are longer than the least ones; empty if they are equal."""
         sizes = [(cost.send_bytes, cost.send_gradient_bytes) for cost in layout.costs]
         if len(set(sizes[:-1])) <= 1:
             return ()
@@ -233,6 +240,6 @@ class InstanceMaker:
 
 
 def _sent_bytes(layout: PricedLayout) -> tuple[int, int]:
-    """The least that a block sends to the next one, and gets back."""
+    """Returns the least bytes that a block sends to the next one, and receives back."""
     sent = [(cost.send_bytes, cost.send_gradient_bytes) for cost in layout.costs[:-1]] or [(0, 0)]
     return min(there for there, _ in sent), min(back for _, back in sent)

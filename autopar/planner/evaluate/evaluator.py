@@ -1,6 +1,6 @@
-"""One candidate evaluated: its layouts, and the best plan in any of them.
+"""Evaluates one candidate over its layouts, and bounds candidates.
 
-Candidates are of two kinds, pipelines and data ranks with unequal shares; the latter have an evaluator of their own.
+Candidates are of two kinds: pipelines, and data ranks with unequal shares, which have an evaluator of their own.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from autopar.planner.stages.block_options import BlockOptions
 from autopar.planner.stages.cut_problem import Failure
 
 QUICK = 4
-"""Chain programs that are solved before evaluations where ranks are alike, for the first candidate of each schedule."""
+"""The limit on chain programs before evaluations where ranks are equal; only the first candidate of a schedule solves any."""
 
 
 class Evaluator:
     """Bounds and evaluates all candidates of a search.
 
     Args:
-        context: of the search.
+        context: the context of the search.
     """
 
     def __init__(self, context: SearchContext) -> None:
@@ -46,20 +46,20 @@ class Evaluator:
 
     @classmethod
     def of(cls, graph: Graph, model: CostModel, *, global_batch_size: int, pins: Pins, space: Space) -> Evaluator:
-        """The evaluator of a model, cluster, batch and space."""
+        """Returns the evaluator of a model, cluster, batch and space."""
         return cls(SearchContext.of(graph, model, global_batch_size=global_batch_size, pins=pins, space=space))
 
     # --- bounds
 
     def bounds_s(self, level: int, candidates: Sequence[Candidate], goal_s: float = math.inf) -> list[float]:
-        """For each candidate seconds below which it has no plan; see :class:`autopar.planner.bounds.cascade.Cascade`."""
+        """Returns a lower bound of each candidate's step time in seconds; see :class:`autopar.planner.bounds.cascade.Cascade`."""
         pipelines = iter(self.cascade.bounds_s(level, [c for c in candidates if not c.shares], goal_s))
         return [self.shares.bound_s(level, c) if c.shares else next(pipelines) for c in candidates]
 
     def closest_s(
         self, candidate: Candidate, goal_s: float, known: Sequence[ChainProof] = (), *, whole_s: float | None = 0.0
     ) -> tuple[float, tuple[ChainProof, ...]]:
-        """The tightest bound of a candidate, up to ``goal_s``; see :class:`autopar.planner.bounds.cascade.Cascade`."""
+        """Returns the tightest bound of a candidate, up to ``goal_s``; see :class:`autopar.planner.bounds.cascade.Cascade`."""
         if candidate.shares:
             return min(self.shares.bound_s(LEVELS - 1, candidate), goal_s), ()
         return self.cascade.closest_s(candidate, goal_s, known, whole_s=whole_s)
@@ -72,13 +72,13 @@ class Evaluator:
         whole_s: float | None = None,
         layouts: Sequence[TypedLayout] | None = None,
     ) -> float:
-        """The bound of a pipeline by the chains of its schedule, up to a goal; else 0.
+        """Returns the bound that the chains of its schedule give for a pipeline, up to ``goal_s``; 0 where it is not worth computing.
 
-        Where ranks differ it is far tighter than the others. Where they are alike it is so if blocks are of several groups, as those of an
-        encoder and a decoder, whose order no other bound counts, or if stages are pinned; few programs then say enough.
+        Where ranks differ this bound is far tighter than the others. Where they are equal it is tighter only if blocks are of several
+        groups, as those of an encoder and a decoder, whose order no other bound uses, or if stages are pinned. Few programs suffice then.
 
-        What is known of a schedule depends on what was looked at before: it decides on no order but that of early incumbents, and is
-        no part of the certificate. Arguments are those of :meth:`autopar.planner.bounds.cascade.Cascade.closest_s`.
+        The known proofs of a schedule depend on the order of earlier calls. So this bound is no part of the certificate, and decides no
+        order but that of early incumbents. The arguments are those of :meth:`autopar.planner.bounds.cascade.Cascade.closest_s`.
         """
         is_tighter = self.model.is_mixed or self.cascade.maker.has_several_groups or self.context.stages
         if candidate.mesh.pp == 1 or not is_tighter:
@@ -95,10 +95,11 @@ class Evaluator:
     # --- plans
 
     def evaluate(self, candidate: Candidate, *, at_most_s: float = math.inf) -> Evaluation | Misfit:
-        """The best plan of a candidate: the same one whatever ``at_most_s`` is, as far as it is faster; or why there is none.
+        """Returns the best plan of a candidate, or why there is none.
 
         Args:
-            at_most_s: plans that cannot be faster than this are left unfinished (and then not remembered).
+            at_most_s: plans that cannot be faster are left unfinished, and such a result is not cached. The best plan does not depend on
+                this time as long as it is faster.
         """
         if candidate.shares:
             return self.shares.evaluate(candidate, at_most_s=at_most_s)
@@ -107,28 +108,28 @@ class Evaluator:
         best: Evaluation | None = None
         failures: list[Failure] = []
         try:
-            left = [*self.context.typed_layouts(candidate)]
-            while left:
+            remaining = [*self.context.typed_layouts(candidate)]
+            while remaining:
                 least = min(at_most_s, best.time_s if best else at_most_s)
-                bounds_s = self.cascade.layout_bounds_s(candidate, left, least)
+                bounds_s = self.cascade.layout_bounds_s(candidate, remaining, least)
                 bound = min(bounds_s)
-                draft = left.pop(bounds_s.index(bound))
-                # one that cannot fit says how much it needs where there is nothing else to say
+                typed = remaining.pop(bounds_s.index(bound))
+                # A layout that cannot fit is evaluated only if nothing else explains the failure: it says how many bytes it needs.
                 is_slow = least <= bound and (bound < math.inf or best or any(f.is_slow for f in failures))
-                if is_slow or (math.isfinite(least) and self.chained_s(candidate, least, layouts=[draft]) >= least):
+                if is_slow or (math.isfinite(least) and self.chained_s(candidate, least, layouts=[typed]) >= least):
                     failures.append(Failure(is_slow=True))
                     continue
-                option = self.layouts.price(draft)
-                found = self.plans.best(candidate, option, least, may_fit=bound < math.inf)
-                if isinstance(found, Failure):
-                    failures.append(found)
-                elif best is None or found.time_s < best.time_s:
-                    best = found
+                option = self.layouts.price(typed)
+                plan = self.plans.best(candidate, option, least, may_fit=bound < math.inf)
+                if isinstance(plan, Failure):
+                    failures.append(plan)
+                elif best is None or plan.time_s < best.time_s:
+                    best = plan
         except InfeasibleError as error:
             return self._remember(Misfit(candidate=candidate, reason=str(error)))
         cut_short = any(failure.is_slow for failure in failures)
         if best is not None:
-            # of what takes longer, cuts were given up that may be quicker
+            # cuts that were given up at ``at_most_s`` may be faster than a plan that takes longer
             return best if best.time_s >= at_most_s else self._remember(best)
         if cut_short:
             return Misfit(candidate=candidate, reason=SLOW)
@@ -142,12 +143,12 @@ class Evaluator:
         return self._remember(Misfit(candidate=candidate, reason=reason, needs_bytes=least_bytes))
 
     def hopeless(self, candidate: Candidate) -> Misfit | None:
-        """Why no layout of a candidate can fit, found without solving any: ``cp`` and ``tp`` divide what one rank has at best.
+        """Returns why no layout of a candidate can fit in memory, without solving any; None where that is not certain.
 
-        None where that is not known.
+        It assumes that ``cp`` and ``tp`` divide everything that one rank holds.
         """
         if candidate.shares or self.plans.placed.is_mixed(candidate):
-            return None  # what one rank has too much, a larger one may take
+            return None  # a larger device may hold what is too much for one rank
         option = self.context.unsplit(candidate)
         device = self.model.device
         least = self.plans.options.least_bytes(candidate, option, self.context.step(candidate, option))
@@ -158,10 +159,10 @@ class Evaluator:
         reason = f"memory: needs at least {needs_text(self.model, needs)}"
         return Misfit(candidate=candidate, reason=reason, needs_bytes=needs)
 
-    def improved(self, found: Evaluation) -> Evaluation:
-        """A plan with its stages cut better still; the same one where they are given, or data ranks take unequal shares."""
-        return found if found.candidate.shares else self.plans.improved(found)
+    def improved(self, plan: Evaluation) -> Evaluation:
+        """Returns a plan with better cut stages; the same plan where stages are given or data ranks take unequal shares."""
+        return plan if plan.candidate.shares else self.plans.improved(plan)
 
-    def _remember(self, found: Evaluation | Misfit) -> Evaluation | Misfit:
-        self._done[found.candidate] = found
-        return found
+    def _remember(self, result: Evaluation | Misfit) -> Evaluation | Misfit:
+        self._done[result.candidate] = result
+        return result

@@ -1,9 +1,8 @@
-"""The best plan of one candidate in one layout: cut, fit, refine, simulate; of unequal shares of data ranks, recompute.
+"""The best plan of one candidate in one layout: cut, fit, refine, simulate; for unequal shares of data ranks, choose recompute.
 
-Candidates whose data ranks take different numbers of samples are bounded and evaluated beside all others. Such a candidate has one layout,
-that of no split inside of the model, and no stages to cut: what is left to choose is what each block recomputes, for all ranks alike. So
-its bounds are prices: first the computation of the group that takes longest, then the step with as little recompute as there may be, and
-last what each group by itself has to recompute so that it fits.
+A candidate whose data ranks take different numbers of samples has one layout, without a split inside the model, and no stages to cut. Only
+what each block recomputes is left to choose, equally for all ranks. So its bounds are prices: at level 0 the computation of the slowest
+group, at level 1 the step with the least recompute, and at level 2 what each group has to recompute to fit in its memory alone.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ from autopar.planner.stages.stage_cut import Mask, cut, every_cut, stage_masks
 
 
 class LayoutPlans:
-    """Plans of one model's candidates, layout by layout.
+    """Finds plans of one model's candidates in given layouts.
 
     Args:
-        context: of the search.
+        context: the context of the search.
         options: prices of blocks.
-        maker: which blocks may form stages, and what differs where ranks have different devices.
+        maker: which blocks may form stages, and how ranks with different devices differ.
     """
 
     def __init__(self, context: SearchContext, options: BlockOptions, maker: InstanceMaker) -> None:
@@ -54,13 +53,14 @@ class LayoutPlans:
     def best(
         self, candidate: Candidate, layout: PricedLayout, at_most_s: float, *, may_fit: bool
     ) -> Evaluation | Failure:
-        """The best plan, or why there is none: the same one whatever ``at_most_s`` is, as far as it is faster.
+        """Returns the best plan, or why there is none; the plan does not depend on ``at_most_s`` as long as it is faster.
 
         Args:
-            may_fit: False: by a bound none fits, and only what it needs is asked for.
+            at_most_s: cuts that cannot be faster may be left out.
+            may_fit: False if a bound says that no plan fits; then only the memory that it needs is computed.
 
         Raises:
-            InfeasibleError: the stages that are pinned cannot be cut.
+            InfeasibleError: the pinned stages cannot be cut.
         """
         problem = self.problem(candidate, layout)
         if not may_fit and not self.pinned:
@@ -70,13 +70,13 @@ class LayoutPlans:
         best: Evaluation | None = None
         failures: list[Failure] = []
         for allowed in problem.allowed_stages:
-            found = fitted(problem, allowed)
-            if isinstance(found, Fitting) and not self._host_fits(found.memory):
-                found = Failure(host_bytes=max(memory.host for memory in found.memory))
-            if isinstance(found, Failure):
-                failures.append(found)
+            fitting = fitted(problem, allowed)
+            if isinstance(fitting, Fitting) and not self._host_fits(fitting.memory):
+                fitting = Failure(host_bytes=max(memory.host for memory in fitting.memory))
+            if isinstance(fitting, Failure):
+                failures.append(fitting)
                 continue
-            plan = self._plan(problem, refined(problem, found))
+            plan = self._plan(problem, refined(problem, fitting))
             best = plan if best is None or plan.time_s < best.time_s else best
         if best is None:
             return failures[0]
@@ -84,29 +84,30 @@ class LayoutPlans:
             best = self._searched(improved, problem, best)
         return self._bucketed(problem, best)
 
-    def improved(self, found: Evaluation) -> Evaluation:
-        """A plan whose stages are cut better still, and recompute where it takes the least of a step; never a slower one.
+    def improved(self, plan: Evaluation) -> Evaluation:
+        """Returns a plan with better cut stages, and recompute where it adds least to the step; never a slower plan.
 
         See :mod:`autopar.planner.stages.refinement` and :mod:`autopar.planner.stages.exchange`.
         """
-        if found.candidate.mesh.pp == 1:
-            return found
-        problem = self.problem(found.candidate, found.option).with_buckets(found.bucket_bytes)
+        if plan.candidate.mesh.pp == 1:
+            return plan
+        problem = self.problem(plan.candidate, plan.option).with_buckets(plan.bucket_bytes)
         is_given = self.pinned or self.context.moved or self.context.space.equal_stages
-        if not is_given and not problem.devices_differ:  # else stages stay, or its evaluation did so
-            found = self._searched(improved, problem, found)
-        return self._bucketed(problem, self._searched(exchanged, problem, found))
+        # Given stages stay; where devices differ, the evaluation has already improved them.
+        if not is_given and not problem.devices_differ:
+            plan = self._searched(improved, problem, plan)
+        return self._bucketed(problem, self._searched(exchanged, problem, plan))
 
     def _searched(
-        self, search: Callable[[CutProblem, Fitting, float], Fitting], problem: CutProblem, found: Evaluation
+        self, search: Callable[[CutProblem, Fitting, float], Fitting], problem: CutProblem, plan: Evaluation
     ) -> Evaluation:
-        """The plan that a local search finds from another one, if it is faster."""
-        plan = search(problem, problem.fitting(found.stops, found.modes), found.time_s)
-        other = self._plan(problem, plan)
-        return other if other.time_s < found.time_s and self._host_fits(plan.memory) else found
+        """Returns the plan that a local search finds from another plan, or that plan if it is no slower."""
+        fitting = search(problem, problem.fitting(plan.stops, plan.modes), plan.time_s)
+        other = self._plan(problem, fitting)
+        return other if other.time_s < plan.time_s and self._host_fits(fitting.memory) else plan
 
     def problem(self, candidate: Candidate, layout: PricedLayout) -> CutProblem:
-        """A candidate in a layout, as stages are cut for it."""
+        """Returns the problem of cutting a candidate in a layout into stages."""
         layout = self.placed.option(candidate, layout)
         step = self.placed.step(self.context.step(candidate, layout), layout)
         model, mesh = self.context.model.in_order(candidate.order), candidate.mesh
@@ -129,86 +130,87 @@ class LayoutPlans:
         )
 
     def _allowed(self, candidate: Candidate, layout: PricedLayout) -> Sequence[Sequence[Mask] | None]:
-        """Ways in which blocks may form stages, by the laws of the space."""
+        """Returns the ways in which blocks may form stages under the constraints of the space; None: any."""
         rows, pp, v = self.blocks_of(candidate), candidate.mesh.pp, candidate.virtual_stages
         if self.context.space.equal_stages:
             return rows.equal_stages(layout, pp * v)
-        if v == 1 or layout.ranks:  # devices that differ hold what they are fast enough for
+        if v == 1 or layout.ranks:  # the speed and memory of different devices decide their blocks
             return [None]
         return rows.even_stages(layout, pp, v) or [None]
 
-    def _plan(self, problem: CutProblem, found: Fitting) -> Evaluation:
+    def _plan(self, problem: CutProblem, fitting: Fitting) -> Evaluation:
         return Evaluation(
             candidate=problem.candidate,
             option=problem.layout,
-            stops=found.stops,
-            modes=found.modes,
-            prediction=problem.model.predict(found.stages, problem.step, memory=found.memory),
+            stops=fitting.stops,
+            modes=fitting.modes,
+            prediction=problem.model.predict(fitting.stages, problem.step, memory=fitting.memory),
             bucket_bytes=problem.step.bucket_bytes,
         )
 
     def _bucketed(self, problem: CutProblem, plan: Evaluation) -> Evaluation:
-        """A plan with the size of buckets that is quickest and fits.
+        """Returns a plan with the fastest bucket size that fits.
 
-        Neither layouts nor cuts are chosen by it, and no bound counts what is summed in buckets.
+        Bucket sizes decide neither layouts nor cuts, and no bound counts sums in buckets.
         """
-        made = problem.stages_of(plan.stops, plan.modes)
-        if len(self.buckets) == 1 or not problem.model.sums_in_buckets(made, problem.step):
+        stages = problem.stages_of(plan.stops, plan.modes)
+        if len(self.buckets) == 1 or not problem.model.sums_in_buckets(stages, problem.step):
             return plan
         best = plan
         for size in self.buckets:
             other = problem.with_buckets(size)
-            if size == plan.bucket_bytes or problem.model.breakdown(made, other.step).total_s >= best.time_s:
+            if size == plan.bucket_bytes or problem.model.breakdown(stages, other.step).total_s >= best.time_s:
                 continue
-            found = other.fitting(plan.stops, plan.modes)
-            if other.fits(found):
-                best = self._plan(other, found)
+            fitting = other.fitting(plan.stops, plan.modes)
+            if other.fits(fitting):
+                best = self._plan(other, fitting)
         return best
 
     def _best_of_all(self, problem: CutProblem, at_most_s: float) -> Evaluation | Failure:
-        """Every cut with every choice of recompute, by their bounds."""
+        """Evaluates every cut with every choice of recompute, in the order of their bounds."""
         blocks = problem.block_options[0].blocks
-        every = [
-            (problem.busy_s(one.stops, one.modes), one) for one in every_cut(blocks, problem.num_stages, self.pinned)
+        cuts = [
+            (problem.busy_s(option.stops, option.modes), option)
+            for option in every_cut(blocks, problem.num_stages, self.pinned)
         ]
-        if not every:
+        if not cuts:
             raise InfeasibleError(
                 f"The pinned stages cannot be cut into {problem.num_stages} stages",
                 fix="Drop a pin of stages, or pin another pp",
             )
         best: Evaluation | None = None
         needs, host, is_slow = [], 0, False
-        for least_s, one in sorted(every, key=lambda pair: pair[0]):
+        for least_s, option in sorted(cuts, key=lambda pair: pair[0]):
             if least_s * (1 - ROUNDING) >= (best.time_s if best else at_most_s):
                 is_slow = True
                 break
-            own, found = self._in_buckets(problem, problem.fitting(one.stops, one.modes))
-            if not self._host_fits(found.memory):
-                host = max(host, *(memory.host for memory in found.memory))
+            bucketed, fitting = self._in_buckets(problem, problem.fitting(option.stops, option.modes))
+            if not self._host_fits(fitting.memory):
+                host = max(host, *(memory.host for memory in fitting.memory))
                 continue
-            needs.append(max(memory.total for memory in found.memory))
-            if own.fits(found):
-                plan = self._bucketed(own, self._plan(own, found))
+            needs.append(max(memory.total for memory in fitting.memory))
+            if bucketed.fits(fitting):
+                plan = self._bucketed(bucketed, self._plan(bucketed, fitting))
                 if best is None or plan.time_s < best.time_s:
                     best = plan
         if best is None and host and not needs and not is_slow:
             return Failure(host_bytes=host)
         return best or Failure(needs_bytes=min(needs, default=0), is_slow=is_slow)
 
-    def _in_buckets(self, problem: CutProblem, found: Fitting) -> tuple[CutProblem, Fitting]:
-        """A cut with the first size of buckets with which it fits; as it is where it fits with none."""
-        if not problem.fits(found) and problem.model.sums_in_buckets(found.stages, problem.step):
+    def _in_buckets(self, problem: CutProblem, fitting: Fitting) -> tuple[CutProblem, Fitting]:
+        """Returns a cut with the first bucket size with which it fits; unchanged where it fits with none."""
+        if not problem.fits(fitting) and problem.model.sums_in_buckets(fitting.stages, problem.step):
             for size in self.buckets[1:]:
                 other = problem.with_buckets(size)
-                smaller = other.fitting(found.stops, found.modes)
+                smaller = other.fitting(fitting.stops, fitting.modes)
                 if other.fits(smaller):
                     return other, smaller
-        return problem, found
+        return problem, fitting
 
     def _host_fits(self, memory: Sequence[Memory]) -> bool:
         model = self.context.model
-        limit = model.host.memory_bytes if any(own.host for own in memory) else None
-        return limit is None or all(own.host <= limit for own in memory)
+        limit = model.host.memory_bytes if any(rank.host for rank in memory) else None
+        return limit is None or all(rank.host <= limit for rank in memory)
 
 
 Modes = tuple[Recompute, ...]
@@ -227,9 +229,9 @@ class SharesEvaluator:
     """Evaluates candidates with unequal shares of data ranks.
 
     Args:
-        context: of the search.
+        context: the context of the search.
         options: prices of blocks.
-        maker: of what relaxations read.
+        maker: makes the instances that relaxations read.
     """
 
     def __init__(self, context: SearchContext, options: BlockOptions, maker: InstanceMaker) -> None:
@@ -241,7 +243,13 @@ class SharesEvaluator:
         self._found: dict[Candidate, Evaluation | Misfit] = {}
 
     def seconds(self, place: int, size: int, vocab_multiple: int = 1) -> float:
-        """Computation of a micro-batch on a node group, by its place in the cluster as given, collectives left out."""
+        """Returns the seconds in which a node group computes a micro-batch, without collectives.
+
+        Args:
+            place: the position of the node group in the cluster as given.
+            size: the samples of the micro-batch.
+            vocab_multiple: the multiple to which the vocabulary is padded.
+        """
         option = self._option(place, size, vocab_multiple)
         times = zip(option.costs, self.layouts.compact.members, strict=True)
         return option.prelude_s + sum((c.forward_s + c.backward_s) * len(blocks) for c, blocks in times)
@@ -249,10 +257,10 @@ class SharesEvaluator:
     # --- bounds
 
     def bound_s(self, level: int, candidate: Candidate) -> float:
-        """Seconds below which a candidate has no plan, infinite where none fits; each level as the module says."""
+        """Returns a lower bound of a candidate's step time in seconds, infinite where it does not fit; the module describes the levels."""
         if (level, candidate) not in self._bounds:
-            made = (self._computation_s, self._fastest_s, self._fitting_s)[level]
-            self._bounds[level, candidate] = made(candidate)
+            bound = (self._computation_s, self._fastest_s, self._fitting_s)[level]
+            self._bounds[level, candidate] = bound(candidate)
         return self._bounds[level, candidate]
 
     def _computation_s(self, candidate: Candidate) -> float:
@@ -262,27 +270,28 @@ class SharesEvaluator:
 
     def _fastest_s(self, candidate: Candidate) -> float:
         parts = self._parts(candidate)
-        made = self._stages(parts, self.options.fastest_modes())
-        return min(shared_step_s(parts.models, made, own) for own in self._in_buckets(parts, made)) * (1 - ROUNDING)
+        cost = self._stages(parts, self.options.fastest_modes())
+        return min(shared_step_s(parts.models, cost, row) for row in self._in_buckets(parts, cost)) * (1 - ROUNDING)
 
     def _fitting_s(self, candidate: Candidate) -> float:
-        """What the group takes that needs longest in its own memory, infinite where one does not fit whatever it recomputes.
+        """Returns the bound of the slowest group in its own memory, infinite where a group does not fit whatever it recomputes.
 
-        All groups recompute the same, so that none takes less than by itself. Of blocks that are pinned to the host it is not known.
+        All groups recompute the same, so that none takes less than it would alone. Where pins put activations on the host, this bound is
+        unknown and that of level 1 is returned.
         """
         fastest_s = self.bound_s(1, candidate)
         if self.context.moved:
             return fastest_s
         parts = self._parts(candidate)
-        groups = [self.maker.of_group(candidate, *own) for own in zip(parts.options, parts.models, strict=True)]
-        if not all(group.holds_in_order() for group in groups):
+        instances = [self.maker.of_group(candidate, *pair) for pair in zip(parts.options, parts.models, strict=True)]
+        if not all(instance.holds_in_order() for instance in instances):
             return math.inf
-        return max(fastest_s, float(max(feasible_bounds(groups))) * (1 - ROUNDING))
+        return max(fastest_s, float(max(feasible_bounds(instances))) * (1 - ROUNDING))
 
     # --- evaluation
 
     def evaluate(self, candidate: Candidate, *, at_most_s: float = math.inf) -> Evaluation | Misfit:
-        """The best plan of a candidate; see :meth:`autopar.planner.evaluate.evaluator.Evaluator.evaluate`."""
+        """Returns the best plan of a candidate; see :meth:`autopar.planner.evaluate.evaluator.Evaluator.evaluate`."""
         if candidate not in self._found:
             if self.bound_s(1, candidate) >= at_most_s:
                 return Misfit(candidate=candidate, reason=SLOW)
@@ -294,13 +303,13 @@ class SharesEvaluator:
         best: Evaluation | None = None
         needs: list[Memory] = []
         for modes in self._modes(parts):
-            made = self._stages(parts, modes)
-            for steps in self._in_buckets(parts, made):
-                memory = shared_memory(parts.models, made, steps)
+            stages = self._stages(parts, modes)
+            for steps in self._in_buckets(parts, stages):
+                memory = shared_memory(parts.models, stages, steps)
                 if not self._all_fit(parts, memory):
                     needs = memory
                     continue
-                prediction = predict_shares(parts.models, made, steps)
+                prediction = predict_shares(parts.models, stages, steps)
                 if best is None or prediction.step_time_s < best.prediction.step_time_s:
                     best = Evaluation(
                         candidate=candidate,
@@ -312,49 +321,49 @@ class SharesEvaluator:
                     )
         if best is not None:
             return best
-        over = max(zip(needs, parts.models, strict=True), key=lambda own: own[0].total / own[1].memory_limit_bytes)
+        worst = max(zip(needs, parts.models, strict=True), key=lambda row: row[0].total / row[1].memory_limit_bytes)
         return Misfit(
             candidate=candidate,
-            reason=f"memory: needs {needs_text(self.model, over[0].total)}",
-            needs_bytes=over[0].total,
+            reason=f"memory: needs {needs_text(self.model, worst[0].total)}",
+            needs_bytes=worst[0].total,
         )
 
-    def _in_buckets(self, parts: _Shared, made: Sequence[StageCost]) -> list[tuple[Step, ...]]:
-        """The steps with each size of buckets; with the first one where nothing is summed in them."""
-        is_summed = parts.models[0].sums_in_buckets(made[:1], parts.steps[0])
+    def _in_buckets(self, parts: _Shared, stages: Sequence[StageCost]) -> list[tuple[Step, ...]]:
+        """Returns the steps of the groups with each bucket size; with the first size alone where nothing is summed in buckets."""
+        is_summed = parts.models[0].sums_in_buckets(stages[:1], parts.steps[0])
         sizes = self.context.buckets if is_summed else self.context.buckets[:1]
         return [tuple(replace(step, bucket_bytes=size) for step in parts.steps) for size in sizes]
 
     def _modes(self, parts: _Shared) -> list[Modes]:
-        """What blocks may recompute: nothing; as much as each of the groups needs, or all of them; all that they can.
+        """Returns the choices of recompute to evaluate: the fastest one alone where it fits, as no other is faster.
 
-        The first alone where it fits: it is the quickest.
+        Else these are what each group needs, the most that any group needs for each block, and all that blocks can recompute.
         """
         fastest = self.options.fastest_modes()
         if self._all_fit(parts, shared_memory(parts.models, self._stages(parts, fastest), parts.steps)):
             return [fastest]
-        own = [self._needed(*group) for group in zip(parts.models, parts.options, parts.steps, strict=True)]
-        most = tuple(max(block, key=RECOMPUTES.index) for block in zip(*own, strict=True))
+        needed = [self._needed(*group) for group in zip(parts.models, parts.options, parts.steps, strict=True)]
+        most = tuple(max(block, key=RECOMPUTES.index) for block in zip(*needed, strict=True))
         leanest = tuple(
             self.context.recompute.get(i, max(self.context.modes, key=RECOMPUTES.index)) for i in range(len(most))
         )
-        return [*dict.fromkeys((*own, most, leanest))]
+        return [*dict.fromkeys((*needed, most, leanest))]
 
     def _needed(self, model: CostModel, option: PricedLayout, step: Step) -> Modes:
-        """What one group has to recompute; what it can where that is not enough."""
+        """Returns what one group has to recompute to fit; all that it can where that is not enough."""
         options = self.options.of_rank(option, step, model, moves=False)
-        most, limit = self.maker.placed.fitting_bytes(model), self.maker.placed.tensor_bytes(model)
+        room, limit = self.maker.placed.fitting_bytes(model), self.maker.placed.tensor_bytes(model)
         blocks = len(options.blocks)
         for _ in range(MAX_CUTS):
-            found = cut(
+            solution = cut(
                 [options], in_flight=[1], limit_bytes=[limit], num_micro_batches=step.num_micro_batches,
                 allowed=stage_masks(blocks, 1, None, {}),
             )  # fmt: skip
-            if found is None:
+            if solution is None:
                 break
-            spare = most - model.memory(self.options.stages((blocks,), found.modes, option, 1), step)[0].total
+            spare = room - model.memory(self.options.stages((blocks,), solution.modes, option, 1), step)[0].total
             if spare >= 0:
-                return tuple(map(none_if_moved, found.modes))
+                return tuple(map(none_if_moved, solution.modes))
             limit += EXCESS_FACTOR * spare
         return tuple(none_if_moved(min(block.options, key=lambda o: o.held_bytes).mode) for block in options.blocks)
 
@@ -366,7 +375,7 @@ class SharesEvaluator:
     # --- what groups do
 
     def _places(self, candidate: Candidate) -> Sequence[int]:
-        """Of the node groups in the order of ranks, in the cluster as given."""
+        """Returns the positions of the node groups in the cluster as given, in the order of ranks."""
         return candidate.order or range(len(candidate.shares))
 
     def _option(self, place: int, size: int, vocab_multiple: int) -> PricedLayout:
@@ -384,5 +393,5 @@ class SharesEvaluator:
         return self._shared[candidate]
 
     def _stages(self, parts: _Shared, modes: Modes) -> tuple[StageCost, ...]:
-        """All blocks, as each group runs them."""
+        """Returns one stage of all blocks for each group, as that group runs it."""
         return tuple(self.options.stages((len(modes),), modes, option, 1)[0] for option in parts.options)
