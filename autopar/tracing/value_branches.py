@@ -139,7 +139,8 @@ def question_at(frame: FrameType) -> tuple[list[dis.Instruction], int, dis.Instr
     """The steps of a frame's code, and where it asks for a truth value to jump; None where it asks for another reason."""
     code = list(dis.get_instructions(frame.f_code))
     here = next((i for i, step in enumerate(code) if step.offset == frame.f_lasti), len(code))
-    if here < len(code) and code[here].opname == "TO_BOOL":
+    # Up to Python 3.12 the jump itself asks; from 3.13 on a step of its own before it does, or the comparison.
+    if here < len(code) and (code[here].opname == "TO_BOOL" or code[here].argrepr.startswith("bool(")):
         here += 1
     asks = here + 1 < len(code) and "POP_JUMP" in code[here].opname
     return code, here, code[here] if asks else None
