@@ -165,18 +165,18 @@ def _kept(storages: Storages, inputs: Mapping[int, int]) -> Remade:
 
 
 def fan_in_bytes(
-    ops: Sequence[Op], wiring: Wiring, specs: Sequence[TensorSpec], beside: Collection[int]
+    ops: Sequence[Op], wiring: Wiring, specs: Sequence[TensorSpec], fused: Collection[int]
 ) -> Iterator[int]:
     """Yields the bytes of each sum of gradients of a value that several operators of the block read.
 
     Args:
         ops, wiring: the operators and their wiring.
         specs: the specs of the values of ``wiring``.
-        beside: the positions of operators that do not count.
+        fused: the positions of operators that add no gradient, as they run in another's kernel.
     """
     uses: Counter[int] = Counter()
     for i, (op, operands) in enumerate(zip(ops, wiring.reads, strict=True)):
-        if i not in beside and any(spec.requires_grad for spec in op.outputs):
+        if i not in fused and any(spec.requires_grad for spec in op.outputs):
             uses.update(list(dict.fromkeys(operands)))
     for v, count in uses.items():
         if count > 1 and specs[v].requires_grad and not wiring.is_parameter[v]:

@@ -1,14 +1,14 @@
-"""Data parallelism as the runtime does it: FSDP2's gathers and reductions beside the blocks' computation.
+"""Data parallelism as the runtime does it: FSDP2's gathers and reductions, which overlap the blocks' computation.
 
 | ZeRO | gathered                                  | reduced                                             |
 |------|-------------------------------------------|-----------------------------------------------------|
-| 0    | never (once a step when precision is mixed) | summed in buckets beside the last backward: `gradient_buckets.py` |
+| 0    | never (once a step when precision is mixed) | summed in buckets during the last backward: `gradient_buckets.py` |
 | 1    | at the step's first forward               | at the last micro-batch                             |
 | 2    | at the step's first forward               | at every micro-batch                                |
 | 3    | at every forward and every backward       | at every micro-batch; with a pipeline after the last |
 
-The gather of the next block and the reduction of the block before run beside a block. What is longer than the block is exposed; what is
-hidden slows the block down by the device's ``interference``.
+The gather of the next block and the reduction of the block before overlap a block. What is longer than the block is exposed; what is hidden
+slows the block down by the device's ``interference``.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class DataParallel:
         """Returns the elements that FSDP moves: shards of equal size, without scalars, which it does not hold."""
         return self.mesh.dp_shard * sum([part for p, part in parts if p.shape])
 
-    # --- time of a stage's blocks beside their computation; ``times`` are seconds of each block
+    # --- what the data axes add to a stage's blocks; ``times`` are seconds of each block
 
     def hooks_s(self, held: int, device: Device) -> float:
         """Returns the host's seconds for FSDP around a forward or a backward of a unit with so many parameters."""
@@ -184,8 +184,8 @@ class DataParallel:
     ) -> tuple[float, float]:
         """Returns what a block between two others adds to the forward and to the backward of each micro-batch but the last.
 
-        These values add up to no more than the stage takes, over a pipeline stage or over all blocks without a pipeline. What would run
-        beside a missing block is exposed.
+        These values add up to no more than the stage takes, over a pipeline stage or over all blocks without a pipeline. Collectives that
+        would overlap a missing block are exposed.
 
         Args:
             unit, backward_s: the block and its backward seconds.
@@ -213,7 +213,7 @@ class DataParallel:
 
 
 def _exposed_gathers_s(gathers: Sequence[float], times: Sequence[float], interference: float) -> float:
-    """Returns the exposed seconds of gathers, each of which runs beside the block before; the first one is fully exposed."""
+    """Returns the exposed seconds of gathers, each of which overlaps the block before; the first one is fully exposed."""
     total = gathers[0] if gathers else 0.0
     for gather_s, time_s in zip(gathers[1:], times, strict=False):
         total += exposed_s(gather_s, time_s, interference)
@@ -221,7 +221,7 @@ def _exposed_gathers_s(gathers: Sequence[float], times: Sequence[float], interfe
 
 
 def exposed_s(sent_s: float, time_s: float, interference: float) -> float:
-    """Returns what collectives add to a computation of ``time_s`` that they run beside."""
+    """Returns what collectives add to a computation of ``time_s`` that they overlap."""
     hidden = min(sent_s, time_s)
     return sent_s - hidden + interference * hidden
 

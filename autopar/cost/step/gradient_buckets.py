@@ -97,7 +97,7 @@ def sum_axes(parameter: ParameterCost, mesh: Mesh, uses_fsdp: bool) -> tuple[str
 def buckets(
     stages: Sequence[Sequence[BlockCost]], summed: Summed, itemsize: int, bucket_bytes: int = BUCKET_BYTES
 ) -> tuple[Bucket, ...]:
-    """Returns the all-reduces of one rank beside its backward.
+    """Returns the all-reduces of one rank during its backward.
 
     Args:
         stages: the blocks of each of the rank's stages, in the order of the model.
@@ -166,7 +166,7 @@ class RankSums:
     """The sums of one rank's gradients that FSDP does not do; they do not depend on recompute.
 
     Attributes:
-        buckets: those beside backward.
+        buckets: those during backward.
         late: those after it, in bytes by axes.
     """
 
@@ -189,7 +189,7 @@ def exposed_sums_s(
         sums: the sums of their blocks.
         sum_s: the seconds of one all-reduce.
         late_share: the fraction that the rank waits of what is left when its last backward ends.
-        interference: the fraction by which hidden sums slow down the computation beside them.
+        interference: the fraction by which hidden sums slow down the computation that they overlap.
 
     Returns:
         Seconds by the part of the step that they belong to: "data", "tp" or "cp".

@@ -1,7 +1,7 @@
 """What a step of a plan is: how it is run, its stages and their seconds, and what the training program decides.
 
 :class:`Runtime` models ``autopar.runtime``: FSDP2 or buckets on the data axes, messages between stages that only the receiver waits for,
-and gradients summed beside the last backward. ``autopar.validate.practice`` models other programs (Megatron, DeepSpeed).
+and gradients summed during the last backward. ``autopar.validate.practice`` models other programs (Megatron, DeepSpeed).
 """
 
 from __future__ import annotations

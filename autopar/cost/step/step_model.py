@@ -186,8 +186,8 @@ class StepModel:
         """Returns the unit of each block of a stage; a parameter that several of its blocks read counts with the first one."""
         if stage.runs not in self._stages:
             self._stages[stage.runs] = [
-                self.unit(block) if len(own) == len(block.parameters) else self.ranks.unit(own, self.data)
-                for block, own in zip(stage.blocks, own_parameters(stage.blocks), strict=True)
+                self.unit(block) if len(unread) == len(block.parameters) else self.ranks.unit(unread, self.data)
+                for block, unread in zip(stage.blocks, own_parameters(stage.blocks), strict=True)
             ]
         return self._stages[stage.runs]
 
