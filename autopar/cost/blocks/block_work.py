@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from autopar.cost.blocks.activation_lifetimes import Storages, Wiring, wiring_of
-from autopar.cost.blocks.block_cost import SENDING, BlockCost, Message, ParameterCost, Remade, messages
+from autopar.cost.blocks.block_cost import SENDING, BlockCost, Message, ParameterCost, SelectiveCost, messages
 from autopar.cost.network.collectives import CollectiveModel
 from autopar.cost.operators.operator_times import OperatorTimes, time_of_work
 from autopar.cost.operators.work import Specs, Work, work
@@ -153,10 +153,10 @@ def _parameters(graph: Graph, block: Block) -> tuple[ParameterCost, ...]:
     )
 
 
-def _kept(storages: Storages, inputs: Mapping[int, int]) -> Remade:
+def _kept(storages: Storages, inputs: Mapping[int, int]) -> SelectiveCost:
     """Returns what a block keeps and its peaks; ``inputs`` has the bytes of the values of earlier blocks that it reads."""
     saved = storages.saved_bytes
-    return Remade(
+    return SelectiveCost(
         saved_bytes=saved,
         saved_input_bytes=sum([size for root, size in inputs.items() if root in storages.saved]),
         forward_transient_bytes=max(storages.forward_peak() - saved, 0),

@@ -238,7 +238,7 @@ def shared_sums_s(blocks: Sequence[BlockCost], num_bytes: int, device: Device) -
     """
     repeated = [
         p.numel
-        for block, own in zip(blocks, own_parameters(blocks), strict=True)
+        for block, own in zip(blocks, new_parameters(blocks), strict=True)
         if len(own) < len(block.parameters)
         for p in block.parameters
         if p.trained and p not in own
@@ -246,7 +246,7 @@ def shared_sums_s(blocks: Sequence[BlockCost], num_bytes: int, device: Device) -
     return sum(3 * numel * num_bytes / device.memory_bandwidth_bytes_per_s + device.launch_s for numel in repeated)
 
 
-def own_parameters(blocks: Sequence[BlockCost]) -> Iterator[tuple[ParameterCost, ...]]:
+def new_parameters(blocks: Sequence[BlockCost]) -> Iterator[tuple[ParameterCost, ...]]:
     """Yields for each block of a stage the parameters that no earlier block of it has."""
     seen: set[str] = set()
     for block in blocks:

@@ -203,7 +203,7 @@ def exposed_sums_s(
         times = [own_times(b, mode)[1] for b, mode in zip(stage.blocks, stage.recompute, strict=True)]
         costs = [sum_s(b.axes, b.num_bytes, b.copied_bytes) for b in group]
         total = sum(costs)
-        late_s = beside_backward([(b.block, s) for b, s in zip(group, costs, strict=True)], times)
+        late_s = left_after_backward_s([(b.block, s) for b, s in zip(group, costs, strict=True)], times)
         exposed_s = late_share * late_s + interference * (total - late_s)
         for bucket, cost in zip(group, costs, strict=True):
             seconds[_owner(bucket.axes)] += exposed_s * cost / total if total else 0.0
@@ -219,7 +219,7 @@ def _owner(axes: tuple[str, ...]) -> str:
     return "cp" if "cp" in axes else "tp"
 
 
-def beside_backward(leaving: Sequence[tuple[int, float]], times: Sequence[float]) -> float:
+def left_after_backward_s(leaving: Sequence[tuple[int, float]], times: Sequence[float]) -> float:
     """Returns the seconds of reductions that are left when the backward of a stage ends.
 
     Args:

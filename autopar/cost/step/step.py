@@ -154,7 +154,7 @@ def stage_sums(
     )
 
 
-def moving(sums: StageSums, stage: StageCost, host: HostLink) -> StageSums:
+def with_offload(sums: StageSums, stage: StageCost, host: HostLink) -> StageSums:
     """Adds the seconds that forward and backward wait for activations on their way to and from the host.
 
     At the end of each block that offloads, forward waits for the copies of the offloading block before it; for the first one these are

@@ -12,7 +12,7 @@ from autopar.cost.blocks.block_cost import BlockCost, ParameterCost
 from autopar.cost.network.collectives import CollectiveModel
 from autopar.cost.network.placement import host_of
 from autopar.cost.operators.operator_times import OpTime
-from autopar.cost.step.data_parallel import DataParallel, Unit, itemsize, own_parameters, shared_sums_s
+from autopar.cost.step.data_parallel import DataParallel, Unit, itemsize, new_parameters, shared_sums_s
 from autopar.cost.step.gradient_buckets import RankSums, Summed, buckets, exposed_sums_s, late_sums, scalars
 from autopar.cost.step.memory import (
     OptimizerCost,
@@ -27,7 +27,7 @@ from autopar.cost.step.memory import (
     steps_at_once,
     unit_passing_bytes,
 )
-from autopar.cost.step.step import Runs, Runtime, StageCost, StageSums, Step, moving, own_times, stage_sums
+from autopar.cost.step.step import Runs, Runtime, StageCost, StageSums, Step, own_times, stage_sums, with_offload
 from autopar.hardware.device import Device, HostLink
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import Precision, Recompute
@@ -187,7 +187,7 @@ class StepModel:
         if stage.runs not in self._stages:
             self._stages[stage.runs] = [
                 self.unit(block) if len(unread) == len(block.parameters) else self.ranks.unit(unread, self.data)
-                for block, unread in zip(stage.blocks, own_parameters(stage.blocks), strict=True)
+                for block, unread in zip(stage.blocks, new_parameters(stage.blocks), strict=True)
             ]
         return self._stages[stage.runs]
 
@@ -210,7 +210,7 @@ class StepModel:
                 adding_s=adding_s,
             )  # fmt: skip
             offloads = any(block.offloads for block in stage.blocks)
-            self._sums[key] = moving(sums, stage, self.ranks.host) if offloads else sums
+            self._sums[key] = with_offload(sums, stage, self.ranks.host) if offloads else sums
         return self._sums[key]
 
     def stage_memory(self, stage: StageCost) -> StageMemory:
