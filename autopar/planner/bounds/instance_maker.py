@@ -128,8 +128,8 @@ class InstanceMaker:
         stage = StageCost(blocks=blocks, recompute=tuple(slowest[k] for k in compact.class_of))
         sizes = self.context.buckets if model.sums_in_buckets([stage], step) else (step.bucket_bytes,)
         least_s = min(model.breakdown([stage], replace(step, bucket_bytes=size)).total_s for size in sizes)
-        beside_s = max(least_s - counted_s, 0.0)
-        return replace(base, first_s=base.first_s + beside_s)
+        extra_s = max(least_s - counted_s, 0.0)
+        return replace(base, first_s=base.first_s + extra_s)
 
     def _most_blocks(self, candidate: Candidate, layout: PricedLayout) -> float:
         """Returns the most blocks of the largest group on a stage.
