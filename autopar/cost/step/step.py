@@ -87,7 +87,15 @@ class StageCost:
 
 @dataclass(frozen=True, slots=True)
 class StageSums:
-    """The seconds of one stage and micro-batch by what they are spent on."""
+    """The seconds of one stage and micro-batch by what they are spent on.
+
+    Attributes:
+        compute_s, recompute_s, tensor_parallel_s, context_parallel_s: computation, recompute, and exposed collectives of these axes.
+        data_forward_s, data_backward_s: what the data axes add to every forward and to every backward.
+        data_first_s, data_last_s: what they add further to the step's first forward and to its last backward.
+        forward_s, backward_s: the totals, without ``data_first_s`` and ``data_last_s``.
+        offload_s: the part of the totals that waits for copies to and from the host.
+    """
 
     compute_s: float
     recompute_s: float
