@@ -111,9 +111,9 @@ class Storages:
         self._roots = roots = numbered_roots(self.ops, wiring.reads, wiring.makes, specs)
         self.sizes = [spec.num_bytes for spec in specs]
         """The bytes of each value."""
-        self._reads = [[roots[v] for v in own] for own in wiring.reads]
+        self._reads = [[roots[v] for v in operands] for operands in wiring.reads]
         self._views = [
-            op.target in VIEWS and roots[made[0]] != made[0] for op, made in zip(self.ops, wiring.makes, strict=True)
+            op.target in VIEWS and roots[out[0]] != out[0] for op, out in zip(self.ops, wiring.makes, strict=True)
         ]
         self._lives = _lives(wiring, roots, self._reads, self._views)
         self.saved: dict[int, int] = {}
@@ -138,7 +138,7 @@ class Storages:
     def roots(self) -> dict[Ref, Ref]:
         """For each value that the block makes, the value in whose storage it lies."""
         values = self.wiring.values
-        return {values[v]: values[self._roots[v]] for made in self.wiring.makes for v in made}
+        return {values[v]: values[self._roots[v]] for out in self.wiring.makes for v in out}
 
     def without(self, again: frozenset[int]) -> Storages:
         """Returns the same block with the operators at these positions recomputed in backward, so that nothing that they make is kept."""
@@ -149,7 +149,7 @@ class Storages:
 
     def kept_by(self, is_dear: Callable[[Op], bool]) -> int:
         """Returns the kept bytes of what operators with ``is_dear`` make, and of what earlier blocks make."""
-        cheap = {v for op, made in zip(self.ops, self.wiring.makes, strict=True) if not is_dear(op) for v in made}
+        cheap = {v for op, out in zip(self.ops, self.wiring.makes, strict=True) if not is_dear(op) for v in out}
         inner_bytes = sum(size for size, op in zip(self._inner, self.ops, strict=True) if is_dear(op))
         return inner_bytes + sum(self.sizes[root] for root in self.saved if root not in cheap)
 

@@ -167,7 +167,7 @@ class ParameterCost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Remade:
+class SelectiveCost:
     """What differs in a block that recomputes its cheap operators in backward (:mod:`autopar.graph.operator_kinds`).
 
     Attributes:
@@ -229,7 +229,7 @@ class BlockCost:
     communication_again_s: float = 0.0
     context_again_s: float = 0.0
     offloads: bool = False
-    selective: Remade | None = None
+    selective: SelectiveCost | None = None
 
     def __hash__(self) -> int:
         """Hashes a few of the 23 fields, which tell most blocks apart: blocks are keys of many tables."""
@@ -251,7 +251,7 @@ class BlockCost:
         return sum(self.send_gradients)
 
     @property
-    def remade(self) -> Remade:
+    def remade(self) -> SelectiveCost:
         """The block under selective recompute.
 
         Raises:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from autopar.cost.blocks.activation_lifetimes import Storages, Wiring, wiring_of
-from autopar.cost.blocks.block_cost import SENDING, BlockCost, Message, ParameterCost, Remade, messages
+from autopar.cost.blocks.block_cost import SENDING, BlockCost, Message, ParameterCost, SelectiveCost, messages
 from autopar.cost.network.collectives import CollectiveModel
 from autopar.cost.operators.operator_times import OperatorTimes, time_of_work
 from autopar.cost.operators.work import Specs, Work, work
@@ -153,10 +153,10 @@ def _parameters(graph: Graph, block: Block) -> tuple[ParameterCost, ...]:
     )
 
 
-def _kept(storages: Storages, inputs: Mapping[int, int]) -> Remade:
+def _kept(storages: Storages, inputs: Mapping[int, int]) -> SelectiveCost:
     """Returns what a block keeps and its peaks; ``inputs`` has the bytes of the values of earlier blocks that it reads."""
     saved = storages.saved_bytes
-    return Remade(
+    return SelectiveCost(
         saved_bytes=saved,
         saved_input_bytes=sum([size for root, size in inputs.items() if root in storages.saved]),
         forward_transient_bytes=max(storages.forward_peak() - saved, 0),
@@ -165,18 +165,18 @@ def _kept(storages: Storages, inputs: Mapping[int, int]) -> Remade:
 
 
 def fan_in_bytes(
-    ops: Sequence[Op], wiring: Wiring, specs: Sequence[TensorSpec], beside: Collection[int]
+    ops: Sequence[Op], wiring: Wiring, specs: Sequence[TensorSpec], fused: Collection[int]
 ) -> Iterator[int]:
     """Yields the bytes of each sum of gradients of a value that several operators of the block read.
 
     Args:
         ops, wiring: the operators and their wiring.
         specs: the specs of the values of ``wiring``.
-        beside: the positions of operators that do not count.
+        fused: the positions of operators that add no gradient, as they run in another's kernel.
     """
     uses: Counter[int] = Counter()
     for i, (op, operands) in enumerate(zip(ops, wiring.reads, strict=True)):
-        if i not in beside and any(spec.requires_grad for spec in op.outputs):
+        if i not in fused and any(spec.requires_grad for spec in op.outputs):
             uses.update(list(dict.fromkeys(operands)))
     for v, count in uses.items():
         if count > 1 and specs[v].requires_grad and not wiring.is_parameter[v]:

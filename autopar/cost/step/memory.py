@@ -1,14 +1,14 @@
-"""Peak memory of each pipeline rank, as the runtime keeps tensors; what optimizers keep and move, by torch's implementations.
+"""Peak memory of each pipeline rank, as the runtime keeps tensors; what optimizers keep and move in torch's implementations.
 
 | what        | ZeRO 0, one dtype | ZeRO 0 mixed, 1, 2                 | ZeRO 3                |
 |-------------|-------------------|------------------------------------|-----------------------|
-| parameters  | whole             | shard + whole in the compute dtype | shard; two blocks in passing, in a pipeline all |
-| gradients   | whole             | whole while they accumulate, then shard; else shard + one block in passing | likewise |
-| optimizer   | whole             | shard                              | shard                 |
+| parameters  | full              | shard + full in the compute dtype  | shard + two gathered blocks; in a pipeline + all gathered |
+| gradients   | full              | full while they accumulate, then shard; else shard + one full block | likewise |
+| optimizer   | full              | shard                              | shard                 |
 
-Whole gradients accumulate in the dtype of reductions: with a pipeline at every ZeRO stage, without one below stage 2 when there are several
-micro-batches. Activations are what autograd keeps of each block, times the micro-batches that the schedule keeps alive; a block that is
-recomputed keeps its inputs, one that is so in part what cannot be made again.
+Full gradients accumulate in the dtype of reductions: with a pipeline at every ZeRO stage, without one below stage 2 if there are several
+micro-batches. Activations are what autograd keeps of each block, times the micro-batches that the schedule keeps alive. A block under full
+recompute keeps its inputs, one under selective recompute what it does not recompute.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from autopar.plan.schedule import peak_table
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerCost:
-    """An optimizer of ``torch.optim`` that walks over all parameters, operator by operator (not fused).
+    """An optimizer of ``torch.optim`` that steps all parameters, operator by operator (not fused).
 
     Attributes:
-        states: tensors of a parameter's shape that it keeps, in the dtype of the parameter.
-        is_factored: of parameters with two dims or more it keeps one row and one column instead (Adafactor).
-        element_bytes: declared bytes of all states of one element, whatever the dtype; None: as ``states`` says.
-        passes: times that a step reads or writes an element of a parameter, its gradient or a state.
-        kernels: operators for one parameter (one for all of them on a GPU, where torch groups them).
-        temporaries: tensors of a parameter's shape in passing.
+        states: the tensors of a parameter's shape that it keeps, in the dtype of the parameter.
+        is_factored: whether it keeps one row and one column instead for parameters with two dims or more (Adafactor).
+        element_bytes: the declared bytes of all states of one element, whatever the dtype; None: as ``states`` says.
+        passes: how often a step reads or writes an element of a parameter, its gradient or a state.
+        kernels: the operators for one parameter (for all of them on a GPU, where torch groups them).
+        temporaries: the temporary tensors of a parameter's shape.
     """
 
     states: int
@@ -49,7 +49,7 @@ class OptimizerCost:
     element_bytes: float | None = None
 
     def state_bytes(self, shape: tuple[int, ...], itemsize: int) -> int:
-        """Bytes that it keeps of a parameter, or of a shard of one."""
+        """Returns the bytes of states of a parameter, or of a shard of one."""
         numel = prod(shape)
         if self.element_bytes is not None:
             return math.ceil(numel * self.element_bytes)
@@ -58,14 +58,14 @@ class OptimizerCost:
         return self.states * numel * itemsize
 
     def bytes_per_element(self, itemsize: int) -> float:
-        """The same for each element of a large parameter."""
+        """Returns the bytes of states for each element of a large parameter."""
         if self.element_bytes is not None:
             return self.element_bytes
         return 0.0 if self.is_factored else float(self.states * itemsize)
 
 
 _ADAM = OptimizerCost(states=2, passes=19, kernels=8, temporaries=1)
-"""lerp (3), mul (2), addcmul (3), sqrt (2), div (2), add (2), addcdiv (4) and the step count (1)."""
+"""Its passes are lerp (3), mul (2), addcmul (3), sqrt (2), div (2), add (2), addcdiv (4) and the step count (1)."""
 
 OPTIMIZERS = {
     "adamw": OptimizerCost(states=2, passes=21, kernels=9, temporaries=1),
@@ -74,32 +74,34 @@ OPTIMIZERS = {
     "sgd": OptimizerCost(states=0, passes=3, kernels=1, temporaries=0),
     "adafactor": OptimizerCost(states=1, passes=17, kernels=14, temporaries=1, is_factored=True),
 }
-"""adamw is adam and the decay of weights (2); momentum is mul (2), add (3), add (3); sgd is add (3).
+"""The costs of optimizers by name, with their passes by operator.
 
-adafactor is two norms (2), product of row and column (1), div (2), clamp (2), rsqrt (2), mul (3), norm of the update (1)
-and of the parameter (1), add (3); one state of a parameter without two dims."""
+adamw is adam and the decay of weights (2); momentum is mul (2), add (3), add (3); sgd is add (3). adafactor is two norms (2), product of
+row and column (1), div (2), clamp (2), rsqrt (2), mul (3), norm of the update (1) and of the parameter (1), add (3), and has one state for
+a parameter of fewer than two dims.
+"""
 
 _DECLARED = ":bytes="
 
 
 def optimizer_cost(name: str) -> OptimizerCost:
-    """The costs of an optimizer.
+    """Returns the costs of an optimizer.
 
     Args:
-        name: one of :data:`OPTIMIZERS`; ``NAME:bytes=N`` with N declared bytes of states for each element, as 8-bit
-            optimizers have: 2 bytes of two moments, and 4 for each block of 256 of each (``adamw:bytes=2.03125``).
+        name: one of :data:`OPTIMIZERS`, or ``NAME:bytes=N`` with N declared bytes of states for each element, as 8-bit optimizers have: 2
+            bytes of two moments, and 4 for each block of 256 of each (``adamw:bytes=2.03125``).
 
     Raises:
-        UsageError: it is not known, or the bytes are no number from 0 on.
+        UsageError: the name is unknown, or the bytes are not a number of at least 0.
     """
     base, declared, text = name.lower().partition(_DECLARED)
-    found = OPTIMIZERS.get(base)
-    if found is None:
+    cost = OPTIMIZERS.get(base)
+    if cost is None:
         raise UsageError.unknown(
             "optimizer", name, OPTIMIZERS, fix=f"or NAME{_DECLARED}N with N bytes of states for each element"
         )
     if not declared:
-        return found
+        return cost
     try:
         size = float(text)
     except ValueError:
@@ -109,14 +111,17 @@ def optimizer_cost(name: str) -> OptimizerCost:
             f"The optimizer '{name}' has no number of bytes of states for each element",
             fix="Give one from 0 on, for example adamw:bytes=2",
         )
-    return replace(found, element_bytes=size)
+    return replace(cost, element_bytes=size)
 
 
 def launched_s(optimizer: OptimizerCost, units: Sequence[Unit], device: Device, host: HostLink | None) -> float:
-    """Seconds of starting the optimizer's operators; on a GPU torch groups those of all parameters.
+    """Returns the seconds to launch the optimizer's operators; on a GPU torch groups those of all parameters.
 
     Args:
-        host: where the optimizer steps there.
+        optimizer: the optimizer.
+        units: the units that it steps.
+        device: the device.
+        host: the host link if the optimizer steps on the host, else None.
     """
     parameters = sum(unit.num_trained for unit in units)
     if host is not None:
@@ -128,14 +133,18 @@ def launched_s(optimizer: OptimizerCost, units: Sequence[Unit], device: Device, 
 def stepped_s(
     optimizer: OptimizerCost, units: Sequence[Unit], itemsize: int, device: Device, host: HostLink | None
 ) -> tuple[float, float]:
-    """What the optimizer reads and writes; and, where it does so on the host, of copies: gradients down, parameters up.
+    """Returns the seconds of the optimizer's reads and writes and, if it steps on the host, those of copies.
 
-    Nothing runs beside any of them: a step begins when gradients are summed and clipped, and forward waits for it. Checksums read
-    the parameters on the device before and after (``autopar.runtime.local_optimizer``), which go down only where somebody else has written them.
+    Gradients are copied to the host and parameters back, and nothing overlaps: a step begins when gradients are summed and clipped, and
+    forward waits for it. Checksums read the parameters on the device before and after (``autopar.runtime.local_optimizer``); parameters are
+    copied to the host only where other code has written them.
 
     Args:
-        itemsize: bytes of an element at rest.
-        host: where the optimizer steps there.
+        optimizer: the optimizer.
+        units: the units that it steps.
+        itemsize: the bytes of an element of a stored parameter.
+        device: the device.
+        host: the host link if the optimizer steps on the host, else None.
     """
     size = sum(unit.trained_shard_numel for unit in units) * itemsize
     moved = optimizer.passes * size
@@ -149,24 +158,27 @@ def stepped_s(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """Bytes of a rank that live from step to step or from micro-batch to micro-batch."""
+    """The bytes of a rank that persist between steps or between micro-batches."""
 
     parameters: int
     gradients: int
     optimizer: int
     host: int = 0
-    """Of the host's memory."""
+    """The bytes in host memory."""
 
     @property
     def total(self) -> int:
-        """All of the device's."""
+        """The bytes on the device."""
         return self.parameters + self.gradients + self.optimizer
 
 
 def state_bytes(
     unit: Unit, data: DataParallel, optimizer: OptimizerCost, num_micro_batches: int, *, on_host: bool = False
 ) -> State:
-    """State of one FSDP unit; ``on_host``: its optimizer's live there, beside a copy of what is trained and its gradients."""
+    """Returns the state of one FSDP unit.
+
+    With ``on_host`` its optimizer states are on the host, besides a copy of what is trained and its gradients.
+    """
     storage = itemsize(data.precision.storage)
     parameters = unit.shard_numel * storage
     if data.uses_fsdp and data.zero_stage < 3:
@@ -186,13 +198,13 @@ def state_bytes(
 
 
 def gathered_bytes(unit: Unit, data: DataParallel) -> int:
-    """Parameters of a unit that stay gathered: ZeRO 3 in a pipeline, from a backward on to the next forward."""
+    """Returns the bytes of a unit that stay gathered under ZeRO 3 in a pipeline, from a backward to the next forward."""
     stays = data.gathers_always and data.is_pipelined
     return unit.numel * itemsize(data.precision.compute) if stays else 0
 
 
 def freed_bytes(unit: Unit, data: DataParallel, num_micro_batches: int) -> int:
-    """What the gradients of a unit are smaller by when they are summed; see :func:`rank_memory`."""
+    """Returns by how many bytes the gradients of a unit shrink when they are summed; see :func:`rank_memory`."""
     if not data.uses_fsdp or not data.accumulates(num_micro_batches):
         return 0
     summed = (unit.trained_shard_numel - unit.spread_numel) * itemsize(data.precision.storage)
@@ -200,29 +212,29 @@ def freed_bytes(unit: Unit, data: DataParallel, num_micro_batches: int) -> int:
 
 
 def stepping_bytes(optimizer: OptimizerCost, data: DataParallel, step: Step) -> int:
-    """What an optimizer step on the device has in passing for each element that it steps."""
+    """Returns the temporary bytes of an optimizer step on the device for each element that it steps."""
     return 0 if step.offloads_optimizer else optimizer.temporaries * itemsize(data.precision.storage)
 
 
 def steps_at_once(device: Device) -> bool:
-    """Whether all parameters of a rank are stepped together, as torch does on a GPU."""
+    """Returns whether all parameters of a rank are stepped together, as torch does on a GPU."""
     return device.kind == "cuda"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMemory:
-    """Bytes of one stage, of which those of its rank are put together.
+    """The bytes of one stage, from which those of its rank are computed.
 
     Attributes:
-        parameters, gradients, optimizer, host: of its state.
+        parameters, gradients, optimizer, host: its state.
         gathered: parameters that stay gathered.
         kept: what one micro-batch keeps from forward to backward.
-        received, sent: what it keeps besides of its inputs and outputs, where a stage is before and after it.
+        received, sent: what it also keeps of its inputs and outputs, where there is a stage before and after it.
         moved: what one micro-batch keeps on the host.
-        passing: the most that is alive in passing, over what micro-batches keep.
+        passing: the peak beyond what micro-batches keep.
         reduced: the largest unit's gradients while they are summed; 0 without FSDP.
-        stepped, largest_stepped: trained elements of the rank, of all units and of the largest.
-        freed: what gradients are smaller by when they are summed; see :func:`rank_memory`.
+        stepped, largest_stepped: the rank's trained elements, of all units and of the largest one.
+        freed: by how many bytes gradients shrink when they are summed; see :func:`rank_memory`.
     """
 
     parameters: int
@@ -244,10 +256,13 @@ class StageMemory:
 def stage_memory(
     stage: StageCost, units: Sequence[Unit], states: Sequence[State], data: DataParallel, num_micro_batches: int
 ) -> StageMemory:
-    """The bytes of one stage.
+    """Returns the bytes of one stage.
 
     Args:
-        units, states: of FSDP and of what lives from step to step, one for each block.
+        stage: the stage.
+        units, states: the FSDP unit and the state of each block.
+        data: how the data axes run.
+        num_micro_batches: the micro-batches of a step.
     """
     pairs = list(zip(stage.blocks, stage.recompute, strict=True))
     kept = kept_bytes(stage, receives=False, sends=False)
@@ -280,37 +295,35 @@ def rank_memory(
     step: Step,
     pp_rank: int,
 ) -> Memory:
-    """Memory of one pipeline rank.
+    """Returns the memory of one pipeline rank.
 
-    Activations are gone when gradients are summed and parameters stepped. FSDP then has shards of gradients in place of the whole
-    ones that accumulated; shards in a longer dtype may be larger than the whole ones of one or two ranks, which is left out.
+    There are no activations when gradients are summed and parameters stepped. FSDP then has shards of gradients in place of the full ones
+    that accumulated. Shards in a longer dtype may be larger than the full ones of one or two ranks; this is left out.
 
     Args:
-        stages: of this rank, in order of the model.
-        data: the data axes.
-        copied_bytes: of gradients that lie in buckets beside themselves, all of them when the last ones are on their way.
-        optimizer: what it keeps.
-        device: whose profile says what is reserved.
-        step: how they are run.
-        pp_rank: this one.
+        stages: the stages of this rank, in the order of the model.
+        data: how the data axes run.
+        copied_bytes: the bytes of gradients copied into buckets, all of which exist while the last sums run.
+        optimizer: the optimizer.
+        device: the device, whose profile gives reserved bytes and fragmentation.
+        step: how the step is run.
+        pp_rank: the pipeline rank.
     """
     pp, last = step.mesh.pp, len(stages) - 1
     kept = [
-        own.kept
-        + (own.received if turn > 0 or pp_rank > 0 else 0)
-        + (own.sent if turn < last or pp_rank < pp - 1 else 0)
-        for turn, own in enumerate(stages)
+        s.kept + (s.received if index > 0 or pp_rank > 0 else 0) + (s.sent if index < last or pp_rank < pp - 1 else 0)
+        for index, s in enumerate(stages)
     ]
     table = peak_table(step.schedule, pp, len(stages), step.num_micro_batches, pp_rank)
     activations = int((table @ np.array(kept, dtype=np.int64)).max())
-    moved = [own.moved for own in stages]
-    transient = max(own.passing for own in stages) + sum(own.gathered for own in stages)
-    numel = sum(own.stepped for own in stages) if steps_at_once(device) else max(own.largest_stepped for own in stages)
-    stepping = numel * stepping_bytes(optimizer, data, step) - max(sum(own.freed for own in stages), 0)
-    summed = copied_bytes + max(own.reduced for own in stages)
+    moved = [s.moved for s in stages]
+    transient = max(s.passing for s in stages) + sum(s.gathered for s in stages)
+    numel = sum(s.stepped for s in stages) if steps_at_once(device) else max(s.largest_stepped for s in stages)
+    stepping = numel * stepping_bytes(optimizer, data, step) - max(sum(s.freed for s in stages), 0)
+    summed = copied_bytes + max(s.reduced for s in stages)
     transient = max(transient, max(summed, stepping) - activations)
-    parameters, gradients = sum(own.parameters for own in stages), sum(own.gradients for own in stages)
-    kept_states = sum(own.optimizer for own in stages)
+    parameters, gradients = sum(s.parameters for s in stages), sum(s.gradients for s in stages)
+    kept_states = sum(s.optimizer for s in stages)
     tensors = parameters + gradients + kept_states + activations + transient
     return Memory(
         pp_rank=pp_rank,
@@ -320,13 +333,12 @@ def rank_memory(
         activations=activations,
         transient=transient,
         reserved=device.reserved_bytes + round(device.fragmentation * tensors),
-        host=sum(own.host for own in stages)
-        + (int((table @ np.array(moved, dtype=np.int64)).max()) if any(moved) else 0),
+        host=sum(s.host for s in stages) + (int((table @ np.array(moved, dtype=np.int64)).max()) if any(moved) else 0),
     )
 
 
 def kept_bytes(stage: StageCost, *, receives: bool, sends: bool) -> int:
-    """Bytes that one micro-batch keeps on a stage from forward to backward; the pipeline keeps inputs and outputs."""
+    """Returns the bytes that one micro-batch keeps on a stage from forward to backward; the pipeline keeps inputs and outputs."""
     if not stage.blocks:
         return 0
     prelude = {name: size for block in stage.blocks for name, size in block.prelude}
@@ -340,16 +352,16 @@ def kept_bytes(stage: StageCost, *, receives: bool, sends: bool) -> int:
 
 
 def passing_bytes(stage: StageCost, units: Sequence[Unit], data: DataParallel, num_micro_batches: int) -> int:
-    """The most that is alive in passing on a stage, over what its micro-batches keep when all of it is there."""
+    """Returns the peak of a stage beyond what its micro-batches keep when all of it exists."""
     peak = later = 0
     rows = list(zip(stage.blocks, stage.recompute, units, strict=True))
     for i in reversed(range(len(rows))):
         block, recompute, unit = rows[i]
         here = block.passing_bytes(recompute) - later
-        if i:  # comes up, or goes down, beside this block
+        if i:  # activations of the block before are copied back, or to the host, during this block
             here += rows[i - 1][0].moved_bytes(rows[i - 1][1])
-        units_beside = (rows[i - 1][2] if i else None), (rows[i + 1][2] if i + 1 < len(rows) else None)
-        here += unit_passing_bytes(unit, *units_beside, data, num_micro_batches)
+        neighbours = (rows[i - 1][2] if i else None), (rows[i + 1][2] if i + 1 < len(rows) else None)
+        here += unit_passing_bytes(unit, *neighbours, data, num_micro_batches)
         peak = max(peak, here)
         later += block.kept_bytes(recompute)
     return peak
@@ -358,17 +370,20 @@ def passing_bytes(stage: StageCost, units: Sequence[Unit], data: DataParallel, n
 def unit_passing_bytes(
     unit: Unit, before: Unit | None, after: Unit | None, data: DataParallel, num_micro_batches: int
 ) -> int:
-    """What FSDP holds for a while beside a block's backward: parameters of two blocks, gradients of two.
+    """Returns what FSDP holds temporarily during a block's backward: parameters of two blocks, gradients of two.
 
     Args:
-        before, after: the units beside it on the stage; None: there is none.
+        unit: the unit of the block.
+        before, after: the units of the neighbouring blocks on the stage; None: there is none.
+        data: how the data axes run.
+        num_micro_batches: the micro-batches of a step.
     """
     compute, reduced = itemsize(data.precision.compute), itemsize(data.precision.reduce)
-    found = 0
+    num_bytes = 0
     if data.gathers_always and not data.is_pipelined:
-        found += (unit.numel + (before.numel if before else 0)) * compute
+        num_bytes += (unit.numel + (before.numel if before else 0)) * compute
     if data.uses_fsdp and not data.accumulates(num_micro_batches):
-        # its gradients, those of the block after on their way
-        found += unit.trained_numel * compute
-        found += max(unit.trained_numel, after.trained_numel if after else 0) * reduced
-    return found
+        # gradients of this block, while those of the block after are reduced
+        num_bytes += unit.trained_numel * compute
+        num_bytes += max(unit.trained_numel, after.trained_numel if after else 0) * reduced
+    return num_bytes

@@ -1,4 +1,4 @@
-"""One step of a whole plan: its stages on the pipeline ranks, simulated, and where the time goes."""
+"""One step of a whole plan: its stages on the pipeline ranks, simulated, and the breakdown of its time."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class PipelineStep:
     """The stages of one plan in one step.
 
     Args:
-        stages: in order of the model; stage ``s`` runs on pipeline rank ``s % pp``.
+        stages: the stages in the order of the model; stage ``s`` runs on pipeline rank ``s % pp``.
         parts: for each pipeline rank the step on its devices.
-        collectives: of the cluster.
-        by_hop: messages are priced on the link between the two pipeline ranks, not on the slowest of all such links.
+        collectives: the collectives of the cluster.
+        by_hop: price a message on the link between its two pipeline ranks, not on the slowest of all such links.
 
     Raises:
         UsageError: the schedule cannot serve these stages and micro-batches.
@@ -43,40 +43,40 @@ class PipelineStep:
         check_schedule(self.step.schedule, pp, len(stages) // pp, self.step.num_micro_batches)
 
     def memory(self, ranks: Sequence[int] | None = None) -> tuple[Memory, ...]:
-        """Peak memory of each pipeline rank, or of some of them."""
-        step, found = self.step, []
+        """Returns the peak memory of each pipeline rank, or of the given ranks."""
+        step, memory = self.step, []
         for rank in range(step.mesh.pp) if ranks is None else ranks:
             part = self.parts[rank]
-            own = self.stages[rank :: step.mesh.pp]
-            found.append(
+            stages = self.stages[rank :: step.mesh.pp]
+            memory.append(
                 rank_memory(
-                    [part.stage_memory(stage) for stage in own],
+                    [part.stage_memory(stage) for stage in stages],
                     self.data,
-                    copied_bytes=part.copied_bytes(own),
+                    copied_bytes=part.copied_bytes(stages),
                     optimizer=part.ranks.optimizer,
                     device=part.ranks.device,
                     step=step,
                     pp_rank=rank,
                 )
             )
-        return tuple(found)
+        return tuple(memory)
 
     @cached_property
     def sums(self) -> list[StageSums]:
         """What each stage spends on one micro-batch."""
-        step, found = self.step, []
+        step, sums = self.step, []
         for s, stage in enumerate(self.stages):
             share = gathering_share(self.data, step.schedule, len(self.stages), step.num_micro_batches, s)
             prelude_s = step.preludes_s[s % step.mesh.pp] if step.preludes_s else step.prelude_s
             part = self.parts[s % step.mesh.pp]
-            found.append(part.stage_sums(stage, share=share, prelude_s=prelude_s))
-        return found
+            sums.append(part.stage_sums(stage, share=share, prelude_s=prelude_s))
+        return sums
 
     @cached_property
     def times(self) -> list[StageTimes]:
-        """What the pipeline simulates of each stage: of the stage, its place and the block before it alone."""
+        """The times of each stage that the pipeline simulates; they depend on the stage, its position and the block before it alone."""
         stages, mesh, times, received_s = self.stages, self.step.mesh, [], 0.0
-        for s, own in enumerate(self.sums):
+        for s, sums in enumerate(self.sums):
             ranks = self.parts[s % mesh.pp].ranks
             before = stages[s - 1].blocks[-1] if s and stages[s - 1].blocks else None
             sent = stages[s].blocks[-1].send_bytes if stages[s].blocks and s < len(stages) - 1 else 0
@@ -92,22 +92,22 @@ class PipelineStep:
                 backward_host_s=host_s[1],
             )
             received_s = messages.sent_s
-            times.append(ranks.runtime.stage_times(own, messages, mesh, self.collectives, ranks.device))
+            times.append(ranks.runtime.stage_times(sums, messages, mesh, self.collectives, ranks.device))
         return times
 
     def breakdown(self, simulated: PipelineTimes | None = None) -> Breakdown:
-        """Where the step goes on the rank that is the last one to finish; idle time included.
+        """Returns the breakdown of the step on the rank that finishes last, idle time included.
 
         Args:
-            simulated: the pipeline, where it is simulated already.
+            simulated: the times of the pipeline, if it is simulated already.
         """
         step, ties = self.step, tied([stage.blocks for stage in self.stages], self.data)
         pipeline = simulated or simulate(step.schedule, step.mesh.pp, step.num_micro_batches, self.times)
-        every = [self._of_rank(rank, pipeline, ties) for rank in range(step.mesh.pp)]
-        return max(every, key=lambda found: found.total_s)
+        breakdowns = [self._of_rank(rank, pipeline, ties) for rank in range(step.mesh.pp)]
+        return max(breakdowns, key=lambda breakdown: breakdown.total_s)
 
     def _send_s(self, num_bytes: int, sender: int) -> float:
-        """Of a message to or from the stage after ``sender``."""
+        """Returns the seconds of a message to or from the stage after ``sender``."""
         mesh = self.step.mesh
         size = self.parts[0].ranks.runtime.message_bytes(num_bytes, mesh)
         if self.by_hop and mesh.pp > 1:
@@ -115,7 +115,7 @@ class PipelineStep:
         return self.collectives.send_time_s(size, mesh)
 
     def _host_s(self, s: int, overheads: Overheads) -> tuple[float, float]:
-        """What the schedule and its messages take of the host for one forward and one backward of a stage."""
+        """Returns the host's seconds for the schedule and its messages in one forward and in one backward of a stage."""
         stages, pp = self.stages, self.step.mesh.pp
         if pp == 1:
             return 0.0, 0.0
@@ -126,7 +126,7 @@ class PipelineStep:
         return action_s + message_s * tensors, action_s + message_s * gradients
 
     def _of_rank(self, rank: int, pipeline: PipelineTimes, ties: Mapping[tuple[int, ...], int]) -> Breakdown:
-        """Where the step goes if this rank is the last one to finish."""
+        """Returns the breakdown of the step as if this rank finished last."""
         pp, count, part, data = self.step.mesh.pp, self.step.num_micro_batches, self.parts[rank], self.data
         stages, sums = self.stages[rank::pp], self.sums[rank::pp]
         units = [part.units(stage) for stage in stages]
@@ -155,7 +155,7 @@ class PipelineStep:
 
 
 def ties_s(collectives: CollectiveModel, ties: Mapping[tuple[int, ...], int], step: Step, rank: int) -> float:
-    """Seconds of summing the gradients of parameters that several pipeline ranks have (:func:`autopar.cost.step.gradient_buckets.tied`)."""
+    """Returns the seconds of summing gradients of parameters on several ranks (:func:`autopar.cost.step.gradient_buckets.tied`)."""
     seconds = 0.0
     for ranks, num_bytes in ties.items():
         if rank in ranks:

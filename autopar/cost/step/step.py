@@ -1,7 +1,7 @@
-"""What a step of a plan is: how it is run, its stages and their seconds; and what the program that trains decides about it.
+"""What a step of a plan is: how it is run, its stages and their seconds, and what the training program decides.
 
-:class:`Runtime` is ``autopar.runtime``: FSDP2 or buckets on the data axes, messages between stages that nobody waits for but their
-receiver, gradients summed beside the last backward. ``autopar.validate.practice`` has what others do (Megatron, DeepSpeed).
+:class:`Runtime` models ``autopar.runtime``: FSDP2 or buckets on the data axes, messages between stages that only the receiver waits for,
+and gradients summed during the last backward. ``autopar.validate.practice`` models other programs (Megatron, DeepSpeed).
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ class Step:
     """How one optimizer step is run: what a prediction needs besides the stages.
 
     Attributes:
-        mesh: degrees of the axes.
-        schedule: its name.
-        num_micro_batches: of each data rank.
+        mesh: the degrees of the axes.
+        schedule: the name of the pipeline schedule.
+        num_micro_batches: the micro-batches of each data rank.
         zero_stage: 0 to 3.
-        global_batch_size: samples of the step.
-        flops_per_sample: of the model, forward and backward, for the utilisation.
+        global_batch_size: the samples of the step.
+        flops_per_sample: the model's flops, forward and backward, for the utilization.
         tokens_per_sample: for the throughput.
-        prelude_s: the operators that every stage repeats for each micro-batch.
-        preludes_s: the same on each pipeline rank, where its devices differ from others'; empty: they do not.
-        totals: bytes of each count of the global batch that the loss divides by.
-        clips: the norm of all gradients is taken in the step; training does so by a call of its own.
-        adds_gradients: counts the kernels of autograd that add a micro-batch's gradients to those before; the runtime of autopar has
-            them, Megatron's ``gradient_accumulation_fusion`` has none.
-        bucket_bytes: of gradients that are summed together (``Plan.bucket_bytes``).
-        offload: what lives in host memory (``Plan.offload``).
+        prelude_s: the seconds of the operators that every stage repeats for each micro-batch.
+        preludes_s: the same for each pipeline rank, where devices differ; empty where they do not.
+        totals: the bytes of each count of the global batch that the loss divides by.
+        clips: whether the step takes the norm of all gradients, which in training is a separate call.
+        adds_gradients: whether autograd's kernels that add a micro-batch's gradients to earlier ones count; autopar's runtime has them,
+            Megatron's ``gradient_accumulation_fusion`` does not.
+        bucket_bytes: the size of a bucket of gradients (``Plan.bucket_bytes``).
+        offload: what is kept in host memory (``Plan.offload``).
     """
 
     mesh: Mesh
@@ -63,31 +63,39 @@ class Step:
 
     @property
     def offloads_optimizer(self) -> bool:
-        """Whether the states of the optimizer live on the host."""
+        """Whether the optimizer states are on the host."""
         return "optimizer" in self.offload
 
 
 Runs: TypeAlias = tuple[tuple[tuple[BlockCost, Recompute], int], ...]
-"""Blocks of a stage with what each recomputes, and how many equal ones follow each other."""
+"""The blocks of a stage with their modes of recompute, and how many equal ones follow each other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCost:
-    """Blocks that run as one stage, in order, and what of each is recomputed in backward."""
+    """The blocks of one stage, in order, and the mode of recompute of each."""
 
     blocks: tuple[BlockCost, ...]
     recompute: tuple[Recompute, ...]
     runs: Runs = field(init=False, compare=False, repr=False)
-    """Equal blocks that recompute alike, side by side, with their number: all that a stage is, and short as a key."""
+    """Runs of equal blocks with equal modes, and their lengths: a complete and short key of the stage."""
 
     def __post_init__(self) -> None:
         pairs = groupby(zip(self.blocks, self.recompute, strict=True))
-        object.__setattr__(self, "runs", tuple([(one, len(list(some))) for one, some in pairs]))
+        object.__setattr__(self, "runs", tuple([(pair, len(list(run))) for pair, run in pairs]))
 
 
 @dataclass(frozen=True, slots=True)
 class StageSums:
-    """Seconds of one stage and micro-batch by what they are spent on."""
+    """The seconds of one stage and micro-batch by what they are spent on.
+
+    Attributes:
+        compute_s, recompute_s, tensor_parallel_s, context_parallel_s: computation, recompute, and exposed collectives of these axes.
+        data_forward_s, data_backward_s: what the data axes add to every forward and to every backward.
+        data_first_s, data_last_s: what they add further to the step's first forward and to its last backward.
+        forward_s, backward_s: the totals, without ``data_first_s`` and ``data_last_s``.
+        offload_s: the part of the totals that waits for copies to and from the host.
+    """
 
     compute_s: float
     recompute_s: float
@@ -103,7 +111,7 @@ class StageSums:
 
 
 def own_times(block: BlockCost, recompute: Recompute) -> tuple[float, float]:
-    """Forward and backward with the block's own collectives."""
+    """Returns the seconds of forward and backward, including the block's collectives but not those of the data axes."""
     forward_s = block.forward_s + block.communication_forward_s
     backward_s = block.backward_s + block.communication_backward_s
     return forward_s, backward_s + (block.recompute_s(recompute) if recompute != "none" else 0.0)
@@ -119,32 +127,32 @@ def stage_sums(
     prelude_s: float,
     adding_s: float = 0.0,
 ) -> StageSums:
-    """What a stage spends on one micro-batch.
+    """Returns what a stage spends on one micro-batch.
 
     Args:
-        stage: its blocks.
-        units: of FSDP, one for each block.
+        stage: the stage.
+        units: the FSDP units, one for each block.
         data: how the data axes run.
-        share: of the forwards that gather parameters anew.
-        interference: of the device.
-        prelude_s: of the operators that every stage repeats.
-        adding_s: of gradients to those of the micro-batches before.
+        share: the fraction of forwards that gather parameters.
+        interference: the interference of the device.
+        prelude_s: the seconds of the operators that every stage repeats.
+        adding_s: the seconds of adding gradients to those of earlier micro-batches.
     """
     forward = [block.forward_s + block.communication_forward_s for block in stage.blocks]
     backward = [own_times(block, mode)[1] for block, mode in zip(stage.blocks, stage.recompute, strict=True)]
-    again = [block for block, mode in zip(stage.blocks, stage.recompute, strict=True) if mode == "full"]
+    recomputed = [block for block, mode in zip(stage.blocks, stage.recompute, strict=True) if mode == "full"]
     remade_s = [b.remade.time_s for b, mode in zip(stage.blocks, stage.recompute, strict=True) if mode == "selective"]
-    sent = sum(b.communication_forward_s + b.communication_backward_s for b in stage.blocks)
-    sent += sum(b.communication_again_s for b in again)
-    context = sum(b.context_forward_s + b.context_backward_s for b in stage.blocks)
-    context += sum(b.context_again_s for b in again)
+    communication_s = sum(b.communication_forward_s + b.communication_backward_s for b in stage.blocks)
+    communication_s += sum(b.communication_again_s for b in recomputed)
+    context_s = sum(b.context_forward_s + b.context_backward_s for b in stage.blocks)
+    context_s += sum(b.context_again_s for b in recomputed)
     data_forward = share * data.every_forward_s(units, forward, interference)
     data_backward = data.backward_s(units, backward, interference, is_last=False)
     return StageSums(
         compute_s=sum(b.forward_s + b.backward_s for b in stage.blocks) + prelude_s + adding_s,
-        recompute_s=sum(b.forward_s for b in again) + sum(remade_s),
-        tensor_parallel_s=max(sent - context, 0.0),
-        context_parallel_s=context,
+        recompute_s=sum(b.forward_s for b in recomputed) + sum(remade_s),
+        tensor_parallel_s=max(communication_s - context_s, 0.0),
+        context_parallel_s=context_s,
         data_forward_s=data_forward,
         data_backward_s=data_backward,
         data_first_s=data.first_forward_s(units, forward, interference),
@@ -154,11 +162,12 @@ def stage_sums(
     )
 
 
-def moving(sums: StageSums, stage: StageCost, host: HostLink) -> StageSums:
-    """With the seconds that forward and backward wait for what blocks keep on its way to and from the host.
+def with_offload(sums: StageSums, stage: StageCost, host: HostLink) -> StageSums:
+    """Adds the seconds that forward and backward wait for activations on their way to and from the host.
 
-    Forward waits, at the end of each block that moves, for the copies of the one before, of the micro-batch before where it is
-    the first. Backward begins to bring a block back when it reaches the next one that moves; the last one is only then asked for.
+    At the end of each block that offloads, forward waits for the copies of the offloading block before it; for the first one these are
+    copies of the micro-batch before. Backward begins to copy a block back when it reaches the next block that offloads; for the last one,
+    only when it is needed.
     """
     times = [own_times(block, again) for block, again in zip(stage.blocks, stage.recompute, strict=True)]
     forward, backward = [time[0] for time in times], [time[1] for time in times]
@@ -170,16 +179,16 @@ def moving(sums: StageSums, stage: StageCost, host: HostLink) -> StageSums:
     for here, after in zip(places, [*places[1:], None], strict=True):
         down = host.latency_s + sizes[here] / host.to_host_bytes_per_s
         up = host.latency_s + sizes[here] / host.to_device_bytes_per_s
-        beside = (
+        hiding = (
             forward[here + 1 : after + 1] if after is not None else [*forward[here + 1 :], *forward[: places[0] + 1]]
         )
-        down_s += max(down - sum(beside), 0.0)
+        down_s += max(down - sum(hiding), 0.0)
         up_s += max(up - sum(backward[here + 1 : after + 1]), 0.0) if after is not None else up
     return replace(sums, forward_s=sums.forward_s + down_s, backward_s=sums.backward_s + up_s, offload_s=down_s + up_s)
 
 
 def gathering_share(data: DataParallel, schedule: str, num_stages: int, num_micro_batches: int, stage: int) -> float:
-    """Of a stage's forwards under ZeRO 3 those that gather: in a pipeline not those right after a backward."""
+    """Returns the fraction of a stage's forwards that gather under ZeRO 3: in a pipeline, not those right after a backward."""
     if not (data.gathers_always and data.is_pipelined):
         return 1.0
     after = _after_backwards(schedule, data.mesh.pp, num_stages // data.mesh.pp, num_micro_batches)[stage]
@@ -188,25 +197,25 @@ def gathering_share(data: DataParallel, schedule: str, num_stages: int, num_micr
 
 @lru_cache(maxsize=256)
 def _after_backwards(schedule: str, pp: int, virtual_stages: int, num_micro_batches: int) -> tuple[int, ...]:
-    """For each stage how many of its forwards come right after a backward of its own."""
-    found = []
+    """Returns for each stage how many of its forwards come right after one of its backwards."""
+    counts = []
     rows = schedule_numbers(schedule, pp, virtual_stages, num_micro_batches) // num_micro_batches
     for stage in range(pp * virtual_stages):
-        row = rows[stage % pp]  # twice the stage, one more backward
+        row = rows[stage % pp]  # a number is twice the stage, plus one for a backward
         is_backward = row[row // 2 == stage] % 2 == 1
-        found.append(int(np.sum(is_backward[:-1] & ~is_backward[1:])))
-    return tuple(found)
+        counts.append(int(np.sum(is_backward[:-1] & ~is_backward[1:])))
+    return tuple(counts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMessages:
-    """What a stage and its neighbours send for one micro-batch, and what that takes of the host.
+    """What a stage and its neighbours send for one micro-batch, and the host's seconds for it.
 
     Attributes:
-        sent_bytes, received_bytes: of its outputs and of its inputs; gradients of these are as large.
-        sent_s, sent_back_s: seconds that its outputs, and the gradients of its inputs, are under way.
-        received_s: of its inputs.
-        forward_host_s, backward_host_s: seconds of the host for the schedule's action and its messages.
+        sent_bytes, received_bytes: the bytes of its outputs and of its inputs; their gradients are as large.
+        sent_s, sent_back_s: the seconds in which its outputs, and the gradients of its inputs, are sent.
+        received_s: the seconds in which its inputs are sent.
+        forward_host_s, backward_host_s: the host's seconds for the schedule's action and its messages.
     """
 
     sent_bytes: int
@@ -219,7 +228,7 @@ class StageMessages:
 
 
 class Runtime:
-    """autopar's own; a program that does otherwise overrides what differs."""
+    """The decisions of autopar's runtime; models of other programs override what differs."""
 
     @property
     def reduction(self) -> str:
@@ -227,13 +236,13 @@ class Runtime:
         return "reduce_scatter"
 
     def data_parallel(self, step: Step, precision: Precision) -> DataParallel:
-        """How the data axes run."""
+        """Returns how the data axes run."""
         return DataParallel(step.mesh, step.zero_stage, precision, step.mesh.pp > 1)
 
     def unit(
         self, parameters: Sequence[ParameterCost], data: DataParallel, collectives: CollectiveModel, device: Device
     ) -> Unit:
-        """What a block with these parameters costs on the data axes."""
+        """Returns what a block with these parameters costs on the data axes."""
         shards, trained = data.mesh.dp_shard, [p for p in parameters if p.trained]
         held = [(p, p.numel) for p in parameters if not p.spread]
         spread_numel = sum([p.numel for p in trained if p.spread])
@@ -241,12 +250,12 @@ class Runtime:
         trained_shard = sum([part for p, part in parts if p.trained])
         gather_s = reduce_s = replicate_s = 0.0
         if data.uses_fsdp:
-            own, around = [part for part in parts if part[0].trained], device.overheads
+            trained_parts, overheads = [part for part in parts if part[0].trained], device.overheads
             gather_s = self.gather_s(parts, data, collectives, device)
-            gather_s += around.gather_s + around.gather_parameter_s * len(parts)
-            reduce_s = self.reduce_s(own, data, collectives, device)
-            reduce_s += around.reduce_s + around.reduce_parameter_s * len(own)
-            shard_bytes = data.padded(own) // shards * itemsize(data.precision.reduce)
+            gather_s += overheads.gather_s + overheads.gather_parameter_s * len(parts)
+            reduce_s = self.reduce_s(trained_parts, data, collectives, device)
+            reduce_s += overheads.reduce_s + overheads.reduce_parameter_s * len(trained_parts)
+            shard_bytes = data.padded(trained_parts) // shards * itemsize(data.precision.reduce)
             replicate_s = collectives.time_s("all_reduce", shard_bytes, data.mesh, ("dp_replicate",))
         return Unit(
             numel=sum([numel for _, numel in held]),
@@ -263,32 +272,32 @@ class Runtime:
         )
 
     def gather_s(self, parts: Parts, data: DataParallel, collectives: CollectiveModel, device: Device) -> float:
-        """Gathering parameters over dp_shard in the compute dtype, and copying the buffer into them."""
-        whole = data.padded(parts) * itemsize(data.precision.compute)
-        moved_s = collectives.time_s("all_gather", whole, data.mesh, ("dp_shard",))
-        return moved_s + 2 * whole / device.memory_bandwidth_bytes_per_s
+        """Returns the seconds to gather parameters over dp_shard in the compute dtype, and to copy the buffer into them."""
+        num_bytes = data.padded(parts) * itemsize(data.precision.compute)
+        moved_s = collectives.time_s("all_gather", num_bytes, data.mesh, ("dp_shard",))
+        return moved_s + 2 * num_bytes / device.memory_bandwidth_bytes_per_s
 
     def reduce_s(self, parts: Parts, data: DataParallel, collectives: CollectiveModel, device: Device) -> float:
-        """Summing the gradients of trained parameters over dp_shard, and copying them into the buffer that is reduced."""
+        """Returns the seconds to copy gradients of trained parameters into a buffer, and to sum it over dp_shard."""
         compute, reduced = itemsize(data.precision.compute), itemsize(data.precision.reduce)
         padded = data.padded(parts)
         moved_s = collectives.time_s(self.reduction, padded * reduced, data.mesh, ("dp_shard",))
         return moved_s + padded * (compute + reduced) / device.memory_bandwidth_bytes_per_s
 
     def adding_s(self, units: Sequence[Unit], data: DataParallel, num_micro_batches: int, device: Device) -> float:
-        """Adding the gradients of a micro-batch to those before, on average over a step: the first ones are only kept."""
+        """Returns the seconds to add the gradients of a micro-batch to earlier ones, averaged over a step; the first ones are only kept."""
         moved, launches = data.added(units, num_micro_batches)
         once = moved / device.memory_bandwidth_bytes_per_s + device.launch_s * launches
         return once * (num_micro_batches - 1) / num_micro_batches
 
     def message_bytes(self, num_bytes: int, mesh: Mesh) -> float:
-        """Of a message between stages what one rank sends."""
+        """Returns the bytes that one rank sends of a message between stages."""
         return num_bytes
 
     def stage_times(
         self, sums: StageSums, messages: StageMessages, mesh: Mesh, collectives: CollectiveModel, device: Device
     ) -> StageTimes:
-        """What the pipeline simulates of a stage: ranks wait for no message that they send."""
+        """Returns the times of a stage that the pipeline simulates; ranks do not wait for messages that they send."""
         return StageTimes(
             forward_s=sums.forward_s + messages.forward_host_s,
             backward_s=sums.backward_s + messages.backward_host_s,
@@ -301,9 +310,9 @@ class Runtime:
     def first_gathers_s(
         self, sums: Sequence[StageSums], units: Sequence[Unit], data: DataParallel, device: Device
     ) -> float:
-        """What a rank waits once a step for gathers of parameters that then stay gathered: in the first forward of each of its stages."""
+        """Returns a rank's seconds once a step for gathers of parameters that then stay gathered, in the first forward of each stage."""
         return sum(s.data_first_s for s in sums)
 
     def late_share(self, device: Device) -> float:
-        """Seconds that a rank waits for each second of sums that are left when its last backward ends."""
+        """Returns the fraction that a rank waits of the sums that are left when its last backward ends."""
         return 1.0

@@ -1,4 +1,4 @@
-"""One step on the devices of some ranks: blocks on the data axes, stages, and what is done once, remembered by value."""
+"""One step on the devices of some ranks: prices of blocks on the data axes, of stages, and of work once a step, cached by value."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autopar.cost.blocks.block_cost import BlockCost, ParameterCost
 from autopar.cost.network.collectives import CollectiveModel
 from autopar.cost.network.placement import host_of
 from autopar.cost.operators.operator_times import OpTime
-from autopar.cost.step.data_parallel import DataParallel, Unit, itemsize, own_parameters, shared_sums_s
+from autopar.cost.step.data_parallel import DataParallel, Unit, itemsize, new_parameters, shared_sums_s
 from autopar.cost.step.gradient_buckets import RankSums, Summed, buckets, exposed_sums_s, late_sums, scalars
 from autopar.cost.step.memory import (
     OptimizerCost,
@@ -27,30 +27,30 @@ from autopar.cost.step.memory import (
     steps_at_once,
     unit_passing_bytes,
 )
-from autopar.cost.step.step import Runs, Runtime, StageCost, StageSums, Step, moving, own_times, stage_sums
+from autopar.cost.step.step import Runs, Runtime, StageCost, StageSums, Step, own_times, stage_sums, with_offload
 from autopar.hardware.device import Device, HostLink
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import Precision, Recompute
 
 Beside: TypeAlias = tuple[BlockCost | None, BlockCost | None]
-"""The blocks before and after another one; None where there is none."""
+"""The blocks before and after another block; None where there is none."""
 
 UnitKey: TypeAlias = tuple[tuple[ParameterCost, ...], tuple[int, ...], Mesh | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Ranks:
-    """What some ranks run on and by.
+    """The devices of some ranks, and what they run.
 
     Attributes:
-        devices: theirs.
-        device: the slowest of these, as which all are priced.
-        collectives: of the cluster.
-        precision: dtypes.
-        optimizer: what it keeps and moves.
-        runtime: the program that trains.
-        is_all: whether these are all ranks of the cluster; else where a mesh lies on them counts.
-        units: what parameters cost on data axes, for all steps.
+        devices: the devices of the ranks.
+        device: the slowest device; all are priced as this one.
+        collectives: the collectives of the cluster.
+        precision: the dtypes of training.
+        optimizer: what the optimizer keeps and moves.
+        runtime: the training program.
+        is_all: whether these are all ranks of the cluster; if not, prices depend on where a mesh lies on them.
+        units: cached costs of parameters on data axes, for all steps.
     """
 
     devices: tuple[Device, ...]
@@ -64,7 +64,7 @@ class Ranks:
 
     @property
     def host(self) -> HostLink:
-        """What offloading can use: the slowest device's.
+        """The link for offloading, that of the slowest device.
 
         Raises:
             UsageError: a device's profile has no link to a host.
@@ -72,9 +72,9 @@ class Ranks:
         return host_of(self.device, self.devices)
 
     def unit(self, parameters: tuple[ParameterCost, ...], data: DataParallel) -> Unit:
-        """What parameters cost on data axes.
+        """Returns what parameters cost on data axes.
 
-        Neither ZeRO stage nor, where all nodes are equal, pipeline changes it: many steps have it in common.
+        It does not depend on the ZeRO stage nor, where all nodes are equal, on the pipeline: many steps share it.
         """
         mesh = data.mesh
         degrees = (mesh.dp_replicate, mesh.dp_shard, mesh.cp * mesh.tp, mesh.world_size)
@@ -85,10 +85,10 @@ class Ranks:
 
 
 class StepModel:
-    """Prices of blocks and stages in one step.
+    """Prices blocks and stages in one step.
 
     Args:
-        ranks: that it runs on.
+        ranks: the ranks that run it.
         step: how it is run.
     """
 
@@ -106,54 +106,56 @@ class StepModel:
     # --- a block
 
     def unit(self, block: BlockCost) -> Unit:
-        """What a block costs on the data axes."""
-        found = self._blocks.get(block)
-        if found is None:
-            found = self._blocks[block] = self.ranks.unit(block.parameters, self.data)
-        return found
+        """Returns what a block costs on the data axes."""
+        unit = self._blocks.get(block)
+        if unit is None:
+            unit = self._blocks[block] = self.ranks.unit(block.parameters, self.data)
+        return unit
 
     def block_time_s(self, block: BlockCost, *, recompute: Recompute, beside: Sequence[Beside] = ()) -> OpTime:
-        """Seconds of a block for one micro-batch inside a long stage, what the data axes add to each one included.
+        """Returns the seconds of a block for one micro-batch inside a long stage, including what the data axes add to each one.
 
         Args:
-            beside: blocks that may stand before and after it, of which the least of each counts; without any, blocks like itself.
+            block: the block.
+            recompute: its mode of recompute.
+            beside: pairs of blocks that may be before and after it; the least over them counts. If empty, these are blocks like itself.
         """
         data, interference = self.data, self.ranks.device.interference
         unit, times = self.unit(block), own_times(block, recompute)
-        found = []
+        added_s = []
         for before, after in beside if beside and data.sends_always else ((block, block),):
-            ahead = None if before is None else (self.unit(before), own_times(before, "none")[0])
-            longest = "full" if beside else recompute
-            behind = None if after is None else (self.unit(after), own_times(after, longest)[1])
-            found.append(data.inside_s(unit, times[1], ahead, behind, interference))
-        extra_f, extra_b = (min(each) for each in zip(*found, strict=True))
-        extra_f *= not data.is_pipelined  # a bound: the forward after a backward gathers nothing
+            unit_before = None if before is None else (self.unit(before), own_times(before, "none")[0])
+            mode_after = "full" if beside else recompute
+            unit_after = None if after is None else (self.unit(after), own_times(after, mode_after)[1])
+            added_s.append(data.inside_s(unit, times[1], unit_before, unit_after, interference))
+        extra_f, extra_b = (min(each) for each in zip(*added_s, strict=True))
+        extra_f *= not data.is_pipelined  # a lower bound: a forward right after a backward gathers nothing
         return OpTime(times[0] + extra_f, times[1] + extra_b)
 
     def ends_s(self, first: BlockCost, last: BlockCost) -> float:
-        """What each micro-batch takes besides where one stage has all blocks: the last one's gather, the first one's reduction."""
+        """Returns what each micro-batch adds where one stage has all blocks: the last block's gather and the first block's reduction."""
         gather_s = self.unit(last).gather_s if self.data.gathers_always else 0.0
         return gather_s + (self.unit(first).reduce_s if self.data.reduces_always else 0.0)
 
     def block_adding_s(self, block: BlockCost) -> float:
-        """Adding a block's gradients of a micro-batch to those before, as each backward of the step takes it on average."""
+        """Returns the seconds to add a block's gradients of a micro-batch to earlier ones, averaged over the backwards of a step."""
         return self._adding_s([self.unit(block)]) if self.step.adds_gradients else 0.0
 
     def _adding_s(self, units: Sequence[Unit]) -> float:
         return self.ranks.runtime.adding_s(units, self.data, self.step.num_micro_batches, self.ranks.device)
 
     def _state(self, unit: Unit) -> State:
-        """Bytes of parameters, gradients and optimizer states of a unit on one rank."""
+        """Returns the bytes of parameters, gradients and optimizer states of a unit on one rank."""
         count, on_host = self.step.num_micro_batches, self.step.offloads_optimizer
         return state_bytes(unit, self.data, self.ranks.optimizer, count, on_host=on_host)
 
     def block_static_bytes(self, block: BlockCost) -> int:
-        """Bytes of a rank for a block whatever micro-batches it holds: its state, and what stays gathered."""
+        """Returns a rank's bytes for a block without activations: its state, and what stays gathered."""
         unit = self.unit(block)
         return self._state(unit).total + gathered_bytes(unit, self.data)
 
     def block_stepped_bytes(self, block: BlockCost) -> int:
-        """The least that a block adds to what a rank has while the optimizer steps: its state, and what is in passing then."""
+        """Returns the least bytes that a block adds to its rank during the optimizer step: its state, and temporaries."""
         unit, count = self.unit(block), self.step.num_micro_batches
         passing = stepping_bytes(self.ranks.optimizer, self.data, self.step) * steps_at_once(self.ranks.device)
         return (
@@ -161,40 +163,41 @@ class StepModel:
         )
 
     def block_passing_bytes(self, block: BlockCost, *, recompute: Recompute, beside: Sequence[Beside] = ()) -> int:
-        """Bytes at a block's peak inside, over what it keeps, FSDP's among them; ``beside`` as for :meth:`block_time_s`."""
-        data, own = self.data, block.passing_bytes(recompute)
+        """Returns a block's peak beyond what it keeps, FSDP's buffers included; ``beside`` as for :meth:`block_time_s`."""
+        data, inner_bytes = self.data, block.passing_bytes(recompute)
         if not data.uses_fsdp or data.is_pipelined:
-            return own
+            return inner_bytes
         unit, count = self.unit(block), self.step.num_micro_batches
-        units = ([None if one is None else self.unit(one) for one in pair] for pair in beside or ((block, block),))
-        return own + min(unit_passing_bytes(unit, before, after, data, count) for before, after in units)
+        units = ([None if b is None else self.unit(b) for b in pair] for pair in beside or ((block, block),))
+        return inner_bytes + min(unit_passing_bytes(unit, before, after, data, count) for before, after in units)
 
     def block_once_s(self, block: BlockCost) -> float:
-        """The least that a block adds to a step once: its optimizer step, and reductions that nothing can hide."""
+        """Returns the least seconds that a block adds to a step once: its optimizer step, and reductions that nothing can hide."""
         unit = self.unit(block)
         return sum(self.stepped_s([unit])) + self.data.tail_s([unit])
 
     def block_gather_s(self, block: BlockCost) -> float:
-        """Gathering a block's parameters in a step's first forward, where they stay gathered from then on."""
+        """Returns the seconds to gather a block's parameters in a step's first forward, where they stay gathered from then on."""
         return self.unit(block).gather_s if self.data.uses_fsdp and not self.data.gathers_always else 0.0
 
     # --- a stage
 
     def units(self, stage: StageCost) -> list[Unit]:
-        """Of each block of a stage; a parameter that several of its blocks read counts with the first."""
+        """Returns the unit of each block of a stage; a parameter that several of its blocks read counts with the first one."""
         if stage.runs not in self._stages:
             self._stages[stage.runs] = [
-                self.unit(block) if len(own) == len(block.parameters) else self.ranks.unit(own, self.data)
-                for block, own in zip(stage.blocks, own_parameters(stage.blocks), strict=True)
+                self.unit(block) if len(unread) == len(block.parameters) else self.ranks.unit(unread, self.data)
+                for block, unread in zip(stage.blocks, new_parameters(stage.blocks), strict=True)
             ]
         return self._stages[stage.runs]
 
     def stage_sums(self, stage: StageCost, *, share: float, prelude_s: float) -> StageSums:
-        """What a stage spends on one micro-batch.
+        """Returns what a stage spends on one micro-batch.
 
         Args:
-            share: of its forwards those that gather parameters anew.
-            prelude_s: of the operators that it repeats.
+            stage: the stage.
+            share: the fraction of its forwards that gather parameters.
+            prelude_s: the seconds of the operators that every stage repeats.
         """
         key = stage.runs, share, prelude_s
         if key not in self._sums:
@@ -206,21 +209,21 @@ class StepModel:
                 stage, units, self.data, share=share, interference=device.interference, prelude_s=prelude_s,
                 adding_s=adding_s,
             )  # fmt: skip
-            moves = any(block.offloads for block in stage.blocks)
-            self._sums[key] = moving(sums, stage, self.ranks.host) if moves else sums
+            offloads = any(block.offloads for block in stage.blocks)
+            self._sums[key] = with_offload(sums, stage, self.ranks.host) if offloads else sums
         return self._sums[key]
 
     def stage_memory(self, stage: StageCost) -> StageMemory:
-        """The bytes of a stage."""
+        """Returns the bytes of a stage."""
         if stage.runs not in self._memory:
             units = self.units(stage)
-            states = [self._state(one) for one, some in groupby(units) for _ in some]
+            states = [self._state(unit) for unit, run in groupby(units) for _ in run]
             self._memory[stage.runs] = stage_memory(stage, units, states, self.data, self.step.num_micro_batches)
         return self._memory[stage.runs]
 
     def copied_bytes(self, stages: Sequence[StageCost]) -> int:
-        """Gradients of a rank with these stages that lie in buckets beside themselves."""
-        if self.data.uses_fsdp and self.data.mesh.ep_outer == 1:  # but for scalars FSDP holds all parameters
+        """Returns the bytes of gradients that a rank with these stages copies into buckets."""
+        if self.data.uses_fsdp and self.data.mesh.ep_outer == 1:  # FSDP holds all parameters but scalars
             return 0
         return self._sums_of_rank(stages).copied_bytes
 
@@ -238,29 +241,29 @@ class StepModel:
 
     @cached_property
     def scalars_s(self) -> float:
-        """What every rank sums once a step, whatever its blocks: counts of the batch, the loss, the norm."""
+        """The seconds in which every rank sums scalars once a step, whatever its blocks: counts of the batch, the loss, the norm."""
         mesh, time_s = self.step.mesh, self.ranks.collectives.time_s
-        found = scalars(self.data, self.step.totals, clips=self.step.clips)
-        return sum([time_s("all_reduce", num_bytes, mesh, axes) for axes, num_bytes in found])
+        sums = scalars(self.data, self.step.totals, clips=self.step.clips)
+        return sum([time_s("all_reduce", num_bytes, mesh, axes) for axes, num_bytes in sums])
 
     def sum_s(self, axes: tuple[str, ...], num_bytes: int, copied_bytes: int) -> float:
-        """One all-reduce of gradients, of which some are read into its buffer and written there."""
+        """Returns the seconds of one all-reduce of gradients, of which ``copied_bytes`` are copied into its buffer and back."""
         copies = 2 * copied_bytes / self.ranks.device.memory_bandwidth_bytes_per_s
         return self.ranks.collectives.time_s("all_reduce", num_bytes, self.step.mesh, axes) + copies
 
     def stepped_s(self, units: Sequence[Unit]) -> tuple[float, float]:
-        """The optimizer's reads and writes; and its copies where it steps on the host: see :func:`autopar.cost.step.memory.stepped_s`."""
+        """Returns the seconds of the optimizer's reads and writes, and of its copies; see :func:`autopar.cost.step.memory.stepped_s`."""
         host = self.ranks.host if self.step.offloads_optimizer else None
         size = itemsize(self.ranks.precision.storage)
         return stepped_s(self.ranks.optimizer, units, size, self.ranks.device, host)
 
-    def gradients_s(self, own: Sequence[StageCost]) -> Mapping[str, float]:
-        """Exposed sums of gradients that FSDP does not do, on a pipeline rank with the stages ``own``: by axis."""
-        runs = tuple([stage.runs for stage in own])
+    def gradients_s(self, stages: Sequence[StageCost]) -> Mapping[str, float]:
+        """Returns by axis the exposed seconds of sums that FSDP does not do, on a pipeline rank with these stages."""
+        runs = tuple([stage.runs for stage in stages])
         if runs not in self._gradients:
             device = self.ranks.device
             self._gradients[runs] = exposed_sums_s(
-                own, self._sums_of_rank(own), sum_s=self.sum_s,
+                stages, self._sums_of_rank(stages), sum_s=self.sum_s,
                 late_share=self.ranks.runtime.late_share(device), interference=device.interference,
             )  # fmt: skip
         return self._gradients[runs]

@@ -89,10 +89,20 @@ def counts_of(key: Key, chain: tuple[int, ...]) -> Array:
 
 
 class Stages:
-    """The floors, messages and memory of an instance, by stage [s], kind of block [k] and mode [o].
+    """The floors, messages and memory of an instance, by stage [s], kind of block [k], mode [o] and pipeline rank [r].
 
     Args:
         instance: the instance that the arrays describe.
+
+    Attributes:
+        rank: the pipeline rank of each stage [s]; ``num``: the number of stages.
+        kinds: the kind of each block of the model, in order; kinds with equal floors are one.
+        forward_s, more_s, gather_s, once_s, static: the fields of a block's floor [s, k]; ``backward_s``, ``kept``: those of its modes [s,
+            k, o].
+        held: the micro-batches that a stage holds when its rank's first backward begins [s].
+        limit, room: a rank's bytes without its peak, and for the blocks of its stages [r].
+        sends_s, backs_s: the message of each stage to the next one, and back to the one before [s].
+        modes: the choices of whole modes where the stages are given; None elsewhere.
     """
 
     def __init__(self, instance: PipelineInstance) -> None:

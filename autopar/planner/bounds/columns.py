@@ -306,25 +306,25 @@ def line_costs(c: Columns, prices: Array) -> tuple[list[Array], Array]:
     held_price = price * c.held[..., None, None]
     best, peak = np.inf, np.inf
     for mode in range(c.num_modes):
-        own = m * c.backward_s[:, :, None, None, :, mode] + held_price * c.kept_bytes[:, :, None, None, :, mode]
-        best = np.minimum(best, own)
-        peak = np.minimum(peak, own + price * c.passing_bytes[:, :, None, None, :, mode])
+        mode_s = m * c.backward_s[:, :, None, None, :, mode] + held_price * c.kept_bytes[:, :, None, None, :, mode]
+        best = np.minimum(best, mode_s)
+        peak = np.minimum(peak, mode_s + price * c.passing_bytes[:, :, None, None, :, mode])
     extra = np.asarray(peak - best)
     best = best + price * c.static_bytes[:, :, None, None]
     every, others = c.m[:, None, None, None], c.others[..., None]
-    forward_s, more_s, once_s = (own[:, :, None] for own in (c.forward_s, c.more_s, c.once_s))
+    forward_s, more_s, once_s = (field[:, :, None] for field in (c.forward_s, c.more_s, c.once_s))
     whole_s = every * forward_s + every * more_s + c.gather_s[:, :, None]
     later_s = others * forward_s + np.minimum(others + 1.0, every) * more_s
     known_s = float(c.v == 1) * c.least_backward_s[:, None, None]
     chains = whole_s + once_s, whole_s, later_s - known_s, later_s + once_s - known_s
-    return [best + own[:, :, :, None] for own in chains], extra
+    return [best + chain[:, :, :, None] for chain in chains], extra
 
 
 def lean_costs(c: Columns) -> tuple[Array, Array]:
     """Returns the least bytes that a block takes on a stage [i, r, v, 1, k], and what the last block's peak adds to them."""
     held = c.held[..., None]
     kept = [held * c.kept_bytes[:, :, None, :, mode] for mode in range(c.num_modes)]
-    passing = [own + c.passing_bytes[:, :, None, :, mode] for mode, own in enumerate(kept)]
+    passing = [mode_bytes + c.passing_bytes[:, :, None, :, mode] for mode, mode_bytes in enumerate(kept)]
     least = np.minimum.reduce(kept)
-    found: Array = (c.static_bytes[:, :, None] + least)[:, :, :, None]
-    return found, (np.minimum.reduce(passing) - least)[:, :, :, None]
+    lean: Array = (c.static_bytes[:, :, None] + least)[:, :, :, None]
+    return lean, (np.minimum.reduce(passing) - least)[:, :, :, None]

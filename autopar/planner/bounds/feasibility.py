@@ -18,7 +18,8 @@ up to the goal does not depend on the goal.
 
 With one stage a rank, whole blocks are taken in order, from the last rank to the first. Each takes as many as it can, or none if the next
 block is too long for it. This is optimal, as fewer remaining blocks mean less before the other ranks. With virtual stages a rank may take
-any blocks, the cheapest ones first: the bounds on its blocks, its blocks of the largest group and their work are added over ranks.
+any blocks, the cheapest ones first. The most blocks, the most blocks of the largest group and the most work that ranks can take are added
+up and compared with the totals.
 """
 
 from __future__ import annotations
@@ -187,9 +188,9 @@ class _InOrder:
 
     def __init__(self, c: Columns) -> None:
         self.c, system = c, _Constraints(c)
-        self.again_s = np.zeros((0, 0, 0))
+        self.recompute_s = np.zeros((0, 0, 0))
         """Seconds of recompute of so many blocks [i, blocks, r] in whole blocks; empty: blocks may recompute in part."""
-        self.again_in_run_s: dict[int, Array] = {}
+        self.recompute_in_run_s: dict[int, Array] = {}
         """Likewise of so many blocks of one long run, where there are several kinds."""
         self.system, costs = system, system.costs[:, :, 0]  # [i, r, l, k]
         before = np.zeros(costs.shape)
@@ -217,44 +218,45 @@ class _InOrder:
         if most <= 2:  # there is no inner block
             return
         kinds = [k for k in range(len(c.counts)) if c.counts[k] - (k == c.first) - (k == c.last) > 0]
-        self.again_s = self._again_s(kinds)
+        self.recompute_s = self._recompute_table_s(kinds)
         long_runs = [run for run, (kind, size) in enumerate(c.runs) if size > 1 and len(kinds) > 1]
-        self.again_in_run_s = {run: self._again_s([c.runs[run][0]]) for run in long_runs}
+        self.recompute_in_run_s = {run: self._recompute_table_s([c.runs[run][0]]) for run in long_runs}
 
-    def _again_s(self, kinds: Sequence[int]) -> Array:
+    def _recompute_table_s(self, kinds: Sequence[int]) -> Array:
         """Returns the least seconds that so many blocks of these kinds recompute [i, blocks, r]."""
         c, most = self.c, int(self.ends[-1])
         rows, count = np.divmod(np.arange(len(c.m) * (most + 1)), most + 1)
         bound = WholeRecompute(c, np.full((len(c.m), c.v), float(most)), kinds)
         per_micro_batch_s = bound.least_s(rows, np.repeat(count[:, None] * 1.0, c.active.shape[1], axis=1))
-        again_s: Array = (c.m[rows][:, None] * per_micro_batch_s).reshape(len(c.m), most + 1, -1)
-        return again_s
+        recompute_s: Array = (c.m[rows][:, None] * per_micro_batch_s).reshape(len(c.m), most + 1, -1)
+        return recompute_s
 
-    def _whole(self, rows: NDArray[np.intp], rank: int, left: Array, taken: Array, over: Array) -> Array:
-        """Returns ``taken``, raised by up to ``TRIES`` blocks where the rank's recompute in whole blocks takes too long.
+    def _whole(self, rows: NDArray[np.intp], rank: int, stop: Array, start: Array, over: Array) -> Array:
+        """Returns ``start``, raised by up to ``TRIES`` blocks where the rank's recompute in whole blocks takes too long.
 
         Args:
-            left: the blocks not taken by later ranks.
-            taken: of these, the blocks that stay for earlier ranks.
-            over: what the rank's constraints exceed the time by if it takes all blocks [n, l].
+            rows: the instances [n].
+            rank: the pipeline rank.
+            start, stop: the rank takes the blocks from ``start`` to ``stop`` [n].
+            over: by how much its constraints exceed the time if it takes all blocks up to ``stop`` [n, l].
         """
         lines = [chain * self.system.num_prices for chain in range(CHAINS)]
         for _ in range(TRIES):
-            run = np.clip(np.searchsorted(self.ends, taken, side="right") - 1, 0, len(self.sizes) - 1)
+            run = np.clip(np.searchsorted(self.ends, start, side="right") - 1, 0, len(self.sizes) - 1)
             at = rows[:, None], rank, lines, run[:, None]
-            spared = self.saved[at] + (taken - self.ends[run])[:, None] * self.less[at]
-            again_s = self._recomputed_s(rows, rank, left, taken)
-            is_never = np.isinf(again_s)
-            again_s = np.where(is_never, 0.0, again_s)[:, None]
-            is_late = is_never | (over[:, lines] - spared + again_s > 1e-9 * again_s).any(axis=1)
-            is_late &= taken < left
+            spared = self.saved[at] + (start - self.ends[run])[:, None] * self.less[at]
+            recompute_s = self._recomputed_s(rows, rank, stop, start)
+            is_never = np.isinf(recompute_s)
+            recompute_s = np.where(is_never, 0.0, recompute_s)[:, None]
+            is_late = is_never | (over[:, lines] - spared + recompute_s > 1e-9 * recompute_s).any(axis=1)
+            is_late &= start < stop
             if not is_late.any():
                 break
-            taken = taken + is_late
-        return taken
+            start = start + is_late
+        return start
 
-    def _recomputed_s(self, rows: NDArray[np.intp], rank: int, left: Array, taken: Array) -> Array:
-        """Returns the least seconds that a rank with the blocks ``taken`` to ``left`` recomputes: all of them, or those of one run."""
+    def _recomputed_s(self, rows: NDArray[np.intp], rank: int, stop: Array, start: Array) -> Array:
+        """Returns the least seconds that a rank with the blocks ``start`` to ``stop`` recomputes: all of them, or those of one run."""
         end = self.ends[-1]
 
         def count(start: Array, stop: Array) -> NDArray[np.int64]:
@@ -263,20 +265,20 @@ class _InOrder:
             size: NDArray[np.int64] = np.maximum(inner, 0).astype(np.int64)
             return size
 
-        again_s: Array = self.again_s[rows, count(taken, left), rank]
-        for run, of_run_s in self.again_in_run_s.items():
-            size = count(np.maximum(taken, self.ends[run]), np.minimum(left, self.ends[run + 1]))
-            again_s = np.maximum(again_s, of_run_s[rows, size, rank])
-        return again_s
+        recompute_s: Array = self.recompute_s[rows, count(start, stop), rank]
+        for run, of_run_s in self.recompute_in_run_s.items():
+            size = count(np.maximum(start, self.ends[run]), np.minimum(stop, self.ends[run + 1]))
+            recompute_s = np.maximum(recompute_s, of_run_s[rows, size, rank])
+        return recompute_s
 
     def possible(self, rows: NDArray[np.intp], time_s: Array) -> NDArray[np.bool_]:
         """Returns whether the ranks of each row can take all blocks within its time."""
         least_once_s = self._once(rows, np.ones(len(rows)))
         fits, first = self._takes(rows, time_s, least_once_s)
-        again = np.flatnonzero(fits & np.isfinite(time_s))
-        if len(again):  # the first rank takes all that is left: its work once a step follows every chain
-            once_s = self._once(rows[again], first[again])
-            fits[again] = self._takes(rows[again], time_s[again], once_s)[0]
+        retested = np.flatnonzero(fits & np.isfinite(time_s))
+        if len(retested):  # the first rank takes all that is left: its work once a step follows every chain
+            once_s = self._once(rows[retested], first[retested])
+            fits[retested] = self._takes(rows[retested], time_s[retested], once_s)[0]
         return fits
 
     def _once(self, rows: NDArray[np.intp], count: Array) -> Array:
@@ -287,37 +289,41 @@ class _InOrder:
         return once_s
 
     def _takes(self, rows: NDArray[np.intp], time_s: Array, once_s: Array) -> tuple[NDArray[np.bool_], Array]:
-        """Returns whether ranks can take all blocks, and how many are left for the first rank."""
+        """Returns whether ranks can take all blocks, and how many the first rank takes.
+
+        From the last rank to the first, each takes the blocks from ``start`` to ``stop``, and ``start`` is the ``stop`` of the rank before.
+        """
         c, system, last = self.c, self.system, len(self.sizes)
-        left, first = np.full(len(rows), self.ends[-1]), np.ones(len(rows))
+        stop, first = np.full(len(rows), self.ends[-1]), np.ones(len(rows))
         fits = np.ones(len(rows), dtype=bool)
         time = np.where(system.is_timed, time_s[:, None] * (1 + 1e-9), 0.0)
         time[:, system.num_prices : 3 * system.num_prices] -= once_s[:, None]
         place_of, lines = rows[:, None], np.arange(time.shape[1])
         for rank in reversed(range(c.active.shape[1])):
             is_here = c.active[rows, rank]
-            run = np.searchsorted(self.ends, left) - 1
-            cost = self.cost[rows, rank, :, run] + (left - self.ends[run])[:, None] * self.slope[rows, rank, :, run]
-            over = cost + system.fixed[rows, rank] - time  # to be saved by leaving blocks to earlier ranks
+            run = np.searchsorted(self.ends, stop) - 1
+            cost = self.cost[rows, rank, :, run] + (stop - self.ends[run])[:, None] * self.slope[rows, rank, :, run]
+            # ``over``: what the rank has to save by leaving blocks to earlier ranks
+            over = cost + system.fixed[rows, rank] - time
             place = (self.saved[rows, rank] < over[..., None]).sum(axis=2)  # runs that do not save enough
             inner = np.minimum(np.maximum(place, 1), last) - 1
             less, base = self.less[place_of, rank, lines, inner], self.saved[place_of, rank, lines, inner]
             with np.errstate(divide="ignore", invalid="ignore"):
-                remaining = self.ends[inner] + np.ceil((over - base) / less - SLACK)
-            remaining[place == 0] = 0.0
-            remaining[place > last] = np.inf
-            taken = np.maximum(remaining.max(axis=1), rank)
-            if self.again_s.size:
-                taken = np.where(
-                    np.isfinite(taken), self._whole(rows, rank, left, np.minimum(taken, left), over), taken
+                starts = self.ends[inner] + np.ceil((over - base) / less - SLACK)
+            starts[place == 0] = 0.0
+            starts[place > last] = np.inf
+            start = np.maximum(starts.max(axis=1), rank)
+            if self.recompute_s.size:
+                start = np.where(
+                    np.isfinite(start), self._whole(rows, rank, stop, np.minimum(start, stop), over), start
                 )
-            fits &= ~is_here | (taken <= left)
+            fits &= ~is_here | (start <= stop)
             if rank == 0:
-                first = np.where(is_here, left, first)
-            left = np.where(is_here, np.minimum(taken, left), left)
+                first = np.where(is_here, stop, first)
+            stop = np.where(is_here, np.minimum(start, stop), stop)
             if not fits.any():
                 return fits, first
-        return fits & (left <= 0), first
+        return fits & (stop <= 0), first
 
 
 class _InAnyOrder:
@@ -432,9 +438,9 @@ class _InAnyOrder:
         lines = [chain * self.system.num_prices for chain in range(CHAINS)]  # at price 0
         spent, values, _ = (table[:, :, lines][rows] for table in self.tables[0])
         for _ in range(TRIES):
-            again_s = self.c.m[rows][:, None] * self.whole.least_s(rows, value)
+            recompute_s = self.c.m[rows][:, None] * self.whole.least_s(rows, value)
             cost = between(value[:, :, None, None], values, spent)[..., 0]
-            is_late = (cost + again_s[:, :, None] > budget[:, :, lines]).any(axis=2)
+            is_late = (cost + recompute_s[:, :, None] > budget[:, :, lines]).any(axis=2)
             is_late &= self.c.active[rows] & (value > 0)
             if not is_late.any():
                 break

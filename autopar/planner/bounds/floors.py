@@ -1,10 +1,10 @@
 """The floors of a candidate's blocks, the least time and memory of each: under perfect division, or in a priced layout.
 
 What the data axes add to a micro-batch follows from a block's parameters and needs no pricing: no layout on ``tp`` puts less than a 1/tp
-share of each on a rank. Collectives that run beside computation are hidden, but for the device's interference i (see ``DataParallel``).
-Without a pipeline the collectives beside a block are known from the blocks before and after it: collectives of X seconds beside work of T
-seconds, forward and backward, add at least X - (1 - i) min(X, T), however they are divided between the passes. In a pipeline a stage's
-gathers may run beside any of its blocks.
+share of each on a rank. Collectives that overlap computation are hidden, but for the device's interference i (see ``DataParallel``).
+Without a pipeline, the blocks before and after a block determine which collectives overlap it: collectives of X seconds that overlap work
+of T seconds, forward and backward, add at least X - (1 - i) min(X, T), however they are divided between the passes. In a pipeline a stage's
+gathers may overlap any of its blocks.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ class Added:
 
     Attributes:
         always_s: seconds that are added whatever the work is.
-        moved_s: seconds of collectives that run beside the block.
-        is_beside: whether this block alone hides them.
+        moved_s: seconds of collectives that overlap the work.
+        hides_alone: whether no other block can hide these collectives.
         interference: the fraction of a hidden collective by which the device's computation slows down.
     """
 
     always_s: float
     moved_s: float
-    is_beside: bool
+    hides_alone: bool
     interference: float
 
     def least_s(self, work_s: float) -> float:
         """Returns the least seconds of a block whose forward and backward take at least ``work_s``."""
         i, moved_s = self.interference, self.moved_s
-        exposed_s = moved_s + i * work_s if self.is_beside else 0.0
+        exposed_s = moved_s + i * work_s if self.hides_alone else 0.0
         return self.always_s + max(work_s + i * moved_s, exposed_s)
 
 
@@ -179,19 +179,19 @@ class BlockFloors:
     def _added_to(self, costs: Sequence[BlockCost], k: int, step: Step) -> Added:
         data, unit = self.model.of(step).data, self.model.of(step).unit(costs[k])
         passes = 1 if data.is_pipelined else 2
-        moved_s = unit.gather_s * data.gathers_always  # in a pipeline, beside the backward alone
+        moved_s = unit.gather_s * data.gathers_always  # in a pipeline only the backward's gather counts
         if not data.is_pipelined and data.sends_always:
-            moved_s = min(self._beside_s(costs, before, after, step) for before, after in self.neighbours[k])
+            moved_s = min(self._overlapping_s(costs, before, after, step) for before, after in self.neighbours[k])
         if self.model.collectives.is_measured:  # a measured table need not be monotonic in bytes
             moved_s = 0.0
         always_s = passes * unit.hooks_s + self.model.of(step).block_adding_s(costs[k])
         return Added(
-            always_s=always_s, moved_s=moved_s, is_beside=not data.is_pipelined,
+            always_s=always_s, moved_s=moved_s, hides_alone=not data.is_pipelined,
             interference=self.model.device.interference,
         )  # fmt: skip
 
-    def _beside_s(self, costs: Sequence[BlockCost], before: int, after: int, step: Step) -> float:
-        """Returns the seconds of collectives beside a block: the next block's gather and reduction, and the previous block's gather."""
+    def _overlapping_s(self, costs: Sequence[BlockCost], before: int, after: int, step: Step) -> float:
+        """Returns the seconds of collectives that overlap a block: the next block's gather and reduction, the previous block's gather."""
         data, seconds_s = self.model.of(step).data, 0.0
         if before >= 0:
             seconds_s += data.gathers_always * self.model.of(step).unit(costs[before]).gather_s
@@ -215,7 +215,7 @@ class BlockFloors:
     def priced(self, layout: PricedLayout, step: Step) -> tuple[FloorTable, float]:
         """Returns the floors of a priced layout, sums of gradients included, and the least exposed seconds of a stage's first gather.
 
-        No forward runs beside that gather.
+        No forward overlaps that gather.
         """
         key = (layout, *_kind(step))
         if key not in self._priced:

@@ -8,7 +8,7 @@ Blocks also add sums of gradients once a step, besides FSDP's reductions:
 - Gradients that FSDP does not sum are summed by all-reduces (:mod:`autopar.cost.step.gradient_buckets`). Which gradients of a rank share a
   bucket depends on its blocks. A collective of more bytes takes no less time, but less for each byte (its time is a minimum of lines with
   positive intercepts). So a byte of a rank takes no less than one byte of an all-reduce of all blocks together.
-- All-reduces that start during the last backward run beside it and slow it down by the device's interference. What a rank's backwards are
+- All-reduces that start during the last backward overlap it and slow it down by the device's interference. What a rank's backwards are
   too short to hide comes after them: at least the seconds of all-reduces less those of backwards, summed over its stages.
 - Where the first and the last block of a pipeline read the same parameter, two ranks hold it and sum its gradient.
 """
@@ -260,7 +260,7 @@ def least_sums_s(
 
 
 def _bytes(cost: BlockCost, summed: Summed, size: int, *, late: bool) -> Sums:
-    """Returns the bytes of a block's all-reduces beside the last backward, or (``late``) of those after it."""
+    """Returns the bytes of a block's all-reduces during the last backward, or (``late``) of those after it."""
     sums: Sums = Counter()
     for p, axes in summed.of(cost.parameters, late=late):
         sums[axes] += (p.shard_numel(summed.mesh.dp_shard) if late else p.numel) * size

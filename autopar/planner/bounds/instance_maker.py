@@ -55,17 +55,17 @@ class InstanceMaker:
         if candidate.mesh.pp == 1:
             return self._one_rank(candidate, layout, self._of(self._everywhere, candidate))
         step, places = self.context.step(candidate, layout), dict.fromkeys(self.places(candidate))
-        layouts = {own: self._on(own, layout) for own in places}
-        found = {own: self._of(own, candidate).priced(layouts[own], step) for own in places}
-        base = self._instance(candidate, {own: table for own, (table, _) in found.items()})
-        prelude_s = [layouts[own].prelude_s for own in places]
+        layouts = {groups: self._on(groups, layout) for groups in places}
+        tables = {groups: self._of(groups, candidate).priced(layouts[groups], step) for groups in places}
+        base = self._instance(candidate, {groups: table for groups, (table, _) in tables.items()})
+        prelude_s = [layouts[groups].prelude_s for groups in places]
         there, back = _sent_bytes(layout)
         sends_s, back_s = self._sent_s(candidate, there), self._sent_s(candidate, back)
-        reads, shared = [sum(own.values()) for own in self._reads(layout)], at_both_ends(layout.costs)
+        reads, shared = [sum(read.values()) for read in self._reads(layout)], at_both_ends(layout.costs)
         return replace(
             base,
-            forward_s=tuple(prelude + own for prelude, own in zip(prelude_s, base.forward_s, strict=True)),
-            first_s=min(first_s for _, first_s in found.values()),
+            forward_s=tuple(prelude + action_s for prelude, action_s in zip(prelude_s, base.forward_s, strict=True)),
+            first_s=min(first_s for _, first_s in tables.values()),
             sends_s=sends_s,
             sends_back_s=back_s,
             sends_more_s=self._more_s(candidate, layout, sends_s, back_s),
@@ -128,8 +128,8 @@ class InstanceMaker:
         stage = StageCost(blocks=blocks, recompute=tuple(slowest[k] for k in compact.class_of))
         sizes = self.context.buckets if model.sums_in_buckets([stage], step) else (step.bucket_bytes,)
         least_s = min(model.breakdown([stage], replace(step, bucket_bytes=size)).total_s for size in sizes)
-        beside_s = max(least_s - counted_s, 0.0)
-        return replace(base, first_s=base.first_s + beside_s)
+        extra_s = max(least_s - counted_s, 0.0)
+        return replace(base, first_s=base.first_s + extra_s)
 
     def _most_blocks(self, candidate: Candidate, layout: PricedLayout) -> float:
         """Returns the most blocks of the largest group on a stage.
@@ -185,7 +185,7 @@ class InstanceMaker:
         model, order = self.context.model.part(places), candidate.order
         # Which data ranks communicate depends on the order of node groups where a pipeline rank lies on several; elsewhere a rank holds
         # whole groups.
-        if order and self.placed.is_mixed(candidate) and any(len(own) > 1 for own in self.places(candidate)):
+        if order and self.placed.is_mixed(candidate) and any(len(groups) > 1 for groups in self.places(candidate)):
             model = self.context.model.in_order(order).part(frozenset(map(order.index, places)))
         return self._floors_on(model, moves=candidate.moves)
 

@@ -101,7 +101,7 @@ class LayoutPlans:
     def _searched(
         self, search: Callable[[CutProblem, Fitting, float], Fitting], problem: CutProblem, plan: Evaluation
     ) -> Evaluation:
-        """Returns the plan that a local search finds from another plan, or that plan if it is no slower."""
+        """Returns the plan that a local search finds from ``plan``; ``plan`` itself unless that is faster and fits in the host's memory."""
         fitting = search(problem, problem.fitting(plan.stops, plan.modes), plan.time_s)
         other = self._plan(problem, fitting)
         return other if other.time_s < plan.time_s and self._host_fits(fitting.memory) else plan
@@ -151,7 +151,7 @@ class LayoutPlans:
     def _bucketed(self, problem: CutProblem, plan: Evaluation) -> Evaluation:
         """Returns a plan with the fastest bucket size that fits.
 
-        Bucket sizes decide neither layouts nor cuts, and no bound counts sums in buckets.
+        Bucket sizes decide neither layouts nor cuts, and bounds hold for every size.
         """
         stages = problem.stages_of(plan.stops, plan.modes)
         if len(self.buckets) == 1 or not problem.model.sums_in_buckets(stages, problem.step):
