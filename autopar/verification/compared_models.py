@@ -20,6 +20,7 @@ from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.describe import with_free_links
 from autopar.models.graph_for_plan import is_factory, model_of, samples_of, sequence_of, trace_model
+from autopar.models.inputs import order_of_samples
 from autopar.models.resolve import random_example_for, resolve_model, without_dropout
 from autopar.ops.opaque import deep_copy
 from autopar.plan.check import check_model
@@ -60,7 +61,7 @@ class VerifiedModel:
         """The model on CPU; no parameter is left at zero or one, where a wrong sum or factor would not show."""
         return with_noise(self.source.build(drops=drops))
 
-    def make_batch(self, batch_size: int, *, seed: int) -> dict[str, torch.Tensor]:
+    def make_batch(self, batch_size: int, *, seed: int) -> dict[str, Any]:
         """Random inputs, of different lengths where the model knows such."""
         batch = self.source.make_batch(batch_size, seed=seed, padded=True)
         names = batch if self.masked else self.source.example_inputs
@@ -88,7 +89,7 @@ class VerifiedModel:
         from autopar.planner.sharding.input_axes import samples_apart
 
         batch = self.make_batch(self.source.batch_size, seed=0)
-        example = {name: value.to("meta") for name, value in batch.items()}
+        example = pytree.tree_map_only(Tensor, lambda value: value.to("meta"), batch)
         options: dict[str, Any] = {"name": self.source.name, "opaque": opaque, "global_batch_size": global_batch_size}
         traced = partial(trace_model, example_inputs=example, precision=precision, samples_apart=samples_apart)
         graph = traced(self.source.model, **options)
@@ -125,9 +126,7 @@ class OwnModel:
     def make_batch(self, batch_size: int, *, seed: int) -> dict[str, Any]:
         """Samples of the examples: each as often as any other, in an order that depends on the seed alone."""
         size = samples_of(self.examples) or 1
-        generator = torch.Generator().manual_seed(seed)
-        rounds = [torch.randperm(size, generator=generator) for _ in range(-(-batch_size // size))]
-        order = torch.cat(rounds)[:batch_size]
+        order = order_of_samples(size, batch_size, torch.Generator().manual_seed(seed))
 
         def drawn(value: Tensor) -> Tensor:
             value = value.float() if value.is_floating_point() else value

@@ -91,7 +91,7 @@ def test_what_cannot_be_verified_is_said(model: Callable[[], Any], message: str)
 
 
 def test_one_sample_does_not_stand_for_those_of_two_ranks() -> None:
-    one = tuple(torch.utils._pytree.tree_map(lambda value: value[:1], examples()))
+    one = tuple(torch.utils._pytree.tree_map_only(torch.Tensor, lambda value: value[:1], examples()))
     with pytest.raises(UsageError, match="One example is too few for 2 data ranks"):
         autopar.verify(dropping(), planned(pins=["dp_shard=2"]), example_inputs=one, loss_fn=distance)
 
