@@ -507,3 +507,11 @@ def test_parameters_that_one_device_trains_by_another_name_are_refused(kept: Cal
         api.trace(_tied_by_memory(kept), example_inputs=[X], loss_fn=lambda y, _: y.mean())
     cloned = _tied_by_memory(lambda weight: kept(weight.clone()))
     assert api.trace(cloned, example_inputs=[X], loss_fn=lambda y, _: y.mean()).ops
+
+
+def test_what_vmap_computes_is_traced() -> None:
+    model = model_of(
+        lambda self, x: torch.vmap(lambda row: self.inner(row).masked_fill(row > 1, 0.0).square().mean())(x).mean(),
+        inner=nn.Linear(8, 8),
+    )
+    same_as_the_model(model, {"x": torch.randn(4, 6, 8)})
