@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 from autopar.errors import InternalError, UsageError, reason
@@ -116,6 +119,11 @@ class OwnModel:
     source: nn.Module | Callable[[], nn.Module]
     examples: Mapping[str, Any]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        file = io.BytesIO()
+        _Parametrized(file).dump((self.source, self.examples))
+        return _received, (file.getvalue(),)
+
     def build(self, *, drops: bool = False) -> nn.Module:
         """The model on CPU in float32, without dropout unless it ``drops``; no parameter is left at zero or one."""
         model = deep_copy(made(self.source)).float().cpu().train()
@@ -134,6 +142,33 @@ class OwnModel:
 
         batch: dict[str, Any] = pytree.tree_map_only(Tensor, drawn, dict(self.examples))
         return batch
+
+
+class _Parametrized(pickle.Pickler):
+    """Sends parametrized modules as well: torch refuses to, as their classes are made when they are parametrized."""
+
+    def reducer_override(self, value: Any) -> Any:
+        """How a module is put together again; NotImplemented: in the usual way."""
+        if not isinstance(value, nn.Module) or not parametrize.is_parametrized(value):
+            return NotImplemented
+        kind = parametrize.type_before_parametrizations(value)
+        state = vars(value) | {
+            "_load_state_dict_pre_hooks": OrderedDict()
+        }  # weight_norm has one, a function in a function
+        return kind.__new__, (kind,), state, None, None, _set
+
+
+def _set(module: Any, state: dict[str, Any]) -> None:
+    """Gives a module what it holds, and the properties that compute its parametrized tensors."""
+    module.__setstate__(state)
+    parametrize._inject_new_class(module)
+    for name in module.parametrizations:
+        parametrize._inject_property(module, name)
+
+
+def _received(sent: bytes) -> OwnModel:
+    source, examples = pickle.loads(sent)
+    return OwnModel(source=source, examples=examples)
 
 
 def made(source: nn.Module | Callable[[], nn.Module]) -> nn.Module:

@@ -39,8 +39,14 @@ def planned(model: nn.Module | None = None, **options: Any) -> Plan:
     return autopar.estimate(model or dropping(), **asked)
 
 
-def test_a_module_with_nested_inputs_and_dropout_is_verified_and_stays_as_it_is() -> None:
-    model = dropping()
+def parametrized(model: nn.Module) -> nn.Module:
+    first = next(m for m in model.modules() if isinstance(m, nn.Linear))
+    torch.nn.utils.parametrizations.weight_norm(first)
+    return model
+
+
+def test_a_parametrized_module_with_nested_inputs_and_dropout_is_verified_and_stays_as_it_is() -> None:
+    model = parametrized(dropping())
     before = [parameter.clone() for parameter in model.parameters()]
     report = autopar.verify(model, planned(model), steps=2, **GIVEN)
     report.check()
@@ -69,17 +75,10 @@ def lambda_in(model: nn.Module) -> nn.Module:
     return model
 
 
-def parametrized(model: nn.Module) -> nn.Module:
-    first = next(m for m in model.modules() if isinstance(m, nn.Linear))
-    torch.nn.utils.parametrizations.weight_norm(first)
-    return model
-
-
 @pytest.mark.parametrize(
     ("model", "message"),
     [
         (lambda: lambda_in(dropping()), "cannot be sent to the processes"),
-        (lambda: parametrized(dropping()), "give a function of a module that builds it"),
         (lambda: dropping().to("meta"), "on the meta device"),
         (lambda: "dropping", "A str is no model"),
         (lambda: examples, "The function examples returns a tuple"),
