@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -89,6 +90,9 @@ class Request:
             is_left_out = given is None and name in ("cluster", "sampler")
             if not (isinstance(given, str) or is_left_out or (name == "cluster" and isinstance(given, Cluster))):
                 raise UsageError(f"{name} takes a text, but got {given!r}", fix=f"Write for example {name}='{example}'")
+        for name in ("global_batch_size", "sampler_seed"):  # those of numpy are whole numbers too
+            if isinstance(getattr(self, name), Integral):
+                object.__setattr__(self, name, int(getattr(self, name)))
         if not isinstance(self.sampler_seed, int):
             raise UsageError(f"The sampler_seed is {self.sampler_seed!r}", fix="Give a whole number")
 

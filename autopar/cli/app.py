@@ -8,11 +8,13 @@ import sys
 import traceback
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Annotated
 
 import typer
 
 from autopar.cli import machines, measurements, plan_files, plans
+from autopar.cli.options import json_alone
 from autopar.errors import AutoparError
 
 INTERRUPTED = 130
@@ -86,7 +88,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         warnings.simplefilter("ignore")  # of torch and transformers, about themselves
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
-        app(given, prog_name="autopar")
+        is_json = "--json" in given[:end] and not {"--help", "-h"} & set(given)
+        with json_alone() if is_json else nullcontext():
+            app(given, prog_name="autopar")
     except SystemExit as stop:
         if stop.code == INTERRUPTED:
             sys.stderr.write("interrupted before there was a result\n")

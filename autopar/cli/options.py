@@ -7,14 +7,16 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
+from contextvars import ContextVar
 from dataclasses import MISSING, dataclass, fields
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TextIO, get_type_hints
 
 import typer
 
+from autopar.errors import UsageError
 from autopar.util.files import default_cache_dir, read_text, write_text
 
 if TYPE_CHECKING:
@@ -23,7 +25,24 @@ if TYPE_CHECKING:
 
 def print_json(value: object) -> None:
     """Exactly one JSON object on stdout."""
-    sys.stdout.write(json.dumps(value, indent=2, allow_nan=False) + "\n")
+    (_results.get() or sys.stdout).write(json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+_results: ContextVar[TextIO | None] = ContextVar("results", default=None)
+
+
+@contextmanager
+def json_alone() -> Iterator[None]:
+    """While it is open, only :func:`print_json` writes to stdout: what else is printed, by other processes too, goes to stderr."""
+    sys.stdout.flush()
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as results, redirect_stdout(sys.stderr):
+        token = _results.set(results)
+        os.dup2(2, 1)
+        try:
+            yield
+        finally:
+            _results.reset(token)
+            os.dup2(results.fileno(), 1)
 
 
 def print_text(text: str) -> None:
@@ -233,7 +252,7 @@ def split_pins(texts: Sequence[str]) -> list[str]:
     ['tp=8', 'pp=2', 'zero=1']
 
     Raises:
-        UsageError: the file cannot be read.
+        UsageError: the file cannot be read, or a line of it is no pin.
     """
     return [pin for text in texts for part in text.split(",") for pin in _pins_in(part.strip()) if pin]
 
@@ -241,5 +260,13 @@ def split_pins(texts: Sequence[str]) -> list[str]:
 def _pins_in(text: str) -> list[str]:
     if not text.startswith("@"):
         return [text]
+    from autopar.planner.space.pin_syntax import parse_pin
+
     lines = read_text(Path(text[1:]), fix="Give --pin @FILE a text file with one pin in a line").splitlines()
-    return [pin.strip() for line in lines for pin in line.partition("#")[0].split(",")]
+    pins = [(i, pin.strip()) for i, line in enumerate(lines, 1) for pin in line.partition("#")[0].split(",")]
+    for i, pin in pins:
+        try:
+            _ = pin and parse_pin(pin)
+        except UsageError as error:
+            raise error.within(f"{text[1:]}, line {i}") from error
+    return [pin for _, pin in pins]

@@ -19,7 +19,7 @@ LONGEST_DEFAULT = 2048
 _WAVE_LENGTH = 16
 """Positions that a wave is long after the convolutions of an encoder, where no length is asked for."""
 
-Kind = Literal["tokens", "labels", "masked_labels", "class", "floats", "mask", "sampled"]
+Kind = Literal["tokens", "labels", "masked_labels", "class", "floats", "mask", "sampled", "rows", "constant"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class Field:
         shape: of one sample.
         kind: tokens below ``size``; labels: the tokens again; masked_labels: few of them; class: one
             of ``size``; floats: normal; mask: ones where a sample has tokens; sampled: values
-            drawn from ``values``.
+            drawn from ``values``; rows: the samples of ``values``, all fields in the same order; constant: ``value``.
         batched: False: the same for every batch size.
     """
 
@@ -40,13 +40,16 @@ class Field:
     size: int = 0
     dtype: torch.dtype = torch.int64
     values: torch.Tensor | None = None
+    value: bool | int | float | str | None = None
     batched: bool = True
 
 
-def example_of(fields: tuple[Field, ...], batch_size: int) -> dict[str, torch.Tensor]:
-    """The batch's shapes and dtypes, on meta."""
+def example_of(fields: tuple[Field, ...], batch_size: int) -> dict[str, Any]:
+    """The batch's shapes and dtypes, on meta, and its constants."""
     return {
-        f.name: torch.empty((batch_size, *f.shape) if f.batched else f.shape, dtype=f.dtype, device="meta")
+        f.name: f.value
+        if f.kind == "constant"
+        else torch.empty((batch_size, *f.shape) if f.batched else f.shape, dtype=f.dtype, device="meta")
         for f in fields
         if f.kind != "mask"
     }
@@ -54,7 +57,7 @@ def example_of(fields: tuple[Field, ...], batch_size: int) -> dict[str, torch.Te
 
 def random_batch(
     fields: tuple[Field, ...], batch_size: int, generator: torch.Generator, *, padded: bool
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Any]:
     """Random valid values.
 
     Args:
@@ -64,13 +67,22 @@ def random_batch(
     length = next((f.shape[0] for f in fields if f.kind == "tokens"), 0)
     lengths = torch.randint(max(length // 4, 1), length + 1, (batch_size,), generator=generator) if length else None
     beyond = torch.arange(length) >= lengths[:, None] if padded and lengths is not None else None
-    batch: dict[str, torch.Tensor] = {}
+    batch: dict[str, Any] = {}
     tokens: torch.Tensor | None = None
+    order: torch.Tensor | None = None
     for f in fields:
         shape = (batch_size, *f.shape) if f.batched else f.shape
         if f.kind == "mask":
             if beyond is not None:
                 batch[f.name] = (~beyond).to(f.dtype)
+            continue
+        if f.kind == "constant":
+            batch[f.name] = f.value
+            continue
+        if f.kind == "rows":
+            assert f.values is not None
+            order = order_of_samples(len(f.values), batch_size, generator) if order is None else order
+            batch[f.name] = f.values[order]
             continue
         value = _values(f, shape, generator, tokens)
         if f.kind == "tokens" and tokens is None:
@@ -79,6 +91,14 @@ def random_batch(
             value[beyond] = IGNORED
         batch[f.name] = value
     return batch
+
+
+def order_of_samples(size: int, batch_size: int, generator: torch.Generator) -> torch.Tensor:
+    """Which of ``size`` samples a batch is made of: each as often as any other, in an order of their own.
+
+    Equal ones stand together: ranks that share a batch do not have the same samples, as they would where each has all of few.
+    """
+    return torch.randperm(size, generator=generator)[(torch.arange(batch_size) % size).sort().values]
 
 
 def _values(f: Field, shape: tuple[int, ...], generator: torch.Generator, tokens: torch.Tensor | None) -> torch.Tensor:
@@ -99,16 +119,23 @@ def _values(f: Field, shape: tuple[int, ...], generator: torch.Generator, tokens
 
 
 def fields_of_examples(examples: Mapping[str, Any], batch_size: int) -> tuple[Field, ...]:
-    """Fields like the tensors of a user's example batch: integers keep to the values seen in it."""
+    """Fields like the tensors of a user's example batch, and its constants.
+
+    Batches are made of its samples, which may have to fit together. Where all are equal, as of zeros, values are drawn: integers
+    keep to those seen.
+    """
     fields = []
     for name, value in examples.items():
+        if isinstance(value, bool | int | float | str):
+            fields.append(Field(name=name, shape=(), kind="constant", value=value, batched=False))
         if not isinstance(value, torch.Tensor):
             continue
         batched = value.dim() > 0 and value.shape[0] == batch_size
         shape = tuple(value.shape[1:]) if batched else tuple(value.shape)
         floats = value.is_floating_point()
-        held = None if floats or value.device.type == "meta" else value.detach().cpu()
-        kind: Kind = "floats" if floats else "sampled" if held is not None else "class"
+        held = None if value.device.type == "meta" else value.detach().cpu()
+        differ = batched and held is not None and not torch.equal(held, held[:1].expand_as(held))
+        kind: Kind = "rows" if differ else "floats" if floats else "sampled" if held is not None else "class"
         fields.append(Field(name=name, shape=shape, kind=kind, size=2, dtype=value.dtype, values=held, batched=batched))
     return tuple(fields)
 

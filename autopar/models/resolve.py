@@ -51,11 +51,11 @@ class ModelSource:
     maker: Callable[[], torch.nn.Module]
 
     @property
-    def example_inputs(self) -> dict[str, torch.Tensor]:
-        """A batch on meta: shapes and dtypes."""
+    def example_inputs(self) -> dict[str, Any]:
+        """A batch on meta: shapes and dtypes, and constants."""
         return example_of(self.fields, self.batch_size)
 
-    def make_batch(self, batch_size: int, *, seed: int = 0, padded: bool = False) -> dict[str, torch.Tensor]:
+    def make_batch(self, batch_size: int, *, seed: int = 0, padded: bool = False) -> dict[str, Any]:
         """A random valid batch on CPU, equal for equal arguments.
 
         Args:
@@ -68,7 +68,7 @@ class ModelSource:
         """The model on CPU with random weights, equal for equal seeds; without dropout, unless it ``drops``."""
         with torch.random.fork_rng(devices=[]), quiet_transformers():
             torch.manual_seed(seed)
-            model = self.maker().to(self.dtype)
+            model = _cast(self.maker(), self.dtype)
         if not drops:
             without_dropout(model)
         return model.train()
@@ -118,7 +118,7 @@ def resolve_model(
         fix = "or write package.module:factory or hf:TYPE"
         raise UsageError.unknown("kind of model", family, ("hf", *FAMILIES), fix=fix)
     with quiet_transformers(), torch.device("meta"):
-        model = maker().to(dtype)
+        model = _cast(maker(), dtype)
     inner = model.model if isinstance(model, MeanSquareLoss) else model
     takes = tuple(inspect.signature(inner.forward).parameters)
     fields = fields_of_config(inner.config, head, str(inner.main_input_name), sequence_length, takes)
@@ -135,6 +135,12 @@ def resolve_model(
         dtype=dtype,
         maker=maker,
     )
+
+
+def _cast(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
+    """The model with its real floating numbers in ``dtype``: ``Module.to`` would take the imaginary parts from complex buffers."""
+    model._apply(lambda value: value.to(dtype) if value.is_floating_point() else value)  # type: ignore[no-untyped-call]
+    return model
 
 
 def example_batch_for(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -300,11 +306,11 @@ def _check_tensors(batch: Mapping[str, Any], spec: str) -> None:
         UsageError: names the entry.
     """
     for name, value in batch.items():
-        if value is not None and not isinstance(value, torch.Tensor):
+        if value is not None and not isinstance(value, torch.Tensor | bool | int | float | str):
             raise UsageError(
                 f"The example input '{name}' is a {type(value).__name__}, not a tensor",
                 where=spec,
-                fix="Return a model whose forward takes tensors by name. In Python, autopar.search() and autopar.parallelize() "
+                fix="Return a model whose forward takes tensors, numbers and texts by name. In Python, autopar.search() and autopar.parallelize() "
                 "take any example inputs",
             )
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import TypeVar
+from typing import SupportsIndex, TypeVar
 
 import torch
 
@@ -45,17 +45,19 @@ def pin(
         The module.
 
     Raises:
-        UsageError: nothing is pinned, a value is not one, or a pattern fits no parameter of the module.
+        UsageError: it is no module, nothing is pinned, a value is not one, or a pattern fits no parameter of the module.
     """
+    if not isinstance(module, torch.nn.Module):
+        raise _bad(f"{module!r} is no module", "Give the module itself, as model.layers[0], and not its path", module)
     given: dict[str, str] = {}
     if recompute is not None:
         if recompute not in RECOMPUTES:
             raise _bad(f"Unknown recompute {recompute!r}", "Choose 'none', 'selective' or 'full'", module)
         given["recompute"] = recompute
     if stage is not None:
-        if isinstance(stage, bool) or not isinstance(stage, int) or stage < 0:
+        if isinstance(stage, bool) or not isinstance(stage, SupportsIndex) or stage < 0:
             raise _bad(f"The stage is {stage!r}", "Give a whole number, counted from 0", module)
-        given["stage"] = str(stage)
+        given["stage"] = str(int(stage))
     if opaque:
         given["opaque"] = ""
     names = [name for name, _ in module.named_parameters()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import SupportsIndex
 
 import torch
 
@@ -157,7 +158,7 @@ class Limits:
 
     def __post_init__(self) -> None:
         """Nothing is searched by such limits."""
-        if self.trials is not None and not (isinstance(self.trials, int) and self.trials >= 1):
+        if self.trials is not None and not (isinstance(self.trials, SupportsIndex) and self.trials >= 1):
             raise UsageError(
                 f"A search of {self.trials!r} trials finds nothing",
                 where="trials",

@@ -161,7 +161,7 @@ def _line(labels: list[list[str]], results: list[list[str]], contracted: set[str
     return f"{', '.join(map(text, labels))} -> {', '.join(map(text, results))}"
 
 
-VERSION = "2"
+VERSION = "3"
 """Of the way rules are found; with torch's it names the file in which they are kept."""
 
 MAX_LENGTH = 64
@@ -210,12 +210,13 @@ def complete(graph: Graph, *, cache_dir: Path | None = None, table: RuleTable | 
             continue
         operands = tuple(graph.spec(ref) for ref in op.operands)
         key = key_of(op, operands)
-        if key in by_call.lines:
-            why = by_call.reasons.get(key, "")
-            found.setdefault(key, Found(target=op.target, key=key, line=by_call.lines[key], why=why))
-        else:
-            found[key] = one = _find(op, operands, key, kept)
-            made = _ByCall({**by_call.lines, key: one.line}, {**by_call.reasons, key: one.why})
+        if key in found:
+            continue
+        full = f"{key} {digest(repr(_small_shapes(operands)))}"
+        one = by_call.kept.get(full) or by_call.adopted(key) or _find(op, operands, key, kept, full)
+        found[key] = one
+        if by_call.found.get(key) != one:
+            made = _ByCall({**by_call.found, key: one}, {**by_call.kept, full: one})
             table.put(op.target, Rule(make=made, found=True))
     kept.save()
     return tuple(found.values())
@@ -231,7 +232,7 @@ def own_rules(graph: Graph, *, table: RuleTable | None = None) -> tuple[OwnRule,
     for target in sorted(calls):
         rule = known.get(target)
         if rule is not None and isinstance(rule.make, _ByCall):
-            lines = tuple((key, line) for key, line in sorted(rule.make.lines.items()) if key in calls[target])
+            lines = tuple((key, one.line) for key, one in sorted(rule.make.found.items()) if key in calls[target])
             own.append(OwnRule(target=target, found=lines))
         elif rule is not None and rule.line and (target not in shipped or shipped[target].line != rule.line):
             own.append(OwnRule(target=target, line=rule.line))
@@ -242,7 +243,8 @@ def adopt(rules: Sequence[OwnRule], *, table: RuleTable | None = None) -> None:
     """Add rules that :func:`own_rules` gave in another process, without checking them again."""
     table = table or default_table()
     for rule in rules:
-        made = Rule(line=rule.line) if rule.line else Rule(make=_ByCall(dict(rule.found)), found=True)
+        found = {key: Found(target=rule.target, key=key, line=line) for key, line in rule.found}
+        made = Rule(line=rule.line) if rule.line else Rule(make=_ByCall(found), found=True)
         table.put(rule.target, made)
 
 
@@ -262,27 +264,32 @@ def key_of(op: Op, operands: Sequence[TensorSpec]) -> str:
 class _ByCall:
     """A rule that differs between calls: by :func:`key_of`; a call that is not known is not split.
 
-    ``reasons``: why nothing was found, where the line is empty.
+    ``kept``: what was found for each key and the lengths that were tried: a graph has the rules of its own lengths, whichever
+    graphs this process has seen before. Another process, which runs a plan, finds the same ones.
     """
 
-    def __init__(self, lines: dict[str, str] | None = None, reasons: dict[str, str] | None = None) -> None:
-        self.lines, self.reasons = lines or {}, reasons or {}
+    def __init__(self, found: dict[str, Found] | None = None, kept: dict[str, Found] | None = None) -> None:
+        self.found, self.kept = found or {}, kept or {}
+
+    def adopted(self, key: str) -> Found | None:
+        """What another process has found for it."""
+        return None if any(full.startswith(key) for full in self.kept) else self.found.get(key)
 
     def __call__(self, op: Op, operands: tuple[TensorSpec, ...]) -> Pattern:
-        line = self.lines.get(key_of(op, operands))
-        if not line:
+        one = self.found.get(key_of(op, operands))
+        if one is None or not one.line:
             return unsplit(op, operands)
-        return bind(parse(line), tuple(spec.shape for spec in operands), tuple(spec.shape for spec in op.outputs))
+        return bind(parse(one.line), tuple(spec.shape for spec in operands), tuple(spec.shape for spec in op.outputs))
 
 
-def _find(op: Op, operands: tuple[TensorSpec, ...], key: str, kept: _Kept) -> Found:
+def _find(op: Op, operands: tuple[TensorSpec, ...], key: str, kept: _Kept, full: str) -> Found:
     why = "its tensors are too large to try"
     if operands and not any(spec.shape for spec in operands):  # which a line cannot tell from no operand at all
         return Found(target=op.target, key=key, line="", why="no operand has a dim")
     for shapes in _small_shapes(operands):
         try:
             draws = _draws(op, operands, shapes)
-            line = kept.lines.get(key) or _narrowed(op, draws)
+            line = kept.lines.get(full) or _narrowed(op, draws)
             if _failures(op, draws, line):
                 line = _narrowed(op, draws)
         except (RuleError, *_FAILURES) as error:
@@ -290,7 +297,7 @@ def _find(op: Op, operands: tuple[TensorSpec, ...], key: str, kept: _Kept) -> Fo
             continue
         useful = any(not token.endswith("^") for token in line.partition("->")[0].replace(",", " ").split())
         if useful:
-            kept.add(key, line)
+            kept.add(full, line)
             return Found(target=op.target, key=key, line=line)
         why = "no dim can be split"
     return Found(target=op.target, key=key, line="", why=why)

@@ -164,5 +164,10 @@ def named_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
     return {_path_name(path): leaf for path, leaf in leaves if leaf is not None}
 
 
+def tensors_of(batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The inputs of a graph in a batch: what is no tensor is a constant of the graph."""
+    return {name: value for name, value in named_inputs(batch).items() if isinstance(value, torch.Tensor)}
+
+
 def _path_name(path: tuple[Any, ...]) -> str:
     return "_".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)

@@ -178,6 +178,8 @@ def needs_decomposition(module: fx.GraphModule, needed: Collection[str]) -> bool
             continue
         nodes = (n for n in inner.graph.nodes if inner is not module or n.name in needed)
         for target in {n.target for n in nodes if n.op == "call_function"}:
+            if getattr(target, "__module__", "") == "torch._functorch.predispatch":  # of torch.vmap
+                return True
             if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
                 continue
             known = str(target) in _ALL_HANDLERS or str(target) in COMPOSITES or _is_dropped(target)

@@ -40,6 +40,7 @@ NO_VALUES = "depends on the values of tensors, which cannot be traced"
 _DEPENDENT = (
     *("data-dependent", "Could not guard", "Could not extract specialized integer", "unbacked", "u0"),
     *("SymInt", "SymFloat", "SymBool"),  # which no size is here: a number that code formats or hands on
+    *(".numpy() is not supported", "but got FakeTensor"),  # handed to numpy, or a tensor where a number is wanted
 )
 _FACTORY = "a factory `package.module:factory` that returns (model, example inputs)"
 

@@ -157,6 +157,7 @@ def _measured(subject: Subject) -> tuple[Subject, Any]:
     before = [x.detach().clone() for x in inputs]
     buffers = [b.clone() for b in subject.buffers]
     parameters = [p.detach().clone() for p in subject.parameters]
+    trained = [p.requires_grad for p in subject.parameters]
     saved: dict[int, int] = {}
     own = {p.data_ptr() for p in subject.parameters}
 
@@ -176,6 +177,8 @@ def _measured(subject: Subject) -> tuple[Subject, Any]:
         gradients_of(tensors_of(output), (*inputs, *subject.parameters))
     if any(not torch.equal(a, b) for a, b in zip(before, inputs, strict=True)):
         raise Unclear("it changes its inputs in place")
+    if trained != [p.requires_grad for p in subject.parameters]:
+        raise Unclear("it changes requires_grad of a parameter, which has to be set before training")
     if any(x.grad is not None for x in (*inputs, *subject.parameters)):
         raise Unclear("its backward adds to gradients by itself")
     after = [assigned.get(name, b) for name, b in zip(subject.region.buffers, buffers, strict=True)]

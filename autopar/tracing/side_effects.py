@@ -334,7 +334,14 @@ def _written_to(node: fx.Node) -> fx.Node | None:
 def _memory(node: fx.Node) -> int | None:
     """Which memory a tensor has, the same for its views; that of fake tensors is held by the nodes' ``meta``."""
     value = node.meta.get("val")
-    return value.untyped_storage()._cdata if isinstance(value, Tensor) and value.layout is torch.strided else None
+    if (
+        not isinstance(value, Tensor)
+        or value.layout is not torch.strided
+        or torch._C._functorch.is_batchedtensor(value)
+    ):
+        return None  # what torch.vmap computes with has no memory of its own
+    memory: int = value.untyped_storage()._cdata
+    return memory
 
 
 def _check_names(

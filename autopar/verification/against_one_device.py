@@ -26,6 +26,7 @@ from autopar.plan.plan import FP32, FP64, Plan, Precision
 from autopar.runtime.parallel_model import ParallelModel
 from autopar.runtime.weights import ModelWeights
 from autopar.runtime.world import World
+from autopar.tracing.batch import tensors_of
 from autopar.tracing.modes import in_double
 from autopar.tracing.trace import LossFunction
 from autopar.verification.first_difference import bisect
@@ -112,7 +113,7 @@ def verify(  # noqa: PLR0913  keywords of the public call
             compared,
             plan,
             in_dtype(graph, torch.float32, torch.float64),
-            run.batches(compared),
+            [tensors_of(batch) for batch in run.batches(compared)],
             report.reference_losses,
             pool=workers,
             timeout_s=run_timeout_s,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 from autopar.errors import InternalError, UsageError, reason
@@ -20,6 +23,7 @@ from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.describe import with_free_links
 from autopar.models.graph_for_plan import is_factory, model_of, samples_of, sequence_of, trace_model
+from autopar.models.inputs import order_of_samples
 from autopar.models.resolve import random_example_for, resolve_model, without_dropout
 from autopar.ops.opaque import deep_copy
 from autopar.plan.check import check_model
@@ -60,7 +64,7 @@ class VerifiedModel:
         """The model on CPU; no parameter is left at zero or one, where a wrong sum or factor would not show."""
         return with_noise(self.source.build(drops=drops))
 
-    def make_batch(self, batch_size: int, *, seed: int) -> dict[str, torch.Tensor]:
+    def make_batch(self, batch_size: int, *, seed: int) -> dict[str, Any]:
         """Random inputs, of different lengths where the model knows such."""
         batch = self.source.make_batch(batch_size, seed=seed, padded=True)
         names = batch if self.masked else self.source.example_inputs
@@ -88,7 +92,7 @@ class VerifiedModel:
         from autopar.planner.sharding.input_axes import samples_apart
 
         batch = self.make_batch(self.source.batch_size, seed=0)
-        example = {name: value.to("meta") for name, value in batch.items()}
+        example = pytree.tree_map_only(Tensor, lambda value: value.to("meta"), batch)
         options: dict[str, Any] = {"name": self.source.name, "opaque": opaque, "global_batch_size": global_batch_size}
         traced = partial(trace_model, example_inputs=example, precision=precision, samples_apart=samples_apart)
         graph = traced(self.source.model, **options)
@@ -115,6 +119,11 @@ class OwnModel:
     source: nn.Module | Callable[[], nn.Module]
     examples: Mapping[str, Any]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        file = io.BytesIO()
+        _Parametrized(file).dump((self.source, self.examples))
+        return _received, (file.getvalue(),)
+
     def build(self, *, drops: bool = False) -> nn.Module:
         """The model on CPU in float32, without dropout unless it ``drops``; no parameter is left at zero or one."""
         model = deep_copy(made(self.source)).float().cpu().train()
@@ -125,9 +134,7 @@ class OwnModel:
     def make_batch(self, batch_size: int, *, seed: int) -> dict[str, Any]:
         """Samples of the examples: each as often as any other, in an order that depends on the seed alone."""
         size = samples_of(self.examples) or 1
-        generator = torch.Generator().manual_seed(seed)
-        rounds = [torch.randperm(size, generator=generator) for _ in range(-(-batch_size // size))]
-        order = torch.cat(rounds)[:batch_size]
+        order = order_of_samples(size, batch_size, torch.Generator().manual_seed(seed))
 
         def drawn(value: Tensor) -> Tensor:
             value = value.float() if value.is_floating_point() else value
@@ -135,6 +142,33 @@ class OwnModel:
 
         batch: dict[str, Any] = pytree.tree_map_only(Tensor, drawn, dict(self.examples))
         return batch
+
+
+class _Parametrized(pickle.Pickler):
+    """Sends parametrized modules as well: torch refuses to, as their classes are made when they are parametrized."""
+
+    def reducer_override(self, value: Any) -> Any:
+        """How a module is put together again; NotImplemented: in the usual way."""
+        if not isinstance(value, nn.Module) or not parametrize.is_parametrized(value):
+            return NotImplemented
+        kind = parametrize.type_before_parametrizations(value)
+        state = vars(value) | {
+            "_load_state_dict_pre_hooks": OrderedDict()
+        }  # weight_norm has one, a function in a function
+        return kind.__new__, (kind,), state, None, None, _set
+
+
+def _set(module: Any, state: dict[str, Any]) -> None:
+    """Gives a module what it holds, and the properties that compute its parametrized tensors."""
+    module.__setstate__(state)
+    parametrize._inject_new_class(module)
+    for name in module.parametrizations:
+        parametrize._inject_property(module, name)
+
+
+def _received(sent: bytes) -> OwnModel:
+    source, examples = pickle.loads(sent)
+    return OwnModel(source=source, examples=examples)
 
 
 def made(source: nn.Module | Callable[[], nn.Module]) -> nn.Module:

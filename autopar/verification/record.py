@@ -187,6 +187,7 @@ class OneDevice:
             self.parameters[leaf.fqn] = nn.Parameter(value.detach().to(leaf.spec.dtype, copy=True), value.requires_grad)
         self._buffers = {b.fqn: model.get_buffer(b.fqn).to(b.spec.dtype) for b in graph.buffers if b.fqn}
         self.values: dict[Ref, Tensor] = {}
+        self._changed: dict[str, Tensor] = {}
 
     @property
     def loss(self) -> Tensor:
@@ -206,7 +207,13 @@ class OneDevice:
         env[self.graph.loss].backward()  # type: ignore[no-untyped-call]
         self.values = {ref: value.detach() for ref, value in env.items() if isinstance(value, Tensor)}
         self.values |= {Ref(p.name): self.values[Ref(p.name)].clone() for p in self.graph.parameters}  # before the step
+        names = {buffer.name: buffer.fqn for buffer in self.graph.buffers}
+        self._changed = {names[m.buffer]: self.values[m.value] for m in self.graph.mutations}
         return tape
+
+    def end_step(self) -> None:
+        """The next batch finds the buffers as the last one left them; until then it can be recorded again."""
+        self._buffers |= self._changed
 
     def gradients(self) -> dict[str, Tensor]:
         """By the model's names, those that the loss depends on."""

@@ -18,7 +18,7 @@ from autopar.lower.emit import OPAQUE
 from autopar.ops.kernels import MODULE, region_of
 from autopar.plan.plan import FP32, Precision
 from autopar.runtime.parallel_model import ParallelModel
-from autopar.tracing.batch import arguments
+from autopar.tracing.batch import arguments, tensors_of
 from autopar.tracing.failures import FAILURES, explained
 from autopar.tracing.modes import in_double
 from autopar.tracing.trace import LossFunction, pick_loss, trace
@@ -89,7 +89,7 @@ def trained_in_parallel(parallel: ParallelModel, batches: Sequence[Mapping[str, 
     gradients: dict[str, Tensor] = {}
     for step, batch in enumerate(batches):
         optimizer.zero_grad()
-        found.append(parallel.train_step(batch).item())
+        found.append(parallel.train_step(tensors_of(batch)).item())
         if step == 0:
             gradients = parallel.full_gradients()
         optimizer.step()

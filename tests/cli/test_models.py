@@ -37,6 +37,7 @@ class Net(nn.Module):
         self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
 
     def forward(self, x, y):
+        print("shape", x.shape)
         return (self.down(torch.relu(self.up(x))) - y).square().mean()
 
 

@@ -39,8 +39,14 @@ def planned(model: nn.Module | None = None, **options: Any) -> Plan:
     return autopar.estimate(model or dropping(), **asked)
 
 
-def test_a_module_with_nested_inputs_and_dropout_is_verified_and_stays_as_it_is() -> None:
-    model = dropping()
+def parametrized(model: nn.Module) -> nn.Module:
+    first = next(m for m in model.modules() if isinstance(m, nn.Linear))
+    torch.nn.utils.parametrizations.weight_norm(first)
+    return model
+
+
+def test_a_parametrized_module_with_nested_inputs_and_dropout_is_verified_and_stays_as_it_is() -> None:
+    model = parametrized(dropping())
     before = [parameter.clone() for parameter in model.parameters()]
     report = autopar.verify(model, planned(model), steps=2, **GIVEN)
     report.check()
@@ -69,17 +75,10 @@ def lambda_in(model: nn.Module) -> nn.Module:
     return model
 
 
-def parametrized(model: nn.Module) -> nn.Module:
-    first = next(m for m in model.modules() if isinstance(m, nn.Linear))
-    torch.nn.utils.parametrizations.weight_norm(first)
-    return model
-
-
 @pytest.mark.parametrize(
     ("model", "message"),
     [
         (lambda: lambda_in(dropping()), "cannot be sent to the processes"),
-        (lambda: parametrized(dropping()), "give a function of a module that builds it"),
         (lambda: dropping().to("meta"), "on the meta device"),
         (lambda: "dropping", "A str is no model"),
         (lambda: examples, "The function examples returns a tuple"),
@@ -91,7 +90,7 @@ def test_what_cannot_be_verified_is_said(model: Callable[[], Any], message: str)
 
 
 def test_one_sample_does_not_stand_for_those_of_two_ranks() -> None:
-    one = tuple(torch.utils._pytree.tree_map(lambda value: value[:1], examples()))
+    one = tuple(torch.utils._pytree.tree_map_only(torch.Tensor, lambda value: value[:1], examples()))
     with pytest.raises(UsageError, match="One example is too few for 2 data ranks"):
         autopar.verify(dropping(), planned(pins=["dp_shard=2"]), example_inputs=one, loss_fn=distance)
 

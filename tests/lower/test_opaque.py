@@ -242,6 +242,9 @@ class Normed(nn.Linear):
 def test_a_region_that_changes_its_parameters_is_refused() -> None:
     with pytest.raises(TraceError, match=r"test_opaque.py:\d+: .*it changes parameters \(weight\)"):
         trace(u.Around(lambda: Normed(8, 8)), (), u.batch())
+    freezing = model_of(lambda self, x: self.inner.requires_grad_(False)(x), inner=nn.Linear(8, 8))
+    with pytest.raises(TraceError, match="it changes requires_grad of a parameter"):
+        trace(u.Around(lambda: freezing), (), u.batch(), opaque=["inner"])
 
 
 def test_a_region_that_changes_its_buffers_is_refused() -> None:

@@ -174,12 +174,16 @@ class Net(torch.nn.Module):
         super().__init__()
         self.linear = torch.nn.Linear(4, 3)
         self.dropout = torch.nn.Dropout(0.5)
+        self.register_buffer("turns", torch.polar(torch.ones(4), torch.arange(4.0)))
 
-    def forward(self, x, y):
+    def forward(self, x, y, scale=True):
         return torch.nn.functional.cross_entropy(self.dropout(self.linear(x)), y)
 
 def with_inputs():
     return Net(), {"x": torch.randn(4, 4), "y": torch.tensor([0, 1, 2, 0])}
+
+def that_fits():
+    return Net(), {"x": torch.arange(8.0)[:, None].expand(8, 4), "y": torch.arange(8) % 3, "scale": False}
 
 def with_tuple():
     return Net(), (torch.randn(4, 4), torch.tensor([0, 1, 2, 0]))
@@ -211,6 +215,17 @@ def test_a_factory_gives_model_and_inputs(factories: str, name: str) -> None:
     assert graph.num_parameters == 15
     built = source.build(1)
     assert torch.equal(built(**batch), built(**batch)), "no dropout"
+
+
+def test_batches_of_a_factory_are_made_of_its_samples(factories: str) -> None:
+    source = resolve_model(f"{factories}:that_fits")
+    batch = source.make_batch(16, seed=1)
+    assert torch.equal(batch["y"], batch["x"][:, 0].long() % 3), "what fits together stays together"
+    assert batch["x"][:8, 0].tolist() != batch["x"][8:, 0].tolist(), "ranks have other samples"
+    assert sorted(batch["x"][:, 0].tolist()) == [i // 2 for i in range(16)]
+    assert batch["scale"] is False
+    assert source.build().turns.is_complex()
+    assert source.trace().num_parameters == 15
 
 
 def test_a_hugging_face_model_has_example_inputs_made_from_its_config() -> None:

@@ -97,6 +97,8 @@ def test_a_module_is_pinned_opaque() -> None:
 def test_what_is_no_pin_is_refused_at_once(wrong: dict[str, object], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         autopar.pin(Block(), **wrong)
+    with pytest.raises(UsageError, match="'0' is no module"):
+        autopar.pin("0", stage=1)
 
 
 def test_the_whole_model_has_no_stage() -> None:
@@ -119,3 +121,6 @@ def test_pins_are_read_from_a_file(tmp_path: Path) -> None:
     assert split_pins([f"@{path}"]) == ["tp=2"], "an editor's mark of the encoding is no part of a pin"
     with pytest.raises(UsageError, match="Give --pin @FILE"):
         split_pins([f"@{tmp_path / 'none.txt'}"])
+    path.write_text("tp=2\nzero\n")
+    with pytest.raises(UsageError, match=r"pins.txt, line 2: The pin 'zero' is not of the form"):
+        split_pins([f"@{path}"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -249,7 +250,7 @@ def test_malformed_wishes_are_refused(graph: Graph, options: dict[str, object], 
 
 
 def test_limits_stop_a_search(graph: Graph) -> None:
-    plan = api.search(graph, cluster=CLUSTER, global_batch_size=16, trials=3)
+    plan = api.search(graph, cluster=CLUSTER, global_batch_size=np.int64(16), trials=np.int64(3))
     assert plan.search.evaluated == 3
     with pytest.raises(InfeasibleError, match="search_timeout_s"):
         api.search(graph, cluster=CLUSTER, global_batch_size=16, search_timeout_s=0.0)

@@ -161,6 +161,14 @@ def test_rules_that_are_not_shipped_reach_another_process(monkeypatch: pytest.Mo
     assert names(found, graph, 2) != names(declared, graph, 2)
 
 
+def test_a_graph_has_the_rules_of_its_own_lengths_whatever_was_seen_before() -> None:
+    table, alone = RuleTable(rules=torch_rules()), RuleTable(rules=torch_rules())
+    complete(graph_of("autopar_test.gated.default", (2, 12, 20), (12,)), table=table)  # lengths that it does not take
+    graph = graph_of("autopar_test.gated.default", (2, 12, 20), (20,))
+    assert complete(graph, table=table) == complete(graph, table=alone)
+    assert names(table, graph, 2) == names(alone, graph, 2)
+
+
 make = Maker()
 
 CALLS = {

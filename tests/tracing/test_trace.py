@@ -304,6 +304,10 @@ def _masked(self: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
     return (x * mask).sum()
 
 
+def _packed(self: Any, x: Tensor) -> Tensor:
+    return self.rnn(nn.utils.rnn.pack_padded_sequence(x[None], x[:, 0].long()))[0].data.sum()
+
+
 @pytest.mark.parametrize(
     ("model", "inputs", "loss_fn", "problem"),
     [
@@ -325,6 +329,7 @@ def _masked(self: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
         (_held(threading.Lock()), (X,), None, "copied"),
         (model_of(_masked), (X,), None, r"fails on its example inputs.*a mask, please.*package\.module:factory"),
         (model_of(lambda self, x: x.sum()), (X,), None, "depends on no parameter"),
+        (model_of(_packed, rnn=nn.LSTM(4, 4)), (X,), None, "`return .*` depends on the values of tensors"),
         (
             nn.Linear(4, 4).requires_grad_(False), (X,), lambda y, _: y.mean(),
             "depends on no parameter that is trained.*leave requires_grad on",
@@ -507,3 +512,11 @@ def test_parameters_that_one_device_trains_by_another_name_are_refused(kept: Cal
         api.trace(_tied_by_memory(kept), example_inputs=[X], loss_fn=lambda y, _: y.mean())
     cloned = _tied_by_memory(lambda weight: kept(weight.clone()))
     assert api.trace(cloned, example_inputs=[X], loss_fn=lambda y, _: y.mean()).ops
+
+
+def test_what_vmap_computes_is_traced() -> None:
+    model = model_of(
+        lambda self, x: torch.vmap(lambda row: self.inner(row).masked_fill(row > 1, 0.0).square().mean())(x).mean(),
+        inner=nn.Linear(8, 8),
+    )
+    same_as_the_model(model, {"x": torch.randn(4, 6, 8)})

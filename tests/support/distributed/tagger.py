@@ -21,8 +21,8 @@ class Tagger(nn.Module):
         self.embed, self.hidden, self.head = nn.Embedding(32, 16), nn.Linear(16, 32), nn.Linear(32, 6)
         self.drop = nn.Dropout(dropout)
 
-    def forward(self, tokens: Tensor, weights: Sequence[Tensor] = ()) -> dict[str, Tensor]:
-        logits = self.head(self.drop(functional.gelu(self.hidden(self.embed(tokens)))))
+    def forward(self, tokens: Tensor, weights: Sequence[Tensor] = (), scale: float = 1.0) -> dict[str, Tensor]:
+        logits = scale * self.head(self.drop(functional.gelu(self.hidden(self.embed(tokens)))))
         for weight in weights:
             logits = logits * weight[..., None]
         return {"logits": logits}
@@ -31,8 +31,8 @@ class Tagger(nn.Module):
 class Restless(Tagger):
     """Draws noise of its own, which one device and many do not share."""
 
-    def forward(self, tokens: Tensor, weights: Sequence[Tensor] = ()) -> dict[str, Tensor]:
-        return super().forward(tokens, [*weights, torch.rand_like(weights[0])])
+    def forward(self, tokens: Tensor, weights: Sequence[Tensor] = (), scale: float = 1.0) -> dict[str, Tensor]:
+        return super().forward(tokens, [*weights, torch.rand_like(weights[0])], scale)
 
 
 def tagging_loss(output: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
@@ -64,11 +64,11 @@ def dropping() -> nn.Module:
     return Tagger(0.5)
 
 
-def examples() -> tuple[Tensor, list[Tensor]]:
-    """By position, a list of tensors among them."""
+def examples() -> tuple[Tensor, list[Tensor], float]:
+    """By position, a list of tensors and a constant among them."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, 32, (6, 5), generator=generator)
-    return tokens, [torch.randn(6, 5, generator=generator) for _ in range(2)]
+    return tokens, [torch.randn(6, 5, generator=generator) for _ in range(2)], 0.5
 
 
 def parallelized(precision: str, pins: list[str]) -> tuple[float, dict[str, Tensor]]:
