@@ -391,10 +391,13 @@ def _values(text: str, separator: str) -> dict[str, Any]:
             raise UsageError(f"The setting '{item}' of the model is not of the form key=value", fix=GRAMMAR)
         if re.search(r"^[^\[{\"]*[,&;] *\w+=", value):
             raise UsageError(f"'{item}' is more than one setting of the model", fix=f"Separate them by '{separator}'")
+        key = key.strip()
+        if key in result:
+            raise UsageError(f"The setting '{key}' of the model is given twice", fix="Keep one of them")
         try:
-            result[key.strip()] = json.loads(value)
+            result[key] = json.loads(value)
         except json.JSONDecodeError:
-            result[key.strip()] = python.get(value, value)
+            result[key] = python.get(value, value)
     return result
 
 

@@ -243,6 +243,8 @@ def test_a_hugging_face_model_has_example_inputs_made_from_its_config() -> None:
         ("hf:clip?head_dim=16", "Unknown key 'head_dim' of the configuration of clip"),
         ("hf:gpt2?n_layer", "key=value"),
         ("gpt:layers=2&hidden=32", "more than one setting.*Separate them by ','"),
+        ("gpt:layers=2,hidden=32, layers=3", "'layers' of the model is given twice.*Keep one"),
+        ("hf:gpt2?n_layer=2&n_layer=2", "'n_layer' of the model is given twice.*Keep one"),
         ("hf:gpt2?n_embd=30&n_head=4", "settings make no model"),
         ("hf:canine?num_hidden_layers=1", "a vocabulary whose size its configuration does not tell. Give a factory"),
         ("hf:upernet", "'upernet' is not supported. Give a factory"),
