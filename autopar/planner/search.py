@@ -322,7 +322,7 @@ def flops_of_block(graph: Graph, block: Block, kind: KernelKind = "cuda") -> flo
 
 
 def tokens_per_sample(graph: Graph) -> int:
-    """Return the elements of one sample of the first batch input if that has ids, else 1."""
+    """Return the elements of one sample of the first batch input if it holds ids, else 1."""
     for leaf in graph.inputs:
         if leaf.batch_dim is not None:
             return leaf.spec.numel // graph.batch_size if not leaf.spec.dtype.is_floating_point else 1

@@ -27,7 +27,7 @@ MAX_ALTERNATIVES = 10
 """The number of alternatives with which a plan is compared at most."""
 
 CLEAR = 1.05
-"""The ratio to the plan's time up to which alternatives are bounded; where a bound reaches it, no tighter one is computed."""
+"""The goal of an alternative's tighter bounds, as a ratio to the plan's time: beyond it no comparison needs a tighter one."""
 
 _CHOICES: tuple[tuple[str, Callable[[Candidate], object]], ...] = (
     ("tp", lambda c: c.mesh.tp),

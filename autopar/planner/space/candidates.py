@@ -297,9 +297,9 @@ def rows_of(
 
 def _product(left: Table, right: Table) -> dict[str, Column]:
     """Return every row of one table joined with every row of the other; a table without columns has one row."""
-    rows, times = (len(next(iter(table.values()), (None,))) for table in (left, right))
-    found = {name: np.repeat(column, times) for name, column in left.items()}
-    return found | {name: np.tile(column, rows) for name, column in right.items()}
+    num_rows, num_copies = (len(next(iter(table.values()), (None,))) for table in (left, right))
+    joined = {name: np.repeat(column, num_copies) for name, column in left.items()}
+    return joined | {name: np.tile(column, num_rows) for name, column in right.items()}
 
 
 def _distinct(table: dict[str, Column]) -> dict[str, Column]:

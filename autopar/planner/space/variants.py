@@ -272,8 +272,8 @@ def _share_choices(
             in_order = tuple(pinned[place] for place in order)
             choices = [in_order] if sum(n * share for n, share in zip(ranks, in_order, strict=True)) == total else []
         elif total <= max(sizes) * sum(ranks):
-            size = max((size for size in sizes if size * sum(ranks) <= total), default=1)
-            choices = nearest(total, ranks, [_line(partial(seconds, place), size, batch) for place in order])
+            probe = max((size for size in sizes if size * sum(ranks) <= total), default=1)
+            choices = nearest(total, ranks, [_line(partial(seconds, place), probe, batch) for place in order])
         else:
             choices = []
         for shares in choices:
