@@ -131,7 +131,7 @@ class Rounds:
     def ask(self, most: int) -> list[Question]:
         """Return the questions of the next round, at most ``most`` of which are to be evaluated; none if the search is over.
 
-        The first round has seeds alone: bounds cost less once there is an incumbent.
+        The first round has the seeds alone, if there are any: bounds cost less once there is an incumbent.
         """
         num_seeds, self._num_seeds = self._num_seeds, 0
         questions = self._of_sampler(min(num_seeds, most))

@@ -27,10 +27,10 @@ from autopar.planner.space.constraints import (
     Table,
     divisors,
     is_pinned,
-    laws,
     pin_constraints,
+    plan_constraints,
     practice,
-    sequence_laws,
+    sequence_constraints,
     stage_constraints,
     usual_micro_batches,
 )
@@ -111,8 +111,8 @@ def candidates(problem: Problem, pins: Pins) -> list[Candidate]:
 def strict(problem: Problem, pins: Pins) -> tuple[Constraint, ...]:
     """Return the constraints that a space cannot lift: those of every plan, and those of pins."""
     return (
-        *laws(problem),
-        *sequence_laws(problem, pins),
+        *plan_constraints(problem),
+        *sequence_constraints(problem, pins),
         *pin_constraints(pins, problem.global_batch_size),
         *stage_constraints(problem, pins),
     )

@@ -101,7 +101,7 @@ def usual_micro_batches(space: Space, samples: int) -> list[int]:
     return sorted({max(part for part in parts if part <= most) for most in space.micro_batches})
 
 
-def laws(problem: Problem) -> tuple[Constraint, ...]:
+def plan_constraints(problem: Problem) -> tuple[Constraint, ...]:
     """Return the constraints that every plan must satisfy."""
     space, batch = problem.space, problem.global_batch_size
     none, gpipe, plain, inter = (SCHEDULES.index(n) for n in ("none", "GPipe", "1F1B", "Interleaved1F1B"))
@@ -124,12 +124,12 @@ def laws(problem: Problem) -> tuple[Constraint, ...]:
             holds=lambda t: batch % samples(t) == 0,
             remedy="take another global batch",
         ),
-        *expert_laws(problem),
+        *expert_constraints(problem),
         Constraint(
             name=f"pp * virtual_stages <= {problem.num_blocks} blocks",
             holds=lambda t: t["pp"] * t["virtual_stages"] <= problem.num_blocks,
         ),
-        *zero_laws(problem),
+        *zero_constraints(problem),
         Constraint(name="zero is 0, 1, 2 or 3", holds=lambda t: t["zero"] <= 3),
         Constraint(name="zero=2 has pp=1", holds=lambda t: (t["zero"] != 2) | (t["pp"] == 1)),
         Constraint(
@@ -164,7 +164,7 @@ def _divides(column: str, n: int, name: str, remedy: str = "") -> Constraint:
     return Constraint(name=name, holds=lambda t: n % t[column] == 0, remedy=remedy)
 
 
-def zero_laws(problem: Problem) -> tuple[Constraint, ...]:
+def zero_constraints(problem: Problem) -> tuple[Constraint, ...]:
     """Return the constraints between ZeRO and ``dp_shard``.
 
     FSDP needs something to do: it shards, or it casts parameters and may then free the casted copies.
@@ -175,7 +175,7 @@ def zero_laws(problem: Problem) -> tuple[Constraint, ...]:
     return (Constraint(name=name, holds=lambda t: (t["zero"] == 0) == (t["dp_shard"] == 1)),)
 
 
-def expert_laws(problem: Problem) -> tuple[Constraint, ...]:
+def expert_constraints(problem: Problem) -> tuple[Constraint, ...]:
     """Return the constraints on experts that are split over data ranks."""
     constraints = [
         Constraint(
@@ -187,7 +187,7 @@ def expert_laws(problem: Problem) -> tuple[Constraint, ...]:
     return tuple(constraints)
 
 
-def sequence_laws(problem: Problem, pins: Pins) -> tuple[Constraint, ...]:
+def sequence_constraints(problem: Problem, pins: Pins) -> tuple[Constraint, ...]:
     """Return the constraints on a split of the sequence, among them those of a pinned kind of attention."""
     if not problem.sequences:
         return (Constraint(name="cp=1 in a model without attention operators", holds=lambda t: t["cp"] == 1),)
