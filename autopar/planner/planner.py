@@ -1,11 +1,11 @@
-"""From a graph to a plan: the story of the search.
+"""The planner: the steps from a graph to a plan.
 
 1. Equal blocks are folded and the batch axis is typed (:class:`~autopar.planner.search.SearchContext`).
 2. The space gives the candidates: mesh, micro-batch, ZeRO, schedule, order of devices, offload, shares.
-3. Branch and bound takes the candidate of the least dual bound, raises the bound or evaluates it, and stops when no bound is
-   below the incumbent; then the certificate closes the gap (:mod:`autopar.planner.branch_and_bound`).
-4. The best plan is polished and compared with its neighbours; one that turns out faster becomes the plan.
-5. The plan is written down with its certificate, the comparisons and notes. Where there is none, :mod:`~autopar.planner.explain.answer` says why.
+3. Branch and bound takes the candidate of the least dual bound, and raises the bound or evaluates the candidate. It stops when no bound
+   is below the incumbent; then the certificate closes the gap where it can (:mod:`autopar.planner.branch_and_bound`).
+4. The best plan is improved locally and compared with its neighbours; one that is faster becomes the plan.
+5. The plan is written with its certificate, the comparisons and notes. If there is none, :mod:`~autopar.planner.explain.answer` says why.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ from autopar.rules.missing import complete
 
 __all__ = ["Planner", "Task"]
 
-Found = TypeVar("Found")
+T = TypeVar("T")
 
 
 @contextmanager
 def objects_set_aside() -> Iterator[None]:
-    """What there is already is not looked through for cycles while a search makes its own objects.
+    """Exclude the objects that exist already from garbage collection within the ``with`` block.
 
-    A search keeps most of what it makes, for which the collector goes through all objects of the process again and again: those of
-    torch and of the traced model are many more. Without this, searches take 1.0 to 2.7 times as long
-    (``docs/adr/0023-planner.md``). Where a caller has set objects aside by itself, that stays as it is.
+    A search keeps most of its objects, so the collector traverses all objects of the process again and again; those of torch and of the
+    traced model are the most. Without this, searches take 1.0 to 2.7 times as long (``docs/adr/0023-planner.md``). If the caller has frozen
+    objects itself, nothing is changed.
     """
     if gc.get_freeze_count():
         yield
@@ -76,19 +76,25 @@ def objects_set_aside() -> Iterator[None]:
 
 
 class Planner:
-    """Plans for one task.
+    """The planner of one task.
 
     Args:
-        explains: False leaves out why there is no plan: without candidates there is then an empty pool, no error.
+        explains: whether a task without candidates raises an error that says why. If not, the pool is empty.
 
     Attributes:
+        start: the time at which planning began, by ``time.monotonic``.
+        task: the task, with the pins of its graph.
+        rules_found: the calls without a declared rule, with the rules that execution found.
+        model: the cost model.
+        evaluator: bounds and evaluates candidates.
+        mixing: the operators that mix samples.
+        problem: what the candidates depend on.
         pool: the candidates.
-        mixing: operators by which samples meet.
 
     Raises:
-        UsageError: pins that name nothing of the model; a global batch below one.
-        RuleError: an operator mixes samples.
-        InfeasibleError: constraints leave no candidate; names the smallest set that conflicts.
+        UsageError: pins name nothing of the model, or the global batch is below one.
+        RuleError: an operator mixes samples, and no strategy of it allows that.
+        InfeasibleError: constraints leave no candidate; the message names a minimal set that conflicts.
     """
 
     @objects_set_aside()
@@ -123,16 +129,18 @@ class Planner:
     def search(
         self, *, limits: Limits, sharing: Sharing | None = None, progress: Progress | None = None, processes: int = 1
     ) -> Plan:
-        """The fastest plan that fits.
+        """Return the fastest plan that fits.
 
         Args:
-            sharing: with other processes or earlier searches; None: neither.
-            processes: of this search where it does not share, this one included.
+            limits: when to stop.
+            sharing: how results are shared with other processes or earlier searches; None: not at all.
+            progress: called after each candidate.
+            processes: the number of processes of a search that is not shared, this one included.
 
         Raises:
-            InfeasibleError: there is none; names the smallest set of constraints that conflict.
-            UsageError: the storage cannot be opened, or its study is of something else.
-            KeyboardInterrupt: before any plan was found; later it ends the search with the best so far.
+            InfeasibleError: there is no plan; the message names a minimal set of constraints that conflict.
+            UsageError: the storage cannot be opened, or its study has another identity.
+            KeyboardInterrupt: the user interrupted before there was a plan. Later, an interrupt ends the search with its best plan.
         """
 
         def search(group: ProcessGroup) -> Plan:
@@ -146,7 +154,7 @@ class Planner:
 
     @objects_set_aside()
     def fastest(self, limits: Limits, *, processes: int = 1) -> Plan | None:
-        """As :meth:`search`, but None instead of a reason where there is no plan."""
+        """Return the plan of :meth:`search`, or None without a reason."""
 
         def search(group: ProcessGroup) -> Plan | None:
             outcome = self._outcome(limits, group=group)
@@ -156,9 +164,9 @@ class Planner:
 
     @objects_set_aside()
     def front(self, limits: Limits) -> list[Plan]:
-        """Plans of which none is better in time and memory, of those that NSGA-II asks for; the first one is :meth:`fastest`'s.
+        """Return the Pareto front in time and memory among the candidates that NSGA-II asks for, after the plan of :meth:`fastest`.
 
-        Each with the certificate of that one: no plan of the space is faster.
+        All plans have the certificate of the fastest one: no plan of the space is faster than its bound.
         """
         outcome, space = self._outcome(limits), self.task.space
         if outcome.best is None:
@@ -168,45 +176,45 @@ class Planner:
         first |= seeds(self.pool, self.task.cluster.devices_per_node, may_fit.__getitem__)
         most_s = inf if limits.max_step_time_s is None else nextafter(limits.max_step_time_s, inf)
         trials = limits.trials or space.trials
-        found = front(self.evaluator, self.pool, first, trials=trials, seed=self.task.sampler_seed, max_s=most_s)
+        evaluations = front(self.evaluator, self.pool, first, trials=trials, seed=self.task.sampler_seed, max_s=most_s)
         least = peak_bytes(outcome.best.prediction)
-        rest = [evaluation for evaluation in found if peak_bytes(evaluation.prediction) < least]
-        plans = [self._compared(self.evaluator.improved(evaluation), outcome) for evaluation in rest]
+        leaner = [evaluation for evaluation in evaluations if peak_bytes(evaluation.prediction) < least]
+        plans = [self._compared(self.evaluator.improved(evaluation), outcome) for evaluation in leaner]
         return [self._improved(outcome.best, outcome, ProcessGroup()), *plans]
 
     @objects_set_aside()
     def estimate(self) -> Plan:
-        """The plan that the pins describe; what they leave open is as usual (:func:`usual`), as far as it fits.
+        """Return the plan that the pins describe; choices that they leave open are as in the most usual candidate (:func:`usual`) that fits.
 
         Raises:
-            InfeasibleError: nothing fits.
+            InfeasibleError: no candidate fits.
         """
         misfits: list[Misfit] = []
         for candidate in sorted(self.pool, key=usual):
-            found = self.evaluator.evaluate(candidate)
-            if isinstance(found, Evaluation):
+            evaluated = self.evaluator.evaluate(candidate)
+            if isinstance(evaluated, Evaluation):
                 outcome = Outcome(
-                    best=found,
+                    best=evaluated,
                     candidates=1,
                     evaluated=len(misfits) + 1,
                     lower_bound_s=self.evaluator.bounds_s(LEVELS - 1, [candidate])[0],
                     misfits=tuple(misfits),
                     finished=True,
                 )
-                return self._compared(found, outcome)
-            misfits.append(found)
+                return self._compared(evaluated, outcome)
+            misfits.append(evaluated)
         raise answer.too_large(self.task, self.problem, self.pool, self.evaluator, misfits, self._may_fit)
 
     # --- the search
 
     @property
     def is_sampled(self) -> bool:
-        """Whether there are too many candidates to be searched to the end, and a sampler asks for a part of these."""
+        """Whether a sampler chooses the candidates to evaluate, since there are too many to search to the end."""
         return self.task.space.sampler != "none" and self._is_large
 
     @property
     def _is_large(self) -> bool:
-        """Whether there are too many candidates; those with something on the host count where there are no others."""
+        """Whether there are too many candidates to search to the end; those with offload count only if there are no others."""
         num_on_device = sum(not candidate.on_host for candidate in self.pool)
         return (num_on_device or len(self.pool)) > self.task.space.exhaustive
 
@@ -218,7 +226,7 @@ class Planner:
         progress: Progress | None = None,
         group: ProcessGroup | None = None,
     ) -> BranchAndBound:
-        """The search over this planner's candidates."""
+        """Return the search over this planner's candidates."""
         task = self.task
         sampling = Sampling(
             kind=task.space.sampler if self._is_large else "none",
@@ -244,7 +252,7 @@ class Planner:
             return self.branch_and_bound(limits, ledger=ledger, progress=progress, group=group).run()
 
     def _may_fit(self, pins: Pins, problem: Problem) -> bool:
-        """Whether something fits under other pins or for another problem, of the candidates that are likely to be leanest."""
+        """Return whether a candidate fits under other pins or for another problem, among those that are likely to be leanest."""
         pool = sorted(self._candidates(problem, pins), key=leanness)
         evaluator = self._evaluator(pins, problem.global_batch_size)
         return any(isinstance(evaluator.evaluate(c), Evaluation) for c in pool[: answer.MAX_CONFLICT_TRIALS])
@@ -252,9 +260,9 @@ class Planner:
     # --- the plan
 
     def _improved(self, best: Evaluation, outcome: Outcome, group: ProcessGroup) -> Plan:
-        """The plan of the best evaluation, polished; an alternative that is faster takes its place, until none is.
+        """Return the plan of the best evaluation after local improvement; an alternative that is faster takes its place, until none is.
 
-        The certificate holds for each of them: it bounds all candidates.
+        The certificate holds for each of them, as it bounds all candidates.
         """
         steps: list[str] = []
         best = group.broadcast(partial(self.evaluator.improved, best))
@@ -264,13 +272,13 @@ class Planner:
             if faster is None:
                 return self._written(best, outcome, (*steps, *map(str, alternatives)))
             before, best = best, faster
-            less = 1 - best.prediction.step_time_s / before.prediction.step_time_s
+            saved = 1 - best.prediction.step_time_s / before.prediction.step_time_s
             steps.append(
-                f"compared with the best plan of the search ({before.candidate}) this one was {less:.1%} faster and took its place"
+                f"compared with the best plan of the search ({before.candidate}) this one was {saved:.1%} faster and took its place"
             )
 
     def _compared(self, best: Evaluation, outcome: Outcome) -> Plan:
-        """The plan of an evaluation, with its alternatives, however fast these are."""
+        """Return the plan of an evaluation with its alternatives, which do not take its place."""
         return self._written(best, outcome, map(str, compare(self.evaluator, self.pool, best)))
 
     def _written(self, best: Evaluation, outcome: Outcome, reasons: Iterable[str]) -> Plan:
@@ -280,12 +288,12 @@ class Planner:
 
 
 def problem_of(task: Task, graph: Graph, mixing: Sequence[Op], *, unaligned_fraction: float) -> Problem:
-    """What the candidates of a task depend on.
+    """Return what the candidates of a task depend on.
 
     Args:
-        graph: of the model, with equal blocks folded.
-        mixing: operators by which samples meet.
-        unaligned_fraction: of the rate of a product that unaligned rows leave on the devices (the least of them).
+        graph: the graph of the model, with equal blocks folded.
+        mixing: the operators that mix samples.
+        unaligned_fraction: the part of a product's rate that unaligned rows leave, the least over the devices.
     """
     repeats = Counter(block.hash for block in task.graph.blocks)
     return Problem(
@@ -309,14 +317,14 @@ def problem_of(task: Task, graph: Graph, mixing: Sequence[Op], *, unaligned_frac
 
 
 def _fastest(alternatives: Iterable[Alternative], below_s: float) -> Evaluation | None:
-    """Of the alternatives' plans that take less than ``below_s`` the fastest; of equals the first."""
+    """Return the fastest evaluation of the alternatives that takes less than ``below_s``, the first of equal ones; None if there is none."""
     evaluated = [alternative.evaluation for alternative in alternatives if alternative.evaluation is not None]
     faster = [evaluation for evaluation in evaluated if evaluation.prediction.step_time_s < below_s]
     return min(faster, key=lambda evaluation: evaluation.prediction.step_time_s, default=None)
 
 
-def _together(processes: int, search: Callable[[ProcessGroup], Found]) -> Found:
-    """A search by several processes; by one where another is lost."""
+def _together(processes: int, search: Callable[[ProcessGroup], T]) -> T:
+    """Return the result of a search by several processes; if one of them is lost, this process searches again alone."""
     try:
         with ProcessGroup(processes) as group:
             return search(group)
@@ -326,18 +334,19 @@ def _together(processes: int, search: Callable[[ProcessGroup], Found]) -> Found:
 
 
 def operator_calls(planner: Planner, *, progress: Progress | None = None) -> tuple[str, ...]:
-    """Every call at every local shape that the planner can price, each once, as :func:`autopar.cost.operators.operator_times.encode` writes it.
+    """Return every call at every local shape that the planner can price, as :func:`autopar.cost.operators.operator_times.encode` writes it.
 
-    The planner lays out each micro-batch size with each degree of ``cp``, ``tp`` and expert spreading of its candidates,
-    as it does in a search, while a recorder stands where measured times would: all strategies of all operators on ``tp``,
-    those of the best typing on ``cp``.
+    The planner computes the layouts of each micro-batch size with each degree of ``cp``, ``tp`` and expert spreading of its candidates, as in a
+    search. A recorder takes the place of the measured times. It gets all strategies of all operators on ``tp``, and those of the best typing
+    on ``cp``. Each call is returned once.
 
     Args:
-        planner: of a task; its cost model must not be used for anything else afterwards.
+        planner: the planner of a task; its cost model must not be used afterwards.
     """
     recorder = Recorder()
     planner.model.measured = recorder
-    task = planner.task  # layouts of its own: those that shares of samples were chosen by are known already
+    # New layouts: the planner's own hold results from choosing unequal shares, whose calls the recorder would miss.
+    task = planner.task
     layouts = Layouts(
         task.graph, planner.model, global_batch_size=task.global_batch_size, pins=task.pins, space=task.space
     )

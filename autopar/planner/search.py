@@ -1,4 +1,4 @@
-"""One search as data: what it is asked, when it is to stop, what its parts share, and what it finds of a candidate and in the end."""
+"""One search as data: its task, its limits, the context that its parts share, the result of a candidate, and the outcome."""
 
 from __future__ import annotations
 
@@ -30,13 +30,19 @@ from autopar.request import Request
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What a plan is wanted for.
+    """The task of a planner.
 
     Attributes:
-        pins: hold beside those that the graph carries from the modules of the model.
-        cache_dir: where rules that are found by execution are kept; None for the user's cache directory.
-        opaque: modules that the user named so, for the plan to say.
-        sampler_seed: of the space's sampler.
+        graph: the graph of the model.
+        cluster: the devices and links.
+        global_batch_size: the samples of a step.
+        precision: the dtypes.
+        optimizer: the optimizer's name.
+        pins: the user's pins; those that the graph has from modules of the model are added by :func:`checked`.
+        space: the choices to try.
+        cache_dir: where rules found by execution are kept; None: the user's cache directory.
+        opaque: the modules that the user named opaque, for the plan's record.
+        sampler_seed: the seed of the space's sampler.
     """
 
     graph: Graph
@@ -52,10 +58,10 @@ class Task:
 
 
 def task_of(model: torch.nn.Module | Graph, request: Request, progress: Progress | None = None) -> Task:
-    """What a planner is asked, the model traced where it is no graph yet.
+    """Return the task of a request; a model that is no graph yet is traced.
 
     Raises:
-        UsageError: malformed pins, cluster, space or precision; neither cluster nor global batch.
+        UsageError: pins, cluster, space or precision are malformed, or the cluster or the global batch is missing.
         TraceError: the model cannot be traced.
     """
     cluster, batch = request.cluster, request.global_batch_size
@@ -88,7 +94,7 @@ def task_of(model: torch.nn.Module | Graph, request: Request, progress: Progress
 
 
 def graph_of(model: torch.nn.Module, request: Request) -> Graph:
-    """The graph that plans of a request are for; see :func:`autopar.models.graph_for_plan.trace_model` for errors."""
+    """Return the traced graph of a request's model; for errors see :func:`autopar.models.graph_for_plan.trace_model`."""
     from autopar.models.graph_for_plan import trace_model  # the tracer is slow to import
     from autopar.planner.sharding.input_axes import samples_apart
 
@@ -105,15 +111,15 @@ def graph_of(model: torch.nn.Module, request: Request) -> Graph:
 
 
 def _opaque(request: Request) -> tuple[str, ...]:
-    """Modules that run as they are written, the pinned ones among them."""
+    """Return the modules that are not traced, those of pins among them."""
     return tuple(dict.fromkeys((*request.opaque, *Pins.parse(request.pins).opaque)))
 
 
 def checked(task: Task) -> Task:
-    """The task with the pins of its graph among its own.
+    """Return the task with the pins of its graph, before the user's pins.
 
     Raises:
-        UsageError: a global batch below one, or of another size than the graph is for; pins that name nothing of the model.
+        UsageError: the global batch is below one or another than the graph's, or pins name nothing of the model.
         InfeasibleError: pins and options disagree on the precision.
     """
     pins = Pins.parse(dict.fromkeys((*task.graph.pins, *task.pins.texts)))
@@ -138,18 +144,20 @@ def checked(task: Task) -> Task:
 
 
 Progress = Callable[[str, int, int], None]
-"""``(what, done, total)``; ``total`` 0 while it is not known."""
+"""A callback ``(what, done, total)``; ``total`` is 0 while it is unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """When a search stops: after so many trials or seconds; None for no limit.
+    """When a search stops. None: no limit.
 
-    ``trials``: of all searches that share a ledger together, those that were made before among them.
-    ``max_step_time_s``: slower plans do not count, and what cannot be faster by its bound is not looked at.
+    Attributes:
+        trials: the number of evaluations of all searches that share a ledger, earlier ones included.
+        search_timeout_s: the seconds of the search.
+        max_step_time_s: slower plans do not count, and candidates whose bound is above it are not evaluated.
 
     Raises:
-        UsageError: less than one trial, negative seconds, or no numbers.
+        UsageError: less than one trial, negative seconds, or values that are no numbers.
     """
 
     trials: int | None = None
@@ -157,7 +165,7 @@ class Limits:
     max_step_time_s: float | None = None
 
     def __post_init__(self) -> None:
-        """Nothing is searched by such limits."""
+        """Check the limits."""
         if self.trials is not None and not (isinstance(self.trials, SupportsIndex) and self.trials >= 1):
             raise UsageError(
                 f"A search of {self.trials!r} trials finds nothing",
@@ -172,16 +180,16 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Outcome:
-    """What a search found.
+    """The outcome of a search.
 
     Attributes:
-        best: the fastest plan that fits; None when none of those evaluated does.
-        candidates: how many there were.
-        evaluated: how many of them were looked at; the others cannot fit in any layout, or are slower by a bound.
-        lower_bound_s: no candidate that may fit is faster.
-        misfits: those that failed, with their reasons.
-        finished: False where a limit or an interrupt stopped the search.
-        interrupted: by the user.
+        best: the fastest plan that fits; None if no evaluated candidate has one.
+        candidates: the number of candidates.
+        evaluated: the number of candidates with a result; a bound excludes the others as too large or too slow.
+        lower_bound_s: the least dual bound: no candidate that may fit is faster, in seconds.
+        misfits: the candidates without a plan, with reasons.
+        finished: False if a limit or an interrupt stopped the search.
+        interrupted: whether the user interrupted it.
     """
 
     best: Evaluation | None
@@ -194,25 +202,26 @@ class Outcome:
 
 
 def peak_bytes(prediction: Prediction) -> int:
-    """The upper end of the predicted peak."""
+    """Return the upper end of the predicted peak in bytes."""
     return int(max((prediction.peak_memory_bytes, *prediction.peak_memory_interval_bytes)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchContext:
-    """One model, cluster, batch and space; made by :meth:`of`.
+    """What the parts of a search share: one model, cluster, batch and space. Constructed by :meth:`of`.
 
     Attributes:
-        graph: as traced.
+        graph: the graph as traced.
         model: the cost model of the whole cluster.
-        space, pins: what may be chosen.
-        global_batch_size: samples of a step.
+        space, pins: the choices.
+        global_batch_size: the samples of a step.
         layouts: all layouts of the model.
-        modes: of recompute that the space allows.
-        recompute, stages: pinned mode and pinned stage of blocks of ``graph``, by position.
-        moved: its blocks whose activations are pinned to the host.
-        buckets: sizes of what is summed together, of which a plan takes the quickest.
-        flops_per_sample, tokens_per_sample: of the model.
+        modes: the recompute modes that the space allows.
+        recompute, stages: the pinned mode and the pinned stage of blocks of ``graph``, by position.
+        moved: the blocks whose activations are pinned to the host.
+        buckets: the sizes of gradient buckets in bytes, of which a plan takes the fastest.
+        flops_per_sample: the FLOPs of matrix products of one sample, forward and backward.
+        tokens_per_sample: the tokens of one sample; 1 if it is no sequence of ids.
     """
 
     graph: Graph
@@ -231,7 +240,7 @@ class SearchContext:
 
     @classmethod
     def of(cls, graph: Graph, model: CostModel, *, global_batch_size: int, pins: Pins, space: Space) -> SearchContext:
-        """The context of a search."""
+        """Return the context of a search."""
         layouts = Layouts(graph, model, global_batch_size=global_batch_size, pins=pins, space=space)
         moved = pins.moved(graph)
         return cls(
@@ -251,7 +260,7 @@ class SearchContext:
         )
 
     def step(self, candidate: Candidate, layout: PricedLayout) -> Step:
-        """How the cost model sees a candidate in a layout."""
+        """Return a candidate in a layout as the cost model takes it."""
         return Step(
             mesh=candidate.mesh,
             schedule=candidate.schedule,
@@ -268,21 +277,21 @@ class SearchContext:
         )
 
     def unsplit(self, candidate: Candidate) -> PricedLayout:
-        """What the parts of a candidate's layouts are taken of; see :meth:`Layouts.unsplit`."""
+        """Return the layout without ``cp`` and ``tp`` from which floors of a candidate's layouts are derived; see :meth:`Layouts.unsplit`."""
         return self.layouts.unsplit(layout_key_of(candidate))
 
     def typed_layouts(self, candidate: Candidate) -> tuple[TypedLayout, ...]:
-        """The layouts of a candidate before they are priced.
+        """Return the layouts of a candidate before they are priced.
 
         Raises:
-            InfeasibleError: the pins of parameters allow none.
+            InfeasibleError: the pins of parameters allow no layout.
         """
         in_flight = min(candidate.num_micro_batches, candidate.mesh.pp)
         count = candidate.num_micro_batches
         return self.layouts.typed(layout_key_of(candidate), num_micro_batches=count, in_flight=in_flight)
 
     def known_layouts(self, candidate: Candidate) -> tuple[TypedLayout, ...]:
-        """As :meth:`typed_layouts`; none where there is none, which the candidate's evaluation explains."""
+        """Return :meth:`typed_layouts`, empty instead of an error; the evaluation of the candidate gives the reason."""
         try:
             return self.typed_layouts(candidate)
         except InfeasibleError:
@@ -290,7 +299,7 @@ class SearchContext:
 
 
 def readable(num_bytes: float) -> str:
-    """Bytes for people.
+    """Return a number of bytes in words.
 
     >>> readable(3 * 2**29)
     '1.5 GiB'
@@ -302,19 +311,19 @@ def readable(num_bytes: float) -> str:
 
 
 def flops_per_sample(compact: Compact, kind: KernelKind) -> float:
-    """Products of matrices, forward and backward."""
+    """Return the FLOPs of matrix products of one sample, forward and backward."""
     blocks = zip(compact.graph.blocks, compact.members, strict=True)
     return sum(flops_of_block(compact.graph, block, kind) * len(members) for block, members in blocks)
 
 
 def flops_of_block(graph: Graph, block: Block, kind: KernelKind = "cuda") -> float:
-    """Products of matrices of one block and one sample, forward and backward."""
-    found = [work(op, operand_specs(op, graph.spec), kind) for op in graph.block_ops(block)]
-    return sum(done.flops + done.backward_flops for done in found) / graph.batch_size
+    """Return the FLOPs of matrix products of one block for one sample, forward and backward."""
+    works = [work(op, operand_specs(op, graph.spec), kind) for op in graph.block_ops(block)]
+    return sum(op_work.flops + op_work.backward_flops for op_work in works) / graph.batch_size
 
 
 def tokens_per_sample(graph: Graph) -> int:
-    """Elements of one sample of the first batch input where it is a sequence of ids, else 1."""
+    """Return the elements of one sample of the first batch input if it holds ids, else 1."""
     for leaf in graph.inputs:
         if leaf.batch_dim is not None:
             return leaf.spec.numel // graph.batch_size if not leaf.spec.dtype.is_floating_point else 1
@@ -322,19 +331,20 @@ def tokens_per_sample(graph: Graph) -> int:
 
 
 SLOW = "slower than the best plan by a bound"
-"""The reason of a candidate that was left unfinished."""
+"""The reason of a candidate whose evaluation was cut off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Evaluation:
-    """A candidate that fits.
+    """The best plan of a candidate.
 
     Attributes:
-        option: the layout.
-        stops: where each stage ends.
-        modes: how each block recomputes, or that it keeps on the host what it needs.
-        prediction: of its step.
-        bucket_bytes: of gradients that are summed together.
+        candidate: the candidate.
+        option: its layout.
+        stops: the end of each stage, as a position among the blocks.
+        modes: the mode of each block: its recompute, or that its activations live on the host.
+        prediction: the prediction of its step.
+        bucket_bytes: the size of gradient buckets.
     """
 
     candidate: Candidate
@@ -346,13 +356,19 @@ class Evaluation:
 
     @property
     def time_s(self) -> float:
-        """Predicted seconds of a step."""
+        """The predicted seconds of a step."""
         return self.prediction.step_time_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Misfit:
-    """A candidate without a plan, and why; ``needs_bytes``: of the leanest that was tried, 0 where not known."""
+    """A candidate without a plan.
+
+    Attributes:
+        candidate: the candidate.
+        reason: why it has none.
+        needs_bytes: the bytes of the leanest plan that was tried; 0 if unknown.
+    """
 
     candidate: Candidate
     reason: str
@@ -360,11 +376,11 @@ class Misfit:
 
 
 def needs_text(model: CostModel, predicted_bytes: int) -> str:
-    """The upper end of a predicted peak, which has to fit, and what there is."""
+    """Return the upper end of a predicted peak, which must fit, and the memory of devices, in words."""
     return f"{readable(predicted_bytes * model.memory_spread)} of {memory_of_devices(model)}"
 
 
 def memory_of_devices(model: CostModel) -> str:
-    """What a device has, for people; from the smallest to the largest where they differ."""
+    """Return the memory of a device in words; from the smallest to the largest if they differ."""
     sizes = {device.memory_bytes for device in model.devices}
     return " to ".join(readable(size) for size in sorted({min(sizes), max(sizes)}))

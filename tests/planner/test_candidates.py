@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 
 from autopar.errors import UsageError
 from autopar.plan.schedule import check_schedule
-from autopar.planner.space.candidates import Candidate, _open, candidates, conflict, num_micro_batches, remedies, strict
+from autopar.planner.space.candidates import (
+    Candidate,
+    _conflict_domain,
+    candidates,
+    conflict,
+    num_micro_batches,
+    remedies,
+    strict,
+)
 from autopar.planner.space.constraints import Problem, practice
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
@@ -143,7 +151,7 @@ def test_a_conflict_is_one_of_all_combinations_and_a_smallest(
     pins = Pins.parse(texts)
     names = conflict(problem, pins)
     assert bool(names) == (not candidates(problem, pins))
-    values, _ = _open(problem, pins)
+    values, _ = _conflict_domain(problem, pins)
     columns = np.array(list(product(*values.values())), dtype=np.int64).T
     table = dict(zip(values, columns, strict=True))
     table["num_micro_batches"] = num_micro_batches(table, batch)

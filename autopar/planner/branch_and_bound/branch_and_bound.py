@@ -1,15 +1,13 @@
-"""Branch and bound over the candidates: which are evaluated, in which order, and when the search may stop.
+"""The search over the candidates: which are evaluated, in which order, and when the search may stop.
 
-Best first: candidates come in the order of their dual bounds (:mod:`autopar.planner.branch_and_bound.frontier`), and the
-search stops when no bound is below the time of the incumbent, the best plan found. What no bound excludes and nobody
-evaluated is left to the certificate (:mod:`autopar.planner.branch_and_bound.frontier`).
+Candidates come in the order of their dual bounds (:mod:`autopar.planner.branch_and_bound.frontier`). The search stops when no bound is
+below the step time of the incumbent, the best plan so far. Then the certificate raises the least bounds that are left.
 
-The order depends on bounds alone, never on what was evaluated. So several searches of the same candidates can share one
-ledger (:mod:`autopar.planner.branch_and_bound.frontier`): each goes through the same order, takes what others have found,
-passes over what they are evaluating, and in the end evaluates what it passed over and what still has no result, whether its
-owner is slow or dead. The plan is the one that a search alone would have chosen, whatever the number of searches and their
-timing. One search may also be several processes (:mod:`autopar.planner.branch_and_bound.process_group`), each with the
-candidates of the layouts that it claims.
+The order depends on bounds alone, never on results. So several searches of the same candidates can share one ledger: each goes through
+the same order, reads the results of the others and passes over the candidates that they are evaluating. In the end it evaluates those
+that it passed over and that still have no result, whether their owner is slow or dead. The plan is therefore the same for any number of
+searches and any timing. One search may also run in several processes (:mod:`autopar.planner.branch_and_bound.process_group`), each of
+which takes the candidates of the layouts that it claims.
 """
 
 from __future__ import annotations
@@ -30,15 +28,20 @@ from autopar.planner.search import SLOW, Evaluation, Limits, Misfit, Outcome, Pr
 from autopar.planner.space.candidates import Candidate
 
 PATIENCE = 8
-"""Evaluations of its own after which a search takes over a candidate that another has claimed without a result. Without the
-time of the best candidate, which a dead search may have claimed, many worse ones would be evaluated."""
+"""The number of evaluations by this search after which it takes over a candidate that another search claimed and left without a result.
+
+If a dead search had claimed the best candidate, its time would be missing, and many worse candidates would be evaluated until then.
+"""
 
 REPORT_S = 0.2
-"""Seconds between two reports while other processes are still at work."""
+"""Seconds between two progress reports while this process waits for others."""
 
 ROUNDING = 1e-6
-"""A bound is below the time of its plan up to rounding (1e-9 of it in the tests). The incumbent cuts off only what is above
-it by more than this part of it, so that ties do not depend on which candidate was evaluated first."""
+"""The relative rounding error of bounds and times.
+
+The bound of a plan is below its time up to rounding (1e-9 of it in the tests). The incumbent cuts off only what is slower by more than
+this, so that ties do not depend on which candidate was evaluated first.
+"""
 
 
 class BranchAndBound:
@@ -48,16 +51,16 @@ class BranchAndBound:
         evaluator: bounds and evaluates candidates.
         pool: the candidates.
         limits: when to stop.
-        sampling: what asks for a part of a pool that is too large to be searched to the end, and what experts would try, which a
-            shared ledger shows; None: neither.
-        ledger: what is known of the candidates; None for one of its own.
-        group: the processes of this search; None for this one alone.
-        progress: told after each candidate. What it raises ends the search; a ``KeyboardInterrupt`` as an interrupt does.
+        sampling: how a pool is sampled that is too large to be searched to the end; with a shared ledger also the source of the
+            candidates that experts would try. None: neither.
+        ledger: the results of candidates so far; None: an empty one in memory.
+        group: the processes of this search; None: this process alone.
+        progress: called after each candidate. An exception that it raises ends the search; a ``KeyboardInterrupt`` counts as an interrupt.
 
     Attributes:
-        order: positions in the pool, as the search came to them.
-        bounds: the dual bounds so far, in seconds.
-        finished: whether neither a limit nor an interrupt stopped the search.
+        order: positions in the pool, in the order in which the search reached them.
+        bounds: the dual bound of each candidate so far, in seconds.
+        finished: False if a limit or an interrupt stopped the search.
     """
 
     def __init__(
@@ -80,7 +83,7 @@ class BranchAndBound:
             self.rounds = sampling.rounds(self.pool, evaluator, self._limit_s(), ROUNDING)
         self.frontier = Frontier(
             evaluator, self.pool, self.group, self._cutoff_s if self.rounds is None else self.rounds.cutoff_s,
-            scouts=not self.ledger.is_shared and self.rounds is None,
+            primal=not self.ledger.is_shared and self.rounds is None,
         )  # fmt: skip
         self.bounds = self.frontier.bounds
         self.order: list[int] = []
@@ -89,27 +92,27 @@ class BranchAndBound:
         self._max_trials = limits.trials or len(self.pool)
         self._plans: dict[int, Evaluation] = {}
         self._num_evaluated = 0
-        self._passed_over: dict[int, int] = {}  # claimed by others; with the evaluations made here until then
+        self._passed_over: dict[int, int] = {}  # claimed by others, with the number of evaluations here before
 
     # --- the search
 
     def run(self) -> Outcome:
-        """Search until the end, a limit or an interrupt (Ctrl-C), which gives the best plan so far.
+        """Search until the end, a limit or an interrupt (Ctrl-C), and return the best plan so far with the bounds.
 
         Raises:
-            KeyboardInterrupt: there is no plan yet.
-            UsageError: the ledger has other times than this evaluator gives.
+            KeyboardInterrupt: the user interrupted the search before there was a plan.
+            UsageError: the ledger has other times than this evaluator computes.
             LostProcessError: another process of the group ended.
         """
         interrupted = False
         try:
             self.work()
         except KeyboardInterrupt:
-            if not self.frontier.parts:  # while first bounds are exchanged: no plan, and no meeting that all come to
+            if not self.frontier.parts:  # first bounds are not exchanged: some processes would miss the next meeting
                 raise
             self.finished, interrupted = False, True
             self.group.stop()
-        self._meet()
+        self._exchange_results()
         if not interrupted:
             try:
                 self._certify()
@@ -130,8 +133,8 @@ class BranchAndBound:
         )
 
     def work(self) -> None:
-        """Evaluate candidates until the end or a limit; what is found stands in the ledger."""
-        self._begin()
+        """Evaluate candidates until the end or a limit; the results are in the ledger."""
+        self._compute_first_bounds()
         seeds: Mapping[int, str] = {}
         if self.sampling is not None and (self.ledger.is_shared or self.rounds is not None):
             seeds = self.sampling.seeds(self.pool, lambda i: math.isfinite(self.bounds[self.pool[i]]))
@@ -142,21 +145,21 @@ class BranchAndBound:
             self._search_in_rounds(self.rounds, seeds)
         self.ledger.finish(self._excluded_s)
 
-    def _begin(self) -> None:
-        """First bounds of all; where several processes are worth it, from here on they do the work.
+    def _compute_first_bounds(self) -> None:
+        """Compute the first bounds of all candidates; fork the group before where several processes are worth their start.
 
-        Not where the search ends before it is done: which candidates it came to would depend on timing.
+        A search that a limit on trials may stop is not forked: which candidates it reaches would depend on timing.
         """
-        is_whole = len(self.pool) <= self._max_trials and self.rounds is None
-        if is_whole and len(self.pool) >= self.group.min_candidates:
+        is_exhaustive = len(self.pool) <= self._max_trials and self.rounds is None
+        if is_exhaustive and len(self.pool) >= self.group.min_candidates:
             self.group.fork(self.frontier.keys)
         self.frontier.begin()
 
     def _search_best_first(self) -> None:
-        """Candidates in the order of their bounds, until none is below the incumbent."""
+        """Evaluate candidates in the order of their bounds, until no bound is below the incumbent."""
         self.ledger.read()
         for i in self.frontier.walk():
-            if len(self.order) >= self._max_trials or self._is_late():
+            if len(self.order) >= self._max_trials or self._must_stop():
                 self.finished = False
                 break
             self.order.append(i)
@@ -168,51 +171,58 @@ class BranchAndBound:
                 else:
                     self._evaluate(i)
             self._report()
-            self._catch_up(PATIENCE)
-        self._catch_up(0)
+            self._evaluate_passed_over(PATIENCE)
+        self._evaluate_passed_over(0)
         self._report()
         while not self.group.others_wait(REPORT_S):
             self._report()
 
-    def _catch_up(self, patience: int) -> None:
-        """Evaluate what was passed over and still has no result ``patience`` evaluations later."""
-        for i, before in list(self._passed_over.items()):
-            if self._num_evaluated - before < patience:
+    def _evaluate_passed_over(self, patience: int) -> None:
+        """Evaluate the candidates that were passed over at least ``patience`` evaluations ago and still have no result."""
+        for i, num_before in list(self._passed_over.items()):
+            if self._num_evaluated - num_before < patience:
                 return
             self.ledger.read()
             if not self._is_settled(i):
-                if self._is_late():
+                if self._must_stop():
                     self.finished = False
                     return
                 self._evaluate(i)
             del self._passed_over[i]
 
     def _evaluate(self, index: int, limit_s: float | None = None) -> None:
-        """Evaluate a candidate; ``limit_s``: of a question; else what is faster than the incumbent, or as fast."""
+        """Evaluate a candidate and record the result.
+
+        Args:
+            limit_s: the time in seconds up to which a plan counts; None: up to the incumbent, ties included.
+        """
         candidate = self.pool[index]
         self.ledger.claim(index, self.bounds[candidate])
         try:
-            # what takes no longer than the incumbent gets its own time: then it does not matter which came first
+            # Ties with the incumbent are worked out to the end, so that the order of evaluation does not matter.
             at_most_s = self._cutoff_s() * (1 + ROUNDING) if limit_s is None else limit_s
-            found = self.evaluator.evaluate(candidate, at_most_s=at_most_s)
+            evaluated = self.evaluator.evaluate(candidate, at_most_s=at_most_s)
             self._num_evaluated += 1
-            if isinstance(found, Evaluation):
-                self._plans[index] = found
-            self.ledger.record(index, _result(found, at_most_s))
+            if isinstance(evaluated, Evaluation):
+                self._plans[index] = evaluated
+            self.ledger.record(index, _result(evaluated, at_most_s))
         except (Exception, KeyboardInterrupt):
             self.ledger.release(index)
             raise
 
-    # --- by a sampler
+    # --- search by a sampler
 
     def _search_in_rounds(self, rounds: Rounds, seeds: Mapping[int, str]) -> None:
-        """Questions of a sampler and of the order of bounds; others may be at another round: the ledger has what they found."""
+        """Evaluate the questions of the sampler and of the order of bounds, round by round.
+
+        Other searches may be at another round; their results come through the ledger.
+        """
         rounds.begin(self.bounds, seeds, self.frontier.walk())
         self.finished = False
         while questions := rounds.ask(self._max_trials - len(self.order)):
-            for takes_over in (False, True):  # what others evaluate, when all else is done
+            for takes_over in (False, True):  # candidates that other searches have claimed come last
                 for question in questions:
-                    if self._is_late():
+                    if self._must_stop():
                         return
                     self.ledger.read()
                     if not takes_over and question.bound_s is None:
@@ -223,7 +233,11 @@ class BranchAndBound:
         self.finished = rounds.is_done
 
     def _answer(self, question: Question, *, takes_over: bool) -> None:
-        """Evaluate what is asked, or record that a bound excludes it; ``takes_over``: also what another search has claimed."""
+        """Evaluate the candidate of a question, or record the bound that excludes it.
+
+        Args:
+            takes_over: whether to do so even if another search has claimed the candidate.
+        """
         index = question.index
         if question.is_answered(self.ledger.results.get(index)):
             return
@@ -237,50 +251,50 @@ class BranchAndBound:
 
     # --- the certificate
 
-    def _meet(self) -> None:
-        """What each process has found becomes known to all."""
+    def _exchange_results(self) -> None:
+        """Exchange bounds, results and plans, so that every process has those of all."""
         if not self.group.is_forked:
             return
         bounds = {
-            i: self.bounds[self.pool[i]] for key, own in self.frontier.parts.items() if self._owns(key) for i in own
+            i: self.bounds[self.pool[i]] for key, part in self.frontier.parts.items() if self._owns(key) for i in part
         }
         index = self._best_index()
         best = {index: self._plans[index]} if index in self._plans else {}
-        mine = (bounds, self.ledger.results, self.order, self.finished, best, self.frontier.given)
+        local = (bounds, self.ledger.results, self.order, self.finished, best, self.frontier.visited)
         self.order = []
-        for raised, results, order, finished, plans, given in self.group.allgather(mine):
+        for raised, results, order, finished, plans, visited in self.group.allgather(local):
             self.bounds |= {self.pool[i]: bound for i, bound in raised.items()}
             for i, result in results.items():
                 self.ledger.record(i, result)
             self.order += order
             self.finished &= finished
             self._plans |= plans
-            self.frontier.given |= given  # the certificate goes by it, in all processes alike
+            self.frontier.visited |= visited  # the certificate depends on it, and must be the same in all processes
 
     def _certify(self) -> None:
-        """Raise the least bounds of what may still be faster than the incumbent."""
+        """Raise the least bounds of the candidates that may still be faster than the incumbent."""
         if math.isfinite(self.ledger.incumbent_s):
-            asked = self.frontier.given | {*self.order}
-            close_gap(self.pool, self.bounds, self.ledger.incumbent_s, asked, self._closest_s)
+            visited = self.frontier.visited | {*self.order}
+            close_gap(self.pool, self.bounds, self.ledger.incumbent_s, visited, self._closest_s)
 
     def _closest_s(
         self, index: int, goal_s: float, known: Sequence[ChainProof]
     ) -> tuple[float, tuple[ChainProof, ...]]:
-        """The tightest bound of a candidate, by the process that has worked out its layouts."""
-        ask = partial(self.evaluator.closest_s, self.pool[index], goal_s, known, whole_s=goal_s)
-        return self.group.broadcast(ask, self.group.owner(self.frontier.keys[index]))
+        """Return the tightest bound of a candidate in seconds and new proofs, computed by the process that owns its layouts."""
+        compute = partial(self.evaluator.closest_s, self.pool[index], goal_s, known, whole_s=goal_s)
+        return self.group.broadcast(compute, self.group.owner(self.frontier.keys[index]))
 
     def _owns(self, key: LayoutKey) -> bool:
         return self.group.owner(key) == self.group.rank
 
     def _excluded_s(self, index: int) -> float | None:
-        """What a candidate takes at least that was not evaluated, once the search has come to its end."""
+        """Return a lower bound in seconds of a candidate that was not evaluated; None unless the search has reached its end."""
         return max(self.bounds[self.pool[index]], self._cutoff_s()) if self.finished else None
 
     # --- the incumbent
 
     def _cutoff_s(self) -> float:
-        """What a plan has to be faster than. Ties within rounding are evaluated, for the order to decide."""
+        """Return the seconds that a plan must be below. Ties within rounding are below it: the order of the pool decides between them."""
         return min(self.ledger.incumbent_s * (1 + ROUNDING), self._limit_s())
 
     def _limit_s(self) -> float:
@@ -288,13 +302,13 @@ class BranchAndBound:
         return math.inf if most_s is None else math.nextafter(most_s, math.inf)
 
     def _best_index(self) -> int | None:
-        """Of the candidates of the least time the first of the pool: bounds may depend on which were asked for together."""
+        """Return the first candidate of the pool among those with the least time; bounds may depend on which candidates were bounded together."""
         limit_s = self._limit_s()
         timed = [(result.time_s, i) for i, result in self.ledger.results.items() if result.time_s is not None]
-        return min((own for own in timed if own[0] < limit_s), default=(0.0, None))[1]
+        return min((pair for pair in timed if pair[0] < limit_s), default=(0.0, None))[1]
 
     def _best(self) -> Evaluation | None:
-        """The plan of the best candidate, made here where another search found it."""
+        """Return the plan of the best candidate; it is evaluated again where another search found it."""
         index = self._best_index()
         if index is None:
             return None
@@ -303,10 +317,10 @@ class BranchAndBound:
         if plan is not None and plan.prediction.step_time_s == time_s:
             return plan
         again = self.evaluator.evaluate(self.pool[index])
-        here = again.prediction.step_time_s if isinstance(again, Evaluation) else again.reason
+        actual = again.prediction.step_time_s if isinstance(again, Evaluation) else again.reason
         if not isinstance(again, Evaluation) or abs(again.prediction.step_time_s - time_s) > ROUNDING * time_s:
             raise UsageError(
-                f"The study holds {time_s} s for this candidate, but it takes {here}{' s' * isinstance(again, Evaluation)} here",
+                f"The study holds {time_s} s for this candidate, but it takes {actual}{' s' * isinstance(again, Evaluation)} here",
                 where=str(self.pool[index]),
                 fix="Take another study name or storage",
             )
@@ -317,13 +331,13 @@ class BranchAndBound:
             if result.time_s is None:
                 yield Misfit(candidate=self.pool[i], reason=result.reason or SLOW, needs_bytes=result.needs_bytes)
 
-    # --- whether to go on
+    # --- progress and limits
 
     def _is_settled(self, index: int) -> bool:
         result = self.ledger.results.get(index)
         return result is not None and result.settles(self._cutoff_s())
 
-    def _is_late(self) -> bool:
+    def _must_stop(self) -> bool:
         most_s = self.limits.search_timeout_s
         return self.group.is_stopped or (most_s is not None and time.monotonic() - self._start >= most_s)
 
@@ -336,13 +350,13 @@ class BranchAndBound:
             self.progress(f"searching{best}", done, min(may_fit, self._max_trials))
 
 
-def _result(found: Evaluation | Misfit, at_most_s: float) -> Result:
-    """The result of an evaluation under a limit, above which times are not worked out to the end."""
-    if isinstance(found, Evaluation):
-        time_s = found.prediction.step_time_s
+def _result(evaluated: Evaluation | Misfit, at_most_s: float) -> Result:
+    """Return the result of an evaluation under a limit in seconds, above which times are not worked out to the end."""
+    if isinstance(evaluated, Evaluation):
+        time_s = evaluated.prediction.step_time_s
         if time_s < at_most_s:
-            return Result(time_s=time_s, peak_memory_bytes=found.prediction.peak_memory_bytes)
+            return Result(time_s=time_s, peak_memory_bytes=evaluated.prediction.peak_memory_bytes)
         return Result(at_least_s=at_most_s)
-    if found.reason == SLOW:
+    if evaluated.reason == SLOW:
         return Result(at_least_s=at_most_s)
-    return Result(reason=found.reason, needs_bytes=found.needs_bytes)
+    return Result(reason=evaluated.reason, needs_bytes=evaluated.needs_bytes)

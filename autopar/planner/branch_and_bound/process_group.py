@@ -1,10 +1,11 @@
-"""Several processes for one search: copies of the one that began it, made when its candidates are known.
+"""Several processes for one search: forks of the process that began it, made once the candidates are known.
 
-All processes run the same code. Layouts are what costs time, so the work is divided into parts of candidates that share
-their layouts: a process claims the next part that nobody has, in the one order of dual bounds. The least time found so far
-(the incumbent) lies in memory that all share; everything else is exchanged where all meet (:meth:`ProcessGroup.allgather`,
-:meth:`ProcessGroup.broadcast`). The first process alone goes on in the end. Were another one to die, the first one searches
-again by itself (``docs/adr/0023-planner.md``).
+All processes run the same code. Layouts cost most of the time, so the work is divided into parts of candidates that share their layouts:
+a process claims the next unclaimed part, in the order of dual bounds. The incumbent's time lies in shared memory. Everything else is
+exchanged at meetings (:meth:`ProcessGroup.allgather`, :meth:`ProcessGroup.broadcast`), which all processes reach in the same order.
+
+At the end the first process goes on alone. If another process dies, the first one searches again by itself
+(``docs/adr/0023-planner.md``).
 """
 
 from __future__ import annotations
@@ -31,44 +32,44 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 MAX_PROCESSES = 4
-"""Processes that a search takes by itself: its parts are few, and each process holds what it has worked out."""
+"""The number of processes that a search uses by default at most: it has few parts, and each process keeps its layouts in memory."""
 
 MIN_CANDIDATES = 200
-"""Candidates from which on further processes are worth what it takes to make them."""
+"""The number of candidates from which on further processes are worth the time of their start."""
 
 
 class LostProcessError(Exception):
-    """A process of a search ended, with what it said."""
+    """A process of the group ended; the message is its error."""
 
 
 def available() -> bool:
-    """Whether a process can be copied on this system, as threads and devices leave it safe to."""
+    """Return whether processes can be forked safely on this system (Linux)."""
     return hasattr(os, "fork") and os.uname().sysname == "Linux"
 
 
 def cores() -> int:
-    """Cores on which this process may run, at most :data:`MAX_PROCESSES`; one where processes cannot be copied."""
+    """Return the number of cores on which this process may run, at most :data:`MAX_PROCESSES`; 1 where processes cannot be forked."""
     return min(MAX_PROCESSES, len(os.sched_getaffinity(0))) if available() else 1
 
 
 def idle_cores() -> int:
-    """As :func:`cores`; one where copies of this process would not know of its threads, devices or other ranks."""
+    """Return :func:`cores`; 1 if this process has other threads, uses a device or is a rank of a job, none of which a fork would copy."""
     is_busy = torch.cuda.is_initialized() or (dist.is_available() and dist.is_initialized())  # type: ignore[no-untyped-call]
     return cores() if threading.active_count() == 1 and not is_busy else 1
 
 
 class ProcessGroup:
-    """The processes of one search; this one alone until :meth:`fork`.
+    """The processes of one search; only this one until :meth:`fork`.
 
-    A copy never leaves the ``with`` of its group: it ends there.
+    A forked process never leaves the ``with`` block of its group: it exits there.
 
     Args:
-        max_size: processes after :meth:`fork`, this one included.
-        min_candidates: candidates from which on a search makes the others.
+        max_size: the number of processes after :meth:`fork`, this one included.
+        min_candidates: the number of candidates from which on a search forks.
 
     Attributes:
-        rank: of this process; the one that began the search has 0.
-        size: processes that there are now.
+        rank: the rank of this process; 0 is the one that began the search.
+        size: the number of processes now.
     """
 
     def __init__(self, max_size: int = 1, *, min_candidates: int = MIN_CANDIDATES) -> None:
@@ -76,8 +77,8 @@ class ProcessGroup:
         self.rank, self.size = 0, 1
         self._children: list[
             tuple[int, Connection]
-        ] = []  # of the first process: the others' ids, and the pipes to them
-        self._first: Connection | None = None  # of the others: the pipe to the first process
+        ] = []  # in the first process: the id of each other process and the pipe to it
+        self._first: Connection | None = None  # in the other processes: the pipe to the first process
         self._first_pid = 0
 
     def __enter__(self) -> ProcessGroup:
@@ -87,21 +88,21 @@ class ProcessGroup:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.rank:
-            self._leave(error)
+            self._exit_child(error)
         self.dissolve()
 
     @property
     def is_forked(self) -> bool:
-        """Whether there are other processes."""
+        """Whether there are several processes."""
         return self.size > 1
 
     # --- from one process to several
 
     def fork(self, parts: Collection[Hashable]) -> None:
-        """Make the other processes; all return from here.
+        """Start the other processes; every process returns from this call.
 
         Args:
-            parts: of the work, each of which one process will claim.
+            parts: the parts of the work; one process will claim each.
         """
         if self.max_size == 1 or self.is_forked:
             return
@@ -113,22 +114,22 @@ class ProcessGroup:
         self._stopped = np.frombuffer(memory, np.int64, 1, offset=16 * size)
         self._owners = np.frombuffer(
             memory, np.int8, len(self._parts), offset=16 * size + 8
-        )  # 0: of nobody, else 1 + rank
+        )  # 0: unclaimed, else 1 + the owner's rank
         self._least_s[:] = math.inf
-        self._lock = tempfile.TemporaryFile()  # noqa: SIM115  closed with the group
+        self._lock = tempfile.TemporaryFile()  # noqa: SIM115  closed by dissolve
         self._first_pid = os.getpid()
         self.size = size
         for rank in range(1, size):
             ours, theirs = multiprocessing.Pipe()
             pid = _fork()
             if pid == 0:
-                self._begin(rank, theirs, ours)
+                self._set_up_child(rank, theirs, ours)
                 return
             theirs.close()
             self._children.append((pid, ours))
 
-    def _begin(self, rank: int, first: Connection, parents_end: Connection) -> None:
-        """The begin of a copy: an interrupt is the first process's to answer."""
+    def _set_up_child(self, rank: int, first: Connection, parents_end: Connection) -> None:
+        """Set up a forked process. It ignores Ctrl-C, which the first process handles."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         parents_end.close()
         for _, connection in self._children:
@@ -136,9 +137,9 @@ class ProcessGroup:
         self.rank, self._first, self._children = rank, first, []
 
     def dissolve(self) -> None:
-        """End the other processes, each where it stands or comes to this; the first one goes on alone."""
+        """End the other processes and go on alone; called in another process, it ends that one."""
         if self.rank:
-            self._leave(None)
+            self._exit_child(None)
         for pid, connection in self._children:
             connection.close()
             with suppress(ProcessLookupError):
@@ -149,59 +150,59 @@ class ProcessGroup:
             self._lock.close()
         self._children, self.size, self.max_size = [], 1, 1
 
-    def _leave(self, error: BaseException | None) -> None:
-        """The end of a copy; the first process is told of an error."""
+    def _exit_child(self, error: BaseException | None) -> None:
+        """End a forked process, after it has sent its error, if any, to the first process."""
         assert self._first is not None
         with suppress(OSError):
             if error is not None:
                 self._first.send((None, "".join(traceback.format_exception(error)[-1:]).strip()))
         os._exit(0)
 
-    # --- what all see at once
+    # --- shared memory
 
     @property
     def incumbent_s(self) -> float:
-        """The least time that any process has offered; infinite before there is one."""
+        """The least step time in seconds that any process has offered; infinite before there is one."""
         return float(self._least_s.min()) if self.is_forked else math.inf
 
     def offer(self, time_s: float) -> None:
-        """Let all know of a plan of this time."""
+        """Offer the step time of a plan in seconds to all processes."""
         if self.is_forked:
             self._least_s[self.rank] = min(self._least_s[self.rank], time_s)
 
     def count(self, num_done: int) -> None:
-        """Let all know how many candidates this process has come to."""
+        """Publish how many candidates this process has visited."""
         if self.is_forked:
             self._num_done[self.rank] = num_done
 
     @property
     def num_done_elsewhere(self) -> int:
-        """Candidates that the other processes have come to."""
+        """The number of candidates that the other processes have visited."""
         return int(self._num_done.sum() - self._num_done[self.rank]) if self.is_forked else 0
 
     def stop(self) -> None:
-        """No process begins anything more."""
+        """Ask all processes to begin no further candidate."""
         if self.is_forked:
             self._stopped[0] = 1
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the work ends here: by :meth:`stop`, or because the first process is gone."""
+        """Whether the processes are to stop: after :meth:`stop`, or because the first process has ended."""
         return self.is_forked and (bool(self._stopped[0]) or (self.rank > 0 and os.getppid() != self._first_pid))
 
-    # --- who does what
+    # --- parts of the work
 
     def claim(self, part: Hashable) -> bool:
-        """Whether a part is this process's, which it becomes if it is nobody's; what is no part is the first one's."""
+        """Claim a part if it is unclaimed, and return whether this process owns it; rank 0 owns what is no part."""
         if not self.is_forked:
             return True
         number = self._parts.get(part)
         if number is None:
             return self.rank == 0
         if not self._owners[number]:
-            import fcntl  # not on systems where processes cannot be copied
+            import fcntl  # missing on systems that cannot fork
 
-            fcntl.lockf(self._lock, fcntl.LOCK_EX)  # let go by the system where a process dies
+            fcntl.lockf(self._lock, fcntl.LOCK_EX)  # the system releases it if the process dies
             try:
                 if not self._owners[number]:
                     self._owners[number] = 1 + self.rank
@@ -210,19 +211,19 @@ class ProcessGroup:
         return self.owner(part) == self.rank
 
     def owner(self, part: Hashable) -> int:
-        """The rank of the process that has claimed a part, 0 where nobody has; settled once all have met."""
+        """Return the rank of the process that has claimed a part, 0 if none has; final once all processes have met."""
         if not self.is_forked or part not in self._parts:
             return 0
         return max(0, int(self._owners[self._parts[part]]) - 1)
 
-    # --- meetings: every process comes to each of them, in the same order
+    # --- meetings: every process calls each of them, in the same order
 
     def others_wait(self, timeout_s: float) -> bool:
-        """Of the first process: whether each other one has come to the next meeting, or ended; asked for so long at most."""
+        """Return, in the first process, whether each other one has reached the next meeting or ended; waits ``timeout_s`` for each at most."""
         return all(connection.poll(timeout_s) for _, connection in self._children)
 
     def allgather(self, value: T) -> list[T]:
-        """What each process brings, by rank.
+        """Return the values of all processes, by rank.
 
         Raises:
             LostProcessError: another process has ended.
@@ -236,10 +237,10 @@ class ProcessGroup:
                 return received
             values = [value]
             for _, connection in self._children:
-                brought, error = connection.recv()
+                received_value, error = connection.recv()
                 if error:
                     raise LostProcessError(error)
-                values.append(brought)
+                values.append(received_value)
             for _, connection in self._children:
                 connection.send(values)
         except (EOFError, OSError) as error:
@@ -247,21 +248,21 @@ class ProcessGroup:
         return values
 
     def broadcast(self, make: Callable[[], T], root: int = 0) -> T:
-        """What ``make`` gives in the process of rank ``root``, which alone calls it.
+        """Call ``make`` in the process of rank ``root`` alone and return its value in all.
 
         Raises:
             LostProcessError: another process has ended.
         """
-        made = self.allgather(make() if root == self.rank else None)[root]
-        assert made is not None
-        return made
+        value = self.allgather(make() if root == self.rank else None)[root]
+        assert value is not None
+        return value
 
 
 def _fork() -> int:
-    """A copy of this process.
+    """Fork this process and return the child's id, 0 in the child.
 
-    It computes, speaks through its pipe and ends without cleaning up: it asks for no lock that another thread of the first
-    process may hold, of which Python warns.
+    Python warns that another thread of the first process may hold a lock. A child asks for none: it computes, writes to its pipe and exits
+    without cleaning up.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)

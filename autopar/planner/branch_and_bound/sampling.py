@@ -1,11 +1,12 @@
-"""A pool that is too large to be searched to the end: a part of it is asked for, in rounds of questions.
+"""Search of a pool that is too large to be searched to the end: a part of it is evaluated, in rounds of questions.
 
-Most questions of a round are the next candidates in the order of their dual bounds, the others are a sampler's (one of
-Optuna's: :mod:`autopar.planner.branch_and_bound.optuna_sampler`). What is asked in a round is a function of what came of the
-rounds before and of nothing else: not of what else is known by then, who evaluated it, or in which order. So every process
-works out the same rounds, whatever the others have got to, and one that was stopped begins anew and finds what it had in the
-ledger. For the same reason a result counts up to the limit of its round alone: whether a slower candidate was evaluated to
-its end depends on what was known when it was.
+Most questions of a round are the next candidates in the order of their dual bounds; the others come from one of Optuna's samplers
+(:mod:`autopar.planner.branch_and_bound.optuna_sampler`). The questions of a round are a function of the results of the earlier rounds
+alone, not of other results, of who evaluated a candidate or of the order. So every process computes the same rounds, and a search that
+was stopped starts from the first round and finds its results in the ledger.
+
+For the same reason a result counts only up to the limit of its round: whether a slower candidate was evaluated to its end depends on
+which incumbent was known at that moment.
 """
 
 from __future__ import annotations
@@ -30,30 +31,34 @@ if TYPE_CHECKING:
     from autopar.planner.branch_and_bound.optuna_sampler import Sampler
 
 BY_BOUNDS, BY_SAMPLER = 6, 2
-"""Questions of a round: bounds decide on most (``docs/evidence/samplers.md`` says what other shares find)."""
+"""The numbers of questions of a round by bounds and by the sampler; ``docs/evidence/samplers.md`` compares other shares."""
 
 TRIES = 4
-"""Candidates that a sampler may name for each of its questions; those that a bound excludes are no question."""
+"""The number of candidates that a sampler may name for each of its questions; those that a bound excludes are not evaluated."""
 
 SLACK = 1.25
-"""Times the best time up to which those of a sampler are worked out to the end: it learns from differences between slower ones."""
+"""The ratio to the best time up to which a sampler's candidates are worked out to the end: it learns from differences between slower ones."""
 
 POPULATION = 16
-"""Candidates of a generation of NSGA-II."""
+"""The number of candidates of a generation of NSGA-II."""
 
 
 class HasBounds(Protocol):
-    """What rounds need of an evaluator."""
+    """The part of an evaluator that rounds need."""
 
     def bounds_s(self, level: int, candidates: Sequence[Candidate], goal_s: float = math.inf) -> list[float]:
-        """Lower bounds of a level; see :class:`autopar.planner.bounds.cascade.Cascade`."""
+        """Return lower bounds of a level in seconds; see :class:`autopar.planner.bounds.cascade.Cascade`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """A candidate by its position in the pool; only a time below ``limit_s`` is an answer.
+    """A request for the time of one candidate.
 
-    ``bound_s``: it takes no less, where a bound excludes it, which is then not evaluated.
+    Attributes:
+        index: the candidate's position in the pool.
+        limit_s: only a time below this, in seconds, counts.
+        is_sampled: whether the sampler asked, not the order of bounds.
+        bound_s: the bound in seconds that excludes the candidate, which is then not evaluated; None: no bound does.
     """
 
     index: int
@@ -62,27 +67,27 @@ class Question:
     bound_s: float | None = None
 
     def is_answered(self, result: Result | None) -> bool:
-        """Whether what is known of the candidate says all that is asked."""
+        """Return whether a result of the candidate answers the question."""
         if result is None:
             return False
         return self.bound_s is not None or result.at_least_s is None or result.at_least_s >= self.limit_s
 
     def answer_s(self, result: Result | None) -> float | None:
-        """Its time; None where there is none below the limit."""
+        """Return the candidate's time in seconds; None if it has none below the limit."""
         time_s = None if result is None or self.bound_s is not None else result.time_s
         return time_s if time_s is not None and time_s < self.limit_s else None
 
 
 class Rounds:
-    """The questions of one search.
+    """The rounds of questions of one search.
 
     Args:
         pool: the candidates.
-        evaluator: bounds a candidate.
-        sampler: over the same pool.
-        max_s: slower plans do not count.
-        rounding: part of the best time by which a bound is above it where it excludes.
-        by_bounds, by_sampler: questions of a round.
+        evaluator: bounds candidates.
+        sampler: a sampler over the same pool.
+        max_s: plans that take this many seconds or more do not count.
+        rounding: the part of the best time by which a bound must exceed it to exclude.
+        by_bounds, by_sampler: the numbers of questions of a round.
     """
 
     def __init__(
@@ -99,23 +104,23 @@ class Rounds:
         self.pool, self.evaluator, self.sampler = pool, evaluator, sampler
         self.by_bounds, self.by_sampler = by_bounds, by_sampler
         self.is_done = False
-        """Whether bounds exclude all that was not asked."""
+        """Whether bounds exclude every candidate that was not asked for."""
         self._least_s, self._max_s, self._rounding = math.inf, max_s, rounding
         self._in_order: Iterator[int] = iter(())
         self._bounds: NDArray[np.float64] = np.zeros(len(pool))
         self._num_seeds = 0
 
     def cutoff_s(self) -> float:
-        """What a plan has to be faster than, by the rounds before."""
+        """Return the seconds that a plan must be below, by the results of earlier rounds."""
         return min(self._least_s * (1 + self._rounding), self._max_s)
 
     def begin(self, bounds_s: Mapping[Candidate, float], seeds: Mapping[int, str], in_order: Iterator[int]) -> None:
-        """Begin.
+        """Set the first bounds, the seeds and the order.
 
         Args:
-            bounds_s: first ones.
-            seeds: what the sampler asks first, with reasons.
-            in_order: positions in the order of their bounds; it asks :meth:`cutoff_s` for what they have to be below.
+            bounds_s: the first bound of each candidate in seconds.
+            seeds: the candidates that the sampler asks for first, with reasons.
+            in_order: positions in the order of their bounds; the iterator calls :meth:`cutoff_s` for the time that they must be below.
         """
         self._bounds = np.array([bounds_s[candidate] for candidate in self.pool])
         for index, why in seeds.items():
@@ -124,54 +129,54 @@ class Rounds:
         self._in_order = in_order
 
     def ask(self, most: int) -> list[Question]:
-        """The questions of the next round, at most so many that are to be evaluated; none where the search is over.
+        """Return the questions of the next round, at most ``most`` of which are to be evaluated; none if the search is over.
 
-        The first round has seeds alone, as bounds cost less where there is a time to be below.
+        The first round has the seeds alone, if there are any: bounds cost less once there is an incumbent.
         """
         num_seeds, self._num_seeds = self._num_seeds, 0
-        found = self._of_sampler(min(num_seeds, most))
-        if found or not most:
-            return found
-        found += self._by_bounds(min(self.by_bounds, most))
-        if self.by_bounds and not found:
+        questions = self._of_sampler(min(num_seeds, most))
+        if questions or not most:
+            return questions
+        questions += self._by_bounds(min(self.by_bounds, most))
+        if self.by_bounds and not questions:
             self.is_done = True
             return []
-        found += self._of_sampler(min(self.by_sampler, most - len(found)))
-        self.is_done = not found
-        return found
+        questions += self._of_sampler(min(self.by_sampler, most - len(questions)))
+        self.is_done = not questions
+        return questions
 
     def _by_bounds(self, count: int) -> list[Question]:
-        """The next candidates in the order of their bounds that were not asked."""
-        found: list[Question] = []
-        while len(found) < count and (index := next(self._in_order, None)) is not None:
+        """Return the next candidates in the order of their bounds that were not asked for."""
+        questions: list[Question] = []
+        while len(questions) < count and (index := next(self._in_order, None)) is not None:
             if not self.sampler.asked[index]:
                 self.sampler.asked[index] = True
-                found.append(Question(index=index, limit_s=self.cutoff_s(), is_sampled=False))
-        return found
+                questions.append(Question(index=index, limit_s=self.cutoff_s(), is_sampled=False))
+        return questions
 
     def _of_sampler(self, count: int) -> list[Question]:
-        """So many questions of the sampler, with what it named before each that a bound excludes."""
-        return [question for _ in range(count) for question in self._one_of_sampler()]
+        """Return ``count`` questions of the sampler, each after the candidates that it named first and that a bound excludes."""
+        return [question for _ in range(count) for question in self._next_of_sampler()]
 
-    def _one_of_sampler(self) -> list[Question]:
-        found: list[Question] = []
+    def _next_of_sampler(self) -> list[Question]:
+        questions: list[Question] = []
         cutoff_s = self.cutoff_s()
-        while len(found) < TRIES:
+        while len(questions) < TRIES:
             index = self.sampler.ask(self._bounds, cutoff_s)
             if index is None:
-                return found
+                return questions
             bound_s = 0.0
             if math.isfinite(cutoff_s):
                 (bound_s,) = self.evaluator.bounds_s(LEVELS - 1, [self.pool[index]], cutoff_s)
             limit_s = min(SLACK * cutoff_s, self._max_s)
             excluded = bound_s if bound_s >= cutoff_s else None
-            found.append(Question(index=index, limit_s=limit_s, is_sampled=True, bound_s=excluded))
+            questions.append(Question(index=index, limit_s=limit_s, is_sampled=True, bound_s=excluded))
             if excluded is None:
-                return found
-        return found
+                return questions
+        return questions
 
     def tell(self, questions: Sequence[Question], results: Mapping[int, Result]) -> None:
-        """What came of a round."""
+        """Tell the sampler the results of a round."""
         for question in questions:
             time_s = question.answer_s(results.get(question.index))
             if question.is_sampled:
@@ -187,10 +192,10 @@ class Sampling:
     """How a pool is sampled that is too large to be searched to the end.
 
     Attributes:
-        kind: of the sampler; ``none``: the pool is searched by bounds alone.
-        seed: of the sampler's random numbers.
-        devices_per_node: for what experts would try.
-        by_bounds, by_sampler: questions of a round.
+        kind: the sampler; ``none``: the pool is searched by bounds alone.
+        seed: the seed of the sampler's random numbers.
+        devices_per_node: the size of a node, on which the candidates that experts would try depend.
+        by_bounds, by_sampler: the numbers of questions of a round.
     """
 
     kind: SamplerName
@@ -200,11 +205,11 @@ class Sampling:
     by_sampler: int = BY_SAMPLER
 
     def seeds(self, pool: Sequence[Candidate], may_fit: Callable[[int], bool]) -> dict[int, str]:
-        """What experts would try, by position, with reasons."""
+        """Return the positions of the candidates that experts would try, with reasons."""
         return seeds(pool, self.devices_per_node, may_fit)
 
     def rounds(self, pool: Sequence[Candidate], evaluator: HasBounds, max_s: float, rounding: float) -> Rounds:
-        """The questions of a search; arguments and errors as of :class:`Rounds` and of its sampler."""
+        """Return the rounds of a search; for arguments and errors see :class:`Rounds` and its sampler."""
         from autopar.planner.branch_and_bound.optuna_sampler import Sampler  # optuna is slow to import
 
         return Rounds(
@@ -216,16 +221,16 @@ class Sampling:
 def front(
     evaluator: Evaluator, pool: Sequence[Candidate], first: Mapping[int, str], *, trials: int, seed: int, max_s: float
 ) -> list[Evaluation]:
-    """Plans of which no other one is better in time and memory, of those that NSGA-II asks for; the fastest first.
+    """Return the Pareto front in time and memory among the candidates that NSGA-II asks for, the fastest plan first.
 
-    A candidate has two values: the time of its fastest plan and the memory that this one takes. No bound excludes a candidate for
-    being slow, as it may take less memory; those that fit in no layout are never asked. (Deb et al. 2002 for the method.)
+    A candidate has two objectives: the step time of its fastest plan and the peak memory of that plan. No bound excludes a candidate as slow,
+    since it may take less memory; those that fit in no layout are never asked for. The method is that of Deb et al. 2002.
 
     Args:
-        first: what is asked first, by position, with reasons.
-        trials: candidates that are evaluated at most.
-        seed: of the sampler.
-        max_s: slower plans do not count.
+        first: positions that are asked for first, with reasons.
+        trials: the number of candidates that are evaluated at most.
+        seed: the seed of the sampler.
+        max_s: plans that take this many seconds or more do not count.
     """
     from autopar.planner.branch_and_bound.optuna_sampler import Sampler  # optuna is slow to import
 
@@ -233,21 +238,21 @@ def front(
     for index, why in first.items():
         sampler.enqueue(index, why)
     bounds = np.array(evaluator.bounds_s(0, pool))
-    found: dict[int, Evaluation] = {}
+    plans: dict[int, Evaluation] = {}
     while trials:
-        asked: list[int] = []
-        while len(asked) < min(POPULATION, trials) and (named := sampler.ask(bounds, max_s)) is not None:
-            asked.append(named)
-        for index in asked:
+        generation: list[int] = []
+        while len(generation) < min(POPULATION, trials) and (next_index := sampler.ask(bounds, max_s)) is not None:
+            generation.append(next_index)
+        for index in generation:
             plan, values = evaluator.evaluate(pool[index], at_most_s=max_s), None
             if isinstance(plan, Evaluation) and plan.prediction.step_time_s < max_s:
-                found[index] = plan
+                plans[index] = plan
                 values = [plan.prediction.step_time_s, float(peak_bytes(plan.prediction))]
             sampler.tell(index, values, np.inf)
-        trials = trials - len(asked) if asked else 0
-    order = sorted(found, key=lambda i: (found[i].prediction.step_time_s, peak_bytes(found[i].prediction), i))
+        trials = trials - len(generation) if generation else 0
+    order = sorted(plans, key=lambda i: (plans[i].prediction.step_time_s, peak_bytes(plans[i].prediction), i))
     kept: list[Evaluation] = []
-    for index in order:  # of equals the first of the pool
-        if not kept or peak_bytes(found[index].prediction) < peak_bytes(kept[-1].prediction):
-            kept.append(found[index])
+    for index in order:  # among equal plans the first of the pool stays
+        if not kept or peak_bytes(plans[index].prediction) < peak_bytes(kept[-1].prediction):
+            kept.append(plans[index])
     return kept

@@ -1,6 +1,6 @@
-"""Why this plan: its alternatives and what each would cost, notes for its reader, and the plan as data; or why there is none.
+"""The explanation of a search: the alternatives to a plan, notes for its reader, the plan as data, or the reason why there is none.
 
-:func:`~autopar.planner.explain.reasons.compare` finds for each choice the nearest candidates with another value of it, and says
-by their bounds, or by evaluating them, how much slower they are; one that is faster becomes the plan.
+:func:`~autopar.planner.explain.reasons.compare` finds for each choice the nearest candidates with another value of it. It bounds or
+evaluates them to say how much slower they are; one that is faster becomes the plan.
 :func:`~autopar.planner.explain.answer.plan_of` writes a :class:`autopar.plan.plan.Plan`.
 """

@@ -1,7 +1,6 @@
-"""What a search answers: its plan as others read it, with choices, costs and notes; or why there is none.
+"""The answer of a search: its plan as data, with the search record and notes, or the error that says why there is no plan.
 
-There is none where constraints conflict (the smallest set of them is named), where memory is too small, or where a limit stopped the
-search.
+There is no plan if constraints conflict (the error names a minimal set of them), if memory is too small, or if a limit stopped the search.
 """
 
 from __future__ import annotations
@@ -47,13 +46,14 @@ from autopar.rules.missing import Found, key_of
 from autopar.rules.strategy import Strategy
 
 LEAST_REPEATED = 0.1
-"""Part of the FLOPs that a plan says it repeats; below lie routers and small heads."""
+"""The part of the FLOPs from which on a note says that they are repeated; routers and small heads lie below."""
+
 MIXTURE_NOTE = "mixtures of experts ("
-"""Begins the notes that say which strategy the solver chose for them."""
+"""The beginning of the notes on the strategies of mixtures of experts."""
 
 
 def plan_of(task: Task, evaluator: Evaluator, best: Evaluation, record: SearchRecord, notes: Sequence[str]) -> Plan:
-    """The plan of an evaluation, which is polished; ``record``: of the search."""
+    """Return the plan of an evaluation that was improved, with the record of its search."""
     graph, candidate = task.graph, best.candidate
     layouts, of_block = block_layouts(evaluator.layouts, best.option)
     return Plan(
@@ -92,15 +92,15 @@ def plan_of(task: Task, evaluator: Evaluator, best: Evaluation, record: SearchRe
 
 
 def record_of(best: Evaluation, outcome: Outcome, reasons: tuple[str, ...], wall_time_s: float) -> SearchRecord:
-    """What is said of the search; ``best``: polished."""
-    # a layout's bound is by the sum of its parts; what rounding leaves must not make the gap negative
-    lower = min(outcome.lower_bound_s, best.prediction.step_time_s)
+    """Return the record of a search for an evaluation that was improved."""
+    # A layout's bound is the sum of its parts: rounding must not make the gap negative.
+    lower_s = min(outcome.lower_bound_s, best.prediction.step_time_s)
     return SearchRecord(
         wall_time_s=wall_time_s,
         candidates=outcome.candidates,
         evaluated=outcome.evaluated,
-        lower_bound_s=lower,
-        gap=best.prediction.step_time_s / lower - 1.0 if lower else 0.0,
+        lower_bound_s=lower_s,
+        gap=best.prediction.step_time_s / lower_s - 1.0 if lower_s else 0.0,
         reasons=reasons,
     )
 
@@ -108,11 +108,11 @@ def record_of(best: Evaluation, outcome: Outcome, reasons: tuple[str, ...], wall
 def notes_of(
     task: Task, evaluator: Evaluator, best: Evaluation, outcome: Outcome, found: Sequence[Found], mixing: Sequence[Op]
 ) -> tuple[str, ...]:
-    """What a reader of the plan should know.
+    """Return the notes for a reader of the plan.
 
     Args:
-        found: calls that had no declared rule.
-        mixing: operators by which samples meet.
+        found: the calls that had no declared rule, with the rules that were found for them.
+        mixing: the operators that mix samples.
     """
     graph, candidate = task.graph, best.candidate
     return (
@@ -159,73 +159,73 @@ def _stages(best: Evaluation) -> tuple[StagePlan, ...]:
 
 
 def block_layouts(layouts: Layouts, option: PricedLayout) -> tuple[tuple[BlockLayout, ...], tuple[int, ...]]:
-    """The distinct layouts of the plan, and for each original block which of them it has."""
-    graph, made = layouts.compact.graph, dict[BlockLayout, int]()
-    mine = []
+    """Return the distinct layouts of the plan's blocks, and the index of its layout for each block of the model."""
+    graph, index_of = layouts.compact.graph, dict[BlockLayout, int]()
+    of_class = []
     for i, block in enumerate(graph.blocks):
         typings = [_batch_layout(graph, block, layouts.batch.strategies)]
         if option.key.ep_data > 1:
             typings.append(_spread_layout(graph, block))
-        for found in (option.sequence, option.solution):
-            if found is not None:
-                boundary = _boundary(graph, block, found.typing.strategies)
-                typings.append(replace(found.blocks[i], parameter_names=_names(graph, block), boundary=boundary))
+        for solution in (option.sequence, option.solution):
+            if solution is not None:
+                boundary = _boundary(graph, block, solution.typing.strategies)
+                typings.append(replace(solution.blocks[i], parameter_names=_names(graph, block), boundary=boundary))
         layout = BlockLayout(block_hash=block.hash, typings=tuple(typings))
-        mine.append(made.setdefault(layout, len(made)))
-    return tuple(made), tuple(mine[k] for k in layouts.compact.class_of)
+        of_class.append(index_of.setdefault(layout, len(index_of)))
+    return tuple(index_of), tuple(of_class[k] for k in layouts.compact.class_of)
 
 
 def mixtures(layouts: Layouts, option: PricedLayout) -> tuple[str, ...]:
-    """A note for each way in which mixtures of experts are run, beginning with :data:`MIXTURE_NOTE`."""
-    graph, ways = layouts.compact.graph, Counter[str]()
+    """Return a note for each strategy of mixtures of experts, beginning with :data:`MIXTURE_NOTE`."""
+    graph, strategies = layouts.compact.graph, Counter[str]()
     for op, count in calls(graph, layouts):
         if op.target != EXPERTS:
             continue
-        spread_here = option.key.ep_data > 1 and DISPATCH in strategy_names(graph, (op,))
-        parts = [f"experts spread and tokens sent over {option.key.ep_data} data ranks"] if spread_here else []
-        for axis, found in ((CP, option.sequence), (TP, option.solution)):
-            if found is not None:
-                parts.append(f"{axis}={found.typing.size} '{found.typing.strategies[op.name].name}'")
-        ways[", ".join(parts) or "whole, on each rank's samples"] += count
-    return tuple(f"{MIXTURE_NOTE}{count}): {way}" for way, count in ways.items())
+        is_spread = option.key.ep_data > 1 and DISPATCH in strategy_names(graph, (op,))
+        parts = [f"experts spread and tokens sent over {option.key.ep_data} data ranks"] if is_spread else []
+        for axis, solution in ((CP, option.sequence), (TP, option.solution)):
+            if solution is not None:
+                parts.append(f"{axis}={solution.typing.size} '{solution.typing.strategies[op.name].name}'")
+        strategies[", ".join(parts) or "whole, on each rank's samples"] += count
+    return tuple(f"{MIXTURE_NOTE}{count}): {name}" for name, count in strategies.items())
 
 
 def repeated(layouts: Layouts, option: PricedLayout) -> tuple[str, ...]:
-    """A note for each axis whose ranks all do a good part of the products of matrices over again, whole."""
+    """Return a note for each axis on which a large part of the matrix products is repeated by every rank."""
     graph, notes = layouts.compact.graph, []
-    for axis, found in ((CP, option.sequence), (TP, option.solution)):
-        if found is None or found.typing.size == 1:
+    for axis, solution in ((CP, option.sequence), (TP, option.solution)):
+        if solution is None or solution.typing.size == 1:
             continue
-        whole, everything = dict[str, float](), 0.0
+        by_module, total = dict[str, float](), 0.0
         for op, count in calls(graph, layouts):
             flops = work(op, operand_specs(op, graph.spec)).flops * count
-            everything += flops
-            if found.typing.strategies[op.name].work == 1:
+            total += flops
+            if solution.typing.strategies[op.name].work == 1:
                 name = op.module or op.source or op.name
-                whole[name] = whole.get(name, 0.0) + flops
-        share = sum(whole.values()) / everything if everything else 0.0
+                by_module[name] = by_module.get(name, 0.0) + flops
+        share = sum(by_module.values()) / total if total else 0.0
         if share >= LEAST_REPEATED:
-            names = sorted((name for name, flops in whole.items() if flops), key=lambda name: -whole[name])
+            names = sorted((name for name, flops in by_module.items() if flops), key=lambda name: -by_module[name])
             named, more = ", ".join(names[:3]), " ..." * (len(names) > 3)
             notes.append(
-                f"{share:.0%} of the FLOPs are repeated on each of the {found.typing.size} ranks of {axis} ({named}{more}): "
+                f"{share:.0%} of the FLOPs are repeated on each of the {solution.typing.size} ranks of {axis} ({named}{more}): "
                 "splitting them is not possible there, or is predicted to take longer"
             )
     return tuple(notes)
 
 
-def _batch_layout(graph: Graph, block: Block, made: Mapping[str, Strategy]) -> AxisTyping:
+def _batch_layout(graph: Graph, block: Block, strategies: Mapping[str, Strategy]) -> AxisTyping:
     return AxisTyping(
         axis=BATCH,
-        strategies=tuple(made[op.name].name for op in graph.block_ops(block)),
+        strategies=tuple(strategies[op.name].name for op in graph.block_ops(block)),
         parameters=tuple(I for _ in graph.block_parameters(block)),
         parameter_names=_names(graph, block),
-        boundary=_boundary(graph, block, made),
+        boundary=_boundary(graph, block, strategies),
     )
 
 
 def _spread_layout(graph: Graph, block: Block) -> AxisTyping:
-    """On ``ep_data`` experts are split, everything else goes on with its rank's samples."""
+    """Return the typing on ``ep_data``: experts are split, all other operators run on the rank's samples."""
     ops = graph.block_ops(block)
     split = spread_parameters(graph, ops)
     return AxisTyping(
@@ -236,44 +236,44 @@ def _spread_layout(graph: Graph, block: Block) -> AxisTyping:
     )
 
 
-def _boundary(graph: Graph, block: Block, made: Mapping[str, Strategy]) -> tuple[Type, ...]:
-    return tuple(made[ref.name].outputs[ref.index] for ref in graph.block_outputs(block))
+def _boundary(graph: Graph, block: Block, strategies: Mapping[str, Strategy]) -> tuple[Type, ...]:
+    return tuple(strategies[ref.name].outputs[ref.index] for ref in graph.block_outputs(block))
 
 
 def _names(graph: Graph, block: Block) -> tuple[str, ...]:
     return tuple(p.key.removeprefix(f"{block.label}.") for p in graph.block_parameters(block))
 
 
-def operators_without_rule(graph: Graph, found: Sequence[Found], model: CostModel) -> tuple[str, ...]:
-    """A note for each kind of call without a declared rule: what was found by execution, or what repeating it costs."""
+def operators_without_rule(graph: Graph, undeclared: Sequence[Found], model: CostModel) -> tuple[str, ...]:
+    """Return a note for each kind of call without a declared rule: the rule found by execution, or the time of repeating the calls."""
     notes = []
-    for one in found:
-        calls = [op for op in (*graph.prelude, *graph.ops) if op.target == one.target]
-        calls = [op for op in calls if key_of(op, tuple(graph.spec(r) for r in op.operands)) == one.key]
-        if one.line:
-            notes.append(f"{one.target} has no declared rule: found by execution '{one.line}' ({len(calls)} calls)")
+    for kind in undeclared:
+        calls = [op for op in (*graph.prelude, *graph.ops) if op.target == kind.target]
+        calls = [op for op in calls if key_of(op, tuple(graph.spec(r) for r in op.operands)) == kind.key]
+        if kind.line:
+            notes.append(f"{kind.target} has no declared rule: found by execution '{kind.line}' ({len(calls)} calls)")
             continue
         times = [model.op_time_s(op, [graph.spec(ref) for ref in op.operands]) for op in calls]
         cost_s = sum(time.forward_s + time.backward_s for time in times)
         notes.append(
-            f"{one.target} has no rule and none was found ({one.why}): its {len(calls)} calls are repeated on every "
+            f"{kind.target} has no rule and none was found ({kind.why}): its {len(calls)} calls are repeated on every "
             f"rank of an axis that splits the work inside a sample, {1e3 * cost_s:.3g} ms for {graph.batch_size} samples"
         )
     return tuple(notes)
 
 
 MAX_CONFLICT_TRIALS = 24
-"""Candidates tried, leanest first, before a set of pins counts as too large for the memory."""
+"""The number of candidates, the leanest first, that are evaluated before a set of pins counts as too large for the memory."""
 
 MAX_EVALUATED = 24
-"""Candidates that a bound excluded of which it is worked out what memory they would need, where no plan fits."""
+"""The number of candidates excluded by a bound that are evaluated for the memory that they need, where no plan fits."""
 
 MayFit = Callable[[Pins, Problem], bool]
-"""Whether something fits under these pins, for this problem."""
+"""Returns whether some candidate fits in memory under these pins, for this problem."""
 
 
 def conflicting(problem: Problem, pins: Pins) -> InfeasibleError:
-    """Constraints leave no candidate: the smallest set of them that conflicts, with what resolves it."""
+    """Return the error of constraints that leave no candidate; it names a minimal set of them and remedies."""
     unequal_shares = against(problem, pins)
     if unequal_shares is not None:
         return unequal_shares
@@ -289,7 +289,7 @@ def unfound(
     task: Task, problem: Problem, pool: Sequence[Candidate], evaluator: Evaluator, outcome: Outcome, limits: Limits,
     may_fit: MayFit,
 ) -> InfeasibleError:  # fmt: skip
-    """A search ended without a plan."""
+    """Return the error of a search that ended without a plan."""
     if not outcome.finished:
         return InfeasibleError(
             f"No plan was found within the given trials and time: none of {outcome.evaluated} of {outcome.candidates} candidates fits",
@@ -312,22 +312,22 @@ def _too_slow(outcome: Outcome, most_s: float) -> InfeasibleError:
 
 
 def _excluded_misfits(pool: Sequence[Candidate], evaluator: Evaluator, outcome: Outcome) -> list[Misfit]:
-    """What candidates would need that a bound excluded for their memory."""
+    """Return why candidates that a bound excluded do not fit, with the memory that they need."""
     evaluated = {misfit.candidate for misfit in outcome.misfits}
-    rest = [candidate for candidate in pool if candidate not in evaluated]
-    hopeless = [evaluator.hopeless(candidate) for candidate in rest]
-    others = [candidate for candidate, misfit in zip(rest, hopeless, strict=True) if misfit is None]
-    found = [evaluator.evaluate(candidate) for candidate in others[:MAX_EVALUATED]]
-    return [misfit for misfit in (*hopeless, *found) if isinstance(misfit, Misfit)]
+    excluded = [candidate for candidate in pool if candidate not in evaluated]
+    hopeless = [evaluator.hopeless(candidate) for candidate in excluded]
+    others = [candidate for candidate, misfit in zip(excluded, hopeless, strict=True) if misfit is None]
+    evaluated_now = [evaluator.evaluate(candidate) for candidate in others[:MAX_EVALUATED]]
+    return [misfit for misfit in (*hopeless, *evaluated_now) if isinstance(misfit, Misfit)]
 
 
 def too_large(
     task: Task, problem: Problem, pool: Sequence[Candidate], evaluator: Evaluator, misfits: Sequence[Misfit],
     may_fit: MayFit,
 ) -> InfeasibleError:  # fmt: skip
-    """Nothing fits in memory: the pins, the memory, the devices and the batch that conflict.
+    """Return the error of a task for which nothing fits in memory; it names the conflicting pins, the memory, the devices and the batch.
 
-    Found by deletion: a pin is named unless without it, and those already found needless, still nothing fits.
+    The pins are found by the deletion filter: a pin is dropped if nothing fits without it either.
 
     Args:
         pool: the candidates.
@@ -342,26 +342,26 @@ def too_large(
             got="; ".join((*([pins] if pins else ()), *reasons[:3])),
             fix="Drop one of the pins" if pins else "Take more or larger devices",
         )
-    left = task.pins
+    remaining = task.pins
     for pin in task.pins.pins:
-        without = left.without(pin.text)
+        without = remaining.without(pin.text)
         if not may_fit(without, problem):
-            left = without
+            remaining = without
     needed = readable(min(needs) * evaluator.model.memory_spread)
     memory = f"{memory_of_devices(evaluator.model)} of memory a device (the leanest plan needs {needed})"
     world = f"{problem.world_size} device{'s' * (problem.world_size > 1)}"
     larger = replace(problem, global_batch_size=task.global_batch_size * problem.world_size)
-    batch = (f"a global batch of {task.global_batch_size}",) if may_fit(left, larger) else ()
-    fix = "Drop one of the pins named, or take more devices" if left.texts else "Take more or larger devices"
+    batch = (f"a global batch of {task.global_batch_size}",) if may_fit(remaining, larger) else ()
+    fix = "Drop one of the pins named, or take more devices" if remaining.texts else "Take more or larger devices"
     return InfeasibleError(
         "These constraints conflict",
-        got="; ".join((*left.texts, memory, world, *batch)),
+        got="; ".join((*remaining.texts, memory, world, *batch)),
         fix=fix + ", or search --space wide, where optimizers may live on the host" * _may_offload(task, pool),
     )
 
 
 def _may_offload(task: Task, pool: Sequence[Candidate]) -> bool:
-    """Whether optimizers could live on the host, but the space has none there."""
+    """Return whether the optimizer could live on the host, but the space does not try that."""
     if task.space.offload or not task.pins.allows("offload", "optimizer"):
         return False
     return len(offloaded(pool[:1], task.cluster, task.pins, ("optimizer",), task.optimizer)) > 1

@@ -1,4 +1,4 @@
-"""Why this plan: its neighbours among the candidates, what each would cost and why; and what it says beside its numbers."""
+"""The reasons for a plan: the alternatives with the time that each would cost, and the notes for the plan's reader."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.variants import origins
 
 MAX_ALTERNATIVES = 10
-"""Neighbours that a plan is compared with."""
+"""The number of alternatives with which a plan is compared at most."""
 
 CLEAR = 1.05
-"""Times the plan that neighbours are known to take at the least where no more is said of them."""
+"""The goal of an alternative's tighter bounds, as a ratio to the plan's time: beyond it no comparison needs a tighter one."""
 
 _CHOICES: tuple[tuple[str, Callable[[Candidate], object]], ...] = (
     ("tp", lambda c: c.mesh.tp),
@@ -44,6 +44,8 @@ _CHOICES: tuple[tuple[str, Callable[[Candidate], object]], ...] = (
     ("offload", lambda c: ", ".join(c.on_host) or "none"),
     ("schedule", lambda c: c.schedule),
 )
+"""The choices that alternatives change, each with its value for a candidate."""
+
 _PARTS = (
     ("compute", "compute_s"),
     ("recompute", "recompute_s"),
@@ -55,16 +57,17 @@ _PARTS = (
     ("optimizer", "optimizer_s"),
     ("copies to and from the host", "offload_s"),
 )
+"""The parts of a step in words, each with its field of the breakdown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Alternative:
-    """A candidate with another value of one choice and as little else changed as can be.
+    """A candidate with another value of one choice and as few other changes as possible.
 
     Attributes:
-        choice: with the other value, as ``tp=4``.
-        comparison: with the plan, in words.
-        evaluation: its best plan, where bounds did not say enough and it has one.
+        choice: the choice with its other value, such as ``tp=4``.
+        comparison: the comparison with the plan, in words.
+        evaluation: the candidate's best plan; None if bounds were enough or it has none.
     """
 
     choice: str
@@ -78,21 +81,21 @@ class Alternative:
 def compare(
     evaluator: Evaluator, pool: Sequence[Candidate], best: Evaluation, group: ProcessGroup | None = None
 ) -> list[Alternative]:
-    """The alternatives to a plan, compared with it.
+    """Return the alternatives to a plan, compared with it.
 
     Args:
-        group: the processes of the search, of which each compares the candidates whose layouts it has worked out.
+        group: the processes of the search; each compares the candidates whose layouts it owns.
     """
     group = ProcessGroup() if group is None else group
     named = _alternatives(pool, best.candidate)
-    distinct = list(dict.fromkeys(other for _, other in named))  # one may be an alternative by several choices
+    distinct = list(dict.fromkeys(other for _, other in named))  # a candidate may be an alternative in several choices
     first_s = evaluator.bounds_s(0, distinct)
     compared: dict[Candidate, tuple[str, Evaluation | None]] = {}
     for other, bound_s in zip(distinct, first_s, strict=True):
         if group.owner(layout_key_of(other)) == group.rank:
             compared[other] = _compare(evaluator, best, other, bound_s)
-    for some in group.allgather(compared):
-        compared |= some
+    for part in group.allgather(compared):
+        compared |= part
     return [
         Alternative(choice=choice, comparison=compared[other][0], evaluation=compared[other][1])
         for choice, other in named
@@ -100,40 +103,41 @@ def compare(
 
 
 def _alternatives(pool: Sequence[Candidate], best: Candidate) -> list[tuple[str, Candidate]]:
-    """For each choice the nearest candidates with another value of it."""
-    found: list[tuple[str, Candidate]] = []
-    mine = [value(best) for _, value in _CHOICES]
+    """Return for each choice the nearest candidates with another value of it."""
+    alternatives: list[tuple[str, Candidate]] = []
+    of_best = [value(best) for _, value in _CHOICES]
     columns = [[value(c) for c in pool] for _, value in _CHOICES]
     rows = zip(zip(*columns, strict=True), pool, strict=True)
-    distances = [sum(map(ne, values, mine)) + _spread(candidate, best) for values, candidate in rows]
-    for (name, value), own, values in zip(_CHOICES, mine, columns, strict=True):
-        near = _neighbours(pool, distances, values, own)[: MAX_ALTERNATIVES - len(found)]
-        found += [(f"{name}={value(other)}", other) for other in near]
-    return found
+    distances = [sum(map(ne, values, of_best)) + _spread(candidate, best) for values, candidate in rows]
+    for (name, value), best_value, values in zip(_CHOICES, of_best, columns, strict=True):
+        near = _neighbours(pool, distances, values, best_value)[: MAX_ALTERNATIVES - len(alternatives)]
+        alternatives += [(f"{name}={value(other)}", other) for other in near]
+    return alternatives
 
 
 def _neighbours(
-    pool: Sequence[Candidate], distances: Sequence[float], values: Sequence[object], mine: object
+    pool: Sequence[Candidate], distances: Sequence[float], values: Sequence[object], best_value: object
 ) -> list[Candidate]:
-    """For the values below and above (or beside) ``mine`` the candidate that differs least.
+    """Return the nearest candidate for the next value below and above ``best_value``, or for two other values that are no numbers.
 
     Args:
-        distances: how much each of the pool differs.
-        values: what each has of the choice.
+        distances: the distance of each candidate of the pool from the plan's.
+        values: the value of the choice for each candidate.
+        best_value: its value for the plan.
     """
     nearest: dict[object, tuple[float, Candidate]] = {}
     for candidate, distance, key in zip(pool, distances, values, strict=True):
-        if key != mine and (key not in nearest or distance < nearest[key][0]):
+        if key != best_value and (key not in nearest or distance < nearest[key][0]):
             nearest[key] = (distance, candidate)
-    if isinstance(mine, int):
+    if isinstance(best_value, int):
         numbers = sorted(k for k in nearest if isinstance(k, int))
-        beside = [k for k in numbers if k < mine][-1:] + [k for k in numbers if k > mine][:1]
-        return [nearest[k][1] for k in beside]
+        adjacent = [k for k in numbers if k < best_value][-1:] + [k for k in numbers if k > best_value][:1]
+        return [nearest[k][1] for k in adjacent]
     return [nearest[k][1] for k in sorted(nearest, key=str)][:2]
 
 
 def _spread(candidate: Candidate, best: Candidate) -> float:
-    """How far its degrees are from those of the best, less than any other choice counts."""
+    """Return the distance of a candidate's degrees from the best one's, scaled to be less than a difference in any choice."""
     pairs = zip(
         (*candidate.mesh.degrees, candidate.micro_batch_size), (*best.mesh.degrees, best.micro_batch_size), strict=True
     )
@@ -141,41 +145,45 @@ def _spread(candidate: Candidate, best: Candidate) -> float:
 
 
 def _compare(evaluator: Evaluator, best: Evaluation, other: Candidate, bound_s: float) -> tuple[str, Evaluation | None]:
-    """In words, with the other one's plan where it was made; ``bound_s``: a first bound of the other one."""
+    """Return the comparison of a candidate with the plan, and its own plan if it was evaluated.
+
+    Args:
+        bound_s: the first bound of the candidate in seconds.
+    """
     best_s = best.prediction.step_time_s
     for level in range(1, LEVELS):
-        if bound_s < best_s:  # up to there a bound is a function of the candidate alone
+        if bound_s < best_s:  # up to its goal a bound is a function of the candidate alone
             bound_s = max(bound_s, min(evaluator.bounds_s(level, [other], CLEAR * best_s)[0], CLEAR * best_s))
     if bound_s < best_s:
         bound_s = max(bound_s, evaluator.chained_s(other, CLEAR * best_s))
     if best_s <= bound_s < float("inf"):
         more_s = bound_s - best_s
         return f"at least {more_s:.3g} s ({100 * more_s / best_s:.1f}%) slower ({other}), by its lower bound", None
-    found = (evaluator.hopeless(other) if bound_s == float("inf") else None) or evaluator.evaluate(other)
-    if not isinstance(found, Evaluation):
-        return f"no plan ({other}); {found.reason}", None
-    found = evaluator.improved(found)  # as the plan is that it is compared with
-    more_s = found.prediction.step_time_s - best_s
-    word = "slower" if more_s >= 0 else "faster"
+    evaluated = (evaluator.hopeless(other) if bound_s == float("inf") else None) or evaluator.evaluate(other)
+    if not isinstance(evaluated, Evaluation):
+        return f"no plan ({other}); {evaluated.reason}", None
+    evaluated = evaluator.improved(evaluated)  # as was the plan with which it is compared
+    more_s = evaluated.prediction.step_time_s - best_s
+    relation = "slower" if more_s >= 0 else "faster"
     share = 100 * abs(more_s) / best_s
     return (
-        f"{abs(more_s):.3g} s ({share:.1f}%) {word} ({other}); {_difference(best.prediction, found.prediction)}",
-        found,
+        f"{abs(more_s):.3g} s ({share:.1f}%) {relation} ({other}); {_difference(best.prediction, evaluated.prediction)}",
+        evaluated,
     )
 
 
-def _difference(mine: Prediction, theirs: Prediction) -> str:
-    """The two parts of the step that differ most."""
-    changes = [(getattr(theirs.breakdown, key) - getattr(mine.breakdown, key), name) for name, key in _PARTS]
+def _difference(plan: Prediction, alternative: Prediction) -> str:
+    """Return the two parts of the step that differ most, in words."""
+    changes = [(getattr(alternative.breakdown, key) - getattr(plan.breakdown, key), name) for name, key in _PARTS]
     largest = sorted(changes, key=lambda change: -abs(change[0]))[:2]
     return ", ".join(f"{name} {change:+.3g} s" for change, name in largest if change)
 
 
 BOUND_ROUNDING = 1e-6
-"""Part of a plan's time by which a bound may be above it for rounding alone."""
+"""The part of a plan's time by which its bound may exceed it by rounding alone."""
 
 NOTED = 0.01
-"""Part of the computation from which on a loss is worth a note."""
+"""The part of the computation from which on a loss is worth a note."""
 
 _WIDE = frozenset(
     (
@@ -183,18 +191,18 @@ _WIDE = frozenset(
         *("sum", "prod", "cumsum", "cumprod", "norm", "linalg_vector_norm", "dist", "cdist", "softplus", "erfinv"),
     )
 )
-"""Of what torch's autocast to float16 computes in float32 (ATen, autocast_mode.h), what leaves its range by itself."""
+"""The operators that may leave the range of float16, among those that torch's autocast computes in float32 (ATen, autocast_mode.h)."""
 
 
 def interrupted_note(outcome: Outcome) -> tuple[str, ...]:
-    """The plan of a search that did not end is not the best of its candidates for sure."""
+    """Return a note if the search was interrupted: its plan need not be the best."""
     if not outcome.interrupted:
         return ()
     return (f"the search was interrupted after {outcome.evaluated} of {outcome.candidates} candidates: best so far",)
 
 
 def certificate_note(best: Evaluation, outcome: Outcome) -> tuple[str, ...]:
-    """A plan that is faster than the bound of all candidates: the bound was false."""
+    """Return a note if the plan is faster than the lower bound of all candidates: the bound is wrong then."""
     time_s, bound_s = best.prediction.step_time_s, outcome.lower_bound_s
     if bound_s <= time_s * (1 + BOUND_ROUNDING):
         return ()
@@ -203,7 +211,7 @@ def certificate_note(best: Evaluation, outcome: Outcome) -> tuple[str, ...]:
 
 
 def host_note(best: Evaluation) -> tuple[str, ...]:
-    """What the host has to have, where its profile does not know how much that is."""
+    """Return a note on the host memory that the plan needs, if the profile does not say how much there is."""
     most = max(memory.host for memory in best.prediction.memory)
     if not most or best.prediction.host_memory_limit_bytes:
         return ()
@@ -211,14 +219,14 @@ def host_note(best: Evaluation) -> tuple[str, ...]:
 
 
 def mixing_note(mixing: Sequence[Op]) -> tuple[str, ...]:
-    """Why a data rank takes its samples at once."""
+    """Return a note on operators that mix samples: they are why a data rank takes its samples in one micro-batch."""
     if not mixing:
         return ()
     return (f"statistics over the global batch ({_named(mixing)}): exact, with one micro-batch a data rank",)
 
 
 def precision_note(task: Task) -> tuple[str, ...]:
-    """Single precision on a GPU is what one device would compute, and rarely what is wanted."""
+    """Return a note if a GPU computes in single precision, which is exact but much slower than the precisions that training usually has."""
     devices = task.cluster.devices
     if task.precision.compute != "float32" or all(device.kind != "cuda" for device in devices):
         return ()
@@ -228,22 +236,22 @@ def precision_note(task: Task) -> tuple[str, ...]:
 
 
 def range_note(task: Task) -> tuple[str, ...]:
-    """What may leave the range of float16, and would not under torch's autocast to it.
+    """Return a note on operators that may leave the range of float16 and that torch's autocast would run in float32.
 
-    Operators are those of the model in that dtype, as for bf16, whose range is float32's.
+    Operators run in the dtype that the model gives them. With bf16 that needs no note: its range is that of float32.
     """
     if task.precision.compute != "float16":
         return ()
     graph = task.graph
-    found = [op for op in graph.ops if _name(op) in _WIDE and any(spec.dtype == torch.float16 for spec in op.outputs)]
-    if not found:
+    risky = [op for op in graph.ops if _name(op) in _WIDE and any(spec.dtype == torch.float16 for spec in op.outputs)]
+    if not risky:
         return ()
-    said = f"computed in float16, where autocast would in float32: {_named(found)}"
-    return (f"{said}; what may grow beyond 65504 there, or shrink to nothing, is cast by the model (x.float())",)
+    where = f"computed in float16, where autocast would in float32: {_named(risky)}"
+    return (f"{where}; what may grow beyond 65504 there, or shrink to nothing, is cast by the model (x.float())",)
 
 
 def _named(ops: Sequence[Op]) -> str:
-    """The first of some operators with its place in the model, and how many more there are."""
+    """Return the first operator with its place in the model, and the number of others."""
     first, more = ops[0], f" and {len(ops) - 1} more" if len(ops) > 1 else ""
     where = ", ".join(text for text in (first.module, first.source) if text) or first.name
     return f"{first.target} of {where}{more}"
@@ -254,7 +262,7 @@ def _name(op: Op) -> str:
 
 
 def recompute_note(task: Task, best: Evaluation) -> tuple[str, ...]:
-    """Where memory asks for recompute, what the space leaves out is worth a longer search."""
+    """Return a note if blocks recompute fully for memory while the space has no selective recompute: a larger space may have a faster plan."""
     pinned = task.pins.recompute(task.graph)
     chosen = any(mode == "full" and index not in pinned for index, mode in enumerate(best.modes))
     if not chosen or "selective" in task.space.recompute:
@@ -264,51 +272,51 @@ def recompute_note(task: Task, best: Evaluation) -> tuple[str, ...]:
 
 
 def mixed_note(candidate: Candidate, cluster: Cluster) -> tuple[str, ...]:
-    """Stages that do not use their faster devices to the full."""
+    """Return a note on pipeline ranks with different devices, whose faster devices wait for the others."""
     if cluster.is_homogeneous or candidate.shares:
         return ()
-    wide = [str(rank) for rank, own in enumerate(origins(candidate, cluster)) if len(own) > 1]
-    if not wide:
+    mixed = [str(rank) for rank, groups in enumerate(origins(candidate, cluster)) if len(groups) > 1]
+    if not mixed:
         return ()
-    who = f"pipeline rank{'s' if len(wide) > 1 else ''} {', '.join(wide)} of {candidate.mesh.pp} on different devices"
-    return (f"{who}: data ranks take equal shares of the samples, so that the slowest device sets the pace",)
+    ranks = (
+        f"pipeline rank{'s' if len(mixed) > 1 else ''} {', '.join(mixed)} of {candidate.mesh.pp} on different devices"
+    )
+    return (f"{ranks}: data ranks take equal shares of the samples, so that the slowest device sets the pace",)
 
 
 def calls(graph: Graph, layouts: Layouts) -> Iterator[tuple[Op, int]]:
-    """The operators of the blocks of a compact graph, and how many blocks of the model each stands for."""
+    """Yield the operators of a compact graph's blocks, each with the number of the model's blocks that its block represents."""
     for block, members in zip(graph.blocks, layouts.compact.members, strict=True):
         for op in graph.block_ops(block):
             yield op, len(members)
 
 
 def unaligned_note(evaluator: Evaluator, best: Evaluation) -> tuple[str, ...]:
-    """What rows that are no multiple of 16 bytes cost a plan, where that is a percent of its computation; see the profile."""
+    """Return a note on the time that rows of no multiple of 16 bytes cost, if it is a percent of the computation or more."""
     model, layouts, option = evaluator.model, evaluator.layouts, best.option
     graph = layouts.local_graph(option)
     device, ideal = model.device, model.device.at_best()
-    lost: dict[Op, float] = {}
+    lost_s: dict[Op, float] = {}
     total_s = 0.0
     for op, count in calls(graph, layouts):
         operands = operand_specs(op, graph.spec)
-        own, least = (op_time(op, operands, d, quantized=model.quantized) for d in (device, ideal))
-        own_s = own.forward_s + own.backward_s
-        total_s += count * own_s
-        lost[op] = count * (own_s - least.forward_s - least.backward_s)
-    if device is ideal or model.measured is not None or sum(lost.values()) < NOTED * total_s:
+        actual, least = (op_time(op, operands, d, quantized=model.quantized) for d in (device, ideal))
+        actual_s = actual.forward_s + actual.backward_s
+        total_s += count * actual_s
+        lost_s[op] = count * (actual_s - least.forward_s - least.backward_s)
+    if device is ideal or model.measured is not None or sum(lost_s.values()) < NOTED * total_s:
         return ()
-    most, rate = max(lost, key=lambda op: lost[op]), device.rate(model.precision.compute)
-    kept = rate.unaligned_fraction if rate.unaligned_fraction < 1 else rate.unaligned_batched_fraction
+    worst, rate = max(lost_s, key=lambda op: lost_s[op]), device.rate(model.precision.compute)
+    fraction = rate.unaligned_fraction if rate.unaligned_fraction < 1 else rate.unaligned_batched_fraction
     source = "assumed" if "unaligned_fraction assumed" in rate.provenance else "whose source is in the profile"
-    share = (
-        f"{sum(lost.values()) / total_s:.0%} of the computation, most in {most.target} of {most.module or most.name}"
-    )
+    share = f"{sum(lost_s.values()) / total_s:.0%} of the computation, most in {worst.target} of {worst.module or worst.name}"
     return (
-        f"rows that are no multiple of 16 bytes cost {share}: at {kept:g} of the rate of aligned products, {source}",
+        f"rows that are no multiple of 16 bytes cost {share}: at {fraction:g} of the rate of aligned products, {source}",
     )
 
 
 def measured_note(evaluator: Evaluator, best: Evaluation) -> tuple[str, ...]:
-    """How many operators of a plan have a measured time; nothing where the device has none at all."""
+    """Return a note on how many operators of a plan have a measured time; none if the device has no measurements."""
     model, layouts, option = evaluator.model, evaluator.layouts, best.option
     measured = model.measured
     if not isinstance(measured, Measured):

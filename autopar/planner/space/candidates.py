@@ -1,13 +1,11 @@
-"""Candidates: all that a problem and its pins leave; or where there are none, a smallest set of constraints that conflict.
+"""Candidates: all combinations of choices that satisfy a problem's constraints and pins, or a minimal conflict where there are none.
 
-Every constraint (:mod:`autopar.planner.space.constraints`) is a predicate over the columns of one table of combinations. Those that keep
-all of them are the candidates; where there are none, :func:`conflict` finds which conflict. Columns are joined one after the other, and a
-constraint is asked as soon as the columns are there that it reads, so that tables stay small.
+Every constraint (:mod:`autopar.planner.space.constraints`) is a predicate over the columns of one table of combinations. Columns are joined
+one after the other, and a constraint is evaluated as soon as all columns that it reads are there, so that tables stay small.
 
-A set that conflicts is found by deletion: a constraint without which there is still no candidate is not needed for the conflict (the
-deletion filter of Chinneck and Dravnieks 1991, "Locating minimal infeasible constraint sets in linear programs"). Each trial asks whether
-some combination of values keeps a set of constraints: a column that no other one reads is then left out, so that what is left of a table
-is a projection of all combinations that keep the constraints asked so far.
+:func:`conflict` uses the deletion filter of Chinneck and Dravnieks 1991, "Locating minimal infeasible constraint sets in linear programs":
+a constraint is dropped from the set if there is still no candidate without it. Each trial asks only whether some combination satisfies a
+set of constraints. So columns that no further constraint reads are projected away, and equal rows are merged.
 """
 
 from __future__ import annotations
@@ -29,10 +27,10 @@ from autopar.planner.space.constraints import (
     Table,
     divisors,
     is_pinned,
-    laws,
     pin_constraints,
+    plan_constraints,
     practice,
-    sequence_laws,
+    sequence_constraints,
     stage_constraints,
     usual_micro_batches,
 )
@@ -40,6 +38,7 @@ from autopar.planner.space.pin_syntax import ChoicePin, NumberPin
 from autopar.planner.space.pins import Pins
 
 DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""The axes of the mesh, outermost first; their degrees multiply to the world size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -47,12 +46,18 @@ class Candidate:
     """One choice of the outer search.
 
     Attributes:
-        order: of the node groups along the ranks, empty: as the cluster has them.
+        mesh: the degrees of all axes.
+        micro_batch_size: the samples of a data rank's micro-batch.
+        num_micro_batches: the number of micro-batches of a step.
+        zero_stage: the ZeRO stage, 0 to 3.
+        schedule: the pipeline schedule; ``none`` without a pipeline.
+        virtual_stages: the number of stages of each pipeline rank.
+        order: the node groups in the order of ranks, by position in the cluster; empty: the cluster's order.
         offload: what lives on the host.
-        shares: samples that a data rank of each node group takes at once, in the order of ranks; ``micro_batch_size`` is then
-            the largest. Empty: all take as many.
-        moves: blocks may keep there what their backward needs.
-        vocab_multiple: of the rows of each rank's part of a vocabulary, which is padded to it (:mod:`autopar.graph.rewrites`).
+        shares: the micro-batch size of a data rank of each node group, in the order of ranks; ``micro_batch_size`` is then the largest.
+            Empty: equal for all.
+        moves: whether blocks may keep their activations on the host.
+        vocab_multiple: the multiple to which each rank's rows of a vocabulary are padded (:mod:`autopar.graph.rewrites`).
     """
 
     mesh: Mesh
@@ -87,52 +92,52 @@ class Candidate:
 
 
 def num_micro_batches(table: Table, global_batch_size: int) -> Column:
-    """The column that follows from three others."""
+    """Return the column of numbers of micro-batches, which follows from sizes of micro-batches and data degrees."""
     return global_batch_size // (table["micro_batch"] * table["dp_replicate"] * table["dp_shard"])
 
 
 def candidates(problem: Problem, pins: Pins) -> list[Candidate]:
-    """All candidates that keep every constraint, in a fixed order."""
-    read = [(one, columns_of(one)) for one in (*strict(problem, pins), *practice(problem, pins))]
+    """Return all candidates that satisfy every constraint, in a fixed order."""
+    reads = [(c, columns_of(c)) for c in (*strict(problem, pins), *practice(problem, pins))]
     degrees, batch = degrees_of(problem, pins), problem.global_batch_size
-    table = rows_of(columns(DEGREES, degrees), other_values(problem, pins, degrees), read, batch, is_whole=True)
+    table = rows_of(columns(DEGREES, degrees), other_values(problem, pins, degrees), reads, batch, all_columns=True)
     if table is None:
         return []
     table["num_micro_batches"] = num_micro_batches(table, batch)
-    kept: dict[str, list[int]] = {key: column.tolist() for key, column in table.items()}
-    return [_candidate(kept, row) for row in range(len(kept["pp"]))]
+    values: dict[str, list[int]] = {key: column.tolist() for key, column in table.items()}
+    return [_candidate(values, row) for row in range(len(values["pp"]))]
 
 
 def strict(problem: Problem, pins: Pins) -> tuple[Constraint, ...]:
-    """Laws and pins: what a space may not lift."""
+    """Return the constraints that a space cannot lift: those of every plan, and those of pins."""
     return (
-        *laws(problem),
-        *sequence_laws(problem, pins),
+        *plan_constraints(problem),
+        *sequence_constraints(problem, pins),
         *pin_constraints(pins, problem.global_batch_size),
         *stage_constraints(problem, pins),
     )
 
 
 def values_of(pins: Pins, key: str, usual: Sequence[int], around: Sequence[int] = (-1, 0, 1)) -> list[int]:
-    """The usual values and those that pins name, with what is around these for inequalities: their neighbours."""
+    """Return the usual values of a choice and those that pins name, with the offsets in ``around``: an inequality may allow only a neighbour."""
     named = [p.value + n for p in pins.pins if isinstance(p, NumberPin) and p.key == key for n in around]
     return sorted({*usual, *(value for value in named if value >= (0 if key == "zero" else 1))})
 
 
 def cp_degrees(problem: Problem, pins: Pins) -> tuple[int, ...]:
-    """Degrees of ``cp``."""
-    found, space = divisors(problem.world_size), problem.space
-    long = any(n >= space.cp_from for n in problem.sequences)
-    return found if is_pinned(pins, "cp") else tuple(d for d in found if d <= space.max_cp) if long else (1,)
+    """Return the degrees of ``cp`` to try."""
+    degrees, space = divisors(problem.world_size), problem.space
+    is_long = any(n >= space.cp_from for n in problem.sequences)
+    return degrees if is_pinned(pins, "cp") else tuple(d for d in degrees if d <= space.max_cp) if is_long else (1,)
 
 
 def degrees_of(problem: Problem, pins: Pins) -> list[tuple[int, ...]]:
-    """All that multiply to the world size."""
-    world, found = problem.world_size, divisors(problem.world_size)
+    """Return all degrees, as in :data:`DEGREES`, that multiply to the world size."""
+    world, degrees = problem.world_size, divisors(problem.world_size)
     return [
         (pp, world // (pp * tp * cp * shard), shard, cp, tp)
-        for pp in found
-        for tp in found
+        for pp in degrees
+        for tp in degrees
         for cp in cp_degrees(problem, pins)
         if world % (pp * tp * cp) == 0
         for shard in divisors(world // (pp * tp * cp))
@@ -140,25 +145,24 @@ def degrees_of(problem: Problem, pins: Pins) -> list[tuple[int, ...]]:
 
 
 def other_values(problem: Problem, pins: Pins, degrees: Sequence[Sequence[int]]) -> dict[str, Sequence[int]]:
-    """The values of what is chosen beside the degrees."""
+    """Return the values to try of each choice other than the degrees."""
     space, batch = problem.space, problem.global_batch_size
     data = sorted({d[1] * d[2] for d in degrees})
-    parts = {m for d in data if batch % d == 0 for m in usual_micro_batches(space, batch // d)}
-    micro = values_of(pins, "micro_batch", sorted(parts))
+    usual = {m for d in data if batch % d == 0 for m in usual_micro_batches(space, batch // d)}
+    micro_batches = values_of(pins, "micro_batch", sorted(usual))
     if problem.mixes_samples:
-        micro = sorted({*micro, *(s for s in {batch // d for d in data} if s)})
-    for pin in pins.pins:  # a pinned number of micro-batches gives the micro-batch
+        micro_batches = sorted({*micro_batches, *(s for s in {batch // d for d in data} if s)})
+    for pin in pins.pins:  # a pinned number of micro-batches implies their size
         if isinstance(pin, NumberPin) and pin.key == "num_micro_batches" and pin.value:
             sizes = {batch // (pin.value * d) for d in data}
-            micro = sorted({*micro, *(s for s in sizes if s)})
+            micro_batches = sorted({*micro_batches, *(s for s in sizes if s)})
     named = tuple(p.value for p in pins.pins if isinstance(p, ChoicePin) and p.key == "schedule")
     return {
         "zero": values_of(pins, "zero", space.zero_stages),
-        "micro_batch": micro,
+        "micro_batch": micro_batches,
         "schedule": sorted({SCHEDULES.index(n) for n in ("none", *space.schedules, *named)}),
         "virtual_stages": values_of(pins, "virtual_stages", (1, *space.virtual_stages)),
         "ep_data": values_of(pins, "ep_data", divisors(gcd(*(problem.experts or (1,)), problem.world_size))),
-        # as far as it makes some vocabulary another length than 1 does
         "vocab_multiple": values_of(
             pins, "vocab_multiple", space.vocab_multiples if problem.vocabularies else (1,), (0,)
         ),
@@ -166,9 +170,9 @@ def other_values(problem: Problem, pins: Pins, degrees: Sequence[Sequence[int]])
 
 
 def columns(names: Sequence[str], rows: Iterable[Sequence[int]]) -> dict[str, Column]:
-    """Rows as columns by name."""
-    found = np.array(list(rows), dtype=np.int64).reshape(-1, len(names))
-    return {name: found[:, i] for i, name in enumerate(names)}
+    """Return the columns of a list of rows, by name."""
+    table = np.array(list(rows), dtype=np.int64).reshape(-1, len(names))
+    return {name: table[:, i] for i, name in enumerate(names)}
 
 
 def _candidate(t: Mapping[str, Sequence[int]], row: int) -> Candidate:
@@ -186,47 +190,48 @@ def _candidate(t: Mapping[str, Sequence[int]], row: int) -> Candidate:
 
 
 MAX_FREE_WORLD = 64
-"""Up to this world size a conflict is looked for among all degrees; past it among those that multiply to the world
-size, and combinations of what the pins name."""
+"""The world size up to which a conflict is searched among all degrees.
+
+Above it only degrees that multiply to the world size, and combinations of those that pins name, are tried.
+"""
 
 _SAMPLES = ("micro_batch", "dp_replicate", "dp_shard")
 
 
 def conflict(problem: Problem, pins: Pins) -> tuple[str, ...]:
-    """Names of a smallest-by-inclusion set of constraints without any candidate; empty when there are candidates.
+    """Return the names of a minimal set of constraints that no candidate satisfies; empty if there are candidates.
 
-    Found by deletion: a constraint without which there is still no candidate is not needed for the conflict. What is not
-    worth trying is named only where laws and pins leave candidates.
+    It is found by the deletion filter. Constraints of practice are in it only if there are candidates without them.
     """
-    values, meshes = _open(problem, pins)
+    domains, meshes = _conflict_domain(problem, pins)
     for constraints in (strict(problem, pins), (*strict(problem, pins), *practice(problem, pins))):
         read = {c.name: (c, columns_of(c)) for c in constraints}
 
-        def possible(names: Iterable[str], read: Mapping[str, Read] = read) -> bool:
-            wanted = [read[name] for name in names]
-            return any(rows_of(mesh, values, wanted, problem.global_batch_size) is not None for mesh in meshes)
+        def is_feasible(names: Iterable[str], read: Mapping[str, Read] = read) -> bool:
+            chosen = [read[name] for name in names]
+            return any(rows_of(mesh, domains, chosen, problem.global_batch_size) is not None for mesh in meshes)
 
-        left = list(read)
-        if possible(left):
+        remaining = list(read)
+        if is_feasible(remaining):
             continue
         for name in list(read):
-            without = [n for n in left if n != name]
-            if not possible(without):
-                left = without
-        return tuple(left)
+            without = [n for n in remaining if n != name]
+            if not is_feasible(without):
+                remaining = without
+        return tuple(remaining)
     return ()
 
 
 def remedies(problem: Problem, pins: Pins, names: Iterable[str]) -> tuple[str, ...]:
-    """What else than dropping a pin resolves a conflict of these names."""
-    named, known = set(names), (*strict(problem, pins), *practice(problem, pins))
-    return tuple(dict.fromkeys(c.remedy for c in known if c.name in named and c.remedy))
+    """Return what resolves a conflict of constraints with these names, besides dropping a pin."""
+    named, constraints = set(names), (*strict(problem, pins), *practice(problem, pins))
+    return tuple(dict.fromkeys(c.remedy for c in constraints if c.name in named and c.remedy))
 
 
-def _open(problem: Problem, pins: Pins) -> tuple[dict[str, Sequence[int]], list[dict[str, Column]]]:
-    """What a conflict is looked for among: values of each column, and tables of degrees that are combined with those of others.
+def _conflict_domain(problem: Problem, pins: Pins) -> tuple[dict[str, Sequence[int]], list[dict[str, Column]]]:
+    """Return the domain of a conflict: the values of each choice, and tables of degrees to start from.
 
-    A table without degrees takes these from their values.
+    The empty table takes degrees from their values like every other choice.
     """
     world, degrees = problem.world_size, degrees_of(problem, pins)
     is_small = world <= MAX_FREE_WORLD
@@ -244,10 +249,10 @@ Read = tuple[Constraint, frozenset[str]]
 
 
 def columns_of(constraint: Constraint) -> frozenset[str]:
-    """The columns that a constraint reads, the same in every table."""
-    asked = defaultdict[str, Column](lambda: np.ones(1, dtype=np.int64))  # has the columns that were read
-    constraint.holds(asked)
-    return frozenset(asked.keys() - {"num_micro_batches"}).union(_SAMPLES if "num_micro_batches" in asked else ())
+    """Return the columns that a constraint reads; they are the same for every table."""
+    table = defaultdict[str, Column](lambda: np.ones(1, dtype=np.int64))  # records the columns that are read
+    constraint.holds(table)
+    return frozenset(table.keys() - {"num_micro_batches"}).union(_SAMPLES if "num_micro_batches" in table else ())
 
 
 def rows_of(
@@ -256,49 +261,49 @@ def rows_of(
     constraints: Sequence[Read],
     global_batch_size: int,
     *,
-    is_whole: bool = False,
+    all_columns: bool = False,
 ) -> dict[str, Column] | None:
-    """The rows of ``table``, with each value of each other column, that keep all constraints; None: there are none.
+    """Return the rows of ``table``, joined with all values of the other columns, that satisfy all constraints; None if there are none.
 
     Args:
-        table: rows that belong together; empty: there are none such.
-        values: of each column.
-        is_whole: rows have all columns; else those alone that were read last, each row once.
+        table: combinations of some columns; empty: no column is given.
+        values: the values of each column.
+        all_columns: whether all columns are returned. If not, only those that the last constraints read, each row once.
     """
-    held: dict[str, Column] = dict(table)
-    left = list(constraints)
-    rest = [name for name in values if name not in held]
-    if not all(values[name] for name in rest):
+    rows: dict[str, Column] = dict(table)
+    unchecked = list(constraints)
+    unjoined = [name for name in values if name not in rows]
+    if not all(values[name] for name in unjoined):
         return None
     while True:
-        for one in [c for c in left if c[1] <= held.keys()]:
-            left.remove(one)
-            view = dict(held)
+        for ready in [c for c in unchecked if c[1] <= rows.keys()]:
+            unchecked.remove(ready)
+            view = dict(rows)
             if view.keys() >= set(_SAMPLES):
                 view["num_micro_batches"] = num_micro_batches(view, global_batch_size)
-            keep = one[0].holds(view)
+            keep = ready[0].holds(view)
             if not keep.any():
                 return None
-            held = {name: column[keep] for name, column in held.items()}
-        asked = set(rest) if is_whole else {name for _, read in left for name in read}
-        if not asked:
-            return held
-        if not is_whole:
-            held = _distinct({name: column for name, column in held.items() if name in asked})
-        name = next(name for name in rest if name in asked)
-        rest.remove(name)
-        held = _product(held, {name: np.array(values[name], dtype=np.int64)})
+            rows = {name: column[keep] for name, column in rows.items()}
+        needed = set(unjoined) if all_columns else {name for _, read in unchecked for name in read}
+        if not needed:
+            return rows
+        if not all_columns:
+            rows = _distinct({name: column for name, column in rows.items() if name in needed})
+        name = next(name for name in unjoined if name in needed)
+        unjoined.remove(name)
+        rows = _product(rows, {name: np.array(values[name], dtype=np.int64)})
 
 
 def _product(left: Table, right: Table) -> dict[str, Column]:
-    """Every row of one table with every row of the other; a table without columns has one row."""
-    rows, times = (len(next(iter(table.values()), (None,))) for table in (left, right))
-    found = {name: np.repeat(column, times) for name, column in left.items()}
-    return found | {name: np.tile(column, rows) for name, column in right.items()}
+    """Return every row of one table joined with every row of the other; a table without columns has one row."""
+    num_rows, num_copies = (len(next(iter(table.values()), (None,))) for table in (left, right))
+    joined = {name: np.repeat(column, num_copies) for name, column in left.items()}
+    return joined | {name: np.tile(column, num_rows) for name, column in right.items()}
 
 
 def _distinct(table: dict[str, Column]) -> dict[str, Column]:
-    """Each row once."""
+    """Return each row once."""
     if not table:
         return table
     return dict(zip(table, np.unique(np.stack(list(table.values())), axis=1), strict=True))

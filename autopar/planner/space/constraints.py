@@ -1,6 +1,7 @@
-"""The laws that candidates keep: what no plan may break, what pins ask for, and what is not worth trying.
+"""The constraints on candidates: those that every plan must satisfy, those of pins, and those that leave out what is not worth trying.
 
-Every constraint is a predicate over the columns of one table of combinations (:mod:`autopar.planner.space.candidates`).
+Every constraint is a predicate over the columns of one table of combinations (:mod:`autopar.planner.space.candidates`). A new one belongs
+in the function of its kind below. Its name and its remedy are shown to the user where no candidate is left.
 """
 
 from __future__ import annotations
@@ -23,11 +24,18 @@ from autopar.planner.space.space import ATTENTION_KINDS, Space
 
 Column = NDArray[np.int64]
 Table = Mapping[str, Column]
+"""Combinations of choices: a column for each choice by its name, a row for each combination."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraint:
-    """A constraint by name; ``holds`` gives a row of truths for a table, ``remedy`` is what helps beside dropping a pin."""
+    """A constraint on candidates.
+
+    Attributes:
+        name: the constraint in words, shown in conflicts.
+        holds: returns for each row of a table whether it satisfies the constraint.
+        remedy: what resolves a conflict besides dropping a pin; empty if nothing does.
+    """
 
     name: str
     holds: Callable[[Table], NDArray[np.bool_]]
@@ -39,20 +47,23 @@ class Problem:
     """What the candidates depend on.
 
     Attributes:
-        heads: of the attentions of the model. Ulysses splits them by ``cp``; ``tp`` need not divide them: a block whose heads it
-            does not divide splits something else, or nothing, which its price decides.
-        sequences: lengths that the attentions of the model run over; ``cp`` divides each. Empty: none can be split.
-        key_heads: heads of keys and values, likewise.
-        has_written_attention: some attention is products and a softmax, which no ring runs.
-        num_blocks: what pipeline stages are cut from.
-        experts: how many each mixture has whose experts may be split over data ranks; empty: there are none.
-        mixes_samples: operators look at the whole batch (batch norm), so that a data rank takes its
-            samples in one micro-batch.
-        casts: parameters are stored and computed with in different dtypes.
-        num_layers: blocks of which there are equal ones; 0: not known.
-        vocabularies: lengths of those that can be padded, with the elements of a row in all parameters that have it.
-        unaligned_fraction: of the rate of a product that unaligned rows leave on the devices (the least of them).
-        staged: the blocks whose stage is pinned, in order: the pin, the block, its stage.
+        world_size: the number of devices.
+        devices_per_node: the number of devices of a node.
+        global_batch_size: the samples of a step.
+        num_blocks: the number of blocks from which stages are cut.
+        heads: the numbers of heads of the model's attentions. ``cp`` divides them under Ulysses. ``tp`` need not: a block whose heads it does
+            not divide splits something else, or nothing, as its price decides.
+        space: the values to try.
+        mixes_samples: whether operators read the whole batch (batch norm); a data rank then takes its samples in one micro-batch.
+        sequences: the sequence lengths of the model's attentions, each divided by ``cp``; empty: none can be split.
+        key_heads: the numbers of heads of keys and values, as ``heads``.
+        experts: the number of experts of each mixture whose experts may be split over data ranks; empty: there are none.
+        has_written_attention: whether some attention is written as products and a softmax, which ring attention cannot run.
+        casts: whether parameters are stored in another dtype than they are computed with.
+        num_layers: the number of blocks that are equal to another block; 0 if unknown.
+        vocabularies: the lengths of vocabularies that can be padded, each with the elements of a row in all parameters that have it.
+        unaligned_fraction: the part of a product's rate that unaligned rows leave, the least over the devices.
+        staged: the pin, the block and the stage of each block whose stage is pinned, in the order of blocks.
     """
 
     world_size: int
@@ -74,13 +85,13 @@ class Problem:
 
 
 def divisors(n: int) -> tuple[int, ...]:
-    """All divisors, ascending."""
+    """Return all divisors in ascending order."""
     small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
     return tuple(sorted({*small, *(n // d for d in small)}))
 
 
 def usual_micro_batches(space: Space, samples: int) -> list[int]:
-    """Sizes of micro-batches that divide a data rank's samples: for each size of the space the largest one that is not above it.
+    """Return the micro-batch sizes to try: for each size of the space the largest divisor of a data rank's samples that is not above it.
 
     >>> from autopar.planner.space.space import load_space
     >>> usual_micro_batches(load_space("default"), 24)
@@ -90,8 +101,8 @@ def usual_micro_batches(space: Space, samples: int) -> list[int]:
     return sorted({max(part for part in parts if part <= most) for most in space.micro_batches})
 
 
-def laws(problem: Problem) -> tuple[Constraint, ...]:
-    """What no plan may break."""
+def plan_constraints(problem: Problem) -> tuple[Constraint, ...]:
+    """Return the constraints that every plan must satisfy."""
     space, batch = problem.space, problem.global_batch_size
     none, gpipe, plain, inter = (SCHEDULES.index(n) for n in ("none", "GPipe", "1F1B", "Interleaved1F1B"))
 
@@ -113,12 +124,12 @@ def laws(problem: Problem) -> tuple[Constraint, ...]:
             holds=lambda t: batch % samples(t) == 0,
             remedy="take another global batch",
         ),
-        *expert_laws(problem),
+        *expert_constraints(problem),
         Constraint(
             name=f"pp * virtual_stages <= {problem.num_blocks} blocks",
             holds=lambda t: t["pp"] * t["virtual_stages"] <= problem.num_blocks,
         ),
-        *zero_laws(problem),
+        *zero_constraints(problem),
         Constraint(name="zero is 0, 1, 2 or 3", holds=lambda t: t["zero"] <= 3),
         Constraint(name="zero=2 has pp=1", holds=lambda t: (t["zero"] != 2) | (t["pp"] == 1)),
         Constraint(
@@ -153,41 +164,44 @@ def _divides(column: str, n: int, name: str, remedy: str = "") -> Constraint:
     return Constraint(name=name, holds=lambda t: n % t[column] == 0, remedy=remedy)
 
 
-def zero_laws(problem: Problem) -> tuple[Constraint, ...]:
-    """FSDP has something to do where it shards, or where it casts: then it may free what it has cast."""
+def zero_constraints(problem: Problem) -> tuple[Constraint, ...]:
+    """Return the constraints between ZeRO and ``dp_shard``.
+
+    FSDP needs something to do: it shards, or it casts parameters and may then free the casted copies.
+    """
     if problem.casts:
         return (Constraint(name="zero=0 has dp_shard=1", holds=lambda t: (t["zero"] > 0) | (t["dp_shard"] == 1)),)
     name = "zero=0 if and only if dp_shard=1"
     return (Constraint(name=name, holds=lambda t: (t["zero"] == 0) == (t["dp_shard"] == 1)),)
 
 
-def expert_laws(problem: Problem) -> tuple[Constraint, ...]:
-    """What experts over data ranks ask for."""
-    found = [
+def expert_constraints(problem: Problem) -> tuple[Constraint, ...]:
+    """Return the constraints on experts that are split over data ranks."""
+    constraints = [
         Constraint(
             name="experts borrow data ranks in equal groups: ep_data divides dp_replicate * dp_shard",
             holds=lambda t: (t["dp_replicate"] * t["dp_shard"]) % t["ep_data"] == 0,
         )
     ]
-    found += [_divides("ep_data", n, f"ep_data divides {n} experts") for n in sorted(set(problem.experts))]
-    return tuple(found)
+    constraints += [_divides("ep_data", n, f"ep_data divides {n} experts") for n in sorted(set(problem.experts))]
+    return tuple(constraints)
 
 
-def sequence_laws(problem: Problem, pins: Pins) -> tuple[Constraint, ...]:
-    """What a split of the sequence asks for; a pinned kind of attention has laws of its own."""
+def sequence_constraints(problem: Problem, pins: Pins) -> tuple[Constraint, ...]:
+    """Return the constraints on a split of the sequence, among them those of a pinned kind of attention."""
     if not problem.sequences:
         return (Constraint(name="cp=1 in a model without attention operators", holds=lambda t: t["cp"] == 1),)
     remedy = "pad sequences to a multiple of cp"
-    found = [_divides("cp", n, f"cp divides the sequence of {n}", remedy) for n in problem.sequences]
+    constraints = [_divides("cp", n, f"cp divides the sequence of {n}", remedy) for n in problem.sequences]
     kinds = tuple(kind for kind in ATTENTION_KINDS if pins.allows("cp_attention", kind))
     if kinds == ("ulysses",):
         heads = sorted({*problem.heads, *problem.key_heads})
-        found += [_divides("cp", n, f"cp divides {n} heads (Ulysses)") for n in heads]
+        constraints += [_divides("cp", n, f"cp divides {n} heads (Ulysses)") for n in heads]
     if kinds == ("ring",) and problem.has_written_attention:
         name = "cp=1 under ring attention in a model whose attention is written out (not scaled_dot_product_attention)"
-        found.append(Constraint(name=name, holds=lambda t: t["cp"] == 1))
+        constraints.append(Constraint(name=name, holds=lambda t: t["cp"] == 1))
     elif kinds == ("ring",):
-        found += [
+        constraints += [
             Constraint(
                 name=f"2 * cp divides the sequence of {n} (ring)",
                 holds=lambda t, n=n: (t["cp"] == 1) | (n % (2 * t["cp"]) == 0),  # type: ignore[misc]
@@ -195,13 +209,13 @@ def sequence_laws(problem: Problem, pins: Pins) -> tuple[Constraint, ...]:
             )
             for n in problem.sequences
         ]
-    return tuple(found)
+    return tuple(constraints)
 
 
 def practice(problem: Problem, pins: Pins) -> tuple[Constraint, ...]:
-    """What is not worth trying unless it is pinned: dominated schedules, tensor parallelism across nodes.
+    """Return the constraints that leave out what is not worth trying unless it is pinned, such as dominated schedules and ``tp`` across nodes.
 
-    A space without ``practice`` keeps its bounds on degrees alone.
+    A space without ``practice`` has only its limits on degrees and sizes of micro-batches.
     """
     space, per_node = problem.space, problem.devices_per_node
     most = min(space.max_tp, per_node * space.max_tp_nodes)
@@ -225,136 +239,136 @@ def practice(problem: Problem, pins: Pins) -> tuple[Constraint, ...]:
 
 
 _Rule = tuple[tuple[str, ...], str, Callable[[Table], NDArray[np.bool_]]]
-"""What it is about, which pins say otherwise; its name; which rows keep it."""
+"""The keys whose pins lift the constraint, its name, and its predicate."""
 
 
 def _worth_trying(problem: Problem) -> list[_Rule]:
-    """What leaves out choices that are not better than others of the space."""
+    """Return the constraints that leave out choices that are no better than others of the space."""
     space, per_node = problem.space, problem.devices_per_node
-    layers, common = problem.num_layers, gcd(*(problem.experts or (1,)))
+    layers, num_experts = problem.num_layers, gcd(*(problem.experts or (1,)))
     data = "dp_shard is all data ranks or 1" + (", or those of a node" if space.hsdp else "")
-    found: list[_Rule] = [
+    rules: list[_Rule] = [
         (("dp_replicate", "dp_shard"), data, lambda t: _shard_groups(t, space.hsdp, per_node)),
         (("ep", "ep_data"), "experts are over no data ranks, over as many as can be, or as can be in a node",
-         lambda t: _usual_experts(t, common, per_node)),
-        # with one micro-batch ZeRO-2 is ZeRO-1
+         lambda t: _usual_experts(t, num_experts, per_node)),
+        # With one micro-batch ZeRO-2 is ZeRO-1.
         (("zero",), "zero=2 has several micro-batches", lambda t: (t["zero"] != 2) | (t["num_micro_batches"] > 1)),
         (("vocab_multiple",), "vocabularies are padded as makes the products of their rows quickest",
          lambda t: _quickest_vocabularies(t, problem)),
         (("zero",), "zero > 0 if and only if dp_shard > 1", lambda t: (t["zero"] == 0) == (t["dp_shard"] == 1)),
     ]  # fmt: skip
-    if layers:  # else some stages are a layer longer, and all wait
+    if layers:  # uneven stages are a layer longer than others, which wait for them
         divided = f"virtual_stages divides the layers of a pipeline rank, {layers} / pp rounded up"
-        found.insert(0, (("virtual_stages",), divided, lambda t: -(-layers // t["pp"]) % t["virtual_stages"] == 0))
-    return found
+        rules.insert(0, (("virtual_stages",), divided, lambda t: -(-layers // t["pp"]) % t["virtual_stages"] == 0))
+    return rules
 
 
 def _usual_sizes(t: Table, problem: Problem) -> NDArray[np.bool_]:
-    """Micro-batches of :func:`usual_micro_batches`; all samples of a data rank where they meet."""
+    """Return whether micro-batches are those of :func:`usual_micro_batches`, or all samples of a data rank where samples mix."""
     samples = problem.global_batch_size // (t["dp_replicate"] * t["dp_shard"])
-    found: NDArray[np.bool_] = (t["num_micro_batches"] == 1) & problem.mixes_samples
-    for own in np.unique(samples[samples > 0]):
-        found |= (samples == own) & np.isin(t["micro_batch"], usual_micro_batches(problem.space, int(own)))
-    return found
+    is_usual: NDArray[np.bool_] = (t["num_micro_batches"] == 1) & problem.mixes_samples
+    for count in np.unique(samples[samples > 0]):
+        is_usual |= (samples == count) & np.isin(t["micro_batch"], usual_micro_batches(problem.space, int(count)))
+    return is_usual
 
 
-def _usual_experts(t: Table, most: int, per_node: int) -> NDArray[np.bool_]:
-    """Experts over no data ranks, over as many as can be, or over as many as can be inside a node, beside ``cp`` and ``tp``."""
-    spread, largest = t["ep_data"], np.gcd(t["dp_replicate"] * t["dp_shard"], most)
+def _usual_experts(t: Table, num_experts: int, per_node: int) -> NDArray[np.bool_]:
+    """Return whether experts are split over no data ranks, over as many as possible, or over as many as fit in a node with ``cp`` and ``tp``."""
+    spread, largest = t["ep_data"], np.gcd(t["dp_replicate"] * t["dp_shard"], num_experts)
     inside = np.gcd(largest, np.maximum(per_node // (t["cp"] * t["tp"]), 1))
     usual: NDArray[np.bool_] = (spread == 1) | (spread == largest) | (spread == inside)
     return usual
 
 
 def _quickest_vocabularies(t: Table, problem: Problem) -> NDArray[np.bool_]:
-    """The multiple of the space with which rows of vocabularies are multiplied soonest; of equal ones the least.
+    """Return whether ``vocab_multiple`` is the one with the fastest products over rows of vocabularies, the least of equally fast ones.
 
-    That is in proportion to their number, and to the rate that unaligned rows leave. What else is done with logits and tables
-    grows by the padding alone, which is a percent where the other is a factor.
+    Their time is proportional to the number of rows, over the rate that unaligned rows leave. Other work on logits and tables grows by the
+    padding alone, by a percent where the rate changes by a factor.
     """
-    known = {tp: quickest_multiple(problem, int(tp)) for tp in np.unique(t["tp"])}
-    wanted = np.array([known[tp] for tp in t["tp"]])
-    found: NDArray[np.bool_] = t["vocab_multiple"] == wanted
-    return found
+    best = {tp: quickest_multiple(problem, int(tp)) for tp in np.unique(t["tp"])}
+    wanted = np.array([best[tp] for tp in t["tp"]])
+    is_best: NDArray[np.bool_] = t["vocab_multiple"] == wanted
+    return is_best
 
 
 def quickest_multiple(problem: Problem, tp: int) -> int:
-    """See :func:`_quickest_vocabularies`."""
+    """Return the ``vocab_multiple`` of the space for a degree of ``tp``; see :func:`_quickest_vocabularies`."""
 
     def work(multiple: int) -> float:
         padded = ((length(size, tp, multiple), width) for size, width in problem.vocabularies)
-        # of a vocabulary that is split where it can be
+        # The rows of one rank: vocabularies are split if tp divides them.
         rows = ((n // tp if n % tp == 0 else n, width * n) for n, width in padded)
-        return sum(cost / (1.0 if own % ALIGNED_ELEMENTS == 0 else problem.unaligned_fraction) for own, cost in rows)
+        return sum(cost / (1.0 if n % ALIGNED_ELEMENTS == 0 else problem.unaligned_fraction) for n, cost in rows)
 
     return min(sorted(problem.space.vocab_multiples), key=work) if problem.vocabularies else 1
 
 
 def _shard_groups(t: Table, hsdp: bool, per_node: int) -> NDArray[np.bool_]:
-    """Sharding over none or all data ranks, or (HSDP) over those of one node."""
-    whole: NDArray[np.bool_] = (t["dp_replicate"] == 1) | (t["dp_shard"] == 1)
-    node: NDArray[np.bool_] = t["dp_shard"] * t["cp"] * t["tp"] == per_node
-    return whole | node if hsdp else whole
+    """Return whether states are sharded over no or all data ranks, or (HSDP) over those of one node."""
+    is_unmixed: NDArray[np.bool_] = (t["dp_replicate"] == 1) | (t["dp_shard"] == 1)
+    in_node: NDArray[np.bool_] = t["dp_shard"] * t["cp"] * t["tp"] == per_node
+    return is_unmixed | in_node if hsdp else is_unmixed
 
 
 def pin_constraints(pins: Pins, global_batch_size: int) -> tuple[Constraint, ...]:
-    """The pins on what candidates are made of, by their text."""
+    """Return the constraints of pins on the choices of candidates, named by the pins' texts."""
     notes = {
         "ep": " (ep is ep_data data ranks, times tp or not)",
         "num_micro_batches": f" (equal parts of a data rank's share of the global batch {global_batch_size})",
     }
-    found = []
+    constraints = []
     for pin in pins.pins:
         if isinstance(pin, NumberPin) and pin.key != BUCKET:
             name = pin.text + notes.get(pin.key, "")
-            found.append(Constraint(name=name, holds=lambda t, pin=pin: _number(t, pin)))  # type: ignore[misc]
+            constraints.append(Constraint(name=name, holds=lambda t, pin=pin: _number(t, pin)))  # type: ignore[misc]
         elif isinstance(pin, ChoicePin) and pin.key == "schedule":
             allowed = [i for i, name in enumerate(SCHEDULES) if pin.holds(name)]
-            found.append(
+            constraints.append(
                 Constraint(name=pin.text, holds=lambda t, allowed=allowed: np.isin(t["schedule"], allowed))  # type: ignore[misc]
             )
-    return tuple(found)
+    return tuple(constraints)
 
 
 def stage_constraints(problem: Problem, pins: Pins) -> tuple[Constraint, ...]:
-    """What pinned stages leave of the number of stages: these follow the order of the blocks, and none is empty."""
+    """Return the constraints of pinned stages on the number of stages: stages follow the order of blocks, and none is empty."""
     last, texts = problem.num_blocks - 1, pins.texts
-    staged = [own for own in problem.staged if own[0] in texts]
-    found: dict[str, Constraint] = {}
-    for (one, i, s), (other, j, t) in pairwise(staged):
+    staged = [row for row in problem.staged if row[0] in texts]
+    constraints: dict[str, Constraint] = {}
+    for (pin, i, s), (next_pin, j, t) in pairwise(staged):
         if not 0 <= t - s <= j - i:
             name = (
-                " and ".join(dict.fromkeys((one, other)))
+                " and ".join(dict.fromkeys((pin, next_pin)))
                 + " (stages follow the order of the blocks, and none is empty)"
             )
-            found[name] = Constraint(name=name, holds=lambda t: t["pp"] < 1)
-    for text in dict.fromkeys(own[0] for own in staged):
-        stage, blocks = next(own[2] for own in staged if own[0] == text), [own[1] for own in staged if own[0] == text]
+            constraints[name] = Constraint(name=name, holds=lambda t: t["pp"] < 1)
+    for text in dict.fromkeys(row[0] for row in staged):
+        stage, blocks = next(row[2] for row in staged if row[0] == text), [row[1] for row in staged if row[0] == text]
         least, most = stage + 1, stage + 1 + last - blocks[-1]
         if stage > blocks[0]:
             name = f"{text} (its first block is number {blocks[0] + 1} of the model, and stages 0 to {stage} need {stage + 1} blocks)"
-            found[name] = Constraint(name=name, holds=lambda t: t["pp"] < 1)
+            constraints[name] = Constraint(name=name, holds=lambda t: t["pp"] < 1)
         else:
             name = f"{text} (which leaves {least} to {most} stages)"
-            found[name] = Constraint(name=name, holds=partial(_are_stages, least=least, most=most))
-    return tuple(found.values())
+            constraints[name] = Constraint(name=name, holds=partial(_are_stages, least=least, most=most))
+    return tuple(constraints.values())
 
 
 def _are_stages(t: Table, *, least: int, most: int) -> NDArray[np.bool_]:
     stages = t["pp"] * t["virtual_stages"]
-    found: NDArray[np.bool_] = (least <= stages) & (stages <= most)
-    return found
+    in_range: NDArray[np.bool_] = (least <= stages) & (stages <= most)
+    return in_range
 
 
 def _number(t: Table, pin: NumberPin) -> NDArray[np.bool_]:
     holds = RELATIONS[pin.relation]
-    if pin.key == "ep":  # of the layout, which has to choose between the two
-        found: NDArray[np.bool_] = holds(t["ep_data"], pin.value) | holds(t["ep_data"] * t["tp"], pin.value)
+    if pin.key == "ep":  # the layout decides whether experts are split over tp too
+        is_kept: NDArray[np.bool_] = holds(t["ep_data"], pin.value) | holds(t["ep_data"] * t["tp"], pin.value)
     else:
-        found = holds(t["dp_replicate"] * t["dp_shard"] if pin.key == "dp" else t[pin.key], pin.value)
-    return found
+        is_kept = holds(t["dp_replicate"] * t["dp_shard"] if pin.key == "dp" else t[pin.key], pin.value)
+    return is_kept
 
 
 def is_pinned(pins: Pins, *keys: str) -> bool:
-    """Whether pins say something of one of these."""
+    """Return whether there is a pin on one of these keys."""
     return any(isinstance(pin, NumberPin | ChoicePin) and pin.key in keys for pin in pins.pins)

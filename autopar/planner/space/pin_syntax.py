@@ -1,4 +1,4 @@
-"""The language of pins: how each is read; and as a table, what each kind is written like and holds."""
+"""The syntax of pins: the parser of each kind, and the table of kinds that ``autopar pins`` prints."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ RELATIONS: dict[str, Callable[[Any, int], Any]] = {
     "<": operator.lt,
     ">": operator.gt,
 }
-"""By their sign; of numbers, and of columns of them."""
+"""The relations of pins by their sign; they apply to numbers and to columns of numbers."""
 
 ACTIVATIONS = "activations"
+"""The value of ``offload`` that moves the activations of blocks."""
 
 BUCKET = "bucket_bytes"
-"""The one whole number that is chosen after the candidate."""
+"""The only number that is chosen after the candidate."""
 
 _SAME = {"zero_stage": "zero", "micro_batch_size": "micro_batch"}
-"""Other names of some numbers."""
+"""Keys by their synonyms."""
 
 _NUMBERS = (
     *("pp", "dp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "ep_data", "zero", "zero_stage", "micro_batch"),
@@ -47,40 +48,54 @@ _CHOICES = {
     "offload": ("none", "optimizer"),
 }
 EQUAL = "equal"
-"""Of ``data_shares``: all data ranks take as many samples."""
+"""The value of ``data_shares`` for which all data ranks take equally many samples."""
 
 _KEYS = (*_NUMBERS, *_CHOICES, "groups", "data_shares", "recompute", "opaque", "stage@BLOCKS", "PARAMETER=tp:TYPE")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumberPin:
-    """A relation between a degree (or another whole number) and a value."""
+    """A relation between a whole number, such as a degree, and a value.
+
+    Attributes:
+        text: the pin as written.
+        key: the name of the number, no synonym.
+        relation: the sign, a key of :data:`RELATIONS`.
+        value: the number on the right of the sign.
+    """
 
     text: str
     key: str
     relation: str
     value: int
 
-    def holds(self, found: int | str) -> bool:
-        return bool(RELATIONS[self.relation](found, self.value))
+    def holds(self, value: int | str) -> bool:
+        return bool(RELATIONS[self.relation](value, self.value))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoicePin:
-    """A name that must (or, with ``!=``, must not) be chosen: ``schedule``, ``precision``, ``cp_attention``, ``offload``, ``groups``, ``data_shares``."""
+    """A value that must, or with ``!=`` must not, be chosen for a choice that is no number.
+
+    Attributes:
+        text: the pin as written.
+        key: ``schedule``, ``precision``, ``cp_attention``, ``offload``, ``groups`` or ``data_shares``.
+        relation: ``=``, ``==`` or ``!=``.
+        value: the value.
+    """
 
     text: str
     key: str
     relation: str
     value: str
 
-    def holds(self, found: int | str) -> bool:
-        return (found == self.value) == (self.relation != "!=")
+    def holds(self, value: int | str) -> bool:
+        return (value == self.value) == (self.relation != "!=")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputePin:
-    """Recompute of the blocks of ``selector``; of all blocks where it is empty."""
+    """The recompute mode of the blocks that ``selector`` matches; an empty selector matches all blocks."""
 
     text: str
     mode: Recompute
@@ -89,7 +104,7 @@ class RecomputePin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePin:
-    """The stage of the blocks of ``selector``."""
+    """The pipeline stage of the blocks that ``selector`` matches, from 0."""
 
     text: str
     selector: str
@@ -98,7 +113,7 @@ class StagePin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterPin:
-    """The type at rest, on ``axis``, of the parameters that the pattern matches."""
+    """The type on ``axis`` in which the parameters that ``pattern`` matches are stored."""
 
     text: str
     pattern: str
@@ -111,7 +126,7 @@ class ParameterPin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpaquePin:
-    """Modules that are not looked into, by path, pattern or class name: the model is traced with it."""
+    """Modules that are not traced, by path, pattern or class name."""
 
     text: str
     name: str
@@ -119,7 +134,7 @@ class OpaquePin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationPin:
-    """What the blocks of ``selector`` keep for backward lives on the host; of all blocks where it is empty."""
+    """The blocks whose activations live on the host: those that ``selector`` matches; an empty selector matches all blocks."""
 
     text: str
     selector: str
@@ -129,13 +144,13 @@ Pin = ActivationPin | NumberPin | ChoicePin | RecomputePin | StagePin | Paramete
 
 
 def parse_pin(text: str) -> Pin:
-    """Reads one pin.
+    """Return the pin of a text.
 
     >>> parse_pin("tp<=4")
     NumberPin(text='tp<=4', key='tp', relation='<=', value=4)
 
     Raises:
-        UsageError: malformed, or an unknown name (with the closest known one).
+        UsageError: the text is malformed or has an unknown name (with the closest known one).
     """
     match = re.fullmatch(r"\s*([^<>=!\s]+)\s*(<=|>=|!=|==|=|<|>)\s*(\S+)\s*", text)
     if match is None:
@@ -165,25 +180,25 @@ def parse_pin(text: str) -> Pin:
         axis, _, type_text = value.partition(":")
         if axis not in _AXES:
             raise UsageError.unknown("axis", axis, _AXES, where=f"pin '{text}'")
-        found = parse_type(type_text)
-        if found.kind not in ("I", "S"):
+        stored = parse_type(type_text)
+        if stored.kind not in ("I", "S"):
             raise UsageError(
                 f"A parameter cannot be stored as {type_text}",
                 where=f"pin '{text}'",
                 fix="Write I or S(d), for example tp:S(0)",
             )
-        return ParameterPin(text=text, pattern=name, axis=axis, type=found)
+        return ParameterPin(text=text, pattern=name, axis=axis, type=stored)
     raise UsageError.unknown("pin", name, _KEYS)
 
 
 def _choice(text: str, name: str, relation: str, value: str) -> ChoicePin:
-    known = _CHOICES[name]
-    by_lower = {k.lower(): k for k in known}
+    values = _CHOICES[name]
+    by_lower = {k.lower(): k for k in values}
     if relation not in ("=", "==", "!="):
         raise UsageError(f"'{relation}' does not go with {name}", where=f"pin '{text}'", fix="Write = or !=")
     if value.lower() not in by_lower:
         more = (ACTIVATIONS, f"{ACTIVATIONS}@BLOCKS") if name == "offload" else ()
-        raise UsageError.unknown(name, value, (*known, *more), where=f"pin '{text}'")
+        raise UsageError.unknown(name, value, (*values, *more), where=f"pin '{text}'")
     return ChoicePin(text=text, key=name, relation=relation, value=by_lower[value.lower()])
 
 
@@ -209,7 +224,7 @@ _BY_GROUP = {
         "Write for example data_shares=3-1: the samples that a data rank of each node group takes at once. Or 'equal'",
     ),
 }
-"""Numbers for each node group: their form, and what to say of others."""
+"""The pins with one number for each node group: the pattern of their values, and the fault and the remedy of values that do not match."""
 
 
 def _by_group(text: str, name: str, relation: str, value: str) -> ChoicePin:
@@ -221,7 +236,7 @@ def _by_group(text: str, name: str, relation: str, value: str) -> ChoicePin:
 
 
 def _of_modules(text: str, name: str, value: str) -> Pin:
-    """A pin on blocks or modules."""
+    """Return a pin on blocks or modules."""
     if name == "recompute":
         return _recompute(text, value)
     if name == "opaque":
@@ -244,12 +259,12 @@ def _recompute(text: str, value: str) -> RecomputePin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PinKind:
-    """One kind of pin.
+    """One kind of pin, for display.
 
     Attributes:
         form: how it is written; ``OP`` is one of ``= != < <= > >=``.
-        holds: what it holds.
-        example: a pin.
+        holds: what it fixes.
+        example: a pin of this kind.
     """
 
     form: str
@@ -286,7 +301,7 @@ PIN_KINDS = tuple(PinKind(form=form, holds=holds, example=example) for form, hol
 
 
 def render_pins() -> str:
-    """A row for each kind."""
+    """Return the table of all kinds of pins for the terminal."""
     rows = [(kind.example, kind.form, kind.holds) for kind in PIN_KINDS]
     head = ("example", "form", "what it holds")
     table = plain_table(head, rows, left=head, width=140, indent=0)
@@ -297,5 +312,5 @@ def render_pins() -> str:
 
 
 def pins_summary() -> dict[str, dict[str, str]]:
-    """The same as JSON values, by example."""
+    """Return the kinds of pins as JSON values, by example."""
     return {kind.example: {"form": kind.form, "holds": kind.holds} for kind in PIN_KINDS}

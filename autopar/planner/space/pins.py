@@ -1,10 +1,10 @@
-"""Pins: constraints that a person puts on the plan, respected exactly.
+"""Pins: constraints of the user on the plan, which every plan satisfies exactly.
 
-What kinds there are says the table of :mod:`~autopar.planner.space.pin_syntax`, which ``autopar pins`` prints.
-Pins stand in options, in a file (``--pin @FILE``, one in a line, ``#`` before a remark) and at modules of the model
-(:mod:`autopar.pins.on_modules`); where two speak of one block, options win over modules, and later ones over earlier ones.
+The table in :mod:`~autopar.planner.space.pin_syntax`, which ``autopar pins`` prints, lists the kinds of pins. Pins are given as options,
+in a file (``--pin @FILE``, one in a line, ``#`` before a remark) and at modules of the model (:mod:`autopar.pins.on_modules`). If two pins
+concern one block, options win over modules, and later pins over earlier ones.
 
-A selector is a dotted path whose parts may be ``*`` or a range: it selects the blocks whose label contains it.
+A selector is a dotted path whose parts may be ``*`` or a range. It selects the blocks whose label contains it.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from autopar.planner.space.pin_syntax import (
 
 
 def replaced(pins: Iterable[str], others: Sequence[str]) -> list[str]:
-    """The pins with ``others`` in place of those that are about the same.
+    """Return the pins, with ``others`` in place of those on the same subject.
 
     >>> replaced(["tp<=4", "recompute=full@layers.0-3"], ["tp=8"])
     ['recompute=full@layers.0-3', 'tp=8']
     """
-    about = {_subject(pin) for pin in others}
-    return [*(pin for pin in pins if _subject(pin) not in about), *others]
+    subjects = {_subject(pin) for pin in others}
+    return [*(pin for pin in pins if _subject(pin) not in subjects), *others]
 
 
 def _subject(pin: str) -> str:
@@ -47,22 +47,25 @@ def _subject(pin: str) -> str:
 
 
 def select_blocks(graph: Graph, selector: str, *, pin: str) -> tuple[int, ...]:
-    """Indices of the blocks that a selector names: by their labels, else by one of the modules that a label joins (``norm+lm_head``).
+    """Return the indices of the blocks that a selector names.
+
+    It is matched with the labels of blocks; if none matches, with the modules that a label joins (``norm+lm_head``). An empty selector names
+    all blocks.
 
     Raises:
-        UsageError: it names none; says which labels there are.
+        UsageError: the selector matches no block; the message lists labels.
     """
-    found = tuple(b.index for b in graph.blocks if not selector or _label_matches(b.label, selector))
-    if not found:
-        found = tuple(b.index for b in graph.blocks if any(_label_matches(m, selector) for m in b.label.split("+")))
-    if not found:
+    blocks = tuple(b.index for b in graph.blocks if not selector or _label_matches(b.label, selector))
+    if not blocks:
+        blocks = tuple(b.index for b in graph.blocks if any(_label_matches(m, selector) for m in b.label.split("+")))
+    if not blocks:
         labels = list(dict.fromkeys(b.label for b in graph.blocks if b.label))
         raise UsageError(
             f"No block of the model matches '{selector}'",
             where=f"pin '{pin}'",
             fix=f"Blocks: {', '.join(labels if len(labels) <= 6 else [*labels[:3], '...', *labels[-2:]]) or 'none'}",
         )
-    return found
+    return blocks
 
 
 def _label_matches(label: str, selector: str) -> bool:
@@ -82,7 +85,11 @@ def _part_matches(part: str, wanted: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pins:
-    """All pins of one search."""
+    """All pins of one search.
+
+    Attributes:
+        pins: the pins, in the order in which they were given.
+    """
 
     pins: tuple[Pin, ...] = ()
 
@@ -95,29 +102,31 @@ class Pins:
         return tuple(pin.text for pin in self.pins)
 
     def without(self, text: str) -> Pins:
-        """All pins but one; for finding those that conflict."""
+        """Return all pins but those with this text, for finding a conflict."""
         return Pins(pins=tuple(pin for pin in self.pins if pin.text != text))
 
     def allows(self, key: str, value: int | str) -> bool:
-        """Whether every pin on ``key`` holds for ``value``."""
-        own = (pin for pin in self.pins if isinstance(pin, NumberPin | ChoicePin) and pin.key == key)
-        return all(pin.holds(value) for pin in own)
+        """Return whether every pin on ``key`` holds for ``value``."""
+        on_key = (pin for pin in self.pins if isinstance(pin, NumberPin | ChoicePin) and pin.key == key)
+        return all(pin.holds(value) for pin in on_key)
 
     def buckets(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """The sizes of buckets to choose from: those of ``sizes`` and of the pins that all pins allow; the usual one first.
+        """Return the bucket sizes in bytes that all pins allow, the default size first.
+
+        The sizes are those of ``sizes``, and those that pins name or border on.
 
         Raises:
-            UsageError: there is none.
+            UsageError: no size satisfies the pins.
         """
-        own = [pin for pin in self.pins if isinstance(pin, NumberPin) and pin.key == BUCKET]
-        named = [pin.value + {"<": -1, ">": 1}.get(pin.relation, 0) for pin in own]
-        found = [size for size in dict.fromkeys((*sizes, *named)) if size > 0 and self.allows(BUCKET, size)]
-        if not found:
+        on_buckets = [pin for pin in self.pins if isinstance(pin, NumberPin) and pin.key == BUCKET]
+        named = [pin.value + {"<": -1, ">": 1}.get(pin.relation, 0) for pin in on_buckets]
+        allowed = [size for size in dict.fromkeys((*sizes, *named)) if size > 0 and self.allows(BUCKET, size)]
+        if not allowed:
             raise UsageError(
-                f"No bucket size holds for {', '.join(pin.text for pin in own)}",
+                f"No bucket size holds for {', '.join(pin.text for pin in on_buckets)}",
                 fix="Write for example bucket_bytes=26214400",
             )
-        return tuple(sorted(found, key=lambda size: (size != BUCKET_BYTES, size)))
+        return tuple(sorted(allowed, key=lambda size: (size != BUCKET_BYTES, size)))
 
     @property
     def parameters(self) -> tuple[ParameterPin, ...]:
@@ -125,40 +134,40 @@ class Pins:
 
     @property
     def opaque(self) -> tuple[str, ...]:
-        """Names of the modules that run as they are written."""
+        """The names of the modules that are not traced."""
         return tuple(pin.name for pin in self.pins if isinstance(pin, OpaquePin))
 
     def recompute(self, graph: Graph) -> dict[int, Recompute]:
-        """The pinned recompute by block index; later pins win over earlier ones."""
-        found: dict[int, Recompute] = {}
+        """Return the pinned recompute mode by block index; later pins win over earlier ones."""
+        modes: dict[int, Recompute] = {}
         for pin in self.pins:
             if isinstance(pin, RecomputePin):
-                found |= dict.fromkeys(select_blocks(graph, pin.selector, pin=pin.text), pin.mode)
-        return found
+                modes |= dict.fromkeys(select_blocks(graph, pin.selector, pin=pin.text), pin.mode)
+        return modes
 
     def moved(self, graph: Graph) -> frozenset[int]:
-        """Blocks whose activations live on the host."""
-        found = [pin for pin in self.pins if isinstance(pin, ActivationPin)]
-        return frozenset(i for pin in found for i in select_blocks(graph, pin.selector, pin=pin.text))
+        """Return the indices of the blocks whose activations are pinned to the host."""
+        on_host = [pin for pin in self.pins if isinstance(pin, ActivationPin)]
+        return frozenset(i for pin in on_host for i in select_blocks(graph, pin.selector, pin=pin.text))
 
     def stages(self, graph: Graph) -> dict[int, int]:
-        """The pinned stage by block index."""
+        """Return the pinned stage by block index."""
         return {block: stage for _, block, stage in self.staged(graph)}
 
     def staged(self, graph: Graph) -> tuple[tuple[str, int, int], ...]:
-        """The blocks whose stage is pinned, in order: the pin (of several the last one), the block, its stage."""
-        found: dict[int, tuple[str, int, int]] = {}
+        """Return the pin's text, the block and the stage for each block with a pinned stage, in the order of blocks; the last pin wins."""
+        by_block: dict[int, tuple[str, int, int]] = {}
         for pin in self.pins:
             if isinstance(pin, StagePin):
                 blocks = select_blocks(graph, pin.selector, pin=pin.text)
-                found |= {block: (pin.text, block, pin.stage) for block in blocks}
-        return tuple(found[block] for block in sorted(found))
+                by_block |= {block: (pin.text, block, pin.stage) for block in blocks}
+        return tuple(by_block[block] for block in sorted(by_block))
 
     def check(self, graph: Graph) -> None:
-        """Refuse pins that name blocks or parameters which the model does not have.
+        """Check that the model has the blocks, parameters, experts and vocabularies that the pins name.
 
         Raises:
-            UsageError: names the pin, with suggestions.
+            UsageError: the model lacks one of these, or pins on activations contradict each other.
         """
         modes, moved = self.recompute(graph), self.moved(graph)
         self.stages(graph)

@@ -1,8 +1,8 @@
-"""Which candidates people would take: what a choice that nobody made means, what is leanest, and the rules of thumb of the field.
+"""The candidates that experts would take: which one an incomplete choice means, which are leanest, and rules of thumb of the field.
 
-The rules of thumb, as pins: tensor parallelism inside a node and no more of it than a layer needs, then stages, then data
-ranks (Narayanan et al. 2021, section 3.2); the defaults of Megatron-LM (no distributed optimizer, 1F1B), torchtitan (FSDP
-over all ranks) and PyTorch's FSDP2 and HSDP. Every search by a sampler begins with them, and benchmarks compare with them.
+The rules of thumb are written as pins: tensor parallelism inside a node and no more of it than a layer needs, then stages, then data
+ranks (Narayanan et al. 2021, section 3.2); the defaults of Megatron-LM (no distributed optimizer, 1F1B), torchtitan (FSDP over all ranks)
+and PyTorch's FSDP2 and HSDP. Every search by a sampler begins with their candidates, and benchmarks compare with them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autopar.planner.space.pins import Pins
 
 
 def usual(candidate: Candidate) -> tuple[int, ...]:
-    """Orders candidates by how usual they are; the first of these is what an unpinned choice means in an estimate."""
+    """Return a sort key of candidates, the most usual first; the first is what an estimate takes for choices that are not pinned."""
     mesh = candidate.mesh
     order = {"none": 0, "1F1B": 0, "Interleaved1F1B": 1, "GPipe": 2}
     zero = 0 if candidate.zero_stage == (1 if mesh.data > 1 else 0) else 1 + candidate.zero_stage
@@ -41,7 +41,7 @@ def usual(candidate: Candidate) -> tuple[int, ...]:
 
 
 def leanness(candidate: Candidate) -> tuple[int, ...]:
-    """Orders candidates by how much memory they are likely to need, the leanest first."""
+    """Return a sort key of candidates by the memory that they are likely to need, the leanest first."""
     mesh = candidate.mesh
     return (
         -len(candidate.on_host),
@@ -57,52 +57,57 @@ def leanness(candidate: Candidate) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """``tries``: pins to try one after the other until something fits."""
+    """A rule of thumb.
+
+    Attributes:
+        name: its name, with where it comes from.
+        tries: sets of pins, to be tried in this order until a candidate fits.
+    """
 
     name: str
     tries: tuple[tuple[str, ...], ...]
 
 
 def rules(devices_per_node: int) -> tuple[Rule, ...]:
-    """For nodes of so many devices."""
+    """Return the rules of thumb for nodes of ``devices_per_node`` devices."""
     node = devices_per_node
     degrees = [d for d in (1, 2, 4, 8) if d <= node]
-    once = ("zero=1", "micro_batch=1")
-    whole = ("tp=1", "pp=1", "cp=1", "zero=3")
-    survey = (*((f"tp={d}", "cp=1", "pp=1", *once) for d in degrees), (f"tp={node}", "cp=1", *once))
+    smallest = ("zero=1", "micro_batch=1")
+    fsdp = ("tp=1", "pp=1", "cp=1", "zero=3")
+    survey = (*((f"tp={d}", "cp=1", "pp=1", *smallest) for d in degrees), (f"tp={node}", "cp=1", *smallest))
     megatron = (f"tp={node}", "cp=1", "zero=0", "micro_batch=1", "schedule!=GPipe", "virtual_stages=1")
-    titan = tuple((*whole, "dp_replicate=1", f"micro_batch={m}") for m in (8, 4, 2, 1))
+    titan = tuple((*fsdp, "dp_replicate=1", f"micro_batch={m}") for m in (8, 4, 2, 1))
     return (
         Rule(name="survey: least tp in a node, then pp, then data, ZeRO-1", tries=survey),
         Rule(name="Megatron: tp of a node, least pp, no ZeRO, 1F1B", tries=(megatron,)),
         Rule(name="torchtitan: FSDP over all, largest micro-batch to 8", tries=titan),
-        Rule(name="FSDP2: ZeRO-3 over all, micro-batch 1", tries=((*whole, "dp_replicate=1", "micro_batch=1"),)),
-        Rule(name="HSDP: ZeRO-3 inside a node, micro-batch 1", tries=((*whole, f"dp_shard={node}", "micro_batch=1"),)),
+        Rule(name="FSDP2: ZeRO-3 over all, micro-batch 1", tries=((*fsdp, "dp_replicate=1", "micro_batch=1"),)),
+        Rule(name="HSDP: ZeRO-3 inside a node, micro-batch 1", tries=((*fsdp, f"dp_shard={node}", "micro_batch=1"),)),
     )
 
 
 def seeds(pool: Sequence[Candidate], devices_per_node: int, may_fit: Callable[[int], bool]) -> dict[int, str]:
-    """What experts would try: positions of the rules' candidates, each once, with the name of the first rule that says so.
+    """Return the positions of the candidates that experts would try, each with the name of the first rule that gives it.
 
-    Of a rule's first try that leaves something that may fit the most usual candidate; nothing where the pool has none.
+    A rule gives the most usual candidate that may fit, of the first of its tries that has one.
 
     Args:
-        may_fit: asked of a position.
+        may_fit: returns whether the candidate at a position may fit in memory.
     """
-    found: dict[int, str] = {}
+    reasons: dict[int, str] = {}
     if not pool:
-        return found
+        return reasons
     table = _table(pool)
     for rule in rules(devices_per_node):
         tried = (i for texts in rule.tries for i in _usual_first(pool, table, texts))
         index = next(filter(may_fit, tried), None)
         if index is not None:
-            found.setdefault(index, rule.name)
-    return found
+            reasons.setdefault(index, rule.name)
+    return reasons
 
 
 def _usual_first(pool: Sequence[Candidate], table: Table, texts: Sequence[str]) -> list[int]:
-    """The candidates that pins leave."""
+    """Return the positions of the candidates that satisfy some pins, the most usual first."""
     keep = np.ones(len(pool), dtype=bool)
     for constraint in pin_constraints(Pins.parse(texts), 0):
         keep &= constraint.holds(table)
@@ -110,7 +115,7 @@ def _usual_first(pool: Sequence[Candidate], table: Table, texts: Sequence[str]) 
 
 
 def _table(pool: Sequence[Candidate]) -> Table:
-    """What the rules speak of, a column each."""
+    """Return the choices on which the rules have pins, one column for each."""
     columns = {key: [getattr(c.mesh, key) for c in pool] for key in DEGREES} | {
         "zero": [c.zero_stage for c in pool],
         "micro_batch": [c.micro_batch_size for c in pool],

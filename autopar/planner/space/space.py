@@ -1,4 +1,4 @@
-"""Search spaces: which values of each choice are tried; data in ``search/*.toml``."""
+"""Search spaces: the values of each choice that a search tries, read from ``search/*.toml``."""
 
 from __future__ import annotations
 
@@ -14,40 +14,41 @@ from autopar.util.toml import Table
 
 SamplerName = Literal["none", "tpe", "cmaes", "nsga2"]
 SAMPLERS: tuple[SamplerName, ...] = ("none", "tpe", "cmaes", "nsga2")
+"""The samplers for spaces that are too large to be searched to the end; ``none``: dual bounds alone decide."""
+
 ATTENTION_KINDS = ("gather", "ulysses", "ring")
-"""How attention runs over a split sequence (:mod:`autopar.planner.sharding.input_axes`)."""
+"""The ways in which attention runs over a split sequence (:mod:`autopar.planner.sharding.input_axes`)."""
 
 Hosted = Literal["optimizer", "activations"]
+"""What may live in the host's memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """What the outer search may choose.
+    """The choices of a search.
 
     Attributes:
-        max_tp_nodes: ``tp`` groups span at most this many nodes (1: they stay on NVLink).
-        max_pp, max_tp, max_cp: bounds on degrees; a file without ``max_cp`` or ``cp_from`` has those of ``default``.
-        cp_from: length of the sequence from which on ``cp`` > 1 is tried unless it is pinned.
-        zero_stages, micro_batches, schedules, virtual_stages: values tried; pins may name others.
-        hsdp: also split the data axis into ``dp_replicate`` x ``dp_shard`` at node boundaries.
-        recompute: modes that a block may take.
-        equal_stages: every stage holds as many of the largest group of equal blocks as any other, or one more where they do
-            not divide; False where a file does not say.
-        bucket_bytes: sizes of the buckets in which gradients are summed, for the best plan of each candidate; a file has them
-            as ``bucket_mib``.
-        offload: what may live on the host, where the devices' profiles have the link to it: optimizers, and what blocks keep for
-            backward.
-        data_shares: without a pipeline, data ranks on different devices may take different numbers of samples; False where a
-            file does not say.
-        price_ratios: memory prices of the layout search, as the seconds that a rank's whole memory is worth over
-            the block's compute time.
-        practice: what is hardly ever worth trying is left out (see :func:`autopar.planner.space.constraints.practice`).
-        every: up to so many plans of a candidate in one layout (cuts with recompute) are all priced, and up to so many layouts
-            on ``tp`` all tried; past it cuts and layouts are those of the solvers. 0: always those.
-        exhaustive: up to so many candidates are searched to the end.
-        trials: evaluations in a larger space, where the caller says nothing.
-        sampler: what asks for a part of these (:mod:`autopar.planner.branch_and_bound.sampling`); ``none``: bounds alone decide. So where a file does
-            not say.
+        name: the space's name.
+        max_tp_nodes: the number of nodes that a ``tp`` group spans at most (1: it stays on NVLink).
+        max_pp, max_tp, max_cp: the largest degrees. A file without ``max_cp`` or ``cp_from`` has those of ``default``.
+        cp_from: the sequence length from which on ``cp`` > 1 is tried unless it is pinned.
+        zero_stages, micro_batches, schedules, virtual_stages: the values that are tried; pins may name others.
+        hsdp: whether the data axis is also split into ``dp_replicate`` x ``dp_shard`` at node boundaries.
+        recompute: the modes that a block may take.
+        price_ratios: the prices of memory for which layouts are searched: the seconds that a rank's whole memory is worth, over the compute
+            time of the block.
+        exhaustive: the number of candidates up to which a space is searched to the end.
+        trials: the number of evaluations in a larger space, unless the caller gives a limit.
+        equal_stages: whether all stages hold equally many blocks of the largest group of equal blocks, or one more where they do not
+            divide.
+        practice: whether choices that are hardly ever worth trying are left out (:func:`autopar.planner.space.constraints.practice`).
+        every: the number of plans of a candidate in one layout (cuts with recompute), and of layouts on ``tp``, up to which all are tried.
+            Above it cuts and layouts are those of the solvers. 0: always those.
+        bucket_bytes: the sizes of gradient buckets that are tried for the best plan of each candidate; ``bucket_mib`` in a file.
+        offload: what may live on the host, where the profiles of the devices have the link to it: the optimizer, and activations.
+        data_shares: whether, without a pipeline, data ranks on different devices may take different numbers of samples.
+        sampler: what chooses the candidates to evaluate in a larger space (:mod:`autopar.planner.branch_and_bound.sampling`).
+        vocab_multiples: the multiples to which each rank's part of a vocabulary may be padded.
     """
 
     name: str
@@ -76,7 +77,7 @@ class Space:
 
 
 def with_sampler(space: Space, name: str | None) -> Space:
-    """A space whose sampler is named by the caller, and takes part whatever the size of the pool; None: as it is.
+    """Return a space with a sampler that the caller names, which is used for any size of the pool; None leaves the space as it is.
 
     Raises:
         UsageError: there is no such sampler.
@@ -89,10 +90,10 @@ def with_sampler(space: Space, name: str | None) -> Space:
 
 
 def load_space(name: str) -> Space:
-    """A space by name (``default``, ``quick``) or from a TOML file.
+    """Return a space by name (``default``, ``quick``) or from a TOML file.
 
     Raises:
-        UsageError: unknown name, malformed file (file, line, key).
+        UsageError: the name is unknown, or the file is malformed (with file, line and key).
     """
     shipped = data_files("search")
     if name.endswith(".toml"):
@@ -103,15 +104,15 @@ def load_space(name: str) -> Space:
         raise UsageError.unknown("space", name, shipped, fix="or give the path of a .toml file")
     table = Table.load(path)
     has_all = path == shipped["default"] or (table.has("max_cp") and table.has("cp_from"))
-    usual = None if has_all else load_space("default")
+    defaults = None if has_all else load_space("default")
     schedules = _texts(table, "schedules", SCHEDULES)
     space = Space(
         name=table.text("name"),
         max_tp_nodes=table.integer("max_tp_nodes"),
         max_pp=table.integer("max_pp"),
         max_tp=table.integer("max_tp"),
-        max_cp=table.integer("max_cp", usual.max_cp if usual else None),
-        cp_from=table.integer("cp_from", usual.cp_from if usual else None),
+        max_cp=table.integer("max_cp", defaults.max_cp if defaults else None),
+        cp_from=table.integer("cp_from", defaults.cp_from if defaults else None),
         zero_stages=_integers(table, "zero_stages", 0, 3),
         micro_batches=_integers(table, "micro_batches", 1),
         schedules=cast("tuple[ScheduleName, ...]", schedules),
@@ -135,10 +136,10 @@ def load_space(name: str) -> Space:
 
 
 def _sampler(table: Table) -> SamplerName:
-    found = table.text("sampler", "none")
-    if found not in SAMPLERS:
-        raise UsageError.unknown("sampler", found, SAMPLERS, where=table.place("sampler"))
-    return found
+    name = table.text("sampler", "none")
+    if name not in SAMPLERS:
+        raise UsageError.unknown("sampler", name, SAMPLERS, where=table.place("sampler"))
+    return name
 
 
 def _offload(table: Table) -> tuple[Hosted, ...]:
@@ -148,7 +149,7 @@ def _offload(table: Table) -> tuple[Hosted, ...]:
 
 
 def _buckets(table: Table) -> tuple[int, ...]:
-    """Of ``bucket_mib``; that of ``Plan.bucket_bytes`` where a file does not say."""
+    """Return the sizes of ``bucket_mib`` in bytes; the default of ``Plan.bucket_bytes`` if the file has none."""
     if not table.has("bucket_mib"):
         return (BUCKET_BYTES,)
     sizes = tuple(round(mib * 2**20) for mib in _numbers(table, "bucket_mib"))

@@ -1,9 +1,10 @@
-"""The ledger of a search as an Optuna study: in any storage, shared by processes and machines, seen in optuna-dashboard.
+"""The ledger of a search as an Optuna study: in any storage, shared by processes and machines, shown by optuna-dashboard.
 
-A trial is a candidate: WAITING where experts would try it and no search has come to it, RUNNING while a search evaluates it, COMPLETE with
-the seconds of a step, PRUNED with the seconds that it takes at least where it was left unfinished, FAIL with the reason where it has no
-plan or its search was interrupted. A dead search leaves a RUNNING trial, which another takes over. Whoever tells of a trial first is right:
-both evaluated the same.
+A trial is a candidate, and its state says how far the candidate is. WAITING: experts would try it, and no search has reached it. RUNNING: a
+search evaluates it. COMPLETE: its value is the step time in seconds. PRUNED: it was left unfinished, and its value is a lower bound in
+seconds. FAIL: it has no plan, for the reason given, or its search was interrupted.
+
+A dead search leaves a RUNNING trial, which another search takes over. If both end it, the first result stays; both evaluated the same.
 """
 
 from __future__ import annotations
@@ -34,23 +35,25 @@ from autopar.planner.branch_and_bound.frontier import Result
 from autopar.planner.space.candidates import Candidate
 
 JOURNAL = "journal:///"
+"""The prefix of the URL of a journal file."""
+
 LOCK_TIMEOUT_S = 60.0
-"""How long a process waits for the lock of an SQLite file, which others hold for milliseconds."""
+"""Seconds to wait for the lock of an SQLite file, which others hold for milliseconds."""
 
 _ATTEMPTS = 3
-"""Of opening a storage: processes that make its tables at the same moment get into each other's way."""
+"""The number of attempts to open a storage: processes that create its tables at the same moment fail."""
 
 
 def open_storage(url: str, *, durable: bool = True) -> BaseStorage:
-    """The storage behind an URL.
+    """Return the storage of a URL.
 
     Args:
-        url: ``sqlite:///study.db``, ``postgresql://user@host/database``, another one that SQLAlchemy knows, or
-            ``journal:///study.log``, a file that may lie on a network file system.
-        durable: False for an SQLite file that need not survive the machine: killed processes alone do not harm it.
+        url: ``sqlite:///study.db``, ``postgresql://user@host/database``, another URL of SQLAlchemy, or ``journal:///study.log``, a file that
+            may lie on a network file system.
+        durable: False for an SQLite file that need not survive a crash of the machine; killed processes do not harm it.
 
     Raises:
-        UsageError: it cannot be opened.
+        UsageError: the storage cannot be opened.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     for attempt in range(_ATTEMPTS):
@@ -67,10 +70,10 @@ def open_storage(url: str, *, durable: bool = True) -> BaseStorage:
 
 @contextmanager
 def answering(url: str) -> Iterator[None]:
-    """Errors of the storage as one that says what to do.
+    """Turn errors of the storage into one with a remedy.
 
     Raises:
-        UsageError: instead of them.
+        UsageError: the storage failed within the ``with`` block.
     """
     try:
         yield
@@ -96,7 +99,7 @@ def _database(url: str, *, durable: bool) -> RDBStorage:
         parsed = parsed.set(drivername="postgresql+psycopg")
     options: dict[str, Any] = {}
     if parsed.database not in (None, "", ":memory:"):
-        # evaluations take longer than to connect, and a server has few connections for many workers that are busy elsewhere
+        # Connecting takes less time than an evaluation, and a server has few connections for many workers that rarely need one.
         options["poolclass"] = NullPool
     if parsed.get_backend_name() == "sqlite":
         options["connect_args"] = {"timeout": LOCK_TIMEOUT_S}
@@ -106,7 +109,7 @@ def _database(url: str, *, durable: bool) -> RDBStorage:
 
 
 def _quick_connection(path: str | None) -> sqlite3.Connection:
-    """To a file whose writes do not wait for the disk, which takes most of the time of a trial."""
+    """Return a connection to a file whose writes do not wait for the disk, which would take most of the time of a trial."""
     connection = sqlite3.connect(path or ":memory:", timeout=LOCK_TIMEOUT_S, check_same_thread=False)
     connection.execute("PRAGMA synchronous=OFF")
     return connection
@@ -123,22 +126,24 @@ KEYS = (
     *("pp", "dp_shard", "cp", "tp", "ep_data", "micro_batch", "zero", "schedule"),
     *("groups", "offload", "vocab_multiple"),
 )
+"""The parameters of a trial. They identify a candidate: no two candidates of a pool have equal ones."""
+
 Value = int | str
 _INTERRUPTED = "interrupted"
-_PLACE = "autopar "
-"""Begins the names of the study's attributes that say what it is of."""
+_PREFIX = "autopar "
+"""The prefix of the study's attributes that identify its task."""
 
 
 class Study:
-    """A study over a fixed pool of candidates.
+    """The ledger of a fixed pool of candidates, as a study.
 
     Args:
         storage, durable: see :func:`autopar.planner.studies.study.open_storage`.
-        name: of the study; one that exists is gone on with.
+        name: the study's name; a study that exists is continued.
         identity: what its times depend on, by name.
 
     Raises:
-        UsageError: the storage cannot be opened; a study of that name is of something else.
+        UsageError: the storage cannot be opened, or the study of that name has another identity.
     """
 
     is_shared = True
@@ -155,65 +160,65 @@ class Study:
         self._distributions: dict[str, BaseDistribution] = {
             key: CategoricalDistribution(sorted({p[key] for p in self._params}, key=str)) for key in KEYS
         }
-        self._running: dict[int, list[int]] = {}  # candidates, with the numbers of their open trials
-        self._waiting: dict[int, list[int]] = {}  # candidates that experts would try, likewise
+        self._running: dict[int, list[int]] = {}  # numbers of the RUNNING trials, by candidate
+        self._waiting: dict[int, list[int]] = {}  # numbers of the WAITING trials, by candidate
         self._seen: set[int] = set()
-        self._mine: dict[int, list[int]] = {}  # candidates that this search evaluates, with the ids of those trials
-        self._begun: set[int] = set()  # those whose trial is this search's own
-        self._read: set[int] = set()
+        self._claimed: dict[int, list[int]] = {}  # ids of the trials that this search has claimed, by candidate
+        self._begun: set[int] = set()  # candidates whose trial this search has begun, not taken over
+        self._read: set[int] = set()  # numbers of the finished trials that were read
         self._who = f"{socket.gethostname()}:{os.getpid()}"
         self.storage = open_storage(storage, durable=durable)
         with answering(self.url):
             optuna.create_study(study_name=name, storage=self.storage, load_if_exists=True, direction="minimize")
             self.id = self.storage.get_study_id_from_name(name)
-            self._introduce(identity)
+            self._check_identity(identity)
 
-    def _introduce(self, identity: Mapping[str, str]) -> None:
-        """Say what the study is of, or check that it is of the same.
+    def _check_identity(self, identity: Mapping[str, str]) -> None:
+        """Write the identity into a new study, or compare it with that of an existing one.
 
         Raises:
-            UsageError: names what differs.
+            UsageError: the identities differ; the message names where.
         """
-        known = self.storage.get_study_user_attrs(self.id)
+        attributes = self.storage.get_study_user_attrs(self.id)
         for key, text in identity.items():
-            if _PLACE + key not in known:
-                self.storage.set_study_user_attr(self.id, _PLACE + key, text)
-        known = self.storage.get_study_user_attrs(self.id)
-        other = [key for key, text in identity.items() if known[_PLACE + key] != text]
-        if other:
+            if _PREFIX + key not in attributes:
+                self.storage.set_study_user_attr(self.id, _PREFIX + key, text)
+        attributes = self.storage.get_study_user_attrs(self.id)
+        differing = [key for key, text in identity.items() if attributes[_PREFIX + key] != text]
+        if differing:
             raise UsageError(
-                f"The study '{self.name}' was made with other {', '.join(other)}",
+                f"The study '{self.name}' was made with other {', '.join(differing)}",
                 where="--study-name",
                 fix="Take another name, or leave it out: then the name says what the study is of",
             )
 
     def close(self) -> None:
-        """Give up the connections to the storage."""
+        """Close the connections to the storage."""
         self.storage.remove_session()
 
     # --- the ledger
 
     def expect(self, seeds: Mapping[int, str]) -> None:
-        """Enqueue candidates, each once in a study: whoever comes to one takes that trial.
+        """Enqueue candidates, each once in a study, as trials that wait.
 
-        Their order says nothing: a trial is taken when its candidate is asked for (``docs/adr/0019-samplers.md``).
+        Their order has no meaning: a trial is claimed when the search reaches its candidate (``docs/adr/0019-samplers.md``).
         """
         self.read()
         with answering(self.url):
             for index, why in seeds.items():
                 if index not in self._seen:
-                    own = dict(self._params[index])
+                    values = dict(self._params[index])
                     trial = create_trial(
                         state=TrialState.WAITING,
-                        params=own,
+                        params=values,
                         distributions=self._distributions,
                         user_attrs={"candidate": str(self.pool[index]), "rule": why},
-                        system_attrs={"fixed_params": own},
+                        system_attrs={"fixed_params": values},
                     )
                     self.storage.create_new_trial(self.id, trial)
 
     def finish(self, excluded_s: Callable[[int], float | None]) -> None:
-        """End trials that wait, or that somebody dead has begun, of candidates that are decided."""
+        """End the waiting trials of candidates that have a result or are excluded, and the trials that dead searches left of those with a result."""
         self.read()
         for open_ in (self._waiting, self._running):
             for index, numbers in open_.items():
@@ -226,7 +231,7 @@ class Study:
                         self._end([self._id(n) for n in numbers], *_written(result))
 
     def read(self) -> None:
-        """Take in what others have written."""
+        """Read the trials that other searches have begun or ended."""
         with answering(self.url):
             trials = self.storage.get_all_trials(self.id, deepcopy=False)
         self._running, self._waiting = {}, {}
@@ -237,7 +242,7 @@ class Study:
             self._seen.add(index)
             if trial.state.is_finished():
                 self._read.add(trial.number)
-                self._take(index, _result(trial))
+                self._keep(index, _result(trial))
             elif trial.state == TrialState.RUNNING:
                 self._running.setdefault(index, []).append(trial.number)
             else:
@@ -250,41 +255,41 @@ class Study:
         """Begin the trial of a candidate, or take over the one that another search has begun."""
         with answering(self.url):
             numbers, waiting = self._running.get(index, ()), self._waiting.pop(index, ())
-            self._mine[index] = [self._id(n) for n in (*numbers, *waiting)]
+            self._claimed[index] = [self._id(n) for n in (*numbers, *waiting)]
             steps = {0: bound_s} if math.isfinite(bound_s) else {}
-            for trial in self._mine[index][len(numbers) :]:
-                self._take_up(trial, index, steps)
-            if self._mine[index]:
+            for trial in self._claimed[index][len(numbers) :]:
+                self._begin(trial, index, steps)
+            if self._claimed[index]:
                 return
             attributes = {"candidate": str(self.pool[index]), "by": self._who}
-            self._mine[index] = [self._new(index, TrialState.RUNNING, attributes=attributes, steps=steps)]
+            self._claimed[index] = [self._new(index, TrialState.RUNNING, attributes=attributes, steps=steps)]
             self._begun.add(index)
 
     def release(self, index: int) -> None:
-        """End the trial without an outcome; one that another search has begun is left to it."""
-        trials = self._mine.pop(index, [])
+        """End the trial as interrupted if this search has begun it; one that was taken over stays open."""
+        trials = self._claimed.pop(index, [])
         if index in self._begun:
             with answering(self.url):
                 self._end(trials, TrialState.FAIL, None, {"reason": _INTERRUPTED})
 
     def record(self, index: int, result: Result) -> None:
-        """End the trial; where another search has ended it without an outcome, a new one."""
+        """End the trial with a result; if it was already ended without a result, add a new trial."""
         state, value, attributes = _written(result)
         with answering(self.url):
-            if not self._end(self._mine.pop(index), state, value, attributes):
+            if not self._end(self._claimed.pop(index), state, value, attributes):
                 self.read()
                 known = self.results.get(index)
                 if known is None or (result.at_least_s is None and known.at_least_s is not None):
-                    more = {"candidate": str(self.pool[index]), "by": self._who}
-                    self._new(index, state, value=value, attributes={**more, **attributes})
-        self._take(index, result)
+                    origin = {"candidate": str(self.pool[index]), "by": self._who}
+                    self._new(index, state, value=value, attributes={**origin, **attributes})
+        self._keep(index, result)
 
-    def _take(self, index: int, result: Result | None) -> None:
-        """Keep the outcome that says more: the first one that is not a bound, or else the largest bound."""
-        before = self.results.get(index)
-        if result is None or (before is not None and before.at_least_s is None):
+    def _keep(self, index: int, result: Result | None) -> None:
+        """Keep the more informative of two results: the first that is no lower bound, else the largest lower bound."""
+        current = self.results.get(index)
+        if result is None or (current is not None and current.at_least_s is None):
             return
-        if before is None or result.at_least_s is None or result.at_least_s > (before.at_least_s or 0.0):
+        if current is None or result.at_least_s is None or result.at_least_s > (current.at_least_s or 0.0):
             self.results[index] = result
         if result.time_s is not None:
             self.incumbent_s = min(self.incumbent_s, result.time_s)
@@ -294,8 +299,8 @@ class Study:
     def _id(self, number: int) -> int:
         return self.storage.get_trial_id_from_study_id_trial_number(self.id, number)
 
-    def _take_up(self, trial: int, index: int, steps: Mapping[int, float]) -> None:
-        """Begin a trial that waits; where another search was quicker, it is taken over from it."""
+    def _begin(self, trial: int, index: int, steps: Mapping[int, float]) -> None:
+        """Begin a waiting trial; if another search was faster, it is taken over from that one."""
         with suppress(UpdateFinishedTrialError):
             if self.storage.set_trial_state_values(trial, TrialState.RUNNING):
                 self._begun.add(index)
@@ -325,7 +330,7 @@ class Study:
     def _end(
         self, trials: Sequence[int], state: TrialState, value: float | None, attributes: Mapping[str, str | int]
     ) -> bool:
-        """Whether one of them was still open."""
+        """End trials and return whether one of them was still open."""
         ended = False
         for trial in trials:
             with suppress(UpdateFinishedTrialError):
@@ -337,7 +342,7 @@ class Study:
 
 
 def params(candidate: Candidate) -> dict[str, Value]:
-    """A candidate by the names of :data:`KEYS`: no two of a pool have equal ones."""
+    """Return the parameters of a candidate's trial, by the names of :data:`KEYS`."""
     return {
         "pp": candidate.mesh.pp,
         "dp_shard": candidate.mesh.dp_shard,
@@ -366,7 +371,7 @@ def _written(result: Result) -> tuple[TrialState, float | None, dict[str, str | 
 
 
 def _result(trial: FrozenTrial) -> Result | None:
-    """What a finished trial says; None for one that was interrupted."""
+    """Return the result of a finished trial; None if it was interrupted."""
     attributes = trial.user_attrs
     if trial.state == TrialState.COMPLETE:
         return Result(time_s=trial.value, peak_memory_bytes=attributes.get("peak_memory_bytes", 0))

@@ -1,4 +1,7 @@
-"""A worker of a search: ``python -m autopar.planner.studies.worker_main JOB``, started by :mod:`autopar.planner.studies.workers`."""
+"""The main program of a worker of a search: ``python -m autopar.planner.studies.worker_main JOB``.
+
+:mod:`autopar.planner.studies.workers` starts it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from autopar.rules.missing import adopt
 
 
 def run(job: Job) -> None:
-    """Work on the study until the search ends, or until the process that started this one has gone."""
+    """Work on the study until the search ends, or until the process that started the worker is gone."""
     adopt(job.rules)
     planner = Planner(job.task, explains=False)
 
@@ -31,7 +34,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def main() -> None:
-    """Read the job and do it; told to stop, say in the study what is left undone."""
+    """Read and run the job. On SIGTERM, the trial that is being evaluated is ended as interrupted."""
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         run(pickle.loads(Path(sys.argv[1]).read_bytes()))

@@ -1,6 +1,6 @@
-"""Further processes for one search: each makes the same candidates and works on the same study.
+"""Further processes for one search: each computes the same candidates and works on the same study.
 
-What the times of a study depend on is its identity: two searches share a study only where all of it is equal.
+The identity of a study is everything that its times depend on. Two searches share a study only if all of it is equal.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from autopar.util.files import child_environment, sources
 if TYPE_CHECKING:
     from autopar.planner.studies.study import Study
 GRACE_S = 5.0
-"""For a worker that is told to stop to say in the study that it does."""
+"""Seconds that a worker has after SIGTERM to end its trial in the study, before it is killed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharing:
-    """With whom a search shares what it finds.
+    """How a search shares its results.
 
     Attributes:
-        storage: URL of an Optuna storage; None for a file that is deleted with the search.
-        study_name: of the study in it; None for one that says what it is of.
-        workers: processes, this one included.
+        storage: the URL of an Optuna storage; None: a file that is deleted after the search.
+        study_name: the name of the study in it; None: a name that identifies the task.
+        workers: the number of processes, this one included.
     """
 
     storage: str | None = None
@@ -48,12 +48,17 @@ class Sharing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What a worker is given.
+    """What a worker process gets.
 
     Attributes:
-        rules: of the task's operators that a new process does not know.
+        task: the task of the search.
+        rules: the rules of the task's operators that are not shipped; a new process does not have them.
+        limits: when to stop.
+        storage: the URL of the storage.
+        study_name: the name of the study.
+        identity: the identity of the study.
         durable: see :func:`autopar.planner.studies.study.open_storage`.
-        parent: the process without which the worker stops.
+        parent: the id of the process without which the worker stops.
     """
 
     task: Task
@@ -66,17 +71,17 @@ class Job:
     parent: int
 
     def study(self, pool: Sequence[Candidate]) -> Study:
-        """The study of these candidates; see there for errors."""
+        """Return the study of these candidates; for errors see :class:`autopar.planner.studies.study.Study`."""
         from autopar.planner.studies.study import Study  # optuna is slow to import
 
         return Study(pool, storage=self.storage, name=self.study_name, identity=self.identity, durable=self.durable)
 
 
 def shared(storage: str | None, study_name: str | None, workers: int) -> Sharing | None:
-    """How a search shares what it finds by way of a storage; None for one that need not, whose workers are its own copies.
+    """Return how a search shares its results in a storage; None for a search without storage, whose processes are forked.
 
     Raises:
-        UsageError: these do not go together.
+        UsageError: the options contradict each other.
     """
     if not isinstance(workers, int) or workers < 1:
         raise UsageError(f"A search with {workers!r} workers does nothing", where="workers", fix="Give 1 or more")
@@ -97,14 +102,14 @@ def shared(storage: str | None, study_name: str | None, workers: int) -> Sharing
 
 @contextmanager
 def helpers(task: Task, pool: Sequence[Candidate], sharing: Sharing, limits: Limits) -> Iterator[Study]:
-    """A search's study, with the other workers at work on it until the body ends.
+    """Yield a search's study, on which the other workers run until the ``with`` block ends.
 
     Raises:
-        UsageError: the storage cannot be opened, or its study is of something else.
+        UsageError: the storage cannot be opened, or its study has another identity.
     """
     with tempfile.TemporaryDirectory(prefix="autopar-", ignore_cleanup_errors=True) as folder:
         job = Job(
-            task=replace(task, graph=replace(task.graph)),  # without what the graph has looked up
+            task=replace(task, graph=replace(task.graph)),  # without the graph's cached look-ups
             rules=own_rules(task.graph),
             limits=limits,
             storage=sharing.storage or f"sqlite:///{Path(folder) / 'study.db'}",
@@ -138,15 +143,15 @@ def _start(job: Path, number: int) -> subprocess.Popen[bytes]:
 
 
 def _stop(workers: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
-    """End the workers; one that failed before is told of, for the search went on without it."""
+    """Stop the workers, and log those that failed earlier: the search went on without them."""
     for number, worker in enumerate(workers, 1):
         code = worker.poll()
         if code is None:
             worker.terminate()
         elif code != 0:
-            said = _log(folder, number).read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            tail = _log(folder, number).read_text(encoding="utf-8", errors="replace").strip().splitlines()
             logging.getLogger("autopar").warning(
-                "worker %d of the search ended early with code %d: %s", number, code, said[-1] if said else "no message"
+                "worker %d of the search ended early with code %d: %s", number, code, tail[-1] if tail else "no message"
             )
     for worker in workers:
         try:
@@ -161,7 +166,7 @@ def _log(folder: Path, number: int) -> Path:
 
 
 def identity(task: Task) -> dict[str, str]:
-    """By name what a study is of, with a hash where a name does not say all of it. Equal on every machine."""
+    """Return the identity of a task's study by name, with a hash where a name is ambiguous; it is equal on every machine."""
     graph, cluster = task.graph, task.cluster
     return {
         "model": f"{graph.name} {_graph(graph)}",
@@ -177,12 +182,12 @@ def identity(task: Task) -> dict[str, str]:
 
 
 def study_name(task: Task) -> str:
-    """For a study of a task alone."""
+    """Return the name of a study that is for this task alone."""
     return f"{task.graph.name} on {task.cluster.name} {digest(repr(identity(task)))}"
 
 
 def _graph(graph: Graph) -> str:
-    """Of all that costs depend on: not the lines of the user's code, which lie elsewhere on another machine."""
+    """Return a hash of everything in a graph that costs depend on; not of source lines, which differ between machines."""
     parts: list[object] = [graph.fingerprint, graph.batch_size, graph.inputs, graph.parameters, graph.blocks]
     parts += [graph.loss, graph.sums, graph.mutations, graph.mixing, graph.exact]
     parts += [(buffer.name, buffer.fqn, buffer.spec) for buffer in graph.buffers]
