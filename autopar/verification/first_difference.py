@@ -201,22 +201,22 @@ class _Search:
         return recorded
 
     def _same_everywhere(
-        self, found: Sequence[Tensor | None], whole: Tensor, *, scale: float = 0.0, tolerance: float = TOLERANCE
+        self, results: Sequence[Tensor | None], whole: Tensor, *, scale: float = 0.0, tolerance: float = TOLERANCE
     ) -> Mismatch | None:
         """Return the difference of a result of the step that every rank has as a whole tensor."""
-        pieces = {(rank, 0): value for rank, value in enumerate(found)}
+        pieces = {(rank, 0): value for rank, value in enumerate(results)}
         wrong = self.trail.split.compare(pieces, whole, (), scale=scale, tolerance=tolerance)
         return None if wrong is None else replace(wrong, micro_batches=())
 
     def _worst(
-        self, found: Sequence[Mapping[str, Tensor]], expected: Mapping[str, Tensor]
+        self, by_rank: Sequence[Mapping[str, Tensor]], expected: Mapping[str, Tensor]
     ) -> tuple[str, Mismatch] | None:
         """Return the tensor with the largest error, or None; a missing tensor counts as zero."""
         scale = largest(expected.values())
         wrong = [
             (name, mismatch)
             for name, whole in expected.items()
-            if (mismatch := self._same_everywhere([rank.get(name) for rank in found], whole, scale=scale))
+            if (mismatch := self._same_everywhere([rank.get(name) for rank in by_rank], whole, scale=scale))
         ]
         return max(wrong, key=lambda pair: pair[1].error, default=None)
 

@@ -79,6 +79,7 @@ def trained_alone(model: nn.Module, batches: Sequence[Mapping[str, Tensor]]) -> 
 
 
 def _trained(model: nn.Module, batches: Sequence[Mapping[str, Tensor]]) -> Trained:
+    """Train a model for a step on each batch, and return its results."""
     optimizer = adamw(model.parameters())
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     losses: list[float] = []

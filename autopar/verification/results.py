@@ -92,8 +92,8 @@ class Confirmation:
         rows: errors of the same plan in fp64, by rank; empty if it could not run.
         alone: errors of one device in fp32 against fp64.
         why: the reason why the plan could not run in fp64.
-        nudged: the same with parameters moved by a rounding of fp32, one for each run. Where a unit lies on a kink, rounding decides on
-            which side, and ``alone`` may be on the right side by luck.
+        nudged: errors of one device in fp32 against fp64, from parameters moved by a rounding of fp32, one for each run. Where a unit lies
+            on a kink, rounding decides on which side, and ``alone`` may be on the right side by luck.
         nudged_double: errors of one device in fp64 against itself, from parameters moved by a rounding of fp64. They are measured where
             ``rows`` exceed a tolerance, since a tensor of nothing but rounding has no other scale.
     """
@@ -125,7 +125,7 @@ class Confirmation:
 
     @property
     def agrees(self) -> bool:
-        """Whether the plan ran in fp64, and is within the tolerances there or differs by no more than one device does in fp64."""
+        """Whether the plan ran in fp64 and agrees there: it is within the tolerances, or one device has errors in fp64 that explain its own."""
         rounding = AMPLIFIED * max((run.error for run in self.nudged_double), default=0.0)
         return bool(self.rows) and all(row.passed or row.error <= min(rounding, DOUBLE_CEILING) for row in self.rows)
 

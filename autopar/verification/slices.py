@@ -140,13 +140,13 @@ class Split:
             position = dict(key)
             expected = self.part(whole, layout, position)
             weight = None if counts is None else self.part(counts, layout, position)
-            found = _sum((pieces[member] for member in members), expected)
-            off, furthest = _compare(found, expected, weight, size=_size(whole), scale=scale, tolerance=tolerance)
-            if off > 0.0:
+            part = _sum((pieces[member] for member in members), expected)
+            part_error, furthest = _compare(part, expected, weight, size=_size(whole), scale=scale, tolerance=tolerance)
+            if part_error > 0.0:
                 ranks |= {rank for rank, _ in members}
                 numbers |= {micro_batch for _, micro_batch in members}
-            if off > error:
-                error, shape, samples = off, tuple(found.shape), furthest
+            if part_error > error:
+                error, shape, samples = part_error, tuple(part.shape), furthest
         if not ranks:
             return None
         return Mismatch(

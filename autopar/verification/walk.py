@@ -68,12 +68,12 @@ class Trail:
         self.split = Split.of(plan.mesh, plan.num_micro_batches, self.local)
         self._traced_ops = {op.name for op in (*self.whole.prelude, *self.whole.ops)}
 
-    # --- records: of ranks, and of one device
+    # --- what is recorded: on ranks, and on one device
 
     def boundaries(self) -> tuple[Watch, Watch]:
-        """Return the records of a first run, for the ranks and for one device.
+        """Return what ranks and one device record in a first run.
 
-        They have the values that pass from block to block, the gradients passed back to these and to parameters, and on ranks all of the
+        It is the values that pass from block to block, the gradients passed back to these and to parameters, and on ranks all of the
         prelude.
         """
         outputs = frozenset(ref for block in self.local.blocks for ref in self.local.block_outputs(block))
@@ -85,7 +85,7 @@ class Trail:
         return Watch(values=outputs | prelude, edges=local, places=places), Watch(values=origins, edges=whole)
 
     def inside(self, index: int) -> tuple[Watch, Watch]:
-        """Return the records of everything in one block, for the ranks and for one device."""
+        """Return what ranks and one device record in a second run: everything in one block."""
 
         def watch(graph: Graph) -> Watch:
             ops = graph.block_ops(graph.blocks[index])
@@ -94,17 +94,18 @@ class Trail:
 
         return replace(watch(self.local), places=frozenset((index,))), watch(self.whole)
 
-    def _edges(self, graph: Graph, made: frozenset[Ref], blocks: Sequence[Block]) -> frozenset[tuple[str, int]]:
-        """Return the operands of blocks that are parameters or among the values ``made`` by blocks."""
+    def _edges(self, graph: Graph, outputs: frozenset[Ref], blocks: Sequence[Block]) -> frozenset[tuple[str, int]]:
+        """Return the operands of blocks that are parameters or among ``outputs``, as operator name and position."""
         return frozenset(
             (op.name, position)
             for block in blocks
             for op in graph.block_ops(block)
             for position, ref in enumerate(op.operands)
-            if ref in made or graph.is_parameter(ref)
+            if ref in outputs or graph.is_parameter(ref)
         )
 
     # --- expected values and gradients
+
     def is_change(self, op: Op) -> bool:
         """Return whether the operator is a change of type, which the traced graph does not have."""
         return op.name not in self._traced_ops
