@@ -72,6 +72,7 @@ def _has_time(end: float) -> bool:
 
 
 def _measured_once(mesh: DeviceMesh) -> dict[str, float]:
+    """Return one round of measurements of the overheads."""
     return {
         "sharded_launch_s": sharded_launch_s(mesh),
         "collective_s": collective_s(mesh),
@@ -152,7 +153,7 @@ def action_times(mesh: DeviceMesh) -> dict[str, float]:
         actions = 2 * count * virtual_stages
         ends = 2 * count * (2 * virtual_stages - 1)  # on each rank one stage has one neighbour, the others have two
         times[f"{prefix}action_s"] = max(statistics.median(thread for thread, _ in samples) - base_s, 0.0) / actions
-        times[f"{prefix}message_s"] = statistics.mean(others for _, others in samples) / ends
+        times[f"{prefix}message_s"] = statistics.mean(other_threads for _, other_threads in samples) / ends
     return times
 
 
@@ -349,12 +350,12 @@ def measure_link(device: torch.device) -> dict[str, float]:
     }
 
 
-def _exchange(whole: torch.Tensor, part: torch.Tensor) -> None:
+def _exchange(tensor: torch.Tensor, part: torch.Tensor) -> None:
     """Run one collective: an all-gather on GPUs, an all-reduce on CPUs."""
-    if whole.is_cuda:
-        dist.all_gather_into_tensor(whole, part)
+    if tensor.is_cuda:
+        dist.all_gather_into_tensor(tensor, part)
     else:
-        dist.all_reduce(whole)
+        dist.all_reduce(tensor)
 
 
 def main(rank: int, ranks: int, folder: Path) -> None:

@@ -172,7 +172,7 @@ def _structure(layouts: Layouts, option: PricedLayout, run: Run, site: Site) -> 
         block_work(graph, b, kind, again=lambda op: any(f(op) for f in again), kernels=kernels) for b in graph.blocks
     )
     if "deterministic" in site.practices:
-        works = tuple(filled(done, graph) for done in works)
+        works = tuple(filled(work, graph) for work in works)
     compact = layouts.compact
     members = scaled([len(m) for m in compact.members], run.layers)
     flops = tuple(flops_of_block(compact.graph, b, kind) for b in compact.graph.blocks)

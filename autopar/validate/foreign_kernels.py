@@ -154,54 +154,54 @@ def fuse_projections(groups: Sequence[Sequence[int]], operands: Sequence[Specs],
     return result
 
 
-def fuse_ring(op: Op, operands: Specs, done: Work) -> Work:
+def fuse_ring(op: Op, operands: Specs, work: Work) -> Work:
     """Return the work of ring attention by fused kernels, one for each rank's keys."""
     if op.target != "autopar.attention_ring":
-        return done
+        return work
     moved, out = total(operands), op.spec.num_bytes
     return replace(
-        done, is_attention=True, num_bytes=moved + out, backward_bytes=3 * moved + 2 * out, workspace_bytes=0,
+        work, is_attention=True, num_bytes=moved + out, backward_bytes=3 * moved + 2 * out, workspace_bytes=0,
         backward_workspace_bytes=0,
     )  # fmt: skip
 
 
-def fuse_dropout(graph: Graph, op: Op, operands: Specs, done: Work, *, in_chain: bool) -> Work:
+def fuse_dropout(graph: Graph, op: Op, operands: Specs, work: Work, *, in_chain: bool) -> Work:
     """Return the work of torch's dropout kernel: it reads the input, writes the output and a mask of bytes; backward reads the mask.
 
     Args:
         graph, op, operands: the operator.
-        done: its work in eager mode.
+        work: its work in eager mode.
         in_chain: whether elementwise kernels are fused. If only an addition reads the output, its kernel computes it, and only the mask is
             written.
     """
     if op.target != DROPOUT:
-        return done
+        return work
     x = operands[0]
     users = [graph.ops[name].target for name in graph.users(Ref(op.name))]
     added = in_chain and users == ["aten.add.Tensor"]
     moved = 2 * x.num_bytes + x.numel
     return replace(
-        done, num_bytes=x.numel if added else moved, backward_bytes=moved if done.backward_launches else 0,
-        launches=0 if added else 1, backward_launches=min(done.backward_launches, 1), workspace_bytes=0,
+        work, num_bytes=x.numel if added else moved, backward_bytes=moved if work.backward_launches else 0,
+        launches=0 if added else 1, backward_launches=min(work.backward_launches, 1), workspace_bytes=0,
     )  # fmt: skip
 
 
-def fuse_loss(op: Op, logits_bytes: int, done: Work) -> Work:
+def fuse_loss(op: Op, logits_bytes: int, work: Work) -> Work:
     """Return the work of cross entropy in one kernel, which reads and keeps the logits in their dtype and writes their gradient."""
     if op.target not in LOSSES:
-        return done
+        return work
     return replace(
-        done, num_bytes=logits_bytes, backward_bytes=2 * logits_bytes, launches=1, backward_launches=1, saved=(0,),
+        work, num_bytes=logits_bytes, backward_bytes=2 * logits_bytes, launches=1, backward_launches=1, saved=(0,),
         saved_bytes=0, workspace_bytes=0, backward_workspace_bytes=0,
     )  # fmt: skip
 
 
-def halve_loss(op: Op, logits_bytes: int, done: Work) -> Work:
+def halve_loss(op: Op, logits_bytes: int, work: Work) -> Work:
     """Return the work of torch's cross entropy on logits that are not cast: log-softmax (kept) and its gradient have their size."""
     if op.target not in LOSSES or op.target == "autopar.cross_entropy_vocabulary":
-        return done
+        return work
     return replace(
-        done, num_bytes=2 * logits_bytes, backward_bytes=4 * logits_bytes, launches=2, backward_launches=2,
+        work, num_bytes=2 * logits_bytes, backward_bytes=4 * logits_bytes, launches=2, backward_launches=2,
         saved_bytes=logits_bytes, workspace_bytes=0, backward_workspace_bytes=logits_bytes,
     )  # fmt: skip
 
@@ -217,7 +217,7 @@ SPLIT_LAUNCHES = 3
 """Copies of the gradients of queries, keys and values into that of the fused projection (``torch.split``)."""
 
 
-def as_megatron(graph: Graph, op: Op, operands: Specs, done: Work, practices: Collection[str]) -> Work:
+def as_megatron(graph: Graph, op: Op, operands: Specs, work: Work, practices: Collection[str]) -> Work:
     """Return the work of one operator as Megatron runs it.
 
     - The product of queries and keys is ``baddbmm`` with a factor. Autograd multiplies both gradients by it in separate kernels. With ALiBi
@@ -232,20 +232,20 @@ def as_megatron(graph: Graph, op: Op, operands: Specs, done: Work, practices: Co
     if op.target == PRODUCT and _makes_scores(graph, op):
         scaled = 2 * sum(spec.num_bytes for spec in operands if spec.requires_grad)
         return replace(
-            done,
-            num_bytes=done.num_bytes + (op.spec.num_bytes if biased_scores else 0),
-            beside_bytes=done.beside_bytes + scaled,
-            backward_launches=done.backward_launches + sum(spec.requires_grad for spec in operands),
+            work,
+            num_bytes=work.num_bytes + (op.spec.num_bytes if biased_scores else 0),
+            beside_bytes=work.beside_bytes + scaled,
+            backward_launches=work.backward_launches + sum(spec.requires_grad for spec in operands),
         )
     if op.target == SOFTMAX and biased_scores:  # the copy counts here, as it is no part of the product
-        return replace(done, num_bytes=done.num_bytes + op.spec.num_bytes, launches=done.launches + 1)
-    if op.target == NORM and done.backward_launches == 2:
-        return replace(done, backward_bytes=done.backward_bytes + operands[0].num_bytes, backward_launches=3)
+        return replace(work, num_bytes=work.num_bytes + op.spec.num_bytes, launches=work.launches + 1)
+    if op.target == NORM and work.backward_launches == 2:
+        return replace(work, backward_bytes=work.backward_bytes + operands[0].num_bytes, backward_launches=3)
     if op.target == ADD and any(_made_by(graph, ref) == DROPOUT for ref in op.operands):
-        return replace(done, backward_bytes=0, backward_launches=0)
+        return replace(work, backward_bytes=0, backward_launches=0)
     if op.target in LOSSES:
-        return _loss(operands[0], done, "copied_logits" in practices)
-    return done
+        return _loss(operands[0], work, "copied_logits" in practices)
+    return work
 
 
 def split_projections(group: list[int], works: list[Work], outputs_bytes: int) -> None:
@@ -268,17 +268,17 @@ def _makes_scores(graph: Graph, op: Op) -> bool:
     return any(graph.ops[name].target == SOFTMAX for name in graph.users(Ref(op.name)))
 
 
-def _loss(logits: TensorSpec, done: Work, copied_logits: bool) -> Work:
+def _loss(logits: TensorSpec, work: Work, copied_logits: bool) -> Work:
     """Return the work of Megatron's loss."""
     float_bytes = logits.numel * FLOAT
     cast = logits.num_bytes + float_bytes if logits.dtype.itemsize < FLOAT else 0
     passes = 1 + 2 + 2 + 1 + 2 + 2 * copied_logits  # reads and writes: maximum, difference, exponential, sum, quotient
     return replace(
-        done,
+        work,
         num_bytes=cast + passes * float_bytes,
         backward_bytes=cast + 2 * float_bytes,
         launches=LOSS_LAUNCHES + copied_logits,
-        backward_launches=LOSS_BACKWARD_LAUNCHES if done.backward_launches else 0,
+        backward_launches=LOSS_BACKWARD_LAUNCHES if work.backward_launches else 0,
     )
 
 
@@ -293,16 +293,16 @@ def is_filled(op: Op) -> bool:
     return op.target in LINEAR or op.target in NORMS or "attention" in op.target
 
 
-def filled(done: BlockWork, graph: Graph) -> BlockWork:
+def filled(block: BlockWork, graph: Graph) -> BlockWork:
     """Return the work with the fills as one more operator; each tensor is written once, by a kernel of its own.
 
     Args:
-        done: the work of a block.
+        block: the work of a block.
         graph: the graph of one rank, which has the block.
     """
-    ops = [op for op in done.ops if is_filled(op)]
+    ops = [op for op in block.ops if is_filled(op)]
     if not ops:
-        return done
+        return block
     outputs = [spec for op in ops for spec in op.outputs]
     trained = [op for op in ops if any(spec.requires_grad for spec in op.outputs)]
     read = dict.fromkeys(ref for op in trained for ref in op.operands)
@@ -313,4 +313,4 @@ def filled(done: BlockWork, graph: Graph) -> BlockWork:
         backward_bytes=total(gradients),
         backward_launches=len(gradients),
     )
-    return replace(done, ops=(*done.ops, ops[-1]), works=(*done.works, fills))
+    return replace(block, ops=(*block.ops, ops[-1]), works=(*block.works, fills))

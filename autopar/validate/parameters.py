@@ -194,8 +194,8 @@ def noted(text: str, provenance: str) -> str:
     >>> noted("measured; fitted on: a", "fitted on: b")
     'measured; fitted on: b'
     """
-    kept = text.split("; fitted on: ", maxsplit=1)[0]
-    return f"{kept}; {provenance}" if provenance else text
+    base = text.split("; fitted on: ", maxsplit=1)[0]
+    return f"{base}; {provenance}" if provenance else text
 
 
 OUTLIER = 0.05

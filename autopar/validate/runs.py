@@ -207,6 +207,7 @@ class _Row:
         )
 
     def count(self, column: str) -> int:
+        """Return a whole number from 1."""
         if not re.fullmatch(r"[1-9]\d*(\.0*)?", self.cells[column]):
             raise self.fault(column, "a whole number from 1")
         digits = self.cells[column].partition(".")[0]
@@ -215,6 +216,7 @@ class _Row:
         return int(digits)
 
     def choice(self, column: str, known: tuple[str, ...], *, may_be_empty: bool = False) -> str:
+        """Return one of the known texts."""
         cell = self.cells[column]
         if cell not in known and (cell or not may_be_empty):
             expected = f"{'nothing or ' if may_be_empty else ''}one of {', '.join(known)}"
@@ -222,6 +224,7 @@ class _Row:
         return cell
 
     def measured(self, column: str) -> float | None:
+        """Return a number above zero, or None if the cell is empty."""
         if not self.cells[column]:
             return None
         try:

@@ -222,7 +222,7 @@ class Outcome:
         places = [(files.index(file), line) for file, line in all_places]
         rows = sorted(zip(places, (*predicted, *failed), strict=True), key=lambda pair: pair[0])
         return {
-            "summary": [asdict(found) for found in self.scores],
+            "summary": [asdict(score) for score in self.scores],
             "scales": dict(self.scales),
             "fitted": {group: dict(values) for group, values in self.fitted.items()},
             "failed_rows": len(self.failed),
@@ -244,7 +244,7 @@ def evaluate(session: Session, *, leave_one_out: bool = False, failed: Sequence[
     fitted: dict[str, dict[str, float]] = session.left_out(groups) if leave_one_out else {}
     by_run: dict[int, Prediction] = {}
     for group in dict.fromkeys(groups):
-        rows = [i for i, found in enumerate(groups) if found == group]
+        rows = [i for i, publisher in enumerate(groups) if publisher == group]
         by_run |= zip(rows, session.predictions(fitted.get(group), rows), strict=True)
     predictions = [by_run[i] for i in range(len(groups))]
     return Outcome(
@@ -305,9 +305,9 @@ def calibrate(session: Session, sources: Sequence[str]) -> tuple[dict[str, Machi
         )
     profiles = {}
     for name in sorted(devices):
-        made = free.write(session.profiles[name], values, provenance=f"{text}; by autopar validate --calibrate")
-        made = replace(made, device=_with_width(made.device, width, len(read)))
-        profiles[made.device.name] = made
+        profile = free.write(session.profiles[name], values, provenance=f"{text}; by autopar validate --calibrate")
+        profile = replace(profile, device=_with_width(profile.device, width, len(read)))
+        profiles[profile.device.name] = profile
     if "all" in sources:
         profiles |= others(profiles, values, f"{text}; none on this device; by autopar validate --calibrate")
     return profiles, fit, rows

@@ -178,6 +178,7 @@ class Session:
     def _predicted(
         self, index: int, structures: Sequence[Structure], profiles: Mapping[str, MachineProfile]
     ) -> Prediction:
+        """Return the prediction of one run under some profiles."""
         run = self.runs[index]
         cluster = cluster_of(run, profiles[run.device], self.sites[index])
         return predict(run, structures, cluster, self.sites[index])
