@@ -298,6 +298,7 @@ def _row(entry: Entry, measurement: Mapping[str, Any], as_rank: int | None) -> R
 
 
 def _read(path: Path, title: str) -> dict[str, dict[str, Any]]:
+    """Return the measurements in a file; none if it does not exist."""
     if not path.is_file():
         return {}
     data = load_json(path)
@@ -339,6 +340,7 @@ def score_line(outcome: Outcome) -> str:
 
 
 def _cells(row: Row, picked: str) -> tuple[str, ...]:
+    """Return a row of the table; the picked plan has a star."""
     name = ("* " if row.key == picked else "  ") + row.name
     predicted = seconds(row.predicted_s), num_bytes(row.predicted_bytes)
     if row.measured_s is None:

@@ -119,6 +119,7 @@ def run_local(
 
 
 def _check_rank(request: BenchmarkRequest) -> None:
+    """Raise an error if the plans do not have the rank of ``as_rank``."""
     if not 0 <= (request.as_rank or 0) < request.num_ranks:
         raise UsageError(
             f"The plans have no rank {request.as_rank or 0}: they are for {request.num_ranks} ranks",

@@ -115,6 +115,7 @@ class _BetweenWork(LinkJob):
         return Layers()
 
     def _spent_s(self, run: Callable[[], object], calls: int) -> float:
+        """Return the wall time of ``calls`` collectives with computation before each, less the time of the computation."""
         share = max(self.crowding * self.active / self.world, 1.0)
         work_s, start = 0.0, time.perf_counter()
         for _ in range(calls):

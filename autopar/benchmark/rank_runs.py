@@ -105,6 +105,7 @@ def _fake_group(job: Job) -> None:
 
 
 def _run(job: Job) -> dict[str, dict[str, Any]]:
+    """Run the plans of the job, all in turns or one after the other."""
     model = job.source.build()
     worlds: dict[Mesh, World] = {}  # plans of a mesh share its groups, as the threads of each group keep polling
     results: dict[str, dict[str, Any]] = {}
@@ -170,6 +171,7 @@ class _Runner:
         self.memory_bytes = 0
 
     def steps(self, count: int) -> None:
+        """Run training steps."""
         for _ in range(count):
             self.parallel.train_step(self.batch)
             self.scaler.step(self.optimizer)
@@ -177,6 +179,7 @@ class _Runner:
             self.optimizer.zero_grad()
 
     def timed(self, count: int) -> None:
+        """Run training steps and keep the wall time of each."""
         for _ in range(count):
             dist.barrier()
             synchronize(self.device)

@@ -193,6 +193,7 @@ def study_summary(result: StudyResult) -> dict[str, Any]:
 
 
 def _verdict(result: StudyResult) -> str:
+    """Return which plan is faster, and by how much."""
     ratio = result.ratio
     if ratio is None:
         return f"the published layout has no plan under this cost model: {result.reason}"
@@ -202,6 +203,7 @@ def _verdict(result: StudyResult) -> str:
 
 
 def _rows_of(plan: Plan) -> dict[str, str]:
+    """Return a plan's choices and predictions by name."""
     predicted = plan.predicted
     return {
         "mesh": str(plan.mesh),

@@ -311,6 +311,7 @@ def _sizes(table: Table, sequence: int) -> tuple[Sizes, int]:
 
 
 def _texts(table: Table, key: str) -> tuple[str, ...]:
+    """Return a list of texts, or raise ``UsageError``."""
     value = table.raw(key)
     if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
         raise table.wrong(key, "a list of texts", repr(value))

@@ -101,10 +101,8 @@ class Trial:
 
     Attributes:
         value: the size as a text.
-        num_devices: devices of its cluster.
-        plan: the plan; None if none keeps the limits.
+        plan: its plan; None if none keeps the limits, for the reason ``missing``.
         cost: cost of a step, if prices are given.
-        missing: why there is no plan.
     """
 
     value: str
@@ -116,14 +114,11 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The answer to a question.
+    """The answer to a question: the size as a text, its plan, and all sizes that were tried, in order.
 
     Attributes:
-        value: the size as a text.
-        plan: its plan.
-        trials: all sizes that were tried, in order.
         cost: cost of a step, if prices are given.
-        limit: the largest size that is tried, if it is the answer and larger ones may fit.
+        limit: says that larger sizes are not tried, if the answer is the largest one that is.
     """
 
     value: str
@@ -219,7 +214,7 @@ def parse_prices(texts: Sequence[str]) -> dict[str, float]:
     {'cpu': 0.1, 'h100-sxm5-80gb': 2.5}
     """
     prices: dict[str, float] = {}
-    for text in (part for given in texts for part in given.split(",")):
+    for text in (part for entry in texts for part in entry.split(",")):
         name, equals, value = text.partition("=")
         if name.strip() in prices:
             raise UsageError(f"The device in '{text}' has two prices", where="--price", fix="Leave one of them out")
@@ -290,6 +285,7 @@ def _none_within(ask: Ask) -> str:
 
 
 def _no_cluster(ask: Ask, kinds: Sequence[str]) -> InfeasibleError:
+    """Return the error that no size of some clusters has a plan."""
     return InfeasibleError(
         f"No plan fits on any size up to {', '.join(kinds)}{ask.within}",
         fix="Allow more time, more nodes, or drop a pin",
@@ -335,17 +331,17 @@ def largest_batch(ask: Ask) -> Answer:
     def at(n: int) -> Ask:
         return replace(ask, global_batch_size=samples(n), pins=(*ask.pins, "num_micro_batches=1"))
 
-    asked = ask.global_batch_size
-    most = len(small) - 1 + asked // world if asked >= world else sum(size <= asked for size in small)
-    limit = f"no larger ones than the global batch of {asked:,} are tried"
+    batch = ask.global_batch_size
+    most = len(small) - 1 + batch // world if batch >= world else sum(size <= batch for size in small)
+    limit = f"no larger ones than the global batch of {batch:,} are tried"
     return _largest(ask, at, "samples", samples, most=most, limit=limit)
 
 
 def _missing(ask: Ask, cluster: Cluster) -> str:
     """Return why there is no plan; empty if there is one."""
     has_no_limit = ask.max_step_time_s is None
-    found = _fits(ask.planner(cluster)) if has_no_limit else ask.fastest(cluster) is not None
-    return "" if found else _none_within(ask)
+    has_plan = _fits(ask.planner(cluster)) if has_no_limit else ask.fastest(cluster) is not None
+    return "" if has_plan else _none_within(ask)
 
 
 def _fits(planner: Planner) -> bool:
@@ -367,13 +363,7 @@ def _largest(
 ) -> Answer:
     """Return the largest n up to ``most`` with a plan, by doubling, then by bisection below the first n without one.
 
-    Args:
-        ask: the request.
-        at: returns the request for n.
-        unit: the unit of sizes.
-        value: returns the size for n.
-        most: the largest n that is tried.
-        limit: says so in an answer that reaches it.
+    ``at`` returns the request for n, and ``value`` its size in ``unit``. ``limit`` is the remark on an answer that reaches ``most``.
     """
     cluster = Cluster.parse(ask.cluster, cache_dir=ask.cache_dir)
     trials: dict[int, str] = {}

@@ -176,6 +176,7 @@ def render_html(plan: Plan) -> str:
 
 
 def _facts(plan: Plan) -> list[tuple[str, str]]:
+    """Return the plan's choices and main figures as names and HTML values."""
     predicted, search = plan.predicted, plan.search
     low, high = predicted.step_time_interval_s
     verdict = "fits" if predicted.fits else '<span class="no">does not fit</span>'
@@ -200,6 +201,7 @@ def _time(plan: Plan) -> str:
 
 
 def _memory(plan: Plan) -> str:
+    """Return a bar of memory for each pipeline rank, or each group of ranks with unequal shares."""
     text = ""
     for memory in plan.predicted.memory:
         limit = plan.predicted.limit_of(memory)
@@ -216,6 +218,7 @@ def _memory(plan: Plan) -> str:
 
 
 def _pipeline(plan: Plan) -> str:
+    """Return the timeline as SVG."""
     if not plan.predicted.stage_times:
         return ""
     spans = timeline(plan)
@@ -243,6 +246,7 @@ def _pipeline(plan: Plan) -> str:
 
 
 def _stages(plan: Plan) -> str:
+    """Return a table of stages."""
     times = plan.predicted.stage_times
     rows = []
     for stage in plan.stages:
@@ -257,6 +261,7 @@ def _stages(plan: Plan) -> str:
 
 
 def _layouts(plan: Plan) -> str:
+    """Return a table of the parameters that are split inside the model."""
     rows = [
         (escape(ranges(labels)), escape(axis), f"<code>{escape(kind)}</code>", escape(names))
         for labels, lines in layout_groups(plan)
@@ -268,6 +273,7 @@ def _layouts(plan: Plan) -> str:
 
 
 def _bar(parts: Sequence[tuple[str, float, str]], total: float) -> str:
+    """Return parts of a total as a horizontal bar."""
     pieces = "".join(
         f'<div style="width:{100 * part / total:.3f}%;background:{colour}" title="{escape(name)}: {text}"></div>'
         for (name, part, text), colour in zip(parts, _COLOURS, strict=False)
@@ -277,6 +283,7 @@ def _bar(parts: Sequence[tuple[str, float, str]], total: float) -> str:
 
 
 def _legend(parts: Sequence[tuple[str, float, str]]) -> str:
+    """Return the colours, names and values of a bar's parts."""
     items = "&ensp; ".join(
         f'<span class="key" style="background:{colour}"></span>{escape(name)} {text}'
         for (name, part, text), colour in zip(parts, _COLOURS, strict=False)

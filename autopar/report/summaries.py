@@ -98,6 +98,7 @@ def comparison(before: Plan, after: Plan) -> dict[str, Any]:
 
 
 def _rows(before: Plan, after: Plan) -> list[tuple[str, str, str, str]]:
+    """Return the rows of a comparison: name, both values, and the change."""
     old, new = before.predicted, after.predicted
     rows = [
         ("model", before.model.name, after.model.name, ""),
