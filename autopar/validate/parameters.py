@@ -4,7 +4,7 @@ Parameters are few, named and bounded, and many runs depend on each. One belongs
 shared by all. Profiles hold the values. A fit starts from priors and is regularised towards them, so that earlier fits of the profiles do
 not matter.
 
-The fit minimises the sum over runs of rho(log(predicted / measured)) + sum over parameters of (log(x / start) / width)^2, where rho is the
+The fit minimises the sum over runs of rho(log(predicted / measured)) + sum over parameters of (DRAW * log(x / start))^2, where rho is the
 soft L1 loss (linear above :data:`OUTLIER`), by reweighted least squares.
 """
 

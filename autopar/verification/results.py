@@ -125,7 +125,7 @@ class Confirmation:
 
     @property
     def agrees(self) -> bool:
-        """Whether the plan ran in fp64 and agrees there: it is within the tolerances, or one device has errors in fp64 that explain its own."""
+        """Whether the plan ran in fp64, and is within the tolerances there or off by at most :data:`AMPLIFIED` times what one device is."""
         rounding = AMPLIFIED * max((run.error for run in self.nudged_double), default=0.0)
         return bool(self.rows) and all(row.passed or row.error <= min(rounding, DOUBLE_CEILING) for row in self.rows)
 
